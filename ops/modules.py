@@ -1,0 +1,105 @@
+"""The norms as modules. They are torch's own classes with another forward: the same parameters, so checkpoints interchange,
+and code that looks for norm layers with isinstance (to exempt them from weight decay, say) finds them."""
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_dropout_p
+from .functional import layer_norm_fn
+
+
+class LayerNorm(nn.LayerNorm):
+    """Dropout → add → LayerNorm.
+
+    Args:
+        hidden_size: N, the size of the last dimension.
+        eps: added to the variance.
+        dropout_p: in [0, 1); applied to x in training mode only.
+        zero_centered_weight: the weight is stored as its distance from 1, and starts at 0.
+        elementwise_affine, bias: as in torch.nn.LayerNorm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        check_dropout_p("LayerNorm", "dropout_p", dropout_p)
+        self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
+        super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _centre_weight(self)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """y (..., N), or with prenorm (y, the new residual stream); see `layer_norm_fn`."""
+        return _forward(self, x, self.bias, residual, prenorm, residual_in_fp32, is_rms_norm=False)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {_extra_repr(self)}"
+
+
+class RMSNorm(nn.RMSNorm):
+    """Dropout → add → RMSNorm. Arguments as for `LayerNorm`; eps has a number as its default, where torch's depends on dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        elementwise_affine: bool = True,
+    ) -> None:
+        check_dropout_p("RMSNorm", "dropout_p", dropout_p)
+        self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
+        super().__init__(hidden_size, eps, elementwise_affine, device, dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _centre_weight(self)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """y (..., N), or with prenorm (y, the new residual stream); see `rms_norm_fn`."""
+        return _forward(self, x, None, residual, prenorm, residual_in_fp32, is_rms_norm=True)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {_extra_repr(self)}"
+
+
+def _forward(module, x, bias, residual, prenorm, residual_in_fp32, *, is_rms_norm):
+    return layer_norm_fn(
+        x,
+        module.weight,
+        bias,
+        residual=residual,
+        eps=module.eps,
+        dropout_p=module.dropout_p if module.training else 0.0,
+        prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32,
+        zero_centered_weight=module.zero_centered_weight,
+        is_rms_norm=is_rms_norm,
+    )
+
+
+def _centre_weight(module):
+    if module.zero_centered_weight and module.weight is not None:
+        nn.init.zeros_(module.weight)
+
+
+def _extra_repr(module):
+    return f"dropout_p={module.dropout_p}, zero_centered_weight={module.zero_centered_weight}"

@@ -122,7 +122,7 @@ def norm_backward_kernel(
         b_dweight1 = tl.zeros([ROWS, BLOCK_N], tl.float32)
         b_dbias1 = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for tile in tl.range(pid, tl.cdiv(M, ROWS), programs, num_stages=STAGES):
-            rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
             m_row = rows < M
             m = tile_mask(m_row, cols, N, EVEN_N)
             b_r = load_tile(p_r, rows, cols, m, stride_r)
@@ -162,7 +162,7 @@ def norm_backward_kernel(
             tl.store(p_dbias1 + partial, tl.sum(b_dbias1, 0), mask=m_col)
     else:
         for tile in tl.range(pid, tl.cdiv(M, ROWS), programs, num_stages=1):
-            rows = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
             m_row = rows < M
             b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
             b_c1 = tl.zeros([ROWS], tl.float32)

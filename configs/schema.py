@@ -94,10 +94,11 @@ class DataConfig:
     subset: str | None = None  # source=hub: the configuration's name
     revision: str | None = None  # source=hub: a commit, so that a run can be repeated
     text_field: str = "text"  # source=hub: the column with the text
+    document_start: str | None = None  # source=hub, where rows are lines: a regular expression for a document's first line
     train_split: str = "train"  # source=hub
     val_split: str | None = None  # source=hub; null: hold out val_fraction of the documents
     streaming: bool = False  # source=hub: read over the network while tokenising, without keeping the raw files
-    max_documents: int | None = None  # null: all
+    max_documents: int | None = None  # read from each split; null: all
     val_fraction: float = 0.1  # share held out: whole documents, or the end of a single one
     processes: int = 1  # that tokenise
     cache_dir: str = ".cache/prenorm"  # tokenizers and tokenised corpora

@@ -62,9 +62,7 @@ def check_seed(name: str, seed: Tensor | int | None, device: torch.device) -> No
     if not isinstance(seed, Tensor):
         raise TypeError(f"{name}: seed must be an int or a one-element int64 tensor, got {type(seed).__name__}")
     if seed.dtype != torch.int64 or seed.numel() != 1:
-        raise ValueError(
-            f"{name}: seed must be an int or a one-element int64 tensor, got {tuple(seed.shape)} of {seed.dtype}"
-        )
+        raise ValueError(f"{name}: seed must be an int or a one-element int64 tensor, got {tuple(seed.shape)} of {seed.dtype}")
     if seed.device != device:
         raise ValueError(f"{name}: seed is on {seed.device}, expected {device}, the device of x")
 

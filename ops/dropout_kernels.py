@@ -1,4 +1,4 @@
-"""Dropout on its own in Triton: the mask generator that the norm kernels share, and the kernels that write a mask or apply it."""
+"""Dropout in Triton: the mask generator that the norm kernels share, and a kernel that applies a mask or writes it."""
 
 import triton
 import triton.language as tl

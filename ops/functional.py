@@ -94,8 +94,9 @@ def layer_norm_fn(
     _check_buffer(name, "residual_out", residual_out, x, residual_dtype)
 
     shape = x.shape
-    x, residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in (x, residual, x1))
-    rowscale, rowscale1 = (None if t is None else t.reshape(-1).contiguous() for t in (rowscale, rowscale1))
+    x = x.reshape(-1, shape[-1])
+    residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in (residual, x1))
+    rowscale, rowscale1 = (None if t is None else t.reshape(-1) for t in (rowscale, rowscale1))
     seed = _seed_tensor(seed, x.device) if dropout_p > 0.0 else None
     # A second output needs a weight or a bias; the kernels see a weight in any case.
     if weight1 is None and bias1 is not None:
@@ -274,9 +275,13 @@ def _check_buffer(name, argument, buffer, x, dtype):
         return
     check_like_input(name, argument, buffer, x, (dtype,))
     if not buffer.is_contiguous():
-        raise ValueError(f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}")
+        raise ValueError(
+            f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
+        )
     if buffer.is_leaf and buffer.requires_grad:
-        raise ValueError(f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()")
+        raise ValueError(
+            f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()"
+        )
 
 
 def _seed_tensor(seed: Tensor | int | None, device: torch.device) -> Tensor:

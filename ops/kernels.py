@@ -49,7 +49,9 @@ def norm_forward_kernel(
         b_rstd = tl.rsqrt(tl.sum(b_centred * b_centred, 1) / N + eps)
         store_affine(p_y, p_weight, p_bias, b_centred * b_rstd[:, None], rows, cols, m, N, stride_y, EVEN_N, ZERO_CENTERED)
         if p_y1 is not None:
-            store_affine(p_y1, p_weight1, p_bias1, b_centred * b_rstd[:, None], rows, cols, m, N, stride_y1, EVEN_N, ZERO_CENTERED)
+            store_affine(
+                p_y1, p_weight1, p_bias1, b_centred * b_rstd[:, None], rows, cols, m, N, stride_y1, EVEN_N, ZERO_CENTERED
+            )
     else:
         # Two passes over the inputs. Nothing is written before the second, so residual_out may be the residual's own buffer.
         b_m2 = tl.zeros([ROWS], tl.float32)  # Σ (r − mean)²; for RMSNorm Σ r²

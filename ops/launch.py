@@ -1,4 +1,4 @@
-"""From tensors to a launch: picks the tile, sets the flags, starts the kernels. All tensors are [M, N] with unit last stride."""
+"""From tensors to a launch: picks the tile, sets the flags, starts the kernels. Tensors are [M, N] with unit last stride."""
 
 from contextlib import nullcontext
 from functools import lru_cache

@@ -1,5 +1,7 @@
 """Norm, then a linear layer, without keeping the norm's output for backward."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,9 +43,12 @@ def layer_norm_linear_fn(
         )
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
-    y, r = layer_norm_fn(
-        x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
-        out_dtype=dtype,
+    y, r = cast(
+        tuple[Tensor, Tensor],
+        layer_norm_fn(
+            x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32,
+            is_rms_norm=is_rms_norm, out_dtype=dtype,
+        ),
     )  # fmt: skip
     output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm)
     return (output, r) if prenorm else output
@@ -67,7 +72,9 @@ class _LinearOfNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dy = dout @ linear_weight.to(ctx.dtype)
         if ctx.needs_input_grad[4]:
-            y = layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
+            y = cast(
+                Tensor, layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
+            )
             dweight = (dout.flatten(0, -2).mT @ y.flatten(0, -2)).to(linear_weight.dtype)
         if ctx.needs_input_grad[5]:
             dbias = dout.flatten(0, -2).sum(0).to(ctx.linear_bias_dtype)

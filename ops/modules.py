@@ -50,7 +50,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Dropout → add → RMSNorm. Arguments as for `LayerNorm`; eps has a number as its default, where torch's depends on dtype."""
+    """Dropout → add → RMSNorm. Arguments as for `LayerNorm`. eps is 1e-5 by default, where torch's depends on the dtype."""
 
     def __init__(
         self,

@@ -7,8 +7,12 @@ the same arguments and give the same bits.
 `norm_forward` and `norm_backward` allocate what they return; `norm_forward_out` writes into buffers, for inference.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
+
+T = TypeVar("T", Tensor, Tensor | None)
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
@@ -39,12 +43,13 @@ def norm_forward(
     """y, y1, r, stats, mask, mask1. stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm."""
     from . import launch  # imports Triton, which a machine without a GPU may lack
 
-    outputs = _forward_outputs(
-        x, x1, weight1, dropout_p, is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask
+    outputs = y, y1, r, stats, mask, mask1 = _forward_outputs(
+        x, x1, weight1, is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask
     )
     launch.norm_forward(
-        _rows(x), _rows(residual), _rows(x1), weight, bias, weight1, bias1, rowscale, rowscale1, seed,
-        outputs[0], *(_present(t) for t in outputs[1:]),
+        _dense(x), _dense(residual), _dense(x1), _dense(weight), _dense(bias), _dense(weight1), _dense(bias1),
+        _dense(rowscale), _dense(rowscale1), seed,
+        y, _present(y1), _present(r), _present(stats), _present(mask), _present(mask1),
         eps=eps, dropout_p=dropout_p, zero_centered_weight=zero_centered_weight, is_rms_norm=is_rms_norm,
         residual_dtype=residual_dtype,
     )  # fmt: skip
@@ -56,13 +61,11 @@ def _(
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed, eps, dropout_p, zero_centered_weight,
     is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask,
 ):  # fmt: skip
-    return _forward_outputs(
-        x, x1, weight1, dropout_p, is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask
-    )
+    return _forward_outputs(x, x1, weight1, is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask)
 
 
 def _forward_outputs(
-    x, x1, weight1, dropout_p, is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask
+    x, x1, weight1, is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask
 ):  # fmt: skip
     shape = x.shape
     y = x.new_empty(shape, dtype=out_dtype)
@@ -101,10 +104,13 @@ def norm_backward(
     dweight, dbias, dweight1, dbias1 as one [sum(wanted), N] tensor."""
     from . import launch
 
-    outputs = _backward_outputs(r, x, x1, dz_dtype, dx_dtype, dx1_dtype, wanted, weight_dtype)
+    outputs = dz, dx, dx1, drowscale, drowscale1, weight_gradients = _backward_outputs(
+        r, x, x1, dz_dtype, dx_dtype, dx1_dtype, wanted, weight_dtype
+    )
     launch.norm_backward(
-        _rows(dy), _rows(dy1), _rows(dr), _rows(r), _rows(x), _rows(x1), weight, weight1, rowscale, rowscale1, stats, seed,
-        *(_present(t) for t in outputs[:5]), outputs[5], wanted,
+        _dense(dy), _dense(dy1), _dense(dr), _dense(r), _dense(x), _dense(x1), _dense(weight), _dense(weight1),
+        _dense(rowscale), _dense(rowscale1), stats, seed,
+        _present(dz), _present(dx), _present(dx1), _present(drowscale), _present(drowscale1), weight_gradients, wanted,
         dropout_p=dropout_p, zero_centered_weight=zero_centered_weight, is_rms_norm=is_rms_norm,
     )  # fmt: skip
     return outputs
@@ -129,10 +135,8 @@ def _backward_outputs(r, x, x1, dz_dtype, dx_dtype, dx1_dtype, wanted, weight_dt
 
 
 def _setup_context(ctx, inputs, output):
-    (
-        x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed, _, dropout_p, zero_centered_weight, is_rms_norm,
-        _, residual_dtype, *_,
-    ) = inputs  # fmt: skip
+    x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed, *how = inputs
+    _, dropout_p, zero_centered_weight, is_rms_norm, _, _, store_residual, *_ = how
     _, _, r, stats, _, _ = output
     adds = residual is not None or x1 is not None or dropout_p > 0.0 or rowscale is not None
     # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
@@ -142,7 +146,9 @@ def _setup_context(ctx, inputs, output):
         r if adds else x, x if needs_x else None, x1 if needs_x1 else None, weight, weight1, rowscale, rowscale1, stats, seed
     )
     ctx.flags = (dropout_p, zero_centered_weight, is_rms_norm)
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1))
+    inputs_with_gradients = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs_with_gradients)
+    ctx.has_y1, ctx.has_r = weight1 is not None, store_residual
     # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
     ctx.set_materialize_grads(False)
 
@@ -152,6 +158,7 @@ def _backward(ctx, dy, dy1, dr, *_):
     dropout_p, zero_centered_weight, is_rms_norm = ctx.flags
     x_dtype, residual_dtype, x1_dtype, *weight_dtypes, rowscale_dtype, rowscale1_dtype = ctx.dtypes
     needs_x, needs_residual, needs_x1, *needs_weights, needs_rowscale, needs_rowscale1 = ctx.needs_input_grad[:9]
+    dy1, dr = dy1 if ctx.has_y1 else None, dr if ctx.has_r else None
 
     # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
     plain_x = needs_x and dropout_p == 0.0 and rowscale is None
@@ -159,8 +166,8 @@ def _backward(ctx, dy, dy1, dr, *_):
     dz_dtype = residual_dtype if needs_residual else x_dtype if plain_x else x1_dtype if plain_x1 else None
     x_takes_dz = plain_x and x_dtype == dz_dtype
     x1_takes_dz = plain_x1 and x1_dtype == dz_dtype
-    present = (dy is not None, dy is not None, dy1 is not None, dy1 is not None)
-    wanted = [needs and there for needs, there in zip(needs_weights, present, strict=True)]
+    upstream = (dy, dy, dy1, dy1)
+    wanted = [needs and g is not None for needs, g in zip(needs_weights, upstream, strict=True)]
     wanted_dtypes = {dtype for dtype, want in zip(weight_dtypes, wanted, strict=True) if want}
 
     dz, dx, dx1, drowscale, drowscale1, weight_gradients = norm_backward(
@@ -173,14 +180,11 @@ def _backward(ctx, dy, dy1, dr, *_):
         wanted_dtypes.pop() if len(wanted_dtypes) == 1 else torch.float32,
     )  # fmt: skip
     rows = iter(weight_gradients.unbind(0))
-    dweights = [
-        next(rows).to(dtype) if want else None for want, dtype in zip(wanted, weight_dtypes, strict=True)
-    ]
     return (
         (dz if x_takes_dz else dx) if needs_x else None,
         dz if needs_residual else None,
         (dz if x1_takes_dz else dx1) if needs_x1 else None,
-        *dweights,
+        *(next(rows).to(dtype) if want else None for want, dtype in zip(wanted, weight_dtypes, strict=True)),
         drowscale.to(rowscale_dtype) if needs_rowscale else None,
         drowscale1.to(rowscale1_dtype) if needs_rowscale1 else None,
         *(None,) * 10,
@@ -214,10 +218,11 @@ def norm_forward_out(
     """As norm_forward without gradients, y and r (which may be the residual itself) filled in place: y1, mask, mask1."""
     from . import launch
 
-    outputs = _forward_out_outputs(x, x1, weight1, y, return_mask)
+    outputs = y1, mask, mask1 = _forward_out_outputs(x, x1, weight1, y, return_mask)
     launch.norm_forward(
-        _rows(x), _rows(residual), _rows(x1), weight, bias, weight1, bias1, rowscale, rowscale1, seed,
-        y, _present(outputs[0]), r, None, _present(outputs[1]), _present(outputs[2]),
+        _dense(x), _dense(residual), _dense(x1), _dense(weight), _dense(bias), _dense(weight1), _dense(bias1),
+        _dense(rowscale), _dense(rowscale1), seed,
+        y, _present(y1), r, None, _present(mask), _present(mask1),
         eps=eps, dropout_p=dropout_p, zero_centered_weight=zero_centered_weight, is_rms_norm=is_rms_norm,
         residual_dtype=residual_dtype,
     )  # fmt: skip
@@ -245,7 +250,7 @@ def dropout(x: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
     from . import launch
 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch.dropout(_rows(x), y, seed, p, stream)
+    launch.dropout(_dense(x), y, seed, p, stream)
     return y
 
 
@@ -282,8 +287,8 @@ def _(seed, rows, cols, p, stream):
     return seed.new_empty((rows, cols), dtype=torch.bool)
 
 
-def _rows(t: Tensor | None) -> Tensor | None:
-    """Rows may lie apart, the elements of a row may not."""
+def _dense(t: T) -> T:
+    """Rows may lie apart, the elements of a row (or of a weight) may not."""
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 

@@ -1,0 +1,102 @@
+"""The command line of train.py, checked whole before Hydra starts: every job of a sweep, so that none fails after the first."""
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+from hydra._internal.utils import get_args_parser  # the parser of @hydra.main; there is no public name for it
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from configs import compose, keys
+from configs.keys import ConfigError
+
+EXIT_CODE = 2  # of an error in the configuration, as of argparse
+MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets wrong, it almost surely gets wrong here
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Returns if every job that `arguments` ask for can start; otherwise says why and ends the process with EXIT_CODE."""
+    args = get_args_parser().parse_args(arguments)
+    if args.help or args.hydra_help or args.info or args.shell_completion or args.config_dir or args.config_name:
+        return  # no run, or somebody else's configuration: what it becomes is checked again when its job starts
+    with user_errors():
+        sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+        for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
+            try:
+                compose.load(overrides)
+            except ConfigError as error:
+                raise ConfigError(f"{error}\n(in the job {' '.join(overrides)})" if sweep else str(error)) from error
+
+
+def jobs(overrides: Sequence[str], sweep: bool) -> Iterator[list[str]]:
+    """The overrides of each run that a command asks for."""
+    parsed = compose.parse(overrides)
+    for override in parsed:
+        if override.is_sweep_override() and not sweep:
+            raise ConfigError(f"{override.input_line}: several values make several runs; add -m. A list is written [a,b].")
+    for job in itertools.product(*map(_values, parsed)):
+        yield list(job)
+
+
+class user_errors:
+    """Prints a ConfigError as its message alone and ends the process; HYDRA_FULL_ERROR=1 lets it through with its traceback."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ConfigError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(EXIT_CODE)
+
+
+class as_config_errors:
+    """What the data or the model find wrong with the config, as a ConfigError."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, ConfigError):
+            raise ConfigError(str(error)) from error
+
+
+def register_resolvers() -> None:
+    """What config.yaml interpolates."""
+    OmegaConf.register_new_resolver("folder_name", lambda name, experiment: _safe(name or experiment or "run"), replace=True)
+    OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
+    OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
+
+
+def describe_keys() -> str:
+    """Every key with its default and the comment that stands beside it in schema.py."""
+    lines, section = [], ""
+    for key in keys.schema().values():
+        if section != (section := key.name.rpartition(".")[0]):
+            lines.append("")
+        default = {None: "null", True: "true", False: "false"}.get(key.default) if _is_literal(key.default) else None  # type: ignore[call-overload]
+        shown = f"{key.name}={default or (repr(key.default) if key.default == chr(10) else key.default)}"
+        choices = f"({key.accepts.removeprefix('one of ').replace(', ', ' | ')}) " if key.accepts.startswith("one of") else ""
+        lines.append(f"  {shown:<34} {choices}{key.meaning}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _is_literal(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _values(override: Override) -> list[str]:
+    """The single-valued overrides that one override stands for."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def _job_folder(number: int, overrides: Sequence[str]) -> str:
+    """0_norm.impl=fused,seed=1: what the job is, in what a file name may hold."""
+    return _safe(f"{number}_{','.join(overrides)}")
+
+
+def _safe(name: object) -> str:
+    return re.sub(r"[^\w.,=+-]+", "-", str(name))[:120]

@@ -1,0 +1,146 @@
+"""From overrides to a checked `Config`: Hydra composes, the schema types it, the rules pass it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs import keys, machine, rules
+from configs.keys import ConfigError
+from configs.schema import Config
+
+# config.yaml starts from this node, so that whatever it and the groups set is checked against the dataclasses.
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Config:
+    """The config of `python train.py <overrides>`.
+
+    Args:
+        overrides: as on the command line, such as ["model=gpt2", "train.steps=10"].
+        on: the machine to check against; None: this one.
+
+    Raises:
+        ConfigError: a name, a value or a combination that can't be used.
+    """
+    parse(overrides)
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
+            composed = compose(config_name="config", overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explained(error) from error
+    cfg = typed(composed)
+    rules.check(cfg, on or machine.inspect(cfg.device))
+    return cfg
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """The overrides, once their names are known to exist. Values are left to the schema.
+
+    Hydra takes any key after `+`; here a key that the schema lacks is an error however it is written.
+    """
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except HydraException:
+            raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
+        _check_names(parsed[-1])
+    return parsed
+
+
+def typed(composed: DictConfig) -> Config:
+    """What Hydra composed, as dataclasses.
+
+    Raises:
+        ConfigError: a key that the schema lacks, or a value of the wrong type.
+    """
+    known, parts = set(keys.schema()), set(keys.sections())
+    for name in _names(OmegaConf.to_container(composed)):
+        if name not in known and name not in parts:
+            raise keys.unknown_key(name)
+    try:
+        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+    except OmegaConfBaseException as error:
+        raise _explained(error) from error
+    assert isinstance(cfg, Config)
+    return cfg
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """Plain containers and plain strings, for YAML, checkpoints and W&B."""
+    plain = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The reverse of `to_dict`, with single values overridden. Keys that an older `plain` lacks take their defaults."""
+    base = OmegaConf.create(plain)
+    for override in parse(overrides):
+        name = override.get_key_element().lstrip("+")
+        if name in keys.groups():
+            raise ConfigError(f"{override.input_line}: a resumed run keeps its {name}. Override single keys instead.")
+        if not name.startswith("hydra"):
+            OmegaConf.update(base, name, override.value(), force_add=True)
+    assert isinstance(base, DictConfig)
+    return typed(base)
+
+
+def save(cfg: Config, path: Path) -> None:
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))), encoding="utf-8")
+
+
+def _check_names(override: Override) -> None:
+    name, text = override.key_or_group, override.input_line
+    if name.split(".")[0].split("/")[0] == "hydra":
+        return  # Hydra's own settings, which it checks itself
+    if override.is_delete():
+        raise ConfigError(f"{text}: no key can be taken away. Give it another value, or null where it accepts that.")
+    added = override.is_add() and not override.is_force_add()
+    if name in keys.groups():
+        if override.is_add() or override.is_force_add():
+            raise ConfigError(f"{text}: drop the +, {name} has a choice already.")
+        for option in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
+            if isinstance(option, str) and option not in keys.groups()[name]:
+                raise keys.unknown_option(name, option)
+    elif name in keys.schema():
+        if added:
+            raise ConfigError(f"{text}: drop the +, the key exists already.")
+    elif name not in keys.sections():
+        raise keys.unknown_key(name)
+
+
+def _names(tree: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all leaves."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _explained(error: BaseException) -> ConfigError:
+    """OmegaConf's complaint about a key, in the words of the schema."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__
+    if cause is None:
+        return ConfigError(str(error))
+    name, value = cause.full_key or "", getattr(cause, "value", None)
+    if name in keys.schema():
+        return keys.bad_value(name, _given(str(cause.msg)) if value is None else value)
+    return keys.unknown_key(name) if name else ConfigError(str(cause))
+
+
+def _given(message: str) -> str | None:
+    """The value in OmegaConf's message, which puts it in quotes."""
+    parts = message.split("'")
+    return parts[1] if len(parts) > 2 and message.startswith(("Value '", "Invalid value '")) else None

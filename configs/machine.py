@@ -1,0 +1,41 @@
+"""What the rules need to know about the machine: the device that a run will use and what it can do."""
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from configs.keys import ConfigError
+from configs.schema import Device
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str  # cuda, mps or cpu
+    bf16: bool = True  # computes in bf16 without emulating it
+    triton: bool = True  # can be imported
+    cpp_compiler: bool = True  # torch.compile needs one on the CPU
+
+
+def inspect(device: Device) -> Machine:
+    """The machine as `device` asks for it.
+
+    Raises:
+        ConfigError: the device that was asked for is not there.
+    """
+    name = device.value
+    if device is Device.auto:
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: PyTorch sees no CUDA device here. Use device=cpu or device=auto.")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device=mps: PyTorch sees no MPS device here. Use device=cpu or device=auto.")
+    return Machine(
+        device=name,
+        # Before Ampere bf16 is emulated: correct, and slower than fp32.
+        bf16=torch.cuda.is_bf16_supported(including_emulation=False) if name == "cuda" else True,
+        triton=importlib.util.find_spec("triton") is not None,
+        cpp_compiler=any(shutil.which(cc) for cc in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if cc),
+    )

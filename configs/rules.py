@@ -1,0 +1,148 @@
+"""Checks that span several keys or the machine, made once and before anything is built.
+
+`check` is a pure function of a config and a `Machine`; each message names the keys, what was given and what to change.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+
+from configs.keys import ConfigError
+from configs.machine import Machine
+from configs.schema import Config, NormImpl, Positions, Precision, Schedule, Source, TokenizerKind, WandbMode
+
+
+def check(cfg: Config, machine: Machine, ranks: int = 1) -> None:
+    """Passes a config that can run on `machine`.
+
+    Raises:
+        ConfigError: with every broken rule, one a line.
+    """
+    broken = [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg, ranks), *_device(cfg, machine)]
+    if broken:
+        raise ConfigError("\n".join(broken))
+
+
+def _ranges(cfg: Config) -> Iterator[str]:
+    """Bounds of single numbers."""
+
+    def bound(key: str, low: float, high: float = math.inf, *, open_low: bool = False, closed_high: bool = False) -> Iterator[str]:
+        section, _, leaf = key.rpartition(".")
+        value = getattr(getattr(cfg, section) if section else cfg, leaf)
+        if value is None:
+            return
+        above = value > low if open_low else value >= low
+        below = value <= high if closed_high else value < high
+        if not (above and below):  # NaN and inf fail here too
+            text = f"in {'(' if open_low else '['}{low:g}, {high:g}{']' if closed_high else ')'}"
+            if high == math.inf:
+                text = f"{'more than' if open_low else 'at least'} {low:g} and finite"
+            yield f"{key}={value}: must be {text}."
+
+    for key in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size"):
+        yield from bound(f"model.{key}", 1)
+    for key in ("dropout", "attention_dropout", "drop_path"):
+        yield from bound(f"model.{key}", 0, 1)
+    for key in ("optim.beta1", "optim.beta2"):
+        yield from bound(key, 0, 1)
+    for key in ("optim.lr", "optim.eps", "norm.eps", "model.rotary_base"):
+        yield from bound(key, 0, open_low=True)
+    for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm", "seed"):
+        yield from bound(key, 0)
+    for key in ("eval.every", "checkpoint.every", "sample.tokens", "sample.temperature"):
+        yield from bound(key, 0)
+    for key in ("train.steps", "train.batch_size", "train.accumulation", "eval.batches", "logging.every", "sample.top_k"):
+        yield from bound(key, 1)
+    for key in ("data.max_documents", "data.processes"):
+        yield from bound(key, 1)
+    yield from bound("data.val_fraction", 0, 1, open_low=True)
+    yield from bound("optim.decay_fraction", 0, 1, open_low=True, closed_high=True)
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    model = cfg.model
+    if min(model.heads, model.width, model.kv_heads or 1) < 1:
+        return  # reported above
+    if model.width % model.heads:
+        near = _nearest_divisor(model.width, model.heads)
+        yield (
+            f"model.heads={model.heads} does not divide model.width={model.width}. "
+            f"Use model.heads={near} or model.width={_round_up(model.width, model.heads)}."
+        )
+    elif model.positions is Positions.rotary and (model.width // model.heads) % 2:
+        yield (
+            f"model.positions=rotary turns pairs of numbers, but a head has width/heads = {model.width // model.heads} of them "
+            f"(model.width={model.width}, model.heads={model.heads}). Use an even head width or model.positions=learned."
+        )
+    if model.kv_heads and model.heads % model.kv_heads:
+        yield (
+            f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. "
+            f"Use model.kv_heads={_nearest_divisor(model.heads, model.kv_heads)}, or null for one a head."
+        )
+    if model.vocab_size and cfg.tokenizer.kind is TokenizerKind.bpe and model.vocab_size < cfg.tokenizer.vocab_size:
+        yield (
+            f"model.vocab_size={model.vocab_size} is smaller than tokenizer.vocab_size={cfg.tokenizer.vocab_size}. "
+            f"Use model.vocab_size=null, which takes the tokenizer's."
+        )
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    data, tokenizer = cfg.data, cfg.tokenizer
+    if data.source is Source.text and not data.files:
+        yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
+    if data.source is not Source.text and data.files:
+        yield f"data.files is read only with data.source=text; here data.source={data.source}. Use data=text."
+    if data.source is Source.hub and not data.path:
+        yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
+    if data.streaming and data.processes > 1:
+        yield f"data.streaming=true reads with one process, data.processes={data.processes} given. Use data.processes=1."
+    if tokenizer.kind is TokenizerKind.pretrained and not tokenizer.pretrained:
+        yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
+    if tokenizer.kind is TokenizerKind.bpe and tokenizer.vocab_size < 257:
+        yield (
+            f"tokenizer.vocab_size={tokenizer.vocab_size}: a byte-level BPE has 256 bytes and an end-of-document token before "
+            f"its first merge. Use at least 257, or tokenizer=char."
+        )
+
+
+def _training(cfg: Config, ranks: int) -> Iterator[str]:
+    train, optim = cfg.train, cfg.optim
+    if train.accumulation >= 1 and ranks >= 1 and train.batch_size % (train.accumulation * ranks):
+        by = f"train.accumulation={train.accumulation}" + (f" × {ranks} ranks" if ranks > 1 else "")
+        yield (
+            f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. "
+            f"Use train.batch_size={_round_up(train.batch_size, train.accumulation * ranks)} or change train.accumulation."
+        )
+    if optim.warmup_steps > train.steps:
+        yield (
+            f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
+            f"arrive. Use optim.warmup_steps={train.steps // 10}, or more steps."
+        )
+    if optim.schedule is not Schedule.constant and optim.min_lr > optim.lr:
+        yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={optim.lr / 10:g}."
+    if cfg.logging.without_key is WandbMode.online:
+        yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
+    if cfg.sample.tokens and not cfg.sample.prompt:
+        yield 'sample.prompt is empty: the model needs a token to go on from. Use sample.prompt="\\n", or sample.tokens=0.'
+
+
+def _device(cfg: Config, machine: Machine) -> Iterator[str]:
+    device = machine.device
+    if cfg.norm.impl is NormImpl.fused and device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
+        yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
+    if cfg.norm.impl is NormImpl.fused and device == "cuda" and not machine.triton:
+        yield "norm.impl=fused needs Triton, which can't be imported here. Install triton, or use norm.impl=torch."
+    if cfg.train.precision is Precision.bf16 and not machine.bf16:
+        yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
+    if cfg.train.precision is Precision.fp16 and device != "cuda":
+        yield f"train.precision=fp16 needs a CUDA device; this run is on {device}. Use train.precision=fp32 or bf16."
+    if cfg.train.compile and device == "cpu" and not machine.cpp_compiler:
+        yield "train.compile=true needs a C++ compiler on the CPU (g++ or clang++; CXX may name it). Use train.compile=false."
+
+
+def _nearest_divisor(of: int, to: int) -> int:
+    return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: (abs(n - to), n))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,15 @@
+"""Corpora, tokenizers and batches.
+
+    corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+    batches = Batches(corpus.train.tokens, context=..., batch_size=..., seed=...)
+    inputs, targets = batches[step]
+
+`documents` reads text, `split` holds some of it out, `tokenizer` and `tokens` turn it into ids, `cache` keeps them, `corpora`
+is all of that in order; `batches` cuts the ids into windows.
+"""
+
+from data.batches import Batches, Position, ValidationWindows
+from data.corpora import Corpus, Split, load_corpus
+from data.tokenizer import Tokenizer
+
+__all__ = ["Batches", "Corpus", "Position", "Split", "Tokenizer", "ValidationWindows", "load_corpus"]

@@ -1,0 +1,129 @@
+"""Batches as a pure function of (seed, step, rank), and windows that cover a validation split.
+
+Nothing here has a state that a restart, an evaluation or a change of the number of ranks could shift: `batches[step]` can be
+asked for in any order, any number of times, in any process, and gives the same tensors.
+
+An epoch is a permutation of non-overlapping windows of `context` tokens. The windows of epoch e start at a random offset of
+e's own, so that over the epochs a model sees a sentence at every position of its context. The endless concatenation of the
+epochs is cut into global batches of `batch_size` windows, and each rank takes its contiguous share of one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+EPOCHS_KEPT = 2  # a batch may span two epochs
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one rank's share of a batch lies in the training tokens."""
+
+    step: int
+    epoch: int  # of the first window
+    window: int  # of the first window, in the order of its epoch
+    windows: int  # in an epoch
+    offsets: tuple[int, ...]  # each window's first token
+
+    def __str__(self) -> str:
+        offsets = ", ".join(map(str, self.offsets))
+        return f"step {self.step}: epoch {self.epoch}, window {self.window} of {self.windows}, token offsets {offsets}"
+
+
+class Batches:
+    """Training batches: `inputs, targets = batches[step]`, two int64 CPU tensors of shape [batch_size // ranks, context].
+
+    `tokens` is a one-dimensional array of integers; a memmap is read only where a batch lies. Targets are the inputs shifted by
+    one token. Raises ValueError if the tokens are fewer than context + 1 or if the ranks do not divide the batch.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, context: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        targets = len(tokens) - 1  # the last token has no successor
+        if context < 1 or targets < context:
+            raise ValueError(f"Batches: context={context} needs at least {max(context, 1) + 1} tokens, got {len(tokens)}")
+        if batch_size < 1 or batch_size % ranks:
+            raise ValueError(f"Batches: batch_size={batch_size} must be a positive multiple of the {ranks} ranks")
+        if not 0 <= rank < ranks:
+            raise ValueError(f"Batches: rank={rank} must be in [0, {ranks})")
+        if seed < 0:
+            raise ValueError(f"Batches: seed={seed} must not be negative")
+        self.tokens = tokens
+        self.context = context
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.ranks = ranks
+        # Every epoch has the same number of windows, whatever its offset, so that a step's epoch is a division. A whole context
+        # of room is left for the offset, except in a corpus too short for that.
+        self.windows = max(1, (targets - context + 1) // context)
+        self.room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
+        self._starts: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = self._rank_starts(step)
+        window = self.tokens[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)  # [rows, context + 1]
+        return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
+
+    def position(self, step: int) -> Position:
+        """Where `batches[step]` comes from, for a message about that batch."""
+        epoch, window = divmod(self._first(step), self.windows)
+        offsets = tuple(int(start) for start in self._rank_starts(step))
+        return Position(step, epoch, window, self.windows, offsets)
+
+    def _first(self, step: int) -> int:
+        """This rank's first window of a step, counted over all epochs."""
+        if step < 0:  # also keeps `for batch in batches` from being mistaken for a finite sequence read backwards
+            raise IndexError(f"Batches: step={step} must not be negative")
+        return step * self.batch_size + self.rank * (self.batch_size // self.ranks)
+
+    def _rank_starts(self, step: int) -> np.ndarray:
+        """First token of each of this rank's windows, int64 [batch_size // ranks]."""
+        first = self._first(step)
+        count = first + np.arange(self.batch_size // self.ranks)
+        epochs, windows = count // self.windows, count % self.windows
+        return np.concatenate([self._epoch_starts(int(epoch))[windows[epochs == epoch]] for epoch in np.unique(epochs)])
+
+    def _epoch_starts(self, epoch: int) -> np.ndarray:
+        """First tokens of an epoch's windows in the order of their visit, int64 [windows]; kept, as sorting takes time."""
+        if epoch not in self._starts:
+            # Random bits, not Generator methods: NumPy promises the same stream of bits in every version, and a resumed run may
+            # have a newer one than it began with.
+            bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.windows + 1)
+            offset = int(bits[0]) % self.room
+            while len(self._starts) >= EPOCHS_KEPT:
+                del self._starts[next(iter(self._starts))]
+            self._starts[epoch] = offset + self.context * np.argsort(bits[1:], kind="stable").astype(np.int64)
+        return self._starts[epoch]
+
+
+class ValidationWindows:
+    """Consecutive windows that cover a split once, in batches of `batch_size` rows (the last may have fewer).
+
+    Iterate for `(inputs, targets)`, int64 CPU tensors of shape [rows, context]; iterating again starts again. Only a tail
+    shorter than a context is left out. With `ranks` > 1 the batches go round the ranks; a rank may have none, and the sums over
+    all ranks are those of one.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, context: int, batch_size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.windows = (len(tokens) - 1) // context
+        if self.windows < 1:
+            raise ValueError(f"ValidationWindows: context={context} needs at least {context + 1} tokens, got {len(tokens)}")
+        if batch_size < 1 or not 0 <= rank < ranks:
+            raise ValueError(f"ValidationWindows: got batch_size={batch_size}, rank={rank}, ranks={ranks}")
+        self.tokens = tokens
+        self.context = context
+        self.firsts = range(0, self.windows, batch_size)[rank::ranks]
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Batches of this rank."""
+        return len(self.firsts)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for first in self.firsts:
+            rows = min(self.batch_size, self.windows - first)
+            begin, end = first * self.context, (first + rows) * self.context
+            span = torch.from_numpy(self.tokens[begin : end + 1].astype(np.int64))
+            yield span[:-1].view(rows, self.context), span[1:].view(rows, self.context)

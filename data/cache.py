@@ -1,0 +1,43 @@
+"""Folders that are built once: complete or absent, whoever builds and whenever they are killed."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+
+def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
+    """The folder that belongs to `settings` (JSON), made by `build(folder)` if there is none yet.
+
+    It is built under another name and renamed, so that a killed run leaves no half of one. Processes that want the same folder
+    at once, such as the ranks of a run, wait for the first to build it.
+    """
+    cache = Path(cache_dir).expanduser()
+    key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache / f"{_file_name(name)}-{key}"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".{key}.lock"):
+        if folder.is_dir():  # another process built it while this one waited
+            return folder
+        unfinished = f".{key}.building-"
+        for leftover in cache.glob(f"{unfinished}*"):  # of a killed run: who builds holds the lock
+            shutil.rmtree(leftover, ignore_errors=True)
+        building = Path(tempfile.mkdtemp(prefix=unfinished, dir=cache))
+        try:
+            build(building)
+            building.chmod(0o755)  # mkdtemp's are for one user alone; a cache may be shared
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)  # does nothing after the renaming
+    return folder
+
+
+def _file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name).lstrip(".") or "corpus"

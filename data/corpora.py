@@ -1,0 +1,156 @@
+"""A corpus: documents → split → tokenizer → tokens on disk, done once and found again by content and settings."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
+from data.cache import cached_folder
+from data.documents import Documents, find_documents
+from data.split import TRAIN, Pieces, split_documents
+from data.tokenizer import (
+    Tokenizer,
+    char_tokenizer,
+    check_tokenizer_config,
+    pretrained_file,
+    pretrained_tokenizer,
+    train_bpe,
+)
+from data.tokens import write_tokens
+
+FORMAT = 1  # of the cache; a change here makes every corpus anew
+BPE_CHARACTERS = 2**28  # of training text that BPE learns from, beyond which its merges hardly change
+
+
+@dataclass(frozen=True)
+class Split:
+    """One side of a corpus, as token ids."""
+
+    tokens: np.ndarray  # [tokens] uint16 or uint32, a read-only memmap: pages are read when used
+    bytes: int  # of UTF-8 text behind the tokens; an end-of-text token has none
+    documents: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bits per byte = nats per token / ln 2 / bytes_per_token."""
+        return self.bytes / len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    name: str
+    tokenizer: Tokenizer
+    train: Split
+    val: Split
+
+
+def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -> Corpus:
+    """The corpus of `data`, tokenised by `tokenizer`; from the cache if it has been made before.
+
+    Raises FileNotFoundError or ValueError, naming the key, for anything about the data or the tokenizer that would stop a run
+    with this context.
+    """
+    check_tokenizer_config(tokenizer)
+    documents = find_documents(data)
+    settings = _settings(data, tokenizer, documents)
+    folder = cached_folder(
+        data.cache_dir, data.name, settings, build=lambda folder: _build(folder, data, tokenizer, documents, settings)
+    )
+    corpus = _open(folder, data.name)
+    for name, split in (("training", corpus.train), ("validation", corpus.val)):
+        _check_length(name, split, data, context)
+    return corpus
+
+
+def _settings(data: DataConfig, tokenizer: TokenizerConfig, documents: Documents) -> dict[str, Any]:
+    """All that the tokens depend on, as JSON."""
+    settings: dict[str, Any] = {
+        "format": FORMAT,
+        "source": str(data.source),
+        **documents.identity,
+        "max_documents": data.max_documents,
+        "tokenizer": str(tokenizer.kind),
+    }
+    if data.val_split is None:
+        settings["val_fraction"] = data.val_fraction
+    if tokenizer.kind == TokenizerKind.bpe:
+        settings["vocab_size"] = tokenizer.vocab_size
+    if tokenizer.kind == TokenizerKind.pretrained:
+        assert tokenizer.pretrained is not None  # checked before
+        path = pretrained_file(tokenizer.pretrained)
+        settings["pretrained"] = tokenizer.pretrained if path is None else sha256(path.read_bytes()).hexdigest()
+    return settings
+
+
+def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: Documents, settings: dict[str, Any]) -> None:
+    """Fill a cache folder: tokenizer.json, train.bin, val.bin and corpus.json."""
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    # A pretrained tokenizer comes first: should it be missing, that is known before the documents are read.
+    pretrained = (
+        pretrained_tokenizer(config.pretrained) if config.kind == TokenizerKind.pretrained and config.pretrained else None
+    )
+    pieces = split_documents(documents.open(scratch), data)
+    tokenizer = pretrained or _train_tokenizer(config, pieces)
+    tokenizer.save(folder / "tokenizer.json")
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes, scratch=scratch)
+    shutil.rmtree(scratch)
+    if not any(count["documents"] for count in counts.values()):
+        raise ValueError(f"data={data.name} has no text: {documents.what}. Give it documents that are not empty.")
+    facts = {"settings": settings, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name, "splits": counts}
+    (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _train_tokenizer(config: TokenizerConfig, pieces: Pieces) -> Tokenizer:
+    if config.kind == TokenizerKind.char:
+        # Of both splits: which characters exist says nothing about the text, and the validation text must have tokens.
+        return char_tokenizer(set().union(*(piece.text for piece in pieces())))
+    return train_bpe(_head((piece.text for piece in pieces() if piece.split == TRAIN), BPE_CHARACTERS), config.vocab_size)
+
+
+def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def _open(folder: Path, name: str) -> Corpus:
+    facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+
+    def split(key: str) -> Split:
+        counts = facts["splits"][key]
+        path = folder / f"{key}.bin"
+        if not counts["tokens"]:  # an empty file can't be mapped; the check of lengths has the message
+            return Split(np.zeros(0, facts["dtype"]), 0, 0)
+        tokens = np.memmap(path, dtype=facts["dtype"], mode="r")
+        if len(tokens) != counts["tokens"]:
+            raise ValueError(
+                f"{path} has {len(tokens)} tokens, expected {counts['tokens']}: delete the folder, it will be made again"
+            )
+        return Split(tokens, counts["bytes"], counts["documents"])
+
+    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"))
+
+
+def _check_length(name: str, split: Split, data: DataConfig, context: int) -> None:
+    if len(split.tokens) > context:
+        return
+    if name == "training":
+        advice = "Give it more text (data.files, data.max_documents)"
+    elif data.val_split is None:
+        advice = f"Raise data.val_fraction={data.val_fraction}, give it more text (data.files, data.max_documents)"
+    else:
+        advice = f"Use a longer split than data.val_split={data.val_split}"
+    raise ValueError(
+        f"data={data.name}: the {name} split has {len(split.tokens)} tokens ({split.bytes} bytes, {split.documents} documents) "
+        f"and model.context={context} needs at least {context + 1}. {advice}, or lower model.context."
+    )

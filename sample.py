@@ -1,0 +1,78 @@
+"""Text from a checkpoint.
+
+    python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import configs
+from configs import ConfigError, machine
+from configs.schema import Device, NormImpl
+from data import Tokenizer
+from model import GPT
+from training import checkpoint
+
+
+def sample(
+    path: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int, device: Device = Device.auto
+) -> str:
+    """The prompt and `tokens` more.
+
+    Args:
+        path: a run folder (its last.pt), or a checkpoint file in one: the tokenizer stands beside it.
+
+    Raises:
+        ConfigError: no checkpoint or tokenizer there, or a prompt that the tokenizer can't encode.
+    """
+    stored = checkpoint.read(path)
+    cfg = configs.from_dict(stored["config"])
+    on = machine.inspect(device)
+    if on.device == "mps":
+        cfg.norm.impl = NormImpl.torch  # the same weights and the same function, without Triton
+
+    tokenizer_path = checkpoint.locate(path).parent / "tokenizer.json"
+    if not tokenizer_path.is_file():
+        raise ConfigError(f"{tokenizer_path}: no such file. A checkpoint is read together with its run's tokenizer.")
+    tokenizer = Tokenizer.load(tokenizer_path)
+    try:
+        ids = tokenizer.encode(prompt)
+    except ValueError as error:
+        raise ConfigError(f"--prompt: {error}") from error
+    if not ids:
+        raise ConfigError("--prompt is empty: the model needs a token to go on from.")
+
+    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+    checkpoint.load_weights(model, stored)
+    model.to(on.device)
+    generator = torch.Generator(on.device).manual_seed(seed)
+    generated = model.generate(torch.tensor([ids], device=on.device), tokens, temperature, top_k, generator=generator)
+    return tokenizer.decode(generated[0].tolist())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("path", type=Path, help="a run folder, or a checkpoint file in one")
+    parser.add_argument("--prompt", default="\n", help="the text to go on from")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to add")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int, default=200, help="sample from the k likeliest tokens; 0: from all")
+    parser.add_argument("--seed", type=int, default=1, help="of the sampling")
+    parser.add_argument("--device", choices=[device.value for device in Device], default="auto")
+    args = parser.parse_args(arguments)
+    for name, least in (("tokens", 0), ("temperature", 0), ("top_k", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    try:
+        print(sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k or None, args.seed, Device(args.device)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Composition: what overrides, groups and experiments make of the schema's defaults."""
+
+import pytest
+
+import configs
+from configs import ConfigError, keys
+from configs.machine import Machine
+from configs.schema import Config, NormImpl, NormKind, Precision
+
+GPU = Machine(device="cuda")
+CPU = Machine(device="cpu")
+
+PRESETS = [f"{group}={option}" for group, options in keys.groups().items() for option in options]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes_and_passes_the_rules_on_a_gpu(preset):
+    needs = {"data=text": ["data.files=[a.txt]"]}.get(preset, [])
+
+    cfg = configs.load([preset, "train.steps=600000", *needs], on=GPU)
+
+    assert isinstance(cfg, Config)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_begins_with_the_command_that_uses_it(preset):
+    group, option = preset.split("=")
+    text = (keys.FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8")
+
+    commands = [line for line in text.splitlines()[:2] if line.startswith("# python train.py")]
+
+    assert commands, f"{preset} does not say how it is used"
+    assert text.startswith("# ")
+
+
+def test_types_are_the_schemas():
+    cfg = configs.load(["norm.impl=torch", "norm.kind=rmsnorm", "optim.lr=1", "train.precision=bf16"], on=CPU)
+
+    assert cfg.norm.impl is NormImpl.torch
+    assert cfg.norm.kind is NormKind.rmsnorm
+    assert cfg.train.precision is Precision.bf16
+    assert isinstance(cfg.optim.lr, float)
+
+
+def test_the_readmes_command_composes_as_written():
+    overrides = "norm.impl=torch norm.kind=rmsnorm model=gpt2 data=tinystories train.steps=500".split()
+
+    cfg = configs.load(overrides, on=CPU)
+
+    assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
+
+
+def test_a_group_on_the_command_line_wins_over_the_experiments_choice():
+    cfg = configs.load(["experiment=shakespeare_char", "model=gpt2"], on=GPU)
+
+    assert (cfg.model.layers, cfg.model.width, cfg.model.context) == (12, 768, 1024)
+    assert cfg.tokenizer.kind == "char"  # what was not named stays the experiment's
+
+
+def test_a_value_on_the_command_line_wins_over_the_experiments():
+    cfg = configs.load(["experiment=gpt2_124m", "train.steps=7000", "model.layers=2"], on=GPU)
+
+    assert (cfg.train.steps, cfg.model.layers, cfg.model.width) == (7000, 2, 768)
+
+
+def test_shakespeare_char_is_nanogpts_recipe():
+    cfg = configs.load(["experiment=shakespeare_char"], on=GPU)
+
+    model, optim = cfg.model, cfg.optim
+    assert (model.layers, model.heads, model.width, model.context, model.dropout, model.bias) == (6, 6, 384, 256, 0.2, False)
+    assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.beta2, optim.weight_decay) == (1e-3, 1e-4, 100, 0.99, 0.1)
+    assert (cfg.train.batch_size, cfg.train.steps, cfg.tokenizer.kind, optim.clip_norm) == (64, 5000, "char", 1.0)
+
+
+def test_gpt2_124m_has_half_a_million_tokens_a_batch():
+    cfg = configs.load(["experiment=gpt2_124m"], on=GPU)
+
+    assert cfg.train.batch_size * cfg.model.context == 491_520
+    assert (cfg.optim.lr, cfg.optim.min_lr, cfg.optim.beta2, cfg.train.compile) == (6e-4, 6e-5, 0.95, True)
+
+
+def test_a_config_survives_the_way_through_plain_containers():
+    cfg = configs.load(["experiment=shakespeare_char", "logging.tags=[a,b]", "model.kv_heads=2"], on=CPU)
+
+    assert configs.from_dict(configs.to_dict(cfg)) == cfg
+
+
+def test_plain_containers_hold_plain_types_only():
+    def leaves(tree):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(value) if isinstance(value, dict | list) else [value]
+
+    plain = configs.to_dict(configs.load(on=CPU))
+
+    assert {type(leaf) for leaf in leaves(plain)} <= {str, int, float, bool, type(None)}
+
+
+def test_overrides_change_single_keys_of_a_stored_config():
+    stored = configs.to_dict(configs.load(["model=gpt2", "seed=7"], on=CPU))
+
+    cfg = configs.from_dict(stored, ["train.steps=9", "norm.impl=torch"])
+
+    assert (cfg.model.layers, cfg.seed, cfg.train.steps, cfg.norm.impl) == (12, 7, 9, NormImpl.torch)
+
+
+def test_a_stored_config_of_an_older_version_takes_defaults_for_new_keys():
+    stored = configs.to_dict(configs.load(on=CPU))
+    del stored["norm"]["dropout_masks"]
+
+    assert configs.from_dict(stored).norm.dropout_masks == "native"
+
+
+def test_a_group_can_not_be_chosen_anew_for_a_stored_config():
+    stored = configs.to_dict(configs.load(on=CPU))
+
+    with pytest.raises(ConfigError, match="model=gpt2: a resumed run keeps its model"):
+        configs.from_dict(stored, ["model=gpt2"])

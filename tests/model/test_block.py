@@ -1,0 +1,97 @@
+"""The reordered block computes what the textbook one does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT
+
+
+def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """x = x + sublayer(norm(x)), on the model's parameters; either norm, GELU, learned positions, biases, tied head."""
+    p = dict(model.named_parameters())
+    T = tokens.shape[1]
+
+    def norm(x, name, suffix=""):
+        weight, bias = p[f"{name}.weight{suffix}"], p.get(f"{name}.bias{suffix}")
+        if model.norm.kind == "rmsnorm":
+            return x / (x.square().mean(-1, keepdim=True) + model.norm.eps).sqrt() * weight
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + model.norm.eps).sqrt() * weight + bias
+
+    def linear(x, name):
+        return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+
+    def attention(x, name):
+        qkv = linear(x, f"{name}.qkv").chunk(3, dim=-1)
+        q, k, v = (h.view(*h.shape[:2], model.cfg.heads, -1).transpose(1, 2) for h in qkv)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+        return linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), f"{name}.out")
+
+    def mlp(x, name):
+        return linear(F.gelu(linear(x, f"{name}.up"), approximate="tanh"), f"{name}.down")
+
+    x = p["embedding.weight"][tokens] + p["positions.weight"][:T]
+    for layer in range(model.cfg.layers):
+        block = f"blocks.{layer}"
+        if model.cfg.block == "parallel":
+            site = f"{block}.norm"
+            x = x + attention(norm(x, site), f"{block}.attention") + mlp(norm(x, site, "1"), f"{block}.mlp")
+        else:
+            x = x + attention(norm(x, f"{block}.attention_norm"), f"{block}.attention")
+            x = x + mlp(norm(x, f"{block}.mlp_norm"), f"{block}.mlp")
+    return norm(x, "final_norm") @ p["embedding.weight"].T
+
+
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("block", ["sequential", "parallel"])
+def test_logits_equal_the_textbook_order(build, batch, block, kind, impl):
+    model = build(layers=3, block=block, norm_kind=kind, norm_impl=impl)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)  # so that no bias is 0, and no weight 1
+    torch.testing.assert_close(model(batch[0]), textbook_logits(model, batch[0]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("block", "sites"), [("sequential", 7), ("parallel", 4)])
+def test_one_dropout_site_a_norm_site(build, block, sites):
+    model = build(layers=3, block=block)
+    assert model.dropout_sites == sites
+    assert sum("norm" in name.rpartition(".")[2] for name, _ in model.named_modules()) == sites
+
+
+@pytest.mark.parametrize(
+    ("block", "rates"),
+    [
+        ("sequential", [(0.0, 0.0), (0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0)]),  # embeddings, attention 0, MLP 0, …
+        ("parallel", [(0.0, 0.0), (0.0, 0.1), (0.2, 0.3)]),
+    ],
+)
+def test_drop_path_rises_linearly_over_the_sublayers(build, block, rates):
+    model = build(layers=2, block=block, drop_path=0.3)
+    found = [module.drop_path for name, module in model.named_modules() if "norm" in name.rpartition(".")[2]]
+    assert found == [(pytest.approx(x), pytest.approx(x1)) for x, x1 in rates]
+
+
+def test_dropout_reaches_embeddings_and_every_sublayer(build, batch):
+    model = build(dropout=0.5, attention_dropout=0.0)
+    dropped = []
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.register_forward_pre_hook(lambda module, inputs: dropped.append(module.dropout))
+    model(*batch)
+    assert dropped == [0.5] * model.dropout_sites
+
+
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+def test_each_site_uses_its_own_seed(build, batch, impl):
+    model = build(dropout=0.5, attention_dropout=0.0, norm_impl=impl, norm_dropout_masks="shared")
+    seeds = torch.zeros(model.dropout_sites, dtype=torch.int64)
+    losses = {model(*batch, seeds=seeds).item()}
+    for site in range(model.dropout_sites):
+        changed = seeds.clone()
+        changed[site] = 1
+        losses.add(model(*batch, seeds=changed).item())
+    assert len(losses) == model.dropout_sites + 1

@@ -1,0 +1,191 @@
+"""Cases for the operator, run by three implementations that share no code: ours, PyTorch's own norms, and the fp64 oracle.
+
+The rule of tolerance, stated once: the error of ours against the oracle is at most twice that of PyTorch's unfused operations
+on the same inputs in the same precision, plus a small absolute term.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops import dropout_mask, functional, layer_norm_fn
+from ops.philox import keep_scale
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SEED = 20_240_229_123_456_789
+
+
+@dataclass(frozen=True)
+class Case:
+    rms: bool = False
+    x: torch.dtype = BF16
+    residual: torch.dtype | None = FP32
+    x1: torch.dtype | None = None
+    second: bool = False  # weight1 and bias1
+    weight: torch.dtype | None = FP32
+    bias: bool = True
+    rowscale: str = "none"  # none, fixed, learned
+    dropout_p: float = 0.0
+    zero_centered: bool = False
+    prenorm: bool = True
+    residual_in_fp32: bool = False
+    out: torch.dtype | None = None
+    m: int = 5
+    n: int = 40
+
+
+def pairwise(**options: list) -> list[Case]:
+    """Few cases in which every pair of values of every two options occurs together (greedy covering array)."""
+    names = list(options)
+    uncovered = {
+        ((a, i), (b, j))
+        for a, b in combinations(range(len(names)), 2)
+        for i, j in product(range(len(options[names[a]])), range(len(options[names[b]])))
+    }
+    cases = []
+    while uncovered:
+        chosen = dict(min(uncovered))
+        for k in range(len(names)):
+            if k not in chosen:
+                chosen[k] = max(
+                    range(len(options[names[k]])),
+                    key=lambda v: (sum(tuple(sorted(((k, v), pair))) in uncovered for pair in chosen.items()), -v),
+                )
+        uncovered -= set(combinations(sorted(chosen.items()), 2))
+        cases.append(Case(**{names[k]: options[names[k]][v] for k, v in chosen.items()}))
+    return cases
+
+
+def describe(case: Case) -> str:
+    short = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+    changed = [(f.name, getattr(case, f.name)) for f in fields(Case) if getattr(case, f.name) != f.default]
+    return "-".join(f"{name}={short.get(value, value)}" for name, value in changed) or "default"
+
+
+def inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(case.m * 1000 + case.n)
+
+    def tensor(shape, dtype, scale=1.0, shift=0.0, grad=True):
+        values = torch.randn(shape, generator=generator) * scale + shift
+        return values.to(device, dtype).requires_grad_(grad)
+
+    m, n = case.m, case.n
+    tensors = {"x": tensor((m, n), case.x, shift=0.3)}
+    if case.residual is not None:
+        tensors["residual"] = tensor((m, n), case.residual, 2.0)
+    if case.x1 is not None:
+        tensors["x1"] = tensor((m, n), case.x1)
+    if case.weight is not None:
+        centre = 0.0 if case.zero_centered else 1.0
+        tensors["weight"] = tensor(n, case.weight, 0.3, centre)
+        if case.bias:
+            tensors["bias"] = tensor(n, case.weight, 0.3)
+        if case.second:
+            tensors["weight1"] = tensor(n, case.weight, 0.3, centre)
+            if case.bias:
+                tensors["bias1"] = tensor(n, case.weight, 0.3)
+    if case.rowscale != "none":
+        tensors["rowscale"] = tensor(m, FP32, 0.5, 1.0, grad=case.rowscale == "learned")
+        if case.x1 is not None:
+            tensors["rowscale1"] = tensor(m, FP32, 0.5, 1.0, grad=case.rowscale == "learned")
+    return tensors
+
+
+def arguments(case: Case) -> dict:
+    return {
+        "eps": 1e-5,
+        "dropout_p": case.dropout_p,
+        "prenorm": case.prenorm,
+        "residual_in_fp32": case.residual_in_fp32,
+        "zero_centered_weight": case.zero_centered,
+        "is_rms_norm": case.rms,
+        "out_dtype": case.out,
+    }
+
+
+def ours(tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    return outputs_and_gradients(layer_norm_fn, tensors, case, **arguments(case), seed=SEED)
+
+
+def oracle(tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """The reference in fp64, on inputs whose values are exactly those of the case."""
+    doubles = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+    how = arguments(case) | {"out_dtype": torch.float64}
+    with reference_path():
+        return outputs_and_gradients(layer_norm_fn, doubles, case, **how, seed=SEED)
+
+
+@contextmanager
+def reference_path():
+    with mock.patch.object(functional, "runs_kernels", return_value=False):
+        yield
+
+
+def pytorch(tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """Mask, scale, add and norm as separate operations of PyTorch's, each rounding to the dtypes of the case."""
+    return outputs_and_gradients(unfused, tensors, case, **arguments(case), seed=SEED)
+
+
+def unfused(
+    x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, rowscale=None, rowscale1=None, *,
+    eps, dropout_p, prenorm, residual_in_fp32, zero_centered_weight, is_rms_norm, out_dtype, seed,
+):  # fmt: skip
+    def branch(t, scale, stream):
+        if scale is not None:
+            t = (t.float() * scale[:, None]).to(t.dtype)
+        if dropout_p:
+            with reference_path():
+                keep = dropout_mask(seed, *t.shape, dropout_p, stream, t.device)
+            t = t * keep * keep_scale(dropout_p)
+        return t
+
+    def affine(r, w, b):
+        w = torch.ones_like(r[0]) if w is None else w
+        w = w.float() + 1.0 if zero_centered_weight else w.float()
+        if is_rms_norm:
+            y = F.rms_norm(r.float(), r.shape[-1:], w, eps)
+            y = y if b is None else y + b.float()
+        else:
+            y = F.layer_norm(r.float(), r.shape[-1:], w, None if b is None else b.float(), eps)
+        return y.to(out_dtype or x.dtype)
+
+    dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
+    r = branch(x, rowscale, 0)
+    r = r if x1 is None else r.to(torch.promote_types(r.dtype, x1.dtype)) + branch(x1, rowscale1, 1)
+    r = (r if residual is None else r + residual).to(dtype)
+    results = [affine(r, weight, bias)]
+    if weight1 is not None:
+        results.append(affine(r, weight1, bias1))
+    if prenorm:
+        results.append(r)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def outputs_and_gradients(fn, tensors: dict[str, Tensor], case: Case, **how) -> dict[str, Tensor]:
+    for t in tensors.values():
+        t.grad = None
+    results = fn(**{"weight": None, "bias": None, **tensors}, **how)
+    results = results if isinstance(results, tuple) else (results,)
+    names = ["y", *["y1"] * ("weight1" in tensors), *["r"] * case.prenorm]
+    generator = torch.Generator().manual_seed(7)
+    upstream = [torch.randn(r.shape, generator=generator).to(r) for r in results]
+    torch.autograd.backward(results, upstream)
+    found = dict(zip(names, (r.detach() for r in results), strict=True))
+    found |= {f"d{name}": t.grad for name, t in tensors.items() if t.requires_grad}
+    return found
+
+
+def assert_as_accurate_as_pytorch(case: Case, device: torch.device, absolute: float = 2e-6) -> None:
+    tensors = inputs(case, device)
+    exact, mine, theirs = oracle(tensors, case), ours(tensors, case), pytorch(tensors, case)
+    assert mine.keys() == exact.keys()
+    for name, expected in exact.items():
+        assert mine[name].dtype == theirs[name].dtype, name
+        scale = expected.norm() + 1e-30
+        error, allowed = (((found[name].double() - expected).norm() / scale).item() for found in (mine, theirs))
+        assert error <= 2 * allowed + absolute, f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"

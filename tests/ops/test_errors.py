@@ -1,0 +1,58 @@
+"""A mistake raises before anything is launched, and the message names the argument, what was given and what is accepted."""
+
+# ruff: noqa: E501
+import re
+
+import pytest
+import torch
+
+from ops import LayerNorm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn, seeded_dropout
+
+X = torch.randn(4, 6, 8)
+W = torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layer_norm_fn([1.0], W, None), "layer_norm_fn: x must be a tensor, got list"),
+        (lambda: layer_norm_fn(X[..., :0], W, None), "x has shape (4, 6, 0), expected (..., N) with N ≥ 1"),
+        (lambda: layer_norm_fn(X.int(), W, None), "layer_norm_fn: x is int32 on cpu, accepted there: float32, bfloat16, float16"),
+        (
+            lambda: layer_norm_fn(X, torch.ones(512), None),
+            "weight has shape (512,), expected (8,) to match the last dimension of x (4, 6, 8)",
+        ),
+        (lambda: rms_norm_fn(X, W, torch.ones(8, 1)), "rms_norm_fn: bias has shape (8, 1), expected (8,)"),
+        (lambda: layer_norm_fn(X, W, None, weight1=torch.ones(7)), "weight1 has shape (7,), expected (8,)"),
+        (lambda: layer_norm_fn(X, W, None, bias1=W.long()), "bias1 is int64 on cpu, accepted there: float32"),
+        (lambda: layer_norm_fn(X, W, None, X[0]), "residual has shape (6, 8), expected (4, 6, 8), the shape of x"),
+        (lambda: layer_norm_fn(X, W, None, x1=X[:1]), "x1 has shape (1, 6, 8), expected (4, 6, 8)"),
+        (lambda: layer_norm_fn(X, W, None, X.to("meta")), "residual is on meta, expected cpu, the device of x"),
+        (lambda: layer_norm_fn(X, W, None, rowscale=torch.ones(6)), "rowscale has shape (6,), expected (4, 6), one factor for each row"),
+        (lambda: layer_norm_fn(X, W, None, rowscale1=torch.ones(4, 6)), "rowscale1 was given without x1"),
+        (lambda: layer_norm_fn(X, W, None, dropout_p=1.0), "layer_norm_fn: dropout_p must be in [0, 1), got 1.0"),
+        (lambda: layer_norm_fn(X, W, None, dropout_p=-0.1), "dropout_p must be in [0, 1), got -0.1"),
+        (lambda: layer_norm_fn(X, W, None, seed=torch.zeros(2).long()), "seed must be an int or a one-element int64 tensor, got (2,)"),
+        (lambda: layer_norm_fn(X, W, None, seed=torch.zeros(1)), "got (1,) of torch.float32"),
+        (lambda: layer_norm_fn(X, W, None, seed=1.5), "seed must be an int or a one-element int64 tensor, got float"),
+        (lambda: layer_norm_fn(X, W, None, out_dtype=torch.int8), "out_dtype is torch.int8, accepted on cpu"),
+        (lambda: layer_norm_fn(X, W, None, out=X.bfloat16(), out_dtype=torch.float16), "out is bfloat16 on cpu, accepted there: float16"),
+        (lambda: layer_norm_fn(X, W, None, out=X[0]), "out has shape (6, 8), expected (4, 6, 8)"),
+        (lambda: layer_norm_fn(X, W, None, residual_out=X.bfloat16()), "residual_out is bfloat16 on cpu, accepted there: float32"),
+        (lambda: layer_norm_fn(X, W, None, out=X.mT.contiguous().mT), "out must be contiguous, got strides (48, 1, 6)"),
+        (lambda: layer_norm_fn(X, W, None, out=X.clone().requires_grad_()), "out is a leaf that requires a gradient"),
+        (lambda: seeded_dropout(X, 1.5, 0), "seeded_dropout: p must be in [0, 1), got 1.5"),
+        (lambda: dropout_mask(0, -1, 8, 0.5), "rows must be ≥ 0 and cols ≥ 1, got -1 and 8"),
+        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (K, 8)"),
+        (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
+    ],
+)  # fmt: skip
+def test_message(call, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors take the reference there")
+def test_kernels_refuse_fp64_and_say_what_they_take():
+    with pytest.raises(ValueError, match="x is float64 on cpu, accepted there: float32, bfloat16, float16"):
+        layer_norm_fn(X.double(), W, None)

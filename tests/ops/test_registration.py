@@ -1,0 +1,139 @@
+"""The operators as torch.library and torch.compile see them."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from ops import dropout_mask, layer_norm_fn, layer_norm_linear_fn, registration, seeded_dropout
+
+from .cases import BF16, FP32, SEED, Case, arguments, describe, inputs, outputs_and_gradients, pairwise
+
+HOW = (1e-5, 0.25, False, False, BF16, FP32, True, True, True)
+COMPILED = [
+    Case(),
+    Case(rms=True, residual=None, prenorm=False, bias=False),
+    Case(x1=BF16, second=True, rowscale="learned", dropout_p=0.2, zero_centered=True),
+    Case(residual=BF16, dropout_p=0.2, weight=None),
+]
+
+
+def backend(device: torch.device) -> str:
+    """A machine without a GPU may lack the compiler that inductor needs; the graph is captured all the same."""
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def args(device, grad=True):
+    g = torch.Generator().manual_seed(0)
+
+    def t(*shape, dtype=FP32):
+        return torch.randn(*shape, generator=g).to(device, dtype).requires_grad_(grad)
+
+    seed = torch.tensor([3], device=device)
+    return (t(4, 24, dtype=BF16), t(4, 24), t(4, 24), t(24), t(24), t(24), t(24), t(4), t(4), seed)
+
+
+def test_opcheck_norm_forward(device):
+    opcheck(registration.norm_forward, (*args(device), *HOW))
+    opcheck(registration.norm_forward, (args(device)[1], *(None,) * 9, 1e-5, 0.0, False, True, FP32, FP32, False, True, False))
+
+
+def test_opcheck_norm_forward_out(device):
+    y, r = torch.empty(4, 24, device=device, dtype=BF16), torch.empty(4, 24, device=device)
+    opcheck(registration.norm_forward_out, (*args(device, grad=False), y, r, 1e-5, 0.25, False, False, FP32, True))
+
+
+def test_opcheck_norm_backward(device):
+    x, residual, x1, w, _, w1, _, rowscale, rowscale1, seed = args(device, grad=False)
+    stats = torch.rand(2, 4, device=device)
+    how = (0.25, False, False, FP32, BF16, FP32, [True, True, False, True], FP32)
+    opcheck(registration.norm_backward, (x, x1, residual, residual, x, x1, w, w1, rowscale, rowscale1, stats, seed, *how))
+
+
+def test_opcheck_dropout(device):
+    x, *_, seed = args(device)
+    opcheck(registration.dropout, (x, seed, 0.25, 1))
+    opcheck(registration.dropout_mask, (seed, 4, 24, 0.25, 0))
+
+
+@pytest.mark.parametrize("case", COMPILED, ids=describe)
+def test_eager_equals_compiled_bit_for_bit(case, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer_norm_fn, fullgraph=True, backend=backend(device))
+    eager, found = (
+        outputs_and_gradients(fn, inputs(case, device), case, **arguments(case), seed=SEED) for fn in (layer_norm_fn, compiled)
+    )
+    assert found.keys() == eager.keys()
+    for name in eager:
+        assert torch.equal(found[name], eager[name]), name
+
+
+def test_dynamic_shapes_compile_once(device):
+    torch._dynamo.reset()
+    graphs = []
+
+    def counting(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    fn = torch.compile(
+        lambda x, w: layer_norm_fn(x, w, None, x, prenorm=True)[0] * 2, fullgraph=True, dynamic=True, backend=counting
+    )
+    w = torch.rand(24, device=device)
+    for m in (3, 5, 9):
+        x = torch.randn(m, 24, device=device)
+        torch.testing.assert_close(fn(x, w), layer_norm_fn(x, w, None, x) * 2)
+    assert len(graphs) == 1
+
+
+def test_every_public_function_is_captured_without_a_graph_break(device):
+    def fn(x, w, seed):
+        y, r = layer_norm_fn(x, w, w, x, dropout_p=0.1, prenorm=True)
+        z = layer_norm_linear_fn(y, w, None, torch.outer(w, w), None, r)
+        return seeded_dropout(z, 0.1, seed) * dropout_mask(seed, 4, 24, 0.1)
+
+    torch._dynamo.reset()
+    x, w, seed = (
+        torch.randn(4, 24, device=device, requires_grad=True),
+        torch.rand(24, device=device),
+        torch.tensor([1], device=device),
+    )
+    compiled = torch.compile(fn, fullgraph=True, backend=backend(device))
+    compiled(x, w, seed).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_no_gradients_keep_no_statistics(device):
+    x = torch.randn(4, 24, device=device, requires_grad=True)
+    with torch.no_grad():
+        y = layer_norm_fn(x, None, None)
+    assert not y.requires_grad
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replay_gives_the_bits_of_eager(device):
+    x, w = (
+        torch.randn(256, 768, device=device, dtype=BF16, requires_grad=True),
+        torch.rand(768, device=device, requires_grad=True),
+    )
+    seed, g = torch.tensor([5], device=device), torch.randn(256, 768, device=device, dtype=BF16)
+
+    def step():
+        y, r = layer_norm_fn(x, w, w, x, dropout_p=0.1, prenorm=True, seed=seed)
+        return (y, r, *torch.autograd.grad((y, r), (x, w), (g, g)))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for value in (5, 6):
+        seed.fill_(value)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+def test_pairwise_covers_more_than_one_case():
+    assert len(pairwise(rms=[False, True], m=[1, 2, 3])) == 6

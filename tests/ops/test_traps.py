@@ -1,0 +1,253 @@
+"""Mistakes found in other libraries' norms, each with the test that ours passes."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ops import LayerNorm, RMSNorm, launch, layer_norm_fn, registration, rms_norm_fn, seeded_dropout
+
+from .cases import BF16, FP32
+
+
+def leaf(*shape, device, dtype=FP32):
+    return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+
+def test_residual_out_buffer_is_written_and_returned_and_gradients_flow(device):
+    x, residual, w = leaf(5, 32, device=device), leaf(5, 32, device=device), leaf(32, device=device)
+    out, residual_out = torch.full((5, 32), torch.nan, device=device), torch.full((5, 32), torch.nan, device=device)
+    y, r = layer_norm_fn(x, w, None, residual, prenorm=True, out=out, residual_out=residual_out)
+    assert y is out and r is residual_out
+    (y.sin() + r.cos()).sum().backward()
+    found = [t.grad for t in (x, residual, w)]
+    for t in (x, residual, w):
+        t.grad = None
+    expected_y, expected_r = layer_norm_fn(x, w, None, residual, prenorm=True)
+    (expected_y.sin() + expected_r.cos()).sum().backward()
+    assert torch.equal(out, expected_y) and torch.equal(residual_out, expected_r)
+    assert all(torch.equal(a, t.grad) for a, t in zip(found, (x, residual, w), strict=True))
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_inference_updates_the_residual_stream_in_place(looped, device, request):
+    if looped:
+        request.getfixturevalue("narrow_tiles")
+    x, residual, w = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device), torch.rand(40, device=device)
+    expected_y, expected_r = layer_norm_fn(x, w, None, residual.clone(), prenorm=True)
+    out = torch.full_like(x, torch.nan)
+    y, r = layer_norm_fn(x, w, None, residual, prenorm=True, out=out, residual_out=residual)
+    assert y is out and r is residual
+    assert torch.equal(y, expected_y) and torch.equal(r, expected_r)
+
+
+def test_residual_out_without_prenorm_is_written(device):
+    x, buffer = torch.randn(3, 16, device=device), torch.empty(3, 16, device=device)
+    y = layer_norm_fn(x, None, None, x, residual_out=buffer)
+    assert isinstance(y, torch.Tensor)
+    assert torch.equal(buffer, x + x)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_bias1_without_bias_or_weight1(zero_centered, device):
+    x, w, b1 = leaf(5, 32, device=device), leaf(32, device=device), leaf(32, device=device)
+    y, y1 = layer_norm_fn(x, w, None, bias1=b1, eps=1e-5, zero_centered_weight=zero_centered)
+    torch.testing.assert_close(y1, F.layer_norm(x, (32,), None, b1, 1e-5))
+    y1.sum().backward()
+    torch.testing.assert_close(b1.grad, torch.full_like(b1, 5.0))
+
+
+def test_python_floats_do_not_reach_the_kernel_as_fp64(device):
+    """eps and the dropout scale that fp32 can't hold exactly: eager and compiled give the same bits."""
+    x, w = torch.randn(64, 96, device=device), torch.rand(96, device=device)
+
+    def fn(x, w):
+        return layer_norm_fn(x, w, None, x, eps=1.1e-5, dropout_p=0.1, prenorm=True, seed=3)
+
+    compiled = torch.compile(fn, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(fn(x, w), compiled(x, w), strict=True))
+
+
+def test_unused_residual_output_is_not_made_up_as_zeros(device, monkeypatch):
+    seen = []
+    original = launch.norm_backward
+    monkeypatch.setattr(launch, "norm_backward", lambda dy, dy1, dr, *a, **k: (seen.append(dr), original(dy, dy1, dr, *a, **k)))
+    x, residual = leaf(4, 32, device=device), leaf(4, 32, device=device)
+    y, _ = layer_norm_fn(x, None, None, residual, prenorm=True)
+    y.sum().backward()
+    assert seen == [None]
+
+
+def test_gradient_of_the_residual_output_alone_skips_the_norm(device):
+    x, residual, w = leaf(4, 32, device=device), leaf(4, 32, device=device), leaf(32, device=device)
+    _, r = layer_norm_fn(x, w, None, residual, prenorm=True)
+    g = torch.randn_like(r)
+    r.backward(g)
+    assert torch.equal(x.grad, g) and torch.equal(residual.grad, g)
+    assert w.grad is None
+
+
+def test_frozen_weights_skip_the_weight_reduction_and_trained_ones_do_not(device, monkeypatch):
+    wanted = []
+    original = launch.norm_backward
+    monkeypatch.setattr(launch, "norm_backward", lambda *a, **k: (wanted.append(a[-1]), original(*a, **k)))
+    for frozen in (True, False):
+        x, w, b = leaf(4, 32, device=device), torch.ones(32, device=device), leaf(32, device=device)
+        w.requires_grad_(not frozen)
+        layer_norm_fn(x, w, b).sin().sum().backward()
+        assert x.grad is not None and b.grad is not None and (w.grad is None) == frozen
+    assert wanted == [[False, True, False, False], [True, True, False, False]]
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "x1", "weight", "bias", "weight1", "bias1", "rowscale", "rowscale1"])
+def test_any_single_input_may_be_the_only_one_that_requires_a_gradient(name, device):
+    """Trap: only the residual requires a gradient, statistics are not saved, backward breaks."""
+
+    def gradients(only):
+        g = torch.Generator().manual_seed(0)
+        shapes = dict.fromkeys(("x", "residual", "x1"), (4, 32)) | dict.fromkeys(("weight", "bias", "weight1", "bias1"), (32,))
+        shapes |= {"rowscale": (4,), "rowscale1": (4,)}
+        tensors = {k: torch.randn(s, generator=g).to(device).requires_grad_(only in (k, "all")) for k, s in shapes.items()}
+        y, y1, r = layer_norm_fn(**tensors, dropout_p=0.2, prenorm=True, seed=1)
+        (y.sin() + y1.cos() + r.square()).sum().backward()
+        return {k: t.grad for k, t in tensors.items()}
+
+    alone, together = gradients(name), gradients("all")
+    torch.testing.assert_close(alone[name], together[name])
+    assert all(grad is None for k, grad in alone.items() if k != name)
+
+
+def test_statistics_are_fp32_whatever_the_inputs(device):
+    x = torch.randn(4, 32, device=device).to(BF16)
+    how = (1e-5, 0.0, False, False, BF16, BF16, False, True, False)
+    stats = registration.norm_forward(x, None, None, None, None, None, None, None, None, None, *how)[3]
+    assert stats.dtype == FP32 and stats.shape == (2, 4)
+    torch.testing.assert_close(stats[1], x.float().mean(1))
+    torch.testing.assert_close(stats[0], (x.float().var(1, correction=0) + 1e-5).rsqrt())
+
+
+def test_small_and_zero_weights_have_right_gradients(device):
+    """Trap: x̂ recovered as (y − bias) / weight."""
+    x, b = leaf(6, 32, device=device), leaf(32, device=device)
+    w = torch.cat([torch.zeros(16), torch.full((16,), 1e-20)]).to(device).requires_grad_()
+    g = torch.randn(6, 32, device=device)
+    layer_norm_fn(x, w, b, eps=1e-5).backward(g)
+    x_hat = F.layer_norm(x.detach(), (32,), eps=1e-5)
+    torch.testing.assert_close(w.grad, (g * x_hat).sum(0), rtol=1e-4, atol=1e-5)
+    assert torch.isfinite(x.grad).all()
+
+
+def test_runs_are_bit_identical(device):
+    x, w, b = leaf(300, 48, device=device), leaf(48, device=device), leaf(48, device=device)
+    g = torch.randn(300, 48, device=device)
+    runs = []
+    for _ in range(3 if device.type == "cpu" else 20):
+        runs.append(torch.autograd.grad(layer_norm_fn(x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 40])
+def test_empty_batch(n, device):
+    x, residual, w = leaf(0, 3, n, device=device), leaf(0, 3, n, device=device), leaf(n, device=device)
+    y, r = layer_norm_fn(x, w, w, residual, dropout_p=0.1, prenorm=True)
+    assert y.shape == r.shape == (0, 3, n)
+    (y.sum() + r.sum()).backward()
+    assert x.grad.shape == x.shape and torch.equal(w.grad, torch.zeros(n, device=device))
+    assert seeded_dropout(x, 0.5, 1).shape == x.shape
+
+
+@pytest.mark.parametrize("how", ["last dimension", "rows apart", "expanded gradient"])
+def test_strided_inputs(how, device):
+    base = torch.randn(6, 2, 64, device=device)
+    w, b = leaf(32, device=device), leaf(32, device=device)
+    x = {"last dimension": base[:, 0, ::2], "rows apart": base[:, 1, :32]}.get(how, base[:, 0, :32].contiguous())
+    x = x.detach().requires_grad_()
+    dense = x.detach().clone().requires_grad_()
+    for t in (x, dense):
+        y, r = layer_norm_fn(t, w, b, t, prenorm=True)
+        if how == "expanded gradient":
+            (y.sum() + r.sum()).backward()
+        else:
+            (y.sin().mT.contiguous().sum() + r.cos().sum()).backward()
+    torch.testing.assert_close(x.grad, dense.grad)
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_device_that_is_not_current():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(8, 64, device="cuda:1", requires_grad=True)
+    y = layer_norm_fn(x, None, None, x, dropout_p=0.1, seed=1)
+    y.sum().backward()
+    assert y.device == x.grad.device == torch.device("cuda:1")
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.gpu
+def test_a_new_batch_size_compiles_nothing(device):
+    from ops.kernels import norm_backward_kernel, norm_forward_kernel
+
+    def variants():
+        return [len(next(iter(kernel.device_caches.values()))[0]) for kernel in (norm_forward_kernel, norm_backward_kernel)]
+
+    def run(m):
+        x, w = leaf(m, 512, device=device), leaf(512, device=device)
+        layer_norm_fn(x, w, w, x).sum().backward()
+
+    run(64)
+    before = variants()
+    for m in (1, 2, 16, 31, 1000, 4096):
+        run(m)
+    assert variants() == before
+
+
+def test_no_decay_by_isinstance_finds_the_fused_modules():
+    assert isinstance(LayerNorm(8), torch.nn.LayerNorm)
+    assert isinstance(RMSNorm(8), torch.nn.RMSNorm)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
+def test_checkpoints_interchange_with_torchs_modules(ours, theirs, device):
+    module, other = ours(32).to(device), theirs(32, eps=1e-5).to(device)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter)
+    module.load_state_dict(other.state_dict())
+    other.load_state_dict(copy.deepcopy(module.state_dict()))
+    x = torch.randn(4, 32, device=device)
+    torch.testing.assert_close(module(x), other(x))
+
+
+def test_module_drops_in_training_mode_only(device):
+    module = LayerNorm(64, dropout_p=0.5).to(device)
+    x = torch.ones(4, 64, device=device)
+    _, r = module(x, x, prenorm=True)
+    assert set(r.unique().tolist()) == {1.0, 3.0}
+    _, r = module.eval()(x, x, prenorm=True)
+    assert set(r.unique().tolist()) == {2.0}
+
+
+def test_zero_centered_module_starts_as_the_identity_scale(device):
+    module = RMSNorm(32, zero_centered_weight=True).to(device)
+    assert torch.equal(module.weight, torch.zeros(32, device=device))
+    x = torch.randn(4, 32, device=device)
+    torch.testing.assert_close(module(x), F.rms_norm(x, (32,), eps=1e-5))
+
+
+def test_residual_in_fp32_widens_a_stream_that_nothing_is_added_to(device):
+    x = torch.randn(4, 32, device=device).to(BF16)
+    for module in (LayerNorm(32), RMSNorm(32)):
+        y, r = module.to(device)(x, prenorm=True, residual_in_fp32=True)
+        assert y.dtype == BF16 and r.dtype == FP32 and torch.equal(r, x.float())
+
+
+def test_returned_tuple_has_the_documented_order(device):
+    x = torch.randn(4, 32, device=device)
+    w = torch.ones(32, device=device)
+    y, y1, r, mask, mask1 = rms_norm_fn(
+        x, w, None, x1=x, weight1=2 * w, prenorm=True, dropout_p=0.5, return_dropout_mask=True, seed=1
+    )
+    assert torch.equal(y1, 2 * y)
+    assert torch.equal(r, x * mask * 2 + x * mask1 * 2)
+    y, mask, mask1 = rms_norm_fn(x, w, None, return_dropout_mask=True)
+    assert mask.all() and mask1 is None

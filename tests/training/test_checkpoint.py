@@ -1,0 +1,117 @@
+"""Checkpoints are whole, readable without running code, and complete."""
+
+import os
+
+import pytest
+import torch
+
+import configs
+from configs import ConfigError
+from configs.machine import Machine
+from model import GPT
+from training import checkpoint
+from training.checkpoint import TrainState
+from training.evaluation import Validation
+from training.optimizer import adamw
+
+SMALL = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8"]
+
+
+@pytest.fixture
+def cfg():
+    return configs.load(SMALL, on=Machine("cpu"))
+
+
+def new_state(cfg, seed=0, step=0):
+    torch.manual_seed(seed)
+    model = GPT(cfg.model, cfg.norm, vocab_size=50)
+    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=False), step)
+    model(torch.randint(50, (2, 8)), torch.randint(50, (2, 8))).backward()
+    state.optimizer.step()
+    return state
+
+
+def test_everything_comes_back(cfg, tmp_path):
+    state = new_state(cfg, step=7)
+    state.best = Validation(1.5, 2.5)
+    state.save(tmp_path / "last.pt", cfg)
+    other = new_state(cfg, seed=1)
+
+    other.restore(checkpoint.read(tmp_path))
+
+    assert (other.step, other.best) == (7, Validation(1.5, 2.5))
+    for ours, theirs in zip(state.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(state.optimizer.state[ours]["exp_avg"], other.optimizer.state[theirs]["exp_avg"])
+        assert torch.equal(state.optimizer.state[ours]["exp_avg_sq"], other.optimizer.state[theirs]["exp_avg_sq"])
+
+
+def test_reading_needs_no_code(cfg, tmp_path):
+    new_state(cfg).save(tmp_path / "last.pt", cfg)
+
+    stored = torch.load(tmp_path / "last.pt", weights_only=True)
+
+    assert configs.from_dict(stored["config"]) == cfg
+
+
+def fail(*_):
+    raise OSError("disk full")
+
+
+@pytest.mark.parametrize("where", ["torch.save", "os.fsync", "os.replace"])
+def test_a_failure_at_any_moment_leaves_the_old_checkpoint_whole(cfg, tmp_path, monkeypatch, where):
+    path = tmp_path / "last.pt"
+    new_state(cfg, step=1).save(path, cfg)
+    module, _, name = where.partition(".")
+    monkeypatch.setattr({"torch": torch, "os": os}[module], name, fail)
+
+    with pytest.raises(OSError, match="disk full"):
+        new_state(cfg, step=2).save(path, cfg)
+
+    assert checkpoint.read(path)["step"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_the_file_is_on_disk_before_it_has_its_name(cfg, tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, original=original, name=name: (calls.append(name), original(*args))[1])
+
+    new_state(cfg).save(tmp_path / "last.pt", cfg)
+
+    assert calls == ["fsync", "replace"]
+
+
+def test_weights_of_another_shape_are_refused(cfg, tmp_path):
+    new_state(cfg).save(tmp_path / "last.pt", cfg)
+    wider = configs.load([*SMALL, "model.width=32"], on=Machine("cpu"))
+
+    with pytest.raises(ConfigError, match="do not fit this model"):
+        new_state(wider).restore(checkpoint.read(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"hello"])
+def test_a_torn_file_is_named(tmp_path, content):
+    (tmp_path / "last.pt").write_bytes(content)
+
+    with pytest.raises(ConfigError, match=r"last\.pt: not a readable checkpoint"):
+        checkpoint.read(tmp_path)
+
+
+def test_somebody_elses_file_is_refused(tmp_path):
+    torch.save({"model": {}}, tmp_path / "x.pt")
+
+    with pytest.raises(ConfigError, match="not a checkpoint of this program"):
+        checkpoint.read(tmp_path / "x.pt")
+
+
+def test_a_missing_run_is_answered_with_those_that_exist(cfg, tmp_path):
+    (tmp_path / "a").mkdir()
+    new_state(cfg).save(tmp_path / "a" / "last.pt", cfg)
+    (tmp_path / "empty").mkdir()
+
+    with pytest.raises(ConfigError, match="no such file or folder. Latest runs beside it: a"):
+        checkpoint.read(tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"no last\.pt in this folder"):
+        checkpoint.read(tmp_path / "empty")

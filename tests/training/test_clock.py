@@ -1,0 +1,105 @@
+"""What counts as step time."""
+
+import pytest
+import torch
+
+from training.clock import StepClock
+
+
+class FakeTime:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def pass_ms(self, ms):
+        self.now += ms / 1000
+
+
+@pytest.fixture
+def time():
+    return FakeTime()
+
+
+@pytest.fixture
+def clock(time):
+    return StepClock(torch.device("cpu"), warmup=0, now=time)
+
+
+def step(clock, time, ms):
+    with clock.step():
+        time.pass_ms(ms)
+
+
+def test_evaluation_and_logging_between_steps_are_not_step_time(clock, time):
+    for _ in range(3):
+        step(clock, time, 10)
+        with clock.paused():
+            time.pass_ms(5000)
+        time.pass_ms(700)
+
+    assert clock.steps_ms == pytest.approx([10, 10, 10])
+    assert clock.paused_s == pytest.approx(15)
+
+
+def test_warm_up_steps_are_not_counted(time):
+    clock = StepClock(torch.device("cpu"), warmup=2, now=time)
+    for ms in (9000, 500, 10, 12):
+        step(clock, time, ms)
+
+    assert clock.steps_ms == pytest.approx([10, 12])
+
+
+def test_a_window_is_the_median_of_the_steps_since_the_last(clock, time):
+    for ms in (10, 11, 99):
+        step(clock, time, ms)
+    first = clock.window_ms()
+    for ms in (20, 22, 21):
+        step(clock, time, ms)
+
+    assert (first, clock.window_ms()) == (pytest.approx(11), pytest.approx(21))
+    assert clock.window_ms() is None
+    assert clock.median_ms == pytest.approx(20.5)
+
+
+def test_there_is_no_time_before_the_first_counted_step(time):
+    clock = StepClock(torch.device("cpu"), warmup=3, now=time)
+    step(clock, time, 10)
+
+    assert clock.window_ms() is None
+    assert clock.median_ms is None
+
+
+def test_a_pause_inside_a_step_is_a_mistake(clock):
+    with pytest.raises(AssertionError, match="would count as step time"), clock.step(), clock.paused():
+        pass
+
+
+def test_a_step_cut_short_is_not_counted(clock, time):
+    with pytest.raises(KeyError), clock.step():
+        time.pass_ms(3)
+        raise KeyError
+
+    step(clock, time, 10)
+    assert clock.steps_ms == pytest.approx([10])
+
+
+@pytest.mark.gpu
+def test_cuda_steps_are_timed_by_events_without_counting_what_lies_between():
+    device = torch.device("cuda")
+    clock, x = StepClock(device, warmup=2), torch.randn(4096, 4096, device=device)
+    for _ in range(6):
+        with clock.step():
+            x @ x
+        for _ in range(50):
+            x @ x
+
+    one = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    one[0].record()
+    for _ in range(50):
+        x @ x
+    one[1].record()
+    torch.cuda.synchronize()
+    assert clock.median_ms < one[0].elapsed_time(one[1]) / 5
+    assert len(clock.steps_ms) == 4

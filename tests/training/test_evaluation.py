@@ -1,0 +1,58 @@
+"""The validation loss: a mean over tokens, in two units."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from training.evaluation import bits_per_byte, evaluate
+from training.precision import Precision
+
+CPU = Precision(torch.device("cpu"), torch.float32)
+
+
+class ByTarget(torch.nn.Module):
+    """A loss that is the mean target: what `evaluate` averages can be worked out by hand."""
+
+    def forward(self, tokens, targets):
+        assert not self.training
+        return targets.float().mean()
+
+
+def split(tokens, bytes_per_token=2.0):
+    return SimpleNamespace(tokens=np.asarray(tokens, dtype=np.uint16), bytes_per_token=bytes_per_token)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 100])
+def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size):
+    result = evaluate(ByTarget(), split(range(41)), CPU, context=4, batch_size=batch_size)
+
+    assert result.loss == pytest.approx(np.arange(1, 41).mean())
+
+
+def test_only_the_first_batches_are_read_when_asked():
+    result = evaluate(ByTarget(), split(range(41)), CPU, context=4, batch_size=2, batches=1)
+
+    assert result.loss == pytest.approx(np.arange(1, 9).mean())
+
+
+def test_the_model_is_left_in_the_mode_it_was_in():
+    model = ByTarget().train()
+    evaluate(model, split(range(41)), CPU, context=4, batch_size=2)
+
+    assert model.training
+
+
+def test_no_random_numbers_are_drawn():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    evaluate(ByTarget(), split(range(41)), CPU, context=4, batch_size=2)
+
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_uniform_guess_over_bytes_is_eight_bits_per_byte():
+    assert bits_per_byte(math.log(256), bytes_per_token=1.0) == pytest.approx(8)
+    assert bits_per_byte(2 * math.log(256), bytes_per_token=2.0) == pytest.approx(8)

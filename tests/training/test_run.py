@@ -1,0 +1,114 @@
+"""A run's folder and what is in it."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+import configs
+from configs.machine import Machine
+from training.environment import environment, git_state
+from training.plot import loss_curve, read_metrics
+from training.run import claim, open_run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cfg():
+    return configs.load(["logging.wandb=disabled"], on=Machine("cpu"))
+
+
+def test_no_two_runs_share_a_folder(tmp_path):
+    folders = [claim(tmp_path / "run") for _ in range(3)]
+
+    assert [folder.name for folder in folders] == ["run", "run_2", "run_3"]
+
+
+def test_the_config_is_kept_and_loads_again(cfg, tmp_path):
+    with open_run(cfg, tmp_path / "run", CPU):
+        pass
+
+    assert configs.from_dict(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == cfg
+
+
+def test_the_environment_is_kept(cfg, tmp_path):
+    with open_run(cfg, tmp_path / "run", CPU):
+        pass
+    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
+
+    assert facts["versions"]["torch"] == torch.__version__ or facts["versions"]["torch"] in torch.__version__
+    assert {"command", "git", "python", "cuda", "gpu", "threads"} <= facts.keys()
+
+
+def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
+    import subprocess
+
+    def git(*arguments):
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True)
+
+    assert git_state(tmp_path / "nowhere") is None
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = git_state(tmp_path)
+    (tmp_path / "a").write_text("2")
+
+    assert len(clean["revision"]) == 40 and clean["dirty"] is False
+    assert git_state(tmp_path) == {"revision": clean["revision"], "dirty": True}
+
+
+def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
+    with open_run(cfg, tmp_path / "run", CPU) as run:
+        run.log(10, {"train/loss": 2.0, "perf/mfu": None})
+        run.log(20, {"train/loss": 1.0})
+
+    assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}, {"step": 20, "train/loss": 1.0}]
+
+
+def test_a_torn_last_line_does_not_hide_the_others(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "tra')
+
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_the_loss_curve_is_a_picture(tmp_path):
+    lines = [{"step": s, "train/loss": 5 / s + 1} for s in range(1, 50)] + [{"step": 49, "val/loss": 1.2}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    assert loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "title", bytes_per_token=2.0)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_is_no_picture_of_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+
+    assert not loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "title", bytes_per_token=2.0)
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (ValueError("x"), 1), (SystemExit(130), 130), (SystemExit(143), 143), (KeyboardInterrupt(), 130)]
+)
+def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
+    codes = []
+
+    class FakeTracker:
+        log = log_image = lambda *_: None
+        finish = staticmethod(codes.append)
+
+    try:
+        with open_run(cfg, tmp_path / "run", CPU) as run:
+            run.tracker = FakeTracker()
+            if error:
+                raise error
+    except BaseException as raised:
+        assert raised is error
+
+    assert codes == [code]
+
+
+def test_the_environment_of_a_cpu_has_no_gpu():
+    assert environment(CPU)["gpu"] is None

@@ -1,0 +1,85 @@
+"""Step times: CUDA events, or a clock read after a synchronise, around steps and nothing else."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StepClock:
+    """Measures what happens inside `with clock.step()`; evaluation and checkpoints stand in `with clock.paused()`.
+
+    On CUDA a step is bracketed by two events and nothing is synchronised until somebody asks for times, so measuring does not
+    slow what it measures. The first `warmup` steps (compilation, allocator, caches) run and are not counted.
+    """
+
+    def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
+        self.warmup = warmup
+        self.paused_s = 0.0  # in evaluation, checkpoints and the like
+        self._device, self._now = device, now
+        self._seen = 0  # steps begun, warm-up included
+        self._inside = False
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # finished steps whose times are not read yet
+        self._steps_ms: list[float] = []
+        self._window = 0  # where the current window begins in _steps_ms
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The time from here to the end of the block counts as one step, unless an exception cuts it short."""
+        assert not self._inside, "a step inside a step"
+        self._inside, counted = True, self._seen >= self.warmup
+        try:
+            if self._device.type == "cuda":
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                yield
+                end.record()
+                if counted:
+                    self._events.append((begin, end))
+            else:
+                began = self._synchronised_now()
+                yield
+                if counted:
+                    self._steps_ms.append(1000 * (self._synchronised_now() - began))
+            self._seen += 1
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that belongs to no step. It can't stand inside one."""
+        assert not self._inside, "clock.paused() inside clock.step(): its time would count as step time"
+        began = self._synchronised_now()
+        try:
+            yield
+        finally:
+            self.paused_s += self._synchronised_now() - began
+
+    def window_ms(self) -> float | None:
+        """Median of the steps since the last call, in milliseconds; None if there were only warm-up steps. Synchronises."""
+        times = self.steps_ms[self._window :]
+        self._window = len(self._steps_ms)
+        return statistics.median(times) if times else None
+
+    @property
+    def median_ms(self) -> float | None:
+        """Median of all steps after warm-up."""
+        return statistics.median(self.steps_ms) if self.steps_ms else None
+
+    @property
+    def steps_ms(self) -> list[float]:
+        """Every step after warm-up, in order. Synchronises."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._steps_ms += [begin.elapsed_time(end) for begin, end in self._events]
+            self._events.clear()
+        return self._steps_ms
+
+    def _synchronised_now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        elif self._device.type == "mps":
+            torch.mps.synchronize()
+        return self._now()

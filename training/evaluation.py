@@ -1,0 +1,40 @@
+"""The loss on the validation set, in nats per token and in bits per byte."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from data import Split, ValidationWindows
+from training.precision import Precision
+
+
+@dataclass(frozen=True)
+class Validation:
+    loss: float  # nats per token
+    bits_per_byte: float  # of the text that the tokens stand for: compares across tokenizers
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Nats per token in bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module, split: Split, precision: Precision, *, context: int, batch_size: int, batches: int | None = None
+) -> Validation:
+    """The mean over every predicted token of `split`, or of its first `batches` batches. Draws no random numbers."""
+    was_training = model.training
+    model.eval()
+    total, tokens = torch.zeros((), device=precision.device), 0
+    windows = ValidationWindows(split.tokens, context=context, batch_size=batch_size)
+    for inputs, targets in itertools.islice(windows, batches):
+        with precision.autocast():
+            loss = model(inputs.to(precision.device), targets.to(precision.device))
+        total += loss * targets.numel()  # the last batch may have fewer rows
+        tokens += targets.numel()
+    model.train(was_training)
+    mean = total.item() / tokens
+    return Validation(mean, bits_per_byte(mean, split.bytes_per_token))

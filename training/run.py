@@ -1,0 +1,180 @@
+"""A run: its folder, what is written there, and what is shown while it goes on."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import configs
+from configs import Config
+from training.environment import environment
+from training.evaluation import bits_per_byte
+from training.plot import loss_curve
+from training.tracking import Tracker, settle_mode
+
+CONSOLE_LINES = 20  # of progress, about, where there is no terminal for a bar
+
+
+@dataclass
+class Run:
+    """Made by `open_run`, which also closes it."""
+
+    cfg: Config
+    folder: Path
+    group: str | None  # a sweep's folder name
+    tracker: Tracker | None = None
+    step: int = 0  # of the last line of metrics
+    train_bytes_per_token: float = 1.0  # turns a training loss into bits per byte, for the bar
+    val_bytes_per_token: float = 1.0  # the same for the plot
+    _bar: Any = None
+    _shown: dict[str, float] = field(default_factory=dict)
+    _total: int = 0
+
+    def start(self, facts: dict[str, Any], *, train_bytes_per_token: float, val_bytes_per_token: float) -> None:
+        """Prints the table of facts and starts W&B."""
+        self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
+        mode, why = settle_mode(self.cfg.logging)
+        logging = self.cfg.logging
+        self.tracker = Tracker(
+            mode,
+            logging.without_key,
+            self.folder,
+            project=logging.project,
+            group=logging.group or self.group,
+            name=logging.name or (f"{self.group}/{self.folder.name}" if self.group else self.folder.name),
+            tags=logging.tags,
+            config=configs.to_dict(self.cfg) | {"facts": facts},
+        )
+        why = self.tracker.note or why
+        facts = facts | {
+            "W&B": self.tracker.mode.value + (f" ({why})" if why else ""),
+            "run folder": relative(self.folder),
+        }
+        width = max(map(len, facts))
+        print("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n", flush=True)
+
+    def progress(self, steps: range) -> Iterator[int]:
+        """The steps, with a bar on a terminal and a line now and then elsewhere."""
+        self._total = steps.stop
+        self._bar = tqdm(
+            total=steps.stop, initial=steps.start, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty(), leave=True
+        )
+        try:
+            for step in steps:
+                yield step
+                self._bar.update()
+        finally:
+            self._bar.close()
+
+    def log(self, step: int, values: dict[str, float | None]) -> None:
+        """A line of metrics.jsonl, the same to W&B, and the figures of the bar. None is left out."""
+        known = {name: value for name, value in values.items() if value is not None}
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | known) + "\n")
+        if self.tracker:
+            self.tracker.log(known, step)
+        self.step = step
+        self._shown.update(known)
+        self._show(step, is_validation="val/loss" in known)
+
+    def say(self, text: str) -> None:
+        """Prints a line without tearing the bar."""
+        tqdm.write(text, file=sys.stdout)
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Keeps what the run reached: summary.json, and W&B's summary."""
+        (self.folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        if self.tracker:
+            self.tracker.summarise(results)
+
+    def plot(self) -> Path | None:
+        """Draws loss.png from metrics.jsonl; None where there is too little to draw."""
+        metrics, picture = self.folder / "metrics.jsonl", self.folder / "loss.png"
+        cfg = self.cfg
+        title = f"{cfg.data.name}, {cfg.model.layers} layers × {cfg.model.width}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
+        drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
+        return picture if drawn else None
+
+    def _show(self, step: int, is_validation: bool) -> None:
+        figures = self._figures()
+        if self._bar is not None and not self._bar.disable:
+            self._bar.set_postfix_str(figures)
+            if is_validation:
+                self.say(f"step {step}: validation {self._shown['val/bits_per_byte']:.4f} bits per byte")
+            return
+        lines_apart = self.cfg.logging.every * max(1, self._total // (CONSOLE_LINES * self.cfg.logging.every))
+        if is_validation:
+            loss, bits = self._shown["val/loss"], self._shown["val/bits_per_byte"]
+            print(f"step {step}/{self._total}  validation loss {loss:.4f}  {bits:.4f} bits per byte", flush=True)
+        elif step % lines_apart == 0 or step == self._total:
+            print(f"step {step}/{self._total}  {figures}", flush=True)
+
+    def _figures(self) -> str:
+        parts = []
+        if (loss := self._shown.get("train/loss")) is not None:
+            parts += [f"loss {loss:.3f}", f"{bits_per_byte(loss, self.train_bytes_per_token):.3f} bits/byte"]
+        if (lr := self._shown.get("train/lr")) is not None:
+            parts.append(f"lr {lr:.1e}")
+        if (rate := self._shown.get("perf/tokens_per_s")) is not None:
+            parts.append(f"{rate / 1000:.1f}k tokens/s")
+        if (ms := self._shown.get("perf/step_ms")) is not None:
+            parts.append(f"{ms:.0f} ms/step")
+        if (mfu := self._shown.get("perf/mfu")) is not None:
+            parts.append(f"MFU {100 * mfu:.1f} %")
+        return ", ".join(parts)
+
+
+@contextmanager
+def open_run(cfg: Config, folder: Path, device: torch.device, group: str | None = None) -> Iterator[Run]:
+    """A run in a folder of its own, closed however the block ends: the plot drawn, W&B told the exit code.
+
+    Args:
+        folder: where the run should go; one that another run has gets a number appended.
+        group: a sweep's name, shared by its runs.
+    """
+    run = Run(cfg, claim(folder), group)
+    configs.save(cfg, run.folder / "config.yaml")
+    facts = json.dumps(environment(device), indent=2)
+    (run.folder / "environment.json").write_text(facts + "\n", encoding="utf-8")
+    exit_code = 1
+    try:
+        yield run
+        exit_code = 0
+    except SystemExit as error:
+        exit_code = error.code if isinstance(error.code, int) else 1
+        raise
+    except KeyboardInterrupt:
+        exit_code = 130
+        raise
+    finally:
+        if run.tracker:
+            if picture := run.plot():
+                run.tracker.log_image("loss", picture, run.step)
+            run.tracker.finish(exit_code)
+
+
+def claim(folder: Path) -> Path:
+    """Makes the folder this run's own: two runs that start in the same second, or in a folder named twice, get two folders."""
+    candidate, number = folder, 1
+    while True:
+        candidate.mkdir(parents=True, exist_ok=True)
+        try:
+            # exclusive creation is what makes it atomic
+            (candidate / "config.yaml").open("x").close()
+            return candidate
+        except FileExistsError:
+            number += 1
+            candidate = folder.with_name(f"{folder.name}_{number}")
+
+
+def relative(path: Path) -> str:
+    """As short as a path can be written from here."""
+    short = os.path.relpath(path)
+    return str(path) if short.startswith("..") else short

@@ -1,0 +1,28 @@
+"""The learning rate as a pure function of the step, so that a restart can't shift it."""
+
+import math
+
+from configs.schema import OptimConfig, Schedule
+
+
+def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
+    """The rate of optimizer step `step`, counted from 0, in a run of `steps`.
+
+        warm-up    lr · (step + 1) / warmup_steps                                    step < warmup_steps
+        cosine     min_lr + (lr − min_lr) · ½(1 + cos πt)                            t from 0 after warm-up to 1 at `steps`
+        wsd        lr, then lr + (min_lr − lr) · t over the last decay_fraction      t from 0 to 1 at `steps`
+        constant   lr
+
+    The last step runs just short of t = 1: step `steps` would have min_lr.
+    """
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule is Schedule.constant:
+        return optim.lr
+    if optim.schedule is Schedule.cosine:
+        t = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps, 1), 1.0)
+        return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1 + math.cos(math.pi * t))
+    # wsd: the decay may not begin before the warm-up has ended
+    decay_from = max(steps - optim.decay_fraction * steps, optim.warmup_steps)
+    t = min(max(step - decay_from, 0.0) / max(steps - decay_from, 1), 1.0)
+    return optim.lr + (optim.min_lr - optim.lr) * t

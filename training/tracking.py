@@ -1,0 +1,93 @@
+"""W&B: which mode a run gets, settled before it starts, and a run that is always closed."""
+
+import contextlib
+import netrc
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import wandb
+
+from configs.schema import LoggingConfig, WandbMode
+
+START_TIMEOUT_S = 30.0  # for W&B's servers to answer; training waits for no longer
+
+
+def settle_mode(logging: LoggingConfig) -> tuple[WandbMode, str]:
+    """The mode, and why it is not the one asked for ("" if it is). Uses no network."""
+    if logging.wandb is WandbMode.online and not has_key():
+        return logging.without_key, "no API key found; `wandb login` stores one"
+    return logging.wandb, ""
+
+
+def has_key() -> bool:
+    """Whether W&B would find credentials: in the environment, in netrc, or in its settings."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for place in places:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(str(Path(place).expanduser())).authenticators(host):
+                return True
+    return bool(getattr(wandb.setup().settings, "api_key", None))
+
+
+class Tracker:
+    """A W&B run, or nothing where the mode is disabled."""
+
+    def __init__(
+        self, mode: WandbMode, fallback: WandbMode, folder: Path, *, project: str, group: str | None, name: str, tags: list[str], config: dict
+    ) -> None:
+        self.mode, self.note, self._run = mode, "", None
+        if mode is WandbMode.disabled:
+            return
+
+        def start(mode: WandbMode) -> Any:
+            return wandb.init(
+                mode=mode.value,
+                dir=str(folder),
+                # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a sweep into one run.
+                id=secrets.token_hex(4),
+                project=project,
+                group=group,
+                name=name,
+                tags=tags,
+                config=config,
+                settings=wandb.Settings(silent=True, console="off", init_timeout=START_TIMEOUT_S),
+            )
+
+        try:
+            self._run = start(mode)
+        except wandb.Error as error:
+            if mode is not WandbMode.online:
+                raise
+            self.mode, self.note = fallback, f"online start failed: {str(error).splitlines()[0]}"
+            self._run = start(fallback) if fallback is not WandbMode.disabled else None
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if self._run is not None:
+            self._run.log(values, step=step)
+
+    def log_image(self, name: str, path: Path, step: int) -> None:
+        if self._run is not None and path.is_file():
+            self._run.log({name: wandb.Image(str(path))}, step=step)
+
+    def summarise(self, values: dict[str, Any]) -> None:
+        if self._run is not None:
+            self._run.summary.update(values)
+
+    def where(self) -> str:
+        """The page of an online run, or how to upload an offline one."""
+        if self._run is None:
+            return ""
+        if self.mode is WandbMode.online:
+            return str(self._run.url)
+        return f"wandb sync {os.path.relpath(Path(self._run.dir).parent)}"
+
+    def finish(self, exit_code: int) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=exit_code)

@@ -1,6 +1,6 @@
 """Text from a checkpoint.
 
-    python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
+python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
 """
 
 import argparse
@@ -54,7 +54,9 @@ def sample(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="a run folder, or a checkpoint file in one")
     parser.add_argument("--prompt", default="\n", help="the text to go on from")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add")

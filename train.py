@@ -1,7 +1,7 @@
 """Trains a GPT: config → data → model → step → log, in that order.
 
-    python train.py                                    Shakespeare on a CPU, under 3 minutes
-    python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` lists groups and keys
+python train.py                                    Shakespeare on a CPU, under 3 minutes
+python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` lists groups and keys
 """
 
 import sys
@@ -25,7 +25,7 @@ from model import GPT
 from training import checkpoint
 from training.checkpoint import TrainState
 from training.clock import StepClock
-from training.evaluation import Validation, bits_per_byte, evaluate
+from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
 from training.health import Health, NonFiniteError
 from training.interrupt import Interrupt
@@ -56,7 +56,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
         NonFiniteError: the loss, the gradient or a weight became NaN or infinite; the last good checkpoint stands.
         SystemExit: Ctrl-C, after a checkpoint; 130.
     """
-    # ---- data ------------------------------------------------------------------------------------------------------------------
+    # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
     device = precision.device
     with command_line.as_config_errors():
@@ -64,7 +64,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
         batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     corpus.tokenizer.save(run.folder / "tokenizer.json")
 
-    # ---- model -----------------------------------------------------------------------------------------------------------------
+    # ---- model -------------------------------------------------------------------------------------------------------------
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size).to(device)
@@ -82,7 +82,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
             model, corpus.val, precision, context=cfg.model.context, batch_size=batch_size, batches=cfg.eval.batches
         )
 
-    # ---- step → log ------------------------------------------------------------------------------------------------------------
+    # ---- step → log --------------------------------------------------------------------------------------------------------
     run.start(
         facts(cfg, precision, corpus, model),
         train_bytes_per_token=corpus.train.bytes_per_token,

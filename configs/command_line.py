@@ -10,7 +10,7 @@ from hydra._internal.utils import get_args_parser  # the parser of @hydra.main; 
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from configs import compose, keys
+from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
 
 EXIT_CODE = 2  # of an error in the configuration, as of argparse
@@ -26,7 +26,9 @@ def check(arguments: Sequence[str]) -> None:
         sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
             try:
-                compose.load(overrides)
+                cfg = compose.compose_only(overrides)
+                if not cfg.resume:  # whose config is the resumed run's, checked once it is read
+                    rules.check(cfg, machine.inspect(cfg.device))
             except ConfigError as error:
                 raise ConfigError(f"{error}\n(in the job {' '.join(overrides)})" if sweep else str(error)) from error
 

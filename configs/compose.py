@@ -30,15 +30,19 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
     Raises:
         ConfigError: a name, a value or a combination that can't be used.
     """
+    cfg = compose_only(overrides)
+    rules.check(cfg, on or machine.inspect(cfg.device))
+    return cfg
+
+
+def compose_only(overrides: Sequence[str]) -> Config:
+    """`load` without the rules: names and types are checked, values not yet against each other and the machine."""
     parse(overrides)
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-            composed = compose(config_name="config", overrides=list(overrides))
+            return typed(compose(config_name="config", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(error) from error
-    cfg = typed(composed)
-    rules.check(cfg, on or machine.inspect(cfg.device))
-    return cfg
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:

@@ -35,7 +35,9 @@ class Key:
         if issubclass(self.type, Enum):
             what = "one of " + ", ".join(member.name for member in self.type)
         else:
-            what = {bool: "true or false", int: "a whole number", float: "a number", list: "a list [a,b]"}.get(self.type, "text")
+            what = {bool: "true or false", int: "a whole number", float: "a number", list: "a list [a,b]"}.get(
+                self.type, "text"
+            )
         return what + (" or null" if self.optional else "")
 
 

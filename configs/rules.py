@@ -26,7 +26,9 @@ def check(cfg: Config, machine: Machine, ranks: int = 1) -> None:
 def _ranges(cfg: Config) -> Iterator[str]:
     """Bounds of single numbers."""
 
-    def bound(key: str, low: float, high: float = math.inf, *, open_low: bool = False, closed_high: bool = False) -> Iterator[str]:
+    def bound(
+        key: str, low: float, high: float = math.inf, *, open_low: bool = False, closed_high: bool = False
+    ) -> Iterator[str]:
         section, _, leaf = key.rpartition(".")
         value = getattr(getattr(cfg, section) if section else cfg, leaf)
         if value is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .dropout_kernels import dropout_kernel
 from .kernels import finish_weight_gradients_kernel, norm_backward_kernel, norm_forward_kernel
 from .philox import drop_threshold, keep_scale
-from .tiling import backward_tile, forward_tile, next_power_of_2
+from .tiling import backward_tile, forward_tile
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -44,7 +44,7 @@ def norm_forward(
     M, N = x.shape
     if M == 0:
         return
-    tile = forward_tile(N)
+    tile = forward_tile(N, residual is not None)
     with _on(x.device):
         norm_forward_kernel[(triton.cdiv(M, tile.rows),)](
             x, x1, residual, rowscale, rowscale1, weight, bias, weight1, bias1, seed,
@@ -90,7 +90,7 @@ def norm_backward(
     if M == 0:
         weight_gradients.zero_()
         return
-    tile = backward_tile(N)
+    tile = backward_tile(N, dr is not None)
     programs = min(triton.cdiv(M, tile.rows), _multiprocessors(r.device) * tile.programs_per_sm)
     count = weight_gradients.shape[0]
     partial = torch.empty((programs, count, N), dtype=torch.float32, device=r.device)
@@ -116,7 +116,7 @@ def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) ->
     M, N = y.shape
     if M == 0:
         return
-    block_n = min(1024, max(16, next_power_of_2(N)))
+    block_n = min(1024, max(16, triton.next_power_of_2(N)))
     rows = max(1, 2048 // block_n)
     with _on(y.device):
         dropout_kernel[(triton.cdiv(M, rows), triton.cdiv(N, block_n))](

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from configs import Config, ConfigError, to_dict
+from model import GPT
 from training.evaluation import Validation
 
 FORMAT = 1
@@ -17,7 +18,7 @@ FORMAT = 1
 class TrainState:
     """What changes while training. Batches, dropout seeds and learning rates are functions of `step` and need no state."""
 
-    model: torch.nn.Module  # not the compiled one: its parameter names carry a prefix
+    model: GPT  # not the compiled one: its parameter names carry a prefix
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0  # optimizer steps done
@@ -62,7 +63,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())  # the bytes are on the disk before the name points to them
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -1,6 +1,8 @@
 """The loss curve of a run, as a picture."""
 
 import json
+from functools import partial
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,9 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=130, layout="constrained")
     axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.6, label="training")
     if val:
-        axes.plot(*zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label="validation")
+        axes.plot(
+            *zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label="validation"
+        )
         bits = val[-1][1] / _nats(bytes_per_token)
         axes.annotate(
             f"{bits:.3f} bits per byte", val[-1], xytext=(0, 10), textcoords="offset points", ha="right", color=VAL, fontsize=10
@@ -58,7 +62,7 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     axes.set_ylabel("loss, nats per token")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     nats = _nats(bytes_per_token)
-    right = axes.secondary_yaxis("right", functions=(lambda y: y / nats, lambda y: y * nats))
+    right = axes.secondary_yaxis("right", functions=(partial(mul, 1 / nats), partial(mul, nats)))
     right.set_ylabel("bits per byte")
     axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
     for side in (axes.spines["top"], axes.spines["right"], right.spines["right"]):

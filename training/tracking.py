@@ -39,7 +39,16 @@ class Tracker:
     """A W&B run, or nothing where the mode is disabled."""
 
     def __init__(
-        self, mode: WandbMode, fallback: WandbMode, folder: Path, *, project: str, group: str | None, name: str, tags: list[str], config: dict
+        self,
+        mode: WandbMode,
+        fallback: WandbMode,
+        folder: Path,
+        *,
+        project: str,
+        group: str | None,
+        name: str,
+        tags: list[str],
+        config: dict,
     ) -> None:
         self.mode, self.note, self._run = mode, "", None
         if mode is WandbMode.disabled:

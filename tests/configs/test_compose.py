@@ -43,7 +43,7 @@ def test_types_are_the_schemas():
 
 
 def test_the_readmes_command_composes_as_written():
-    overrides = "norm.impl=torch norm.kind=rmsnorm model=gpt2 data=tinystories train.steps=500".split()
+    overrides = ["norm.impl=torch", "norm.kind=rmsnorm", "model=gpt2", "data=tinystories", "train.steps=500"]
 
     cfg = configs.load(overrides, on=CPU)
 

@@ -2,7 +2,23 @@
 
 import random
 
-WORDS = [*"aeiou", "the", "king", "queen", "morning", "sings", "über", "naïve", "日本", "and", "then", "—", "42", "don't", "!"]
+LETTERS = [*"aio", "—", "!", "日本", "42"]
+WORDS = [
+    *LETTERS,
+    "the",
+    "king",
+    "queen",
+    "night",
+    "morning",
+    "forest",
+    "sea",
+    "walks",
+    "sings",
+    "sleeps",
+    "über",
+    "naïve",
+    "don't",
+]
 
 
 def text_of(seed: int, words: int) -> str:

@@ -154,6 +154,6 @@ def test_tile_shape_does_not_change_the_mask(device, monkeypatch):
     x = torch.randn(9, 48, device=device)
     masks = []
     for rows in (1, 4):
-        monkeypatch.setattr("ops.launch.forward_tile", lambda n, rows=rows: tiling.ForwardTile(rows, 64, 4))
+        monkeypatch.setattr("ops.launch.forward_tile", lambda n, residual, rows=rows: tiling.ForwardTile(rows, 64, 4))
         masks.append(layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True, seed=1)[1])
     assert torch.equal(*masks)

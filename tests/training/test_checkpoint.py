@@ -1,6 +1,7 @@
 """Checkpoints are whole, readable without running code, and complete."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,12 +59,12 @@ def fail(*_):
     raise OSError("disk full")
 
 
-@pytest.mark.parametrize("where", ["torch.save", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("where", ["torch.save", "os.fsync", "Path.replace"])
 def test_a_failure_at_any_moment_leaves_the_old_checkpoint_whole(cfg, tmp_path, monkeypatch, where):
     path = tmp_path / "last.pt"
     new_state(cfg, step=1).save(path, cfg)
     module, _, name = where.partition(".")
-    monkeypatch.setattr({"torch": torch, "os": os}[module], name, fail)
+    monkeypatch.setattr({"torch": torch, "os": os, "Path": Path}[module], name, fail)
 
     with pytest.raises(OSError, match="disk full"):
         new_state(cfg, step=2).save(path, cfg)
@@ -74,9 +75,9 @@ def test_a_failure_at_any_moment_leaves_the_old_checkpoint_whole(cfg, tmp_path, 
 
 def test_the_file_is_on_disk_before_it_has_its_name(cfg, tmp_path, monkeypatch):
     calls = []
-    for name in ("fsync", "replace"):
-        original = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, original=original, name=name: (calls.append(name), original(*args))[1])
+    for owner, name in ((os, "fsync"), (Path, "replace")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, original=original, name=name: (calls.append(name), original(*args))[1])
 
     new_state(cfg).save(tmp_path / "last.pt", cfg)
 
@@ -111,7 +112,7 @@ def test_a_missing_run_is_answered_with_those_that_exist(cfg, tmp_path):
     new_state(cfg).save(tmp_path / "a" / "last.pt", cfg)
     (tmp_path / "empty").mkdir()
 
-    with pytest.raises(ConfigError, match="no such file or folder. Latest runs beside it: a"):
+    with pytest.raises(ConfigError, match=r"no such file or folder\. Latest runs beside it: a"):
         checkpoint.read(tmp_path / "b")
     with pytest.raises(ConfigError, match=r"no last\.pt in this folder"):
         checkpoint.read(tmp_path / "empty")

@@ -46,7 +46,11 @@ def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
     import subprocess
 
     def git(*arguments):
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+            check=True,
+            capture_output=True,
+        )
 
     assert git_state(tmp_path / "nowhere") is None
     git("init")
@@ -90,7 +94,8 @@ def test_there_is_no_picture_of_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(None, 0), (ValueError("x"), 1), (SystemExit(130), 130), (SystemExit(143), 143), (KeyboardInterrupt(), 130)]
+    ("error", "code"),
+    [(None, 0), (ValueError("x"), 1), (SystemExit(130), 130), (SystemExit(143), 143), (KeyboardInterrupt(), 130)],
 )
 def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
     codes = []

@@ -1,0 +1,70 @@
+"""Small runs for tests: a corpus of one file, a model of two layers, and train.py as a user starts it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import configs
+from configs.machine import Machine
+from training.plot import read_metrics
+from training.run import open_run
+
+ROOT = Path(__file__).parent.parent
+WORDS = ["the", "king", "and", "queen", "of", "night", "are", "come", "to", "see", "what", "morning", "brings", "us"]
+
+
+def corpus(folder: Path) -> list[str]:
+    """Overrides for a text of 20 kB in `folder`, and a model that learns it on a CPU in seconds."""
+    choose = random.Random(0)
+    text = "\n".join(" ".join(choose.choices(WORDS, k=8)) for _ in range(500))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    return [
+        "data=text",
+        f"data.files=[{folder / 'text.txt'}]",
+        f"data.cache_dir={folder / 'cache'}",
+        "tokenizer=char",
+        *("model.layers=2", "model.heads=2", "model.width=32", "model.context=32"),
+        *("train.steps=30", "train.batch_size=8", "optim.warmup_steps=3", "optim.lr=3e-3", "optim.min_lr=3e-4"),
+        *("eval.every=10", "logging.every=5", "sample.tokens=10", "sample.prompt=the", "logging.wandb=disabled", "device=cpu"),
+    ]
+
+
+def train_here(overrides: list[str], folder: Path):
+    """(summary, metrics) of a run in this process."""
+    import train
+
+    cfg = configs.load(overrides, on=Machine("cpu"))
+    with open_run(cfg, folder, torch.device("cpu")) as run:
+        summary = train.train(cfg, run, Machine("cpu"))
+    return summary, read_metrics(run.folder / "metrics.jsonl")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), *arguments]
+
+
+def start(arguments: list[str], cwd: Path) -> subprocess.Popen:
+    """train.py as a user starts it, from another folder; without credentials and without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
+    environment |= {"OMP_NUM_THREADS": "1", "NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command(*arguments), cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_folders(cwd: Path) -> list[Path]:
+    return sorted(path.parent for path in (cwd / "runs").rglob("config.yaml") if "wandb" not in path.parts)
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,187 @@
+"""train.py and sample.py as a user starts them."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+import sample
+from configs import ConfigError
+from tests.runs import corpus, finish, read_json, run_folders, start
+from training import checkpoint
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def train(arguments, cwd):
+    return finish(start(arguments, cwd))
+
+
+@pytest.fixture(scope="module")
+def sweep(tiny, tmp_path_factory):
+    """Four runs of one command, and the folder it was started in."""
+    cwd = tmp_path_factory.mktemp("sweep")
+    done = train(["-m", "norm.impl=fused,torch", "seed=1,2", *tiny, "logging.wandb=offline", "train.steps=8"], cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd
+
+
+def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder(sweep):
+    folders = run_folders(sweep)
+
+    assert [re.sub(r",data=.*", "", folder.name) for folder in folders] == [
+        "0_norm.impl=fused,seed=1",
+        "1_norm.impl=fused,seed=2",
+        "2_norm.impl=torch,seed=1",
+        "3_norm.impl=torch,seed=2",
+    ]
+    assert len({folder.parent for folder in folders}) == 1
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", folders[0].parent.name)
+    assert all((folder / name).is_file() for folder in folders for name in ("metrics.jsonl", "last.pt", "loss.png"))
+
+
+def test_each_run_of_a_sweep_is_a_wandb_run_of_its_own_in_the_sweeps_group(sweep):
+    folders = run_folders(sweep)
+    logs = [list(folder.glob("wandb/offline-run-*/run-*.wandb")) for folder in folders]
+
+    assert [len(found) for found in logs] == [1, 1, 1, 1]
+    assert len({found[0].name for found in logs}) == 4
+    assert all(folders[0].parent.name.encode() in found[0].read_bytes() for found in logs)
+
+
+def test_runs_of_a_sweep_differ_in_what_was_swept_and_in_nothing_else(sweep):
+    configs = [(folder / "config.yaml").read_text().splitlines() for folder in run_folders(sweep)]
+    differing = {line.strip().split(":")[0] for lines in zip(*configs, strict=True) for line in lines if len(set(lines)) > 1}
+
+    assert differing == {"impl", "seed"}
+
+
+def test_nothing_is_written_outside_runs(sweep):
+    assert {path.name for path in sweep.iterdir()} == {"runs"}
+
+
+def test_a_mistake_is_one_message_code_2_and_no_folder(tiny, tmp_path):
+    done = train(["+norm.fusd=1"], tmp_path)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: norm.fusd: no such key. Did you mean norm.impl=fused?")
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_data_is_one_message_and_code_2(tiny, tmp_path):
+    done = train([*tiny, f"data.files=[{tmp_path}/none.txt]"], tmp_path)
+
+    assert done.returncode == 2
+    assert "none.txt" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_run_that_stops_on_nan_ends_with_code_1_and_its_wandb_run_closed(tiny, tmp_path):
+    done = train([*tiny, "logging.wandb=offline", "optim.lr=1e38", "optim.warmup_steps=0", "optim.min_lr=0"], tmp_path)
+
+    assert done.returncode == 1
+    assert re.search(r"stopped: .* at step \d+\. Batch: epoch 0, window \d+", done.stderr)
+    assert "Traceback" not in done.stderr
+    [folder] = run_folders(tmp_path)
+    assert len(list(folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    assert not (folder / "last.pt").exists()
+
+
+@pytest.fixture(scope="module")
+def interrupted(tiny, tmp_path_factory):
+    """A long run that was stopped with Ctrl-C."""
+    cwd = tmp_path_factory.mktemp("interrupted")
+    process = start([*tiny, "logging.wandb=offline", "train.steps=100000", "logging.every=1", "eval.every=0"], cwd)
+    deadline = time.monotonic() + 90
+    while process.poll() is None and time.monotonic() < deadline:
+        if any(len(path.read_text().splitlines()) > 3 for path in cwd.glob("runs/*/metrics.jsonl")):
+            process.send_signal(signal.SIGINT)
+            break
+        time.sleep(0.05)
+    return cwd, finish(process)
+
+
+def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on(interrupted):
+    cwd, done = interrupted
+    [folder] = run_folders(cwd)
+
+    assert done.returncode == 130, done.stderr
+    assert "Ctrl-C again quits at once" in done.stderr and "Traceback" not in done.stderr
+    assert f"python train.py resume={folder.relative_to(cwd)}" in done.stdout
+    assert checkpoint.read(folder)["step"] == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert len(list(folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+
+
+def test_resuming_needs_nothing_but_the_folder_and_what_changes(interrupted):
+    cwd, _ = interrupted
+    [folder] = run_folders(cwd)
+    step = checkpoint.read(folder)["step"]
+
+    done = train([f"resume={folder}", f"train.steps={step + 4}", "logging.wandb=disabled"], cwd)
+
+    assert done.returncode == 0, done.stderr
+    resumed = next(path for path in run_folders(cwd) if path != folder)
+    lines = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [step + n for n in (1, 2, 3, 4)]
+    assert f"resumed from {folder}" in done.stdout
+    assert read_json(resumed / "summary.json")["final"]["loss"] > 0
+
+
+def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep):
+    folder = run_folders(sweep)[0]
+
+    one, again = (sample.sample(folder, "the ", 20, 1.0, None, seed=1) for _ in range(2))
+    other = sample.sample(folder / "best.pt", "the ", 20, 1.0, None, seed=2)
+
+    assert one == again != other
+    assert one.startswith("the ") and len(one) == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}/none"], "no such file or folder"),
+        (["{folder}", "--prompt", "日本"], "--prompt: "),
+        (["{folder}", "--prompt", ""], "--prompt is empty"),
+    ],
+)
+def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, message):
+    folder = str(run_folders(sweep)[0])
+
+    code = sample.main([argument.format(folder=folder) for argument in arguments])
+
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_its_tokenizer_says_so(sweep, tmp_path):
+    (tmp_path / "last.pt").write_bytes((run_folders(sweep)[0] / "last.pt").read_bytes())
+
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file"):
+        sample.sample(tmp_path, "a", 1, 1.0, None, seed=1)
+
+
+def test_help_names_commands_groups_and_keys(tmp_path):
+    done = train(["--help"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "python train.py norm.impl=torch",
+        "experiment: gpt2_124m, shakespeare, shakespeare_char",
+        "norm.impl=fused",
+        "seed=1",
+    ):
+        assert part in done.stdout
+
+
+def test_cfg_job_prints_the_config_of_a_run_without_running_it(tmp_path):
+    done = train(["model=gpt2", "norm.kind=rmsnorm", "--cfg", "job"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert "layers: 12" in done.stdout and "kind: rmsnorm" in done.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,339 @@
+"""The loop, in this process: what it logs, what it repeats exactly, and how it stops."""
+
+import math
+
+import pytest
+import torch
+
+import configs
+from configs import ConfigError
+from configs.machine import Machine
+from model import GPT
+from tests.runs import corpus, train_here
+from train import training_step
+from training import checkpoint
+from training.checkpoint import TrainState
+from training.health import NonFiniteError
+from training.optimizer import adamw
+from training.precision import Precision
+from training.run import open_run
+
+CPU = Machine("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost more than they give at these sizes, most of all beside other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def losses(metrics, name="train/loss"):
+    return [line[name] for line in metrics if name in line]
+
+
+def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
+    summary, metrics = train_here(tiny, tmp_path / "run")
+
+    train_lines = [line for line in metrics if "train/loss" in line]
+    assert [line["step"] for line in train_lines] == [5, 10, 15, 20, 25, 30]
+    always = {"step", "train/loss", "train/grad_norm", "train/lr", "perf/step_ms", "perf/tokens_per_s"}
+    assert all(line.keys() == always for line in train_lines)
+    val_lines = [line for line in metrics if "val/loss" in line]
+    assert [line["step"] for line in val_lines] == [10, 20, 30]
+    assert all(line.keys() == {"step", "val/loss", "val/bits_per_byte"} for line in val_lines)
+    assert val_lines[-1]["val/loss"] < val_lines[0]["val/loss"] < math.log(64)  # 64: the vocabulary, padded
+    # one byte a character
+    assert summary.final.bits_per_byte == pytest.approx(summary.final.loss / math.log(2))
+    assert summary.sample.startswith("the") and len(summary.sample) == 13
+    files = {path.name for path in summary.folder.iterdir()}
+    assert files == {
+        *("config.yaml", "environment.json", "metrics.jsonl", "summary.json"),
+        *("tokenizer.json", "sample.txt", "last.pt", "best.pt", "loss.png"),
+    }
+
+
+def test_tokens_per_second_is_the_batch_over_the_step_time(tiny, tmp_path):
+    _, metrics = train_here(tiny, tmp_path / "run")
+
+    for line in metrics:
+        if "perf/step_ms" in line:
+            assert line["perf/tokens_per_s"] * line["perf/step_ms"] / 1000 == pytest.approx(8 * 32)
+
+
+@pytest.mark.parametrize("masks", ["native", "shared"])
+def test_the_same_seed_gives_the_same_run(tiny, tmp_path, masks):
+    overrides = [*tiny, "model.dropout=0.1", f"norm.dropout_masks={masks}", "norm.impl=torch"]
+    _, first = train_here(overrides, tmp_path / "run")
+    torch.rand(7)  # where torch's generator stands does not matter
+    _, second = train_here(overrides, tmp_path / "run")
+    _, other = train_here([*overrides, "seed=2"], tmp_path / "run")
+
+    assert losses(first) == losses(second)
+    assert losses(first, "val/loss") == losses(second, "val/loss")
+    assert losses(first) != losses(other)
+
+
+def test_logging_and_evaluation_do_not_shift_the_run(tiny, tmp_path):
+    overrides = [*tiny, "model.dropout=0.1"]
+    one, _ = train_here(overrides, tmp_path / "run")
+    other, _ = train_here([*overrides, "eval.every=3", "logging.every=7", "checkpoint.every=4"], tmp_path / "run")
+
+    assert one.final == other.final
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_fused_and_torch_norms_train_alike_with_shared_masks(tiny, tmp_path, dropout, kind):
+    overrides = [*tiny, f"model.dropout={dropout}", f"norm.kind={kind}", "norm.dropout_masks=shared", "logging.every=1"]
+    _, fused = train_here([*overrides, "norm.impl=fused"], tmp_path / "fused")
+    _, plain = train_here([*overrides, "norm.impl=torch"], tmp_path / "torch")
+
+    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(fused, "val/loss") == pytest.approx(losses(plain, "val/loss"), rel=1e-5)
+
+
+def test_a_checkpoint_of_one_implementation_goes_on_with_the_other(tiny, tmp_path):
+    half, _ = train_here([*tiny, "train.steps=15"], tmp_path / "half")
+    _, fused = train_here([*tiny, "logging.every=1", f"resume={half.folder}"], tmp_path / "run")
+    _, plain = train_here([*tiny, "logging.every=1", f"resume={half.folder}", "norm.impl=torch"], tmp_path / "run")
+
+    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("masks", ["native", "shared"])
+def test_a_resumed_run_gives_the_same_bits_as_one_that_never_stopped(tiny, tmp_path, masks):
+    overrides = [
+        *tiny,
+        "norm.impl=torch",
+        f"norm.dropout_masks={masks}",
+        "model.dropout=0.1",
+        "logging.every=1",
+        "checkpoint.every=12",
+    ]
+    whole, metrics = train_here(overrides, tmp_path / "whole")
+    # stops where the checkpoint of step 12 is the last one; its schedule is that of the whole run
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(overrides, tmp_path / "cut", after=17)
+    rest, rest_metrics = train_here([*overrides, f"resume={tmp_path / 'cut'}"], tmp_path / "rest")
+
+    assert next(line["step"] for line in rest_metrics if "train/loss" in line) == 13
+    assert losses(rest_metrics) == losses(metrics)[12:]
+    assert rest.final == whole.final
+    ours, theirs = (checkpoint.read(folder)["model"] for folder in (whole.folder, rest.folder))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def interrupted(overrides, folder, after):
+    """A run that dies in step `after`, with no chance to write anything."""
+    import train
+
+    original = train.training_step
+
+    def dies(forward, state, batch, step, *rest):
+        if step == after:
+            raise KeyboardInterrupt
+        return original(forward, state, batch, step, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "training_step", dies)
+        train_here(overrides, folder)
+
+
+def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
+    done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"is at step 5: raise train\.steps=5"):
+        train_here([*tiny, "train.steps=5", f"resume={done.folder}"], tmp_path / "run")
+
+
+def test_weights_alone_are_sampled_from_and_not_resumed(tiny, tmp_path):
+    done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
+    stored = checkpoint.read(done.folder)
+    del stored["optimizer"]
+    checkpoint.write(tmp_path / "weights.pt", stored)
+
+    with pytest.raises(ConfigError, match=r"Resume from last\.pt"):
+        train_here([*tiny, f"resume={tmp_path / 'weights.pt'}"], tmp_path / "run")
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------------
+
+
+def one_step(overrides, batch):
+    cfg = configs.load(overrides, on=CPU)
+    torch.manual_seed(0)
+    model = GPT(cfg.model, cfg.norm, vocab_size=20)
+    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=False))
+    seen = {}
+    state.optimizer.register_step_pre_hook(
+        lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    )
+    loss, grad_norm = training_step(model, state, batch, 0, cfg, Precision(torch.device("cpu"), torch.float32))
+    return loss, grad_norm, seen, model
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randint(20, (8, 32), generator=generator) for _ in range(2))
+
+
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_accumulated_gradients_are_those_of_the_whole_batch(tiny, batch, pieces):
+    loss, norm, grads, _ = one_step([*tiny, "optim.clip_norm=0"], batch)
+    loss_in_pieces, norm_in_pieces, grads_in_pieces, _ = one_step(
+        [*tiny, "optim.clip_norm=0", f"train.accumulation={pieces}"], batch
+    )
+
+    torch.testing.assert_close(loss_in_pieces, loss)
+    torch.testing.assert_close(norm_in_pieces, norm)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grads_in_pieces[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_micro_batches_have_masks_of_their_own(tiny, batch, monkeypatch):
+    import train
+
+    seen = []
+    original = train.seed_micro_batch
+    monkeypatch.setattr(train, "seed_micro_batch", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
+
+    one_step([*tiny, "model.dropout=0.1", "train.accumulation=4"], batch)
+
+    assert len(torch.stack(seen).unique()) == 4 * len(seen[0])
+
+
+def test_the_gradient_is_clipped_and_its_norm_reported_from_before(tiny, batch):
+    _, norm, grads, _ = one_step([*tiny, "optim.clip_norm=0.01"], batch)
+    clipped = torch.stack([grad.norm() for grad in grads.values()]).norm()
+
+    assert norm > 0.1
+    assert clipped.item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_no_clipping_leaves_the_gradient_alone(tiny, batch):
+    _, norm, grads, _ = one_step([*tiny, "optim.clip_norm=0"], batch)
+
+    torch.testing.assert_close(torch.stack([grad.norm() for grad in grads.values()]).norm(), norm)
+
+
+def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
+    slow = one_step([*tiny, "optim.lr=1e-6", "optim.min_lr=0"], batch)[3]
+    fast = one_step([*tiny, "optim.lr=1e-2", "optim.min_lr=0"], batch)[3]
+    torch.manual_seed(0)
+    cfg = configs.load(tiny, on=CPU)
+    start = GPT(cfg.model, cfg.norm, vocab_size=20)
+
+    moved = [(model.blocks[0].mlp.down.weight - start.blocks[0].mlp.down.weight).abs().max().item() for model in (slow, fast)]
+    # Adam's first step is the rate itself; warm-up starts at a third of it
+    assert moved == pytest.approx([1e-6 / 3, 1e-2 / 3], rel=0.05)
+
+
+def test_both_implementations_start_from_the_same_weights(tiny):
+    weights = []
+    for impl in ("fused", "torch"):
+        cfg = configs.load([*tiny, f"norm.impl={impl}"], on=CPU)
+        torch.manual_seed(cfg.seed)
+        weights.append(GPT(cfg.model, cfg.norm, vocab_size=20).state_dict())
+
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# ---- stopping --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(tiny, tmp_path, impl):
+    with pytest.raises(NonFiniteError) as error:
+        train_here(
+            [*tiny, f"norm.impl={impl}", "optim.lr=1e38", "optim.min_lr=0", "optim.warmup_steps=0", "logging.every=30"],
+            tmp_path / "run",
+        )
+
+    message = str(error.value)
+    assert error.value.step <= 3
+    assert f"at step {error.value.step}" in message
+    assert "Batch: epoch 0, window" in message
+    assert "Last good checkpoint: none" in message
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_a_bad_run_names_and_keeps_its_last_good_checkpoint(tiny, tmp_path, monkeypatch):
+    import train
+
+    original = train.training_step
+
+    def goes_bad(forward, state, batch, step, *rest):
+        if step == 13:
+            next(iter(state.model.parameters())).data[0, 0] = float("nan")
+        return original(forward, state, batch, step, *rest)
+
+    monkeypatch.setattr(train, "training_step", goes_bad)
+    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*last\.pt"):
+        train_here([*tiny, "checkpoint.every=4", "logging.every=30", "eval.every=30"], tmp_path / "run")
+
+    stored = checkpoint.read(tmp_path / "run")
+    assert stored["step"] == 12
+    assert all(torch.isfinite(weight).all() for weight in stored["model"].values())
+
+
+def test_what_the_data_refuses_is_a_config_error_and_leaves_no_checkpoint(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="context"):
+        train_here([*tiny, "model.context=100000"], tmp_path / "run")
+
+
+def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
+    asked = []
+
+    def without_a_compiler(model, **options):
+        """As torch.compile, traced whole but run without generated code: this machine may have no C++ compiler."""
+        asked.append(options)
+        return original(model, backend="aot_eager", **options)
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", without_a_compiler)
+    overrides = [*tiny, "train.steps=6", "model.layers=1", "model.dropout=0.1", "model.attention_dropout=0", "logging.every=1"]
+    _, eager = train_here(overrides, tmp_path / "eager")
+    compiled, metrics = train_here([*overrides, "train.compile=true"], tmp_path / "compiled")
+
+    assert asked == [{"fullgraph": True}]
+    assert losses(metrics) == pytest.approx(losses(eager), rel=1e-5)
+    # the checkpoint has the names of the model, not of its compiled wrapper
+    assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder)["model"])
+
+
+def test_a_run_says_what_runs_its_norms(tiny, tmp_path, capsys):
+    train_here([*tiny, "train.steps=3", "norm.impl=fused"], tmp_path / "run")
+    fused = capsys.readouterr().out
+    train_here([*tiny, "train.steps=3", "norm.impl=torch"], tmp_path / "run")
+    plain = capsys.readouterr().out
+
+    assert "PyTorch reference: no kernel runs on this CPU" in fused
+    assert "PyTorch's own operators" in plain
+    for fact in ("device", "precision", "parameters", "vocabulary", "held out", "epochs", "W&B", "run folder"):
+        assert fact in fused
+
+
+def test_bf16_autocast_trains_on_a_cpu(tiny, tmp_path):
+    summary, metrics = train_here([*tiny, "train.precision=bf16", "train.steps=20"], tmp_path / "run")
+
+    assert summary.final.loss < losses(metrics)[0]
+    assert all(weight.dtype is torch.float32 for weight in checkpoint.read(summary.folder)["model"].values())
+
+
+def test_open_run_closes_a_run_that_crashes(tiny, tmp_path):
+    cfg = configs.load(tiny, on=CPU)
+    with pytest.raises(RuntimeError), open_run(cfg, tmp_path / "run", torch.device("cpu")) as run:
+        run.log(1, {"train/loss": 3.0})
+        run.log(2, {"train/loss": 2.0})
+        raise RuntimeError
+
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2

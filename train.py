@@ -93,7 +93,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     loss_sum, losses = torch.zeros((), device=device), 0  # since the last line of metrics; on the device until then
 
     def save(name: str = "last.pt") -> None:
-        health.check_weights(model, state.step)
+        health.check_weights(model, state.step - 1)
         state.save(run.folder / name, cfg)
 
     try:

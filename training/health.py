@@ -39,7 +39,7 @@ class Health:
         """Before a checkpoint: a finite loss can still have pushed a weight over the edge.
 
         Raises:
-            NonFiniteError: as `check`, or a weight is NaN or infinite after `step` steps.
+            NonFiniteError: as `check`, or a weight is NaN or infinite after step `step`.
         """
         self.check()
         norms = torch._foreach_norm([p.detach() for p in model.parameters()], ord=float("inf"))

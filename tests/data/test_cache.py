@@ -27,6 +27,17 @@ def test_a_folder_is_built_once_for_its_settings(tmp_path):
     assert (first / "tokens").read_text() == "complete"
 
 
+def test_a_folder_appears_complete_in_one_step(tmp_path):
+    seen = []
+
+    def build(folder: Path) -> None:
+        write(folder)
+        seen.append((folder.stat().st_ino, list(tmp_path.glob("a*"))))
+
+    folder = cached_folder(str(tmp_path), "a", {}, build)
+    assert seen == [(folder.stat().st_ino, [])]  # the folder that was built, renamed and not copied
+
+
 def test_a_failed_build_leaves_nothing(tmp_path):
     def fail(folder: Path) -> None:
         write(folder)

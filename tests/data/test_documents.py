@@ -131,6 +131,7 @@ def test_lines_are_joined_into_articles():
     ]
 
 
-def test_max_documents_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"data\.max_documents=0 must be at least 1"):
-        find_documents(DataConfig(max_documents=0))
+@pytest.mark.parametrize("key", ["max_documents", "processes"])
+def test_a_number_below_one_is_refused(key):
+    with pytest.raises(ValueError, match=rf"data\.{key}=0 must be at least 1"):
+        find_documents(DataConfig(**{key: 0}))

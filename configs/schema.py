@@ -148,7 +148,7 @@ class Precision(StrEnum):
 
 @dataclass
 class TrainConfig:
-    steps: int = 800  # optimizer steps
+    steps: int = 900  # optimizer steps
     batch_size: int = 8  # sequences per optimizer step
     accumulation: int = 1  # micro-batches that batch_size is cut into
     precision: Precision = Precision.auto
@@ -157,7 +157,7 @@ class TrainConfig:
 
 @dataclass
 class EvalConfig:
-    every: int = 200  # steps; 0: only at the end
+    every: int = 300  # steps; 0: only at the end
     batches: int | None = None  # micro-batches of the validation set; null: all of it
 
 

@@ -7,6 +7,7 @@ the same arguments and give the same bits.
 `norm_forward` and `norm_backward` allocate what they return; `norm_forward_out` writes into buffers, for inference.
 """
 
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,9 +17,40 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 
-@torch.library.custom_op(f"{NAMESPACE}::norm_forward", mutates_args=())
+def operator(mutates_args: Sequence[str] = ()) -> Callable[[Callable], torch._ops.OpOverload]:
+    """Registers a function as the kernel of an operator of its name.
+
+    The low-level registration, because a call through torch.library.custom_op costs the host 170 µs more with this many
+    arguments (H200 machine, torch 2.11, forward with gradients: 239 µs).
+    """
+
+    def register(kernel: Callable) -> torch._ops.OpOverload:
+        name = kernel.__name__
+        schema = torch.library.infer_schema(kernel, mutates_args=mutates_args)
+        LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, kernel, key)
+        return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    return register
+
+
+def register_autograd(name: str, op: torch._ops.OpOverload, function: type[torch.autograd.Function]) -> None:
+    """Routes calls with gradients through `function`, whose forward calls `op` below autograd; the others go straight on."""
+
+    def autograd(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    LIBRARY.impl(name, autograd, "Autograd")
+
+
+@operator()
 def norm_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -56,7 +88,7 @@ def norm_forward(
     return outputs
 
 
-@norm_forward.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::norm_forward", lib=LIBRARY)
 def _(
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed, eps, dropout_p, zero_centered_weight,
     is_rms_norm, out_dtype, residual_dtype, store_residual, store_stats, return_mask,
@@ -77,7 +109,7 @@ def _forward_outputs(
     return y, y1, r, stats, mask, mask1
 
 
-@torch.library.custom_op(f"{NAMESPACE}::norm_backward", mutates_args=())
+@operator()
 def norm_backward(
     dy: Tensor | None,
     dy1: Tensor | None,
@@ -116,7 +148,7 @@ def norm_backward(
     return outputs
 
 
-@norm_backward.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::norm_backward", lib=LIBRARY)
 def _(
     dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed, dropout_p, zero_centered_weight, is_rms_norm,
     dz_dtype, dx_dtype, dx1_dtype, wanted, weight_dtype,
@@ -137,7 +169,7 @@ def _backward_outputs(r, x, x1, dz_dtype, dx_dtype, dx1_dtype, wanted, weight_dt
 def _setup_context(ctx, inputs, output):
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed, *how = inputs
     _, dropout_p, zero_centered_weight, is_rms_norm, _, _, store_residual, *_ = how
-    _, _, r, stats, _, _ = output
+    _, _, r, stats, mask, mask1 = output
     adds = residual is not None or x1 is not None or dropout_p > 0.0 or rowscale is not None
     # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
     needs_x = rowscale is not None and rowscale.requires_grad
@@ -149,6 +181,7 @@ def _setup_context(ctx, inputs, output):
     inputs_with_gradients = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
     ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs_with_gradients)
     ctx.has_y1, ctx.has_r = weight1 is not None, store_residual
+    ctx.mark_non_differentiable(stats, mask, mask1)
     # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
     ctx.set_materialize_grads(False)
 
@@ -191,10 +224,21 @@ def _backward(ctx, dy, dy1, dr, *_):
     )
 
 
-norm_forward.register_autograd(_backward, setup_context=_setup_context)
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = norm_forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::norm_forward_out", mutates_args=("y", "r"))
+register_autograd("norm_forward", norm_forward, _Norm)
+
+
+@operator(mutates_args=("y", "r"))
 def norm_forward_out(
     x: Tensor,
     residual: Tensor | None,
@@ -229,7 +273,7 @@ def norm_forward_out(
     return outputs
 
 
-@norm_forward_out.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::norm_forward_out", lib=LIBRARY)
 def _(
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed, y, r, eps, dropout_p, zero_centered_weight,
     is_rms_norm, residual_dtype, return_mask,
@@ -244,7 +288,7 @@ def _forward_out_outputs(x, x1, weight1, y, return_mask):
     return y1, mask, mask1
 
 
-@torch.library.custom_op(f"{NAMESPACE}::dropout", mutates_args=())
+@operator()
 def dropout(x: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
     """dropout(x) for x [M, N]; its own backward, since dx = dropout(dy) with the same mask."""
     from . import launch
@@ -254,25 +298,29 @@ def dropout(x: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
     return y
 
 
-@dropout.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::dropout", lib=LIBRARY)
 def _(x, seed, p, stream):
     return x.new_empty(x.shape)
 
 
-def _dropout_setup_context(ctx, inputs, output):
-    _, seed, ctx.p, ctx.stream = inputs
-    ctx.save_for_backward(seed)
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seed, p, stream):
+        ctx.save_for_backward(seed)
+        ctx.p, ctx.stream = p, stream
+        with torch._C._AutoDispatchBelowAutograd():
+            return dropout(x, seed, p, stream)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (seed,) = ctx.saved_tensors
+        return dropout(dy, seed, ctx.p, ctx.stream), None, None, None
 
 
-def _dropout_backward(ctx, dy):
-    (seed,) = ctx.saved_tensors
-    return dropout(dy, seed, ctx.p, ctx.stream), None, None, None
+register_autograd("dropout", dropout, _Dropout)
 
 
-dropout.register_autograd(_dropout_backward, setup_context=_dropout_setup_context)
-
-
-@torch.library.custom_op(f"{NAMESPACE}::dropout_mask", mutates_args=())
+@operator()
 def dropout_mask(seed: Tensor, rows: int, cols: int, p: float, stream: int) -> Tensor:
     """Bool [rows, cols], True where kept, on the seed's device."""
     from . import launch
@@ -282,7 +330,7 @@ def dropout_mask(seed: Tensor, rows: int, cols: int, p: float, stream: int) -> T
     return mask
 
 
-@dropout_mask.register_fake
+@torch.library.register_fake(f"{NAMESPACE}::dropout_mask", lib=LIBRARY)
 def _(seed, rows, cols, p, stream):
     return seed.new_empty((rows, cols), dtype=torch.bool)
 

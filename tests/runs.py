@@ -34,12 +34,14 @@ def corpus(folder: Path) -> list[str]:
     ]
 
 
-def train_here(overrides: list[str], folder: Path):
-    """(summary, metrics) of a run in this process."""
+def train_here(overrides: list[str], folder: Path, plot: bool = False):
+    """(summary, metrics) of a run in this process; without its picture, which would take longer than the training."""
     import train
 
     cfg = configs.load(overrides, on=Machine("cpu"))
     with open_run(cfg, folder, torch.device("cpu")) as run:
+        if not plot:
+            run.plot = lambda: None  # type: ignore[method-assign]
         summary = train.train(cfg, run, Machine("cpu"))
     return summary, read_metrics(run.folder / "metrics.jsonl")
 

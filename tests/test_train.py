@@ -40,7 +40,7 @@ def losses(metrics, name="train/loss"):
 
 
 def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
-    summary, metrics = train_here(tiny, tmp_path / "run")
+    summary, metrics = train_here(tiny, tmp_path / "run", plot=True)
 
     train_lines = [line for line in metrics if "train/loss" in line]
     assert [line["step"] for line in train_lines] == [5, 10, 15, 20, 25, 30]

@@ -44,13 +44,8 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=130, layout="constrained")
     axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.6, label="training")
     if val:
-        axes.plot(
-            *zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label="validation"
-        )
-        bits = val[-1][1] / _nats(bytes_per_token)
-        axes.annotate(
-            f"{bits:.3f} bits per byte", val[-1], xytext=(0, 10), textcoords="offset points", ha="right", color=VAL, fontsize=10
-        )
+        label = f"validation: {val[-1][1] / _nats(bytes_per_token):.3f} bits per byte after {val[-1][0]:,} steps"
+        axes.plot(*zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label=label)
     # The first few losses are the size of ln(vocabulary) and would flatten everything that follows.
     losses = [loss for _, loss in train[len(train) // 20 :] + val]
     low, high = min(losses), max(losses)

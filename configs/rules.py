@@ -115,10 +115,10 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
             f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. "
             f"Use train.batch_size={_round_up(train.batch_size, train.accumulation * ranks)} or change train.accumulation."
         )
-    if optim.warmup_steps > train.steps:
+    if optim.warmup_steps is not None and optim.warmup_steps > train.steps:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
-            f"arrive. Use optim.warmup_steps={train.steps // 10}, or more steps."
+            f"arrive. Use optim.warmup_steps=null for a twentieth of the steps, or more steps."
         )
     if optim.schedule is not Schedule.constant and optim.min_lr > optim.lr:
         yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={optim.lr / 10:g}."

@@ -130,7 +130,7 @@ class OptimConfig:
     lr: float = 1e-3
     min_lr: float = 1e-4
     schedule: Schedule = Schedule.cosine
-    warmup_steps: int = 50
+    warmup_steps: int | None = None  # null: a twentieth of train.steps
     decay_fraction: float = 0.2  # schedule=wsd
     beta1: float = 0.9
     beta2: float = 0.99

@@ -11,7 +11,7 @@ if not GPU:
     # Triton reads this when a kernel is defined, so it is set before anything imports them.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from ops import backend
+from ops import backend  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):

@@ -15,14 +15,15 @@ def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
 
     The last step runs just short of t = 1: step `steps` would have min_lr.
     """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
+    warmup_steps = steps // 20 if optim.warmup_steps is None else optim.warmup_steps
+    if step < warmup_steps:
+        return optim.lr * (step + 1) / warmup_steps
     if optim.schedule is Schedule.constant:
         return optim.lr
     if optim.schedule is Schedule.cosine:
-        t = min((step - optim.warmup_steps) / max(steps - optim.warmup_steps, 1), 1.0)
+        t = min((step - warmup_steps) / max(steps - warmup_steps, 1), 1.0)
         return optim.min_lr + (optim.lr - optim.min_lr) * 0.5 * (1 + math.cos(math.pi * t))
     # wsd: the decay may not begin before the warm-up has ended
-    decay_from = max(steps - optim.decay_fraction * steps, optim.warmup_steps)
+    decay_from = max(steps - optim.decay_fraction * steps, warmup_steps)
     t = min(max(step - decay_from, 0.0) / max(steps - decay_from, 1), 1.0)
     return optim.lr + (optim.min_lr - optim.lr) * t

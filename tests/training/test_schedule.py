@@ -70,3 +70,9 @@ def test_constant_stays():
     optim = OptimConfig(lr=1e-3, warmup_steps=2, schedule=Schedule.constant)
 
     assert {learning_rate(step, 50, optim) for step in range(2, 50)} == {1e-3}
+
+
+def test_warm_up_is_a_twentieth_of_the_steps_unless_set():
+    unset, same = OptimConfig(lr=1e-3, warmup_steps=None), OptimConfig(lr=1e-3, warmup_steps=10)
+    assert [learning_rate(step, 200, unset) for step in range(200)] == [learning_rate(step, 200, same) for step in range(200)]
+    assert learning_rate(0, 3, unset) == 1e-3, "a run too short for a warm-up has none"

@@ -1,7 +1,8 @@
 """The operator in plain PyTorch: what the kernels are tested against, and what tensors outside CUDA go through.
 
 Differentiable, any device, any float dtype; computes in fp32, or in fp64 where an input is fp64. Drops the same elements as
-the kernels, bit for bit.
+the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on the CPU, where
+nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 
     z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual
     r = z rounded to the residual dtype
@@ -11,6 +12,7 @@ the kernels, bit for bit.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .philox import keep_mask, keep_scale
@@ -48,14 +50,16 @@ def norm(
     r = z.to(residual_dtype)
 
     # Normalise what is stored: the statistics come from the rounded sum, as backward and every later reader see it.
-    centred = r.to(compute)
-    if not is_rms_norm:
-        centred = centred - centred.mean(dim=-1, keepdim=True)
-    normalised = centred * torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    def normalise(weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
+        if weight is not None and zero_centered_weight:
+            weight = weight + 1.0
+        if not is_rms_norm:
+            return F.layer_norm(r.to(compute), r.shape[-1:], weight, bias, eps).to(out_dtype)
+        y = F.rms_norm(r.to(compute), r.shape[-1:], weight, eps)
+        return (y if bias is None else y + bias).to(out_dtype)
 
-    y = affine(normalised, weight, bias, zero_centered_weight).to(out_dtype)
-    y1 = affine(normalised, weight1, bias1, zero_centered_weight).to(out_dtype) if weight1 is not None else None
-    return y, y1, r, mask, mask1
+    return normalise(weight, bias), normalise(weight1, bias1) if weight1 is not None else None, r, mask, mask1
 
 
 def scale_rows(x: Tensor, rowscale: Tensor | None) -> Tensor:
@@ -68,10 +72,3 @@ def dropout(x: Tensor, p: float, seed: Tensor | None, stream: int) -> tuple[Tens
         return x, None
     mask = keep_mask(seed, x.shape[0], x.shape[1], p, stream)
     return torch.where(mask, x * keep_scale(p), 0.0), mask
-
-
-def affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None, zero_centered_weight: bool) -> Tensor:
-    if weight is not None:
-        weight = weight.to(normalised.dtype)
-        normalised = normalised * (weight + 1.0 if zero_centered_weight else weight)
-    return normalised if bias is None else normalised + bias.to(normalised.dtype)

@@ -1,4 +1,4 @@
-"""The reference is an oracle only if it is right: against PyTorch's own norms and numerical derivatives, in fp64."""
+"""The reference is an oracle only if it is right: against the formula written out and numerical derivatives, in fp64."""
 
 import pytest
 import torch
@@ -15,14 +15,22 @@ def double(*shape, seed=0):
     return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("rms", [False, True])
-def test_equals_pytorchs_norm_of_the_sum(rms):
-    x, residual, w, b = double(6, 33), double(6, 33, seed=1), double(33, seed=2), double(33, seed=3)
+def test_equals_the_formula(rms, zero_centered):
+    x, x1, residual = (double(6, 33, seed=i) for i in range(3))
+    w, b, w1, b1 = (double(33, seed=i) for i in range(3, 7))
+    scale, scale1 = double(6, seed=7), double(6, seed=8)
     with reference_path():
-        y, r = layer_norm_fn(x, w, b, residual, prenorm=True, is_rms_norm=rms, eps=1e-5)
-    assert torch.equal(r, x + residual)
-    expected = F.rms_norm(r, (33,), w, 1e-5) + b if rms else F.layer_norm(r, (33,), w, b, 1e-5)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        y, y1, r = layer_norm_fn(
+            x, w, b, residual, x1, w1, b1, rowscale=scale, rowscale1=scale1, prenorm=True, is_rms_norm=rms, eps=1e-5,
+            zero_centered_weight=zero_centered,
+        )  # fmt: skip
+    torch.testing.assert_close(r, x * scale[:, None] + x1 * scale1[:, None] + residual, rtol=1e-12, atol=1e-12)
+    centred = r if rms else r - r.mean(1, keepdim=True)
+    x_hat = centred / (centred.pow(2).mean(1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(y, x_hat * (w + zero_centered) + b, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y1, x_hat * (w1 + zero_centered) + b1, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("rms", [False, True])

@@ -158,7 +158,7 @@ class TrainConfig:
 @dataclass
 class EvalConfig:
     every: int = 300  # steps; 0: only at the end
-    batches: int | None = None  # micro-batches of the validation set; null: all of it
+    batches: int | None = None  # micro-batches spread over the validation set, for an estimate; null: all of it
 
 
 @dataclass

@@ -99,14 +99,17 @@ class Batches:
 
 
 class ValidationWindows:
-    """Consecutive windows that cover a split once, in batches of `batch_size` rows (the last may have fewer).
+    """Windows that cover a split once, in order, in batches of `batch_size` rows (the last may have fewer).
 
     Iterate for `(inputs, targets)`, int64 CPU tensors of shape [rows, context]; iterating again starts again. Only a tail
     shorter than a context is left out. With `ranks` > 1 the batches go round the ranks; a rank may have none, and the sums over
-    all ranks are those of one.
+    all ranks are those of one. `batches` takes only as many windows as fill that many, spread evenly over the split: its
+    beginning may be one author or one subject.
     """
 
-    def __init__(self, tokens: np.ndarray, *, context: int, batch_size: int, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self, tokens: np.ndarray, *, context: int, batch_size: int, batches: int | None = None, rank: int = 0, ranks: int = 1
+    ) -> None:
         self.windows = (len(tokens) - 1) // context
         if self.windows < 1:
             raise ValueError(f"ValidationWindows: context={context} needs at least {context + 1} tokens, got {len(tokens)}")
@@ -114,8 +117,10 @@ class ValidationWindows:
             raise ValueError(f"ValidationWindows: got batch_size={batch_size}, rank={rank}, ranks={ranks}")
         self.tokens = tokens
         self.context = context
-        self.firsts = range(0, self.windows, batch_size)[rank::ranks]
         self.batch_size = batch_size
+        taken = self.windows if batches is None else min(batches * batch_size, self.windows)
+        self.starts = context * (np.arange(taken, dtype=np.int64) * self.windows // taken)  # each window's first token
+        self.firsts = range(0, taken, batch_size)[rank::ranks]
 
     def __len__(self) -> int:
         """Batches of this rank."""
@@ -123,7 +128,6 @@ class ValidationWindows:
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for first in self.firsts:
-            rows = min(self.batch_size, self.windows - first)
-            begin, end = first * self.context, (first + rows) * self.context
-            span = torch.from_numpy(self.tokens[begin : end + 1].astype(np.int64))
-            yield span[:-1].view(rows, self.context), span[1:].view(rows, self.context)
+            starts = self.starts[first : first + self.batch_size]
+            window = self.tokens[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)  # [rows, context + 1]
+            yield torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())

@@ -154,7 +154,7 @@ class PreNorm(nn.Module):
 
     def _drop(self, x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
         if rowscale is not None:
-            x = x * rowscale[..., None].to(x.dtype)
+            x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32: in bf16 it would be off by up to 0.4 %
         if p and self.masks == DropoutMasks.shared:
             assert seed is not None  # checked in forward
             return seeded_dropout(x, p, seed, stream)

@@ -10,8 +10,7 @@ REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
 def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: x must be a tensor, got {type(x).__name__}")
+    check_tensor(name, "x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}, expected (..., N) with N ≥ 1")
     check_dtype(name, "x", x, accepted)
@@ -21,6 +20,7 @@ def check_like_input(name: str, argument: str, t: Tensor | None, x: Tensor, acce
     """For residual, x1 and output buffers: x's shape and device, any float dtype."""
     if t is None:
         return
+    check_tensor(name, argument, t)
     if t.shape != x.shape:
         raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape)}, the shape of x")
     check_dtype(name, argument, t, accepted)
@@ -30,6 +30,7 @@ def check_like_input(name: str, argument: str, t: Tensor | None, x: Tensor, acce
 def check_weight(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     if t is None:
         return
+    check_tensor(name, argument, t)
     if t.shape != x.shape[-1:]:
         raise ValueError(
             f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape[-1:])} "
@@ -42,22 +43,35 @@ def check_weight(name: str, argument: str, t: Tensor | None, x: Tensor, accepted
 def check_rowscale(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     if t is None:
         return
+    check_tensor(name, argument, t)
     if t.shape != x.shape[:-1] and t.shape != (x.shape[:-1].numel(),):
         raise ValueError(
-            f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape[:-1])}, "
-            f"one factor for each row of x {tuple(x.shape)}"
+            f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape[:-1])} or "
+            f"({x.shape[:-1].numel()},), one factor for each row of x {tuple(x.shape)}"
         )
     check_dtype(name, argument, t, accepted)
     check_device(name, argument, t, x)
 
 
 def check_dropout_p(name: str, argument: str, p: float) -> None:
-    if not 0.0 <= p < 1.0:
-        raise ValueError(f"{name}: {argument} must be in [0, 1), got {p}")
+    if not isinstance(p, float | int) or not 0.0 <= p < 1.0:
+        raise ValueError(f"{name}: {argument} must be in [0, 1), got {p!r}")
 
 
-def check_seed(name: str, seed: Tensor | int | None, device: torch.device) -> None:
-    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool)):
+def check_eps(name: str, eps: float) -> None:
+    if not isinstance(eps, float | int) or not eps >= 0.0:
+        raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps!r}")
+
+
+def check_stream(name: str, stream: int) -> None:
+    if stream not in range(2**31):
+        raise ValueError(
+            f"{name}: stream must be 0 (what x drops), 1 (what x1 drops) or a larger int of your own, got {stream!r}"
+        )
+
+
+def check_seed(name: str, seed: Tensor | int | None, device: torch.device, required: bool = False) -> None:
+    if (seed is None and not required) or (isinstance(seed, int) and not isinstance(seed, bool)):
         return
     if not isinstance(seed, Tensor):
         raise TypeError(f"{name}: seed must be an int or a one-element int64 tensor, got {type(seed).__name__}")
@@ -76,3 +90,8 @@ def check_dtype(name: str, argument: str, t: Tensor, accepted: Sequence[torch.dt
 def check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:
     if t.device != x.device:
         raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of x")
+
+
+def check_tensor(name: str, argument: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")

@@ -21,15 +21,15 @@ def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: 
     return tl.reshape(halves, [rows.shape[0], BLOCK_N]).to(tl.int32) >= threshold
 
 
-# A new batch size must not compile anything, so M is not specialised on.
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def dropout_kernel(
     p_x, p_y, p_seed, M, N, stride_x, threshold, scale,
     STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = dropout(x); or, without x, the mask itself, 1 where kept."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    first_col = tl.program_id(1) * BLOCK_N
+    blocks = tl.cdiv(N, BLOCK_N)  # of columns; on the one grid dimension that may be long, as either M or N may be
+    rows = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first_col = (tl.program_id(0) % blocks) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     m = (rows < M)[:, None] & (cols < N)[None, :]
     m_keep = keep_block(tl.load(p_seed), rows, first_col, threshold, STREAM, BLOCK_N)

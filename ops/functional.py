@@ -12,10 +12,12 @@ from .checks import (
     KERNEL_DTYPES,
     REFERENCE_DTYPES,
     check_dropout_p,
+    check_eps,
     check_input,
     check_like_input,
     check_rowscale,
     check_seed,
+    check_stream,
     check_weight,
 )
 
@@ -87,20 +89,20 @@ def layer_norm_fn(
     if rowscale1 is not None and x1 is None:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
     check_dropout_p(name, "dropout_p", dropout_p)
+    check_eps(name, eps)
     check_seed(name, seed, x.device)
     residual_dtype = _residual_dtype(x, residual, residual_in_fp32)
     out_dtype = _out_dtype(name, x, out, out_dtype, dtypes)
     _check_buffer(name, "out", out, x, out_dtype)
     _check_buffer(name, "residual_out", residual_out, x, residual_dtype)
+    if out is not None and out is residual_out:
+        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
 
     shape = x.shape
     x = x.reshape(-1, shape[-1])
     residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in (residual, x1))
     rowscale, rowscale1 = (None if t is None else t.reshape(-1) for t in (rowscale, rowscale1))
     seed = _seed_tensor(seed, x.device) if dropout_p > 0.0 else None
-    # A second output needs a weight or a bias; the kernels see a weight in any case.
-    if weight1 is None and bias1 is not None:
-        weight1 = torch.full_like(bias1, 0.0 if zero_centered_weight else 1.0, requires_grad=False)
 
     run = _run_kernels if kernels else _run_reference
     y, y1, r, mask, mask1 = run(
@@ -169,7 +171,8 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
     kernels = runs_kernels(x.device) if isinstance(x, Tensor) else False
     check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_dropout_p(name, "p", p)
-    check_seed(name, seed, x.device)
+    check_seed(name, seed, x.device, required=True)
+    check_stream(name, stream)
     if p == 0.0:
         return x
     rows = x.reshape(-1, x.shape[-1])
@@ -193,7 +196,8 @@ def dropout_mask(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     check_dropout_p("dropout_mask", "p", p)
-    check_seed("dropout_mask", seed, device)
+    check_seed("dropout_mask", seed, device, required=True)
+    check_stream("dropout_mask", stream)
     if rows < 0 or cols < 1:
         raise ValueError(f"dropout_mask: rows must be ≥ 0 and cols ≥ 1, got {rows} and {cols}")
     seed = _seed_tensor(seed, device)
@@ -203,11 +207,11 @@ def dropout_mask(
 
 
 def _run_kernels(tensors, *, prenorm, return_mask, out, residual_out, **how):
-    x, residual, x1, *_, rowscale, _, seed = tensors
+    x, residual, x1, _, _, weight1, bias1, rowscale, _, seed = tensors
     adds = residual is not None or x1 is not None or seed is not None or rowscale is not None
     differs = adds or how["residual_dtype"] != x.dtype
     keeps_mask = return_mask and seed is not None
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, out, residual_out))
 
     if training or (out is None and residual_out is None):
         y, y1, r, _, mask, mask1 = registration.norm_forward(
@@ -216,10 +220,8 @@ def _run_kernels(tensors, *, prenorm, return_mask, out, residual_out, **how):
             store_residual=(adds and training) or (differs and (prenorm or residual_out is not None)),
             store_stats=training, return_mask=keeps_mask,
         )  # fmt: skip
-        r = r if r.numel() or differs else x
-        # Backward has saved the operator's own tensors, so whatever is later done to the buffers can't disturb it.
-        _copy(out, y)
-        _copy(residual_out, r)
+        # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
+        r = _fill(out, residual_out, y, r if differs else x, r_is_x=not differs)
     else:
         out_dtype = how.pop("out_dtype")
         y = out.view(x.shape) if out is not None else x.new_empty(x.shape, dtype=out_dtype)
@@ -227,19 +229,27 @@ def _run_kernels(tensors, *, prenorm, return_mask, out, residual_out, **how):
         if prenorm or residual_out is not None:
             r = residual_out.view(x.shape) if residual_out is not None else x.new_empty(x.shape, dtype=how["residual_dtype"])
         y1, mask, mask1 = registration.norm_forward_out(*tensors, y, r, **how, return_mask=keeps_mask)
-    return (
-        y,
-        y1 if tensors[5] is not None else None,
-        r,
-        *_all_kept(x, x1, mask, mask1, return_mask, keeps_mask),
-    )
+    has_y1 = weight1 is not None or bias1 is not None
+    return y, y1 if has_y1 else None, r, *_all_kept(x, x1, mask, mask1, return_mask, keeps_mask)
 
 
 def _run_reference(tensors, *, prenorm, return_mask, out, residual_out, **how):
+    x, residual, x1, _, _, _, _, rowscale, _, seed = tensors
     y, y1, r, mask, mask1 = reference.norm(*tensors, **how)
-    _copy(out, y)
-    _copy(residual_out, r)
-    return y, y1, r, *_all_kept(tensors[0], tensors[2], mask, mask1, return_mask, mask is not None)
+    adds = residual is not None or x1 is not None or seed is not None or rowscale is not None
+    r = _fill(out, residual_out, y, r, r_is_x=not adds and r.dtype == x.dtype)
+    return y, y1, r, *_all_kept(x, x1, mask, mask1, return_mask, mask is not None)
+
+
+def _fill(out: Tensor | None, residual_out: Tensor | None, y: Tensor, r: Tensor, r_is_x: bool) -> Tensor:
+    """Copies the results into the caller's buffers; r, safe from what is written to `out`, which may be x itself."""
+    if residual_out is not None:
+        residual_out.copy_(r.view(residual_out.shape))
+    if out is not None:
+        if r_is_x:
+            r = r.clone()
+        out.copy_(y.view(out.shape))
+    return r
 
 
 def _all_kept(x, x1, mask, mask1, return_mask, dropped):
@@ -249,11 +259,6 @@ def _all_kept(x, x1, mask, mask1, return_mask, dropped):
     if not dropped:
         mask, mask1 = (None if t is None else torch.ones(t.shape, dtype=torch.bool, device=t.device) for t in (x, x1))
     return mask, mask1 if x1 is not None else None
-
-
-def _copy(buffer: Tensor | None, result: Tensor) -> None:
-    if buffer is not None:
-        buffer.copy_(result.view(buffer.shape))
 
 
 def _residual_dtype(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> torch.dtype:
@@ -288,6 +293,7 @@ def _seed_tensor(seed: Tensor | int | None, device: torch.device) -> Tensor:
     if seed is None:
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     if isinstance(seed, int):
-        # Wrapped into int64, so that any 64-bit number is a seed.
-        return torch.full((1,), (seed + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=device)
+        if not -(2**63) <= seed < 2**63:
+            seed = (seed + 2**63) % 2**64 - 2**63  # any 64-bit number is a seed
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
     return seed

@@ -11,7 +11,9 @@ import triton.language as tl
 from .dropout_kernels import keep_block
 
 
-@triton.jit(do_not_specialize=["M"])
+# A new batch size or dropout probability must not compile anything; nor must the next seed of a vector, every other of
+# which lies on a 16-byte boundary.
+@triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def norm_forward_kernel(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, p_seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1,
@@ -94,11 +96,11 @@ def norm_forward_kernel(
             tl.store(p_stats + M + rows, b_mean, mask=m_row)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "tiles", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def norm_backward_kernel(
     p_dy, p_dy1, p_dr, p_r, p_x, p_x1, p_weight, p_weight1, p_rowscale, p_rowscale1, p_stats, p_seed,
     p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_dweight, p_dbias, p_dweight1, p_dbias1,
-    M, N, stride_dy, stride_dy1, stride_dr, stride_r, stride_x, stride_x1, stride_partial,
+    M, N, tiles, stride_dy, stride_dy1, stride_dr, stride_r, stride_x, stride_x1, stride_partial,
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr,
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, ZERO_CENTERED: tl.constexpr,
@@ -114,6 +116,8 @@ def norm_backward_kernel(
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
+    # Where only the residual stream has a gradient, the norm has no part in it.
+    UPSTREAM: tl.constexpr = (p_dy is not None) or (p_dy1 is not None)
 
     if not LOOPED:
         cols = tl.arange(0, BLOCK_N)
@@ -123,30 +127,31 @@ def norm_backward_kernel(
         b_dbias = tl.zeros([ROWS, BLOCK_N], tl.float32)
         b_dweight1 = tl.zeros([ROWS, BLOCK_N], tl.float32)
         b_dbias1 = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        for tile in tl.range(pid, tl.cdiv(M, ROWS), programs, num_stages=STAGES):
+        for tile in tl.range(pid, tiles, programs, num_stages=STAGES):
             rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
             m_row = rows < M
             m = tile_mask(m_row, cols, N, EVEN_N)
-            b_r = load_tile(p_r, rows, cols, m, stride_r)
-            b_dy = load_tile(p_dy, rows, cols, m, stride_dy)
-            b_dy1 = load_tile(p_dy1, rows, cols, m, stride_dy1)
-            b_dr = load_tile(p_dr, rows, cols, m, stride_dr)
-            b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
-            b_xhat = (b_r - b_mean[:, None]) * b_rstd[:, None]
-            if p_dweight is not None:
-                b_dweight += b_dy * b_xhat
-            if p_dbias is not None:
-                b_dbias += b_dy
-            if p_dweight1 is not None:
-                b_dweight1 += b_dy1 * b_xhat
-            if p_dbias1 is not None:
-                b_dbias1 += b_dy1
-            b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1)
-            b_c1 = tl.sum(b_g * b_xhat, 1) / N
-            b_c2 = tl.zeros([ROWS], tl.float32)
-            if not IS_RMS:
-                b_c2 = tl.sum(b_g, 1) / N
-            b_dz = (b_g - b_xhat * b_c1[:, None] - b_c2[:, None]) * b_rstd[:, None] + b_dr
+            b_dz = load_tile(p_dr, rows, cols, m, stride_dr)
+            if UPSTREAM:
+                b_r = load_tile(p_r, rows, cols, m, stride_r)
+                b_dy = load_tile(p_dy, rows, cols, m, stride_dy)
+                b_dy1 = load_tile(p_dy1, rows, cols, m, stride_dy1)
+                b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
+                b_xhat = normalise(b_r, b_mean, b_rstd, m, EVEN_N, IS_RMS)
+                if p_dweight is not None:
+                    b_dweight += b_dy * b_xhat
+                if p_dbias is not None:
+                    b_dbias += b_dy
+                if p_dweight1 is not None:
+                    b_dweight1 += b_dy1 * b_xhat
+                if p_dbias1 is not None:
+                    b_dbias1 += b_dy1
+                b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1)
+                b_c1 = tl.sum(b_g * b_xhat, 1) / N
+                b_c2 = tl.zeros([ROWS], tl.float32)
+                if not IS_RMS:
+                    b_c2 = tl.sum(b_g, 1) / N
+                b_dz += (b_g - b_xhat * b_c1[:, None] - b_c2[:, None]) * b_rstd[:, None]
             b_ds, b_ds1 = store_input_gradients(
                 p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, p_seed, b_dz,
                 rows, cols, 0, m_row, m, N, stride_x, stride_x1, threshold, scale, ROWS, BLOCK_N, DROPOUT,
@@ -163,47 +168,49 @@ def norm_backward_kernel(
         if p_dbias1 is not None:
             tl.store(p_dbias1 + partial, tl.sum(b_dbias1, 0), mask=m_col)
     else:
-        for tile in tl.range(pid, tl.cdiv(M, ROWS), programs, num_stages=1):
+        for tile in tl.range(pid, tiles, programs, num_stages=1):
             rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
             m_row = rows < M
-            b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
             b_c1 = tl.zeros([ROWS], tl.float32)
             b_c2 = tl.zeros([ROWS], tl.float32)
-            for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
-                cols = first_col + tl.arange(0, BLOCK_N)
-                m = tile_mask(m_row, cols, N, False)
-                b_xhat = (load_tile(p_r, rows, cols, m, stride_r) - b_mean[:, None]) * b_rstd[:, None]
-                b_weight = load_weight(p_weight, cols, N, False, ZERO_CENTERED)
-                b_weight1 = load_weight(p_weight1, cols, N, False, ZERO_CENTERED)
-                b_dy = load_tile(p_dy, rows, cols, m, stride_dy)
-                b_dy1 = load_tile(p_dy1, rows, cols, m, stride_dy1)
-                b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1)
-                b_c1 += tl.sum(b_g * b_xhat, 1) / N
-                if not IS_RMS:
-                    b_c2 += tl.sum(b_g, 1) / N
+            if UPSTREAM:
+                b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
+                for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
+                    cols = first_col + tl.arange(0, BLOCK_N)
+                    m = tile_mask(m_row, cols, N, False)
+                    b_xhat = normalise(load_tile(p_r, rows, cols, m, stride_r), b_mean, b_rstd, m, False, IS_RMS)
+                    b_weight = load_weight(p_weight, cols, N, False, ZERO_CENTERED)
+                    b_weight1 = load_weight(p_weight1, cols, N, False, ZERO_CENTERED)
+                    b_dy = load_tile(p_dy, rows, cols, m, stride_dy)
+                    b_dy1 = load_tile(p_dy1, rows, cols, m, stride_dy1)
+                    b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1)
+                    b_c1 += tl.sum(b_g * b_xhat, 1) / N
+                    if not IS_RMS:
+                        b_c2 += tl.sum(b_g, 1) / N
             b_ds = tl.zeros([ROWS], tl.float32)
             b_ds1 = tl.zeros([ROWS], tl.float32)
             for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
                 cols = first_col + tl.arange(0, BLOCK_N)
                 m = tile_mask(m_row, cols, N, False)
-                b_xhat = (load_tile(p_r, rows, cols, m, stride_r) - b_mean[:, None]) * b_rstd[:, None]
-                b_weight = load_weight(p_weight, cols, N, False, ZERO_CENTERED)
-                b_weight1 = load_weight(p_weight1, cols, N, False, ZERO_CENTERED)
-                b_dy = load_tile(p_dy, rows, cols, m, stride_dy)
-                b_dy1 = load_tile(p_dy1, rows, cols, m, stride_dy1)
-                b_dr = load_tile(p_dr, rows, cols, m, stride_dr)
-                partial = pid.to(tl.int64) * stride_partial + cols
-                m_earlier = (cols < N) & (tile != pid)  # this program's first row finds nothing to add to
-                if p_dweight is not None:
-                    accumulate(p_dweight + partial, tl.sum(b_dy * b_xhat, 0), cols < N, m_earlier)
-                if p_dbias is not None:
-                    accumulate(p_dbias + partial, tl.sum(b_dy, 0), cols < N, m_earlier)
-                if p_dweight1 is not None:
-                    accumulate(p_dweight1 + partial, tl.sum(b_dy1 * b_xhat, 0), cols < N, m_earlier)
-                if p_dbias1 is not None:
-                    accumulate(p_dbias1 + partial, tl.sum(b_dy1, 0), cols < N, m_earlier)
-                b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1)
-                b_dz = (b_g - b_xhat * b_c1[:, None] - b_c2[:, None]) * b_rstd[:, None] + b_dr
+                b_dz = load_tile(p_dr, rows, cols, m, stride_dr)
+                if UPSTREAM:
+                    b_xhat = normalise(load_tile(p_r, rows, cols, m, stride_r), b_mean, b_rstd, m, False, IS_RMS)
+                    b_weight = load_weight(p_weight, cols, N, False, ZERO_CENTERED)
+                    b_weight1 = load_weight(p_weight1, cols, N, False, ZERO_CENTERED)
+                    b_dy = load_tile(p_dy, rows, cols, m, stride_dy)
+                    b_dy1 = load_tile(p_dy1, rows, cols, m, stride_dy1)
+                    partial = pid.to(tl.int64) * stride_partial + cols
+                    m_earlier = (cols < N) & (tile != pid)  # this program's first row finds nothing to add to
+                    if p_dweight is not None:
+                        accumulate(p_dweight + partial, tl.sum(b_dy * b_xhat, 0), cols < N, m_earlier)
+                    if p_dbias is not None:
+                        accumulate(p_dbias + partial, tl.sum(b_dy, 0), cols < N, m_earlier)
+                    if p_dweight1 is not None:
+                        accumulate(p_dweight1 + partial, tl.sum(b_dy1 * b_xhat, 0), cols < N, m_earlier)
+                    if p_dbias1 is not None:
+                        accumulate(p_dbias1 + partial, tl.sum(b_dy1, 0), cols < N, m_earlier)
+                    b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1)
+                    b_dz += (b_g - b_xhat * b_c1[:, None] - b_c2[:, None]) * b_rstd[:, None]
                 b_block_ds, b_block_ds1 = store_input_gradients(
                     p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, p_seed, b_dz,
                     rows, cols, first_col, m_row, m, N, stride_x, stride_x1, threshold, scale, ROWS, BLOCK_N, DROPOUT,
@@ -276,6 +283,15 @@ def load_stats(p_stats, rows, m_row, M, IS_RMS: tl.constexpr):
 
 
 @triton.jit
+def normalise(b_r, b_mean, b_rstd, m, EVEN_N: tl.constexpr, IS_RMS: tl.constexpr):
+    """x̂ = (r − mean) · rstd, zero in the columns past the row's end."""
+    b_xhat = (b_r - b_mean[:, None]) * b_rstd[:, None]
+    if not EVEN_N and not IS_RMS:
+        b_xhat = tl.where(m, b_xhat, 0.0)  # a mean that overflows there would make 0 · ∞ in the sums over columns
+    return b_xhat
+
+
+@triton.jit
 def load_sum(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_seed, p_mask, p_mask1, rows, cols, first_col, m_row, m,
     N, stride_x, stride_x1, stride_residual, threshold, scale,
@@ -330,15 +346,13 @@ def store_affine(
 
 @triton.jit
 def weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy, p_dy1):
-    """g = dy · weight + dy1 · weight1; the pointers say which are there."""
+    """g = dy · weight + dy1 · weight1; the pointers say which of them are there, at least one."""
     if p_dy is not None:
         b_g = b_dy * b_weight[None, :]
         if p_dy1 is not None:
             b_g += b_dy1 * b_weight1[None, :]
-    elif p_dy1 is not None:
-        b_g = b_dy1 * b_weight1[None, :]
     else:
-        b_g = b_dy
+        b_g = b_dy1 * b_weight1[None, :]
     return b_g
 
 

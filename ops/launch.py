@@ -91,7 +91,8 @@ def norm_backward(
         weight_gradients.zero_()
         return
     tile = backward_tile(N, dr is not None)
-    programs = min(triton.cdiv(M, tile.rows), _multiprocessors(r.device) * tile.programs_per_sm)
+    tiles = triton.cdiv(M, tile.rows)
+    programs = min(tiles, _multiprocessors(r.device) * tile.programs_per_sm)
     count = weight_gradients.shape[0]
     partial = torch.empty((programs, count, N), dtype=torch.float32, device=r.device)
     slots = iter(range(count))
@@ -100,7 +101,7 @@ def norm_backward(
         norm_backward_kernel[(programs,)](
             dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed,
             dz, dx, dx1, drowscale, drowscale1, dweight, dbias, dweight1, dbias1,
-            M, N, _stride(dy), _stride(dy1), _stride(dr), r.stride(0), _stride(x), _stride(x1), count * N,
+            M, N, tiles, _stride(dy), _stride(dy1), _stride(dr), r.stride(0), _stride(x), _stride(x1), count * N,
             drop_threshold(dropout_p), keep_scale(dropout_p),
             ROWS=tile.rows, BLOCK_N=tile.block_n, LOOPED=tile.block_n < N, EVEN_N=tile.block_n == N, STAGES=tile.stages,
             IS_RMS=is_rms_norm, DROPOUT=dropout_p > 0.0, ZERO_CENTERED=zero_centered_weight, num_warps=tile.warps,
@@ -119,7 +120,7 @@ def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) ->
     block_n = min(1024, max(16, triton.next_power_of_2(N)))
     rows = max(1, 2048 // block_n)
     with _on(y.device):
-        dropout_kernel[(triton.cdiv(M, rows), triton.cdiv(N, block_n))](
+        dropout_kernel[(triton.cdiv(M, rows) * triton.cdiv(N, block_n),)](
             x, y, seed, M, N, _stride(x), drop_threshold(p), keep_scale(p),
             STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip

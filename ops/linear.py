@@ -5,7 +5,10 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from .backend import runs_kernels
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_device, check_dtype, check_input, check_tensor, check_weight
 from .functional import layer_norm_fn
 
 
@@ -36,10 +39,26 @@ def layer_norm_linear_fn(
     Raises:
         ValueError: as `layer_norm_fn`, or linear_weight doesn't match x.
     """
+    name = "layer_norm_linear_fn"
+    dtypes = KERNEL_DTYPES if isinstance(x, Tensor) and runs_kernels(x.device) else REFERENCE_DTYPES
+    check_input(name, x, dtypes)
+    check_weight(name, "norm_weight", norm_weight, x, dtypes)
+    check_weight(name, "norm_bias", norm_bias, x, dtypes)
+    check_tensor(name, "linear_weight", linear_weight)
     if linear_weight.dim() != 2 or linear_weight.shape[1] != x.shape[-1]:
         raise ValueError(
-            f"layer_norm_linear_fn: linear_weight has shape {tuple(linear_weight.shape)}, expected (K, {x.shape[-1]}) "
+            f"{name}: linear_weight has shape {tuple(linear_weight.shape)}, expected (K, {x.shape[-1]}) "
             f"to match the last dimension of x {tuple(x.shape)}"
+        )
+    for argument, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is not None:
+            check_tensor(name, argument, t)
+            check_dtype(name, argument, t, dtypes)
+            check_device(name, argument, t, x)
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
+        raise ValueError(
+            f"{name}: linear_bias has shape {tuple(linear_bias.shape)}, expected {tuple(linear_weight.shape[:1])} "
+            f"to match the rows of linear_weight {tuple(linear_weight.shape)}"
         )
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
@@ -65,6 +84,7 @@ class _LinearOfNorm(torch.autograd.Function):
         return F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
         dout = dout.to(ctx.dtype)

@@ -51,7 +51,7 @@ def draws(seed: Tensor, rows: int, cols: int, stream: int) -> Tensor:
         counter=(group, row & _LOW, row >> 32, zero + stream),
     )
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=-1).reshape(rows, -1)[:, :cols]
+    return torch.stack(halves, dim=-1).flatten(-2)[:, :cols]
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int = ROUNDS) -> tuple[Tensor, ...]:

@@ -38,7 +38,9 @@ def norm(
     residual_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """y, y1, r, mask, mask1 for x [M, N]; what was not asked for is None. Arguments as checked by `functional`."""
-    compute = torch.float64 if torch.float64 in (x.dtype, residual_dtype) else torch.float32
+    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
+    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    compute = torch.float64 if double else torch.float32
 
     z, mask = dropout(scale_rows(x.to(compute), rowscale), dropout_p, seed, stream=0)
     mask1 = None
@@ -59,7 +61,8 @@ def norm(
         y = F.rms_norm(r.to(compute), r.shape[-1:], weight, eps)
         return (y if bias is None else y + bias).to(out_dtype)
 
-    return normalise(weight, bias), normalise(weight1, bias1) if weight1 is not None else None, r, mask, mask1
+    y1 = normalise(weight1, bias1) if weight1 is not None or bias1 is not None else None
+    return normalise(weight, bias), y1, r, mask, mask1
 
 
 def scale_rows(x: Tensor, rowscale: Tensor | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Checkpoints: written whole or not at all, read without running code."""
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 
 from configs import Config, ConfigError, to_dict
 from model import GPT
-from training.evaluation import Validation
 
 FORMAT = 1
 
@@ -21,30 +21,47 @@ class TrainState:
     model: GPT  # not the compiled one: its parameter names carry a prefix
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    tokenizer: str  # fingerprint of the run's tokenizer.json: what the model's token ids mean
     step: int = 0  # optimizer steps done
-    best: Validation | None = None
 
     def save(self, path: Path, cfg: Config) -> None:
-        """Everything that resuming needs."""
-        weights = weights_only(self, cfg)
-        write(path, weights | {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()})
+        """Everything that resuming needs. Sampling, and copying weights into another model, need the first rows."""
+        content = {
+            "format": FORMAT,
+            "config": to_dict(cfg),
+            "model": self.model.state_dict(),
+            "tokenizer": self.tokenizer,
+            "step": self.step,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+        write(path, content)
 
     def restore(self, stored: dict[str, Any]) -> None:
-        """Raises ConfigError: the stored weights belong to a model of another shape, or there is no optimizer state."""
+        """Goes on from a checkpoint. Weight decay, betas and eps stay those of this run's config, which may differ.
+
+        Raises:
+            ConfigError: the stored weights belong to a model of another shape or to another tokenizer, or there is no
+                optimizer state.
+        """
         if "optimizer" not in stored:
             raise ConfigError("resume: this checkpoint holds weights only. Resume from last.pt.")
+        if stored.get("tokenizer") != self.tokenizer:
+            raise ConfigError(
+                "resume: the checkpoint was trained with another tokenizer, so its token ids mean other text. "
+                "Use the tokenizer.* and data.* of that run."
+            )
         load_weights(self.model, stored)
-        self.optimizer.load_state_dict(stored["optimizer"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": stored["optimizer"]["state"], "param_groups": groups})
         if stored["scaler"]:  # empty unless the run was in fp16
             self.scaler.load_state_dict(stored["scaler"])
         self.step = stored["step"]
-        self.best = Validation(**stored["best"]) if stored["best"] else None
 
 
-def weights_only(state: TrainState, cfg: Config) -> dict[str, Any]:
-    """The part that sampling and copying weights into another model need."""
-    best = {"loss": state.best.loss, "bits_per_byte": state.best.bits_per_byte} if state.best else None
-    return {"format": FORMAT, "step": state.step, "best": best, "config": to_dict(cfg), "model": state.model.state_dict()}
+def fingerprint(tokenizer: Path) -> str:
+    """Of a tokenizer.json: equal for equal ids."""
+    return hashlib.sha256(tokenizer.read_text(encoding="utf-8").encode()).hexdigest()
 
 
 def load_weights(model: torch.nn.Module, stored: dict[str, Any]) -> None:
@@ -57,7 +74,9 @@ def load_weights(model: torch.nn.Module, stored: dict[str, Any]) -> None:
 
 def write(path: Path, content: dict[str, Any]) -> None:
     """Replaces `path` in one step: a crash at any moment leaves the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # on the same file system, or the replacement would be a copy
+    # On the same file system, or the replacement would be a copy. A run owns its folder, so the name is free: what a killed
+    # write left under it is written over.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             torch.save(content, file)
@@ -67,6 +86,12 @@ def write(path: Path, content: dict[str, Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if os.name == "posix":  # where a folder can be opened: the new name is on the disk too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:

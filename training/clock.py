@@ -1,11 +1,20 @@
-"""Step times: CUDA events, or a clock read after a synchronise, around steps and nothing else."""
+"""What steps take: time by CUDA events, or by a clock read after a synchronise, and memory; of steps and of nothing else."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True)
+class Window:
+    """The counted steps between two lines of metrics."""
+
+    median_ms: float  # the typical step
+    mean_ms: float  # what throughput follows from: slow steps count
 
 
 class StepClock:
@@ -17,13 +26,14 @@ class StepClock:
 
     def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
         self.warmup = warmup
-        self.paused_s = 0.0  # in evaluation, checkpoints and the like
         self._device, self._now = device, now
         self._seen = 0  # steps begun, warm-up included
         self._inside = False
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # finished steps whose times are not read yet
         self._steps_ms: list[float] = []
         self._window = 0  # where the current window begins in _steps_ms
+        self._peak_gb: float | None = None  # of the steps before the last pause
+        self._forget_peak()  # of earlier runs in this process
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -49,19 +59,19 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that belongs to no step. It can't stand inside one."""
+        """Time and memory that belong to no step. It can't stand inside one."""
         assert not self._inside, "clock.paused() inside clock.step(): its time would count as step time"
-        began = self._synchronised_now()
+        self._peak_gb = self.peak_gb
         try:
             yield
         finally:
-            self.paused_s += self._synchronised_now() - began
+            self._forget_peak()
 
-    def window_ms(self) -> float | None:
-        """Median of the steps since the last call, in milliseconds; None if there were only warm-up steps. Synchronises."""
+    def window(self) -> Window | None:
+        """Of the steps since the last call; None if there were only warm-up steps. Synchronises."""
         times = self.steps_ms[self._window :]
         self._window = len(self._steps_ms)
-        return statistics.median(times) if times else None
+        return Window(statistics.median(times), statistics.fmean(times)) if times else None
 
     @property
     def median_ms(self) -> float | None:
@@ -76,6 +86,17 @@ class StepClock:
             self._steps_ms += [begin.elapsed_time(end) for begin, end in self._events]
             self._events.clear()
         return self._steps_ms
+
+    @property
+    def peak_gb(self) -> float | None:
+        """Most memory that any step so far has held, warm-up included, in GiB; None but on CUDA."""
+        if self._device.type != "cuda":
+            return None
+        return max(self._peak_gb or 0.0, torch.cuda.max_memory_allocated(self._device) / 2**30)
+
+    def _forget_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     def _synchronised_now(self) -> float:
         if self._device.type == "cuda":

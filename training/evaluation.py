@@ -1,6 +1,5 @@
 """The loss on the validation set, in nats per token and in bits per byte."""
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -25,12 +24,17 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 def evaluate(
     model: torch.nn.Module, split: Split, precision: Precision, *, context: int, batch_size: int, batches: int | None = None
 ) -> Validation:
-    """The mean over every predicted token of `split`, or of its first `batches` batches. Draws no random numbers."""
+    """The mean over every predicted token of `split`. Draws no random numbers.
+
+    Args:
+        batches: evaluate this many batches of windows spread evenly over the split. Both figures are then estimates: the loss
+            from a sample, and the bits per byte also because it takes the whole split's bytes per token.
+    """
     was_training = model.training
     model.eval()
     total, tokens = torch.zeros((), device=precision.device), 0
-    windows = ValidationWindows(split.tokens, context=context, batch_size=batch_size)
-    for inputs, targets in itertools.islice(windows, batches):
+    windows = ValidationWindows(split.tokens, context=context, batch_size=batch_size, batches=batches)
+    for inputs, targets in windows:
         with precision.autocast():
             loss = model(inputs.to(precision.device), targets.to(precision.device))
         total += loss * targets.numel()  # the last batch may have fewer rows

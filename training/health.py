@@ -1,39 +1,54 @@
 """Stops a run whose loss or weights are no longer numbers."""
 
+import math
+
 import torch
 
 
 class NonFiniteError(RuntimeError):
     """The loss, the gradient or a weight is NaN or infinite."""
 
-    def __init__(self, what: str, step: int) -> None:
-        super().__init__(f"{what} at step {step}")
-        self.step = step  # counted from 0, as Batches counts: the first bad one
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step  # the first bad one, counted from 1 as in metrics.jsonl
 
 
 class Health:
-    """Notes the first bad step on the device; the host looks only when it waits for the device anyway."""
+    """Notes the first bad step on the device; the host looks only when it waits for the device anyway.
 
-    def __init__(self, device: torch.device) -> None:
+    Steps are counted from 1, as in metrics.jsonl. An enabled gradient scaler finds its scale by overflowing and skips the step
+    when it does, so with one an infinite gradient is no fault in itself; one that stays is.
+    """
+
+    SMALLEST_SCALE = 1.0  # scaling is there to make gradients larger: one that overflows below it overflows by itself
+
+    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler) -> None:
         self._first_bad = torch.full((), -1, device=device, dtype=torch.int64)
+        self._scaler = scaler
+        self._step = 0  # the last one watched
 
-    def watch(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, *, scaled: bool = False) -> None:
-        """Notes `step` if the loss or the gradient is NaN or infinite and no earlier step was. Does not synchronise.
-
-        Args:
-            scaled: a gradient scaler is at work: it finds its scale by overflowing, and skips the step when it does.
-        """
-        bad = ~torch.isfinite(loss if scaled else loss + grad_norm)
+    def watch(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Notes `step` if the loss or the gradient is NaN or infinite and no earlier step was. Does not synchronise."""
+        bad = ~torch.isfinite(loss if self._scaler.is_enabled() else loss + grad_norm)
         self._first_bad = torch.where((self._first_bad < 0) & bad, step, self._first_bad)
+        self._step = step
 
     def check(self) -> None:
         """Synchronises.
 
         Raises:
-            NonFiniteError: a watched value was NaN or infinite.
+            NonFiniteError: a watched value was NaN or infinite, or the gradient overflows at any scale.
         """
         if (step := int(self._first_bad)) >= 0:
-            raise NonFiniteError("the loss or the gradient is NaN or infinite", step)
+            raise NonFiniteError(f"the loss or the gradient is NaN or infinite at step {step}", step)
+        if self._scaler.is_enabled() and (scale := self._scaler.get_scale()) < self.SMALLEST_SCALE:
+            what = f"the gradient is NaN or infinite at every loss scale down to {scale:g}"
+            raise NonFiniteError(f"{what} at step {self._step}", self._step)
+
+    def check_validation(self, loss: float, step: int) -> None:
+        """Raises NonFiniteError: the validation loss after step `step` is NaN or infinite."""
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the validation loss is NaN or infinite at step {step}", step)
 
     def check_weights(self, model: torch.nn.Module, step: int) -> None:
         """Before a checkpoint: a finite loss can still have pushed a weight over the edge.
@@ -42,6 +57,6 @@ class Health:
             NonFiniteError: as `check`, or a weight is NaN or infinite after step `step`.
         """
         self.check()
-        norms = torch._foreach_norm([p.detach() for p in model.parameters()], ord=float("inf"))
-        if not torch.isfinite(torch.stack(list(norms))).all():
-            raise NonFiniteError("a weight is NaN or infinite", step)
+        largest = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=math.inf)
+        if not torch.isfinite(largest):
+            raise NonFiniteError(f"a weight is NaN or infinite at step {step}", step)

@@ -1,6 +1,7 @@
 """A run: its folder, what is written there, and what is shown while it goes on."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -74,10 +75,13 @@ class Run:
             self._bar.close()
 
     def log(self, step: int, values: dict[str, float | None]) -> None:
-        """A line of metrics.jsonl, the same to W&B, and the figures of the bar. None is left out."""
-        known = {name: value for name, value in values.items() if value is not None}
+        """A line of metrics.jsonl, the same to W&B, and the figures of the bar.
+
+        None is left out, and so is what JSON has no number for: the norm of a gradient that overflowed under a gradient scaler.
+        """
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | known) + "\n")
+            file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
         self.step = step
@@ -90,9 +94,16 @@ class Run:
 
     def finish(self, results: dict[str, Any]) -> None:
         """Keeps what the run reached: summary.json, and W&B's summary."""
-        (self.folder / "summary.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(results, indent=2, allow_nan=False)
+        (self.folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         if self.tracker:
             self.tracker.summarise(results)
+
+    def keep_sample(self, text: str) -> None:
+        """Keeps the text that the trained model wrote: sample.txt, and W&B's summary."""
+        (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+        if self.tracker:
+            self.tracker.summarise({"sample": text})
 
     def plot(self) -> Path | None:
         """Draws loss.png from metrics.jsonl; None where there is too little to draw."""
@@ -157,9 +168,13 @@ def open_run(cfg: Config, folder: Path, device: torch.device, group: str | None 
         raise
     finally:
         if run.tracker:
-            if picture := run.plot():
-                run.tracker.log_image("loss", picture, run.step)
-            run.tracker.finish(exit_code)
+            try:
+                if picture := run.plot():
+                    run.tracker.log_image("loss", picture, run.step)
+            except Exception as error:  # a picture is not worth a run, nor may it hide why the run ended
+                run.say(f"no plot: {type(error).__name__}: {error}")
+            finally:
+                run.tracker.finish(exit_code)
 
 
 def claim(folder: Path) -> Path:

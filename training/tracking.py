@@ -88,14 +88,6 @@ class Tracker:
         if self._run is not None:
             self._run.summary.update(values)
 
-    def where(self) -> str:
-        """The page of an online run, or how to upload an offline one."""
-        if self._run is None:
-            return ""
-        if self.mode is WandbMode.online:
-            return str(self._run.url)
-        return f"wandb sync {os.path.relpath(Path(self._run.dir).parent)}"
-
     def finish(self, exit_code: int) -> None:
         run, self._run = self._run, None
         if run is not None:

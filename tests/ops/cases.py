@@ -1,4 +1,4 @@
-"""Cases for the operator, run by three implementations that share no code: ours, PyTorch's own norms, and the fp64 oracle.
+"""Cases for the operator, run three ways: ours, PyTorch's operations one by one in the same precision, the reference in fp64.
 
 The rule of tolerance, stated once: the error of ours against the oracle is at most twice that of PyTorch's unfused operations
 on the same inputs in the same precision, plus a small absolute term.
@@ -83,12 +83,12 @@ def inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
     if case.weight is not None:
         centre = 0.0 if case.zero_centered else 1.0
         tensors["weight"] = tensor(n, case.weight, 0.3, centre)
-        if case.bias:
-            tensors["bias"] = tensor(n, case.weight, 0.3)
         if case.second:
             tensors["weight1"] = tensor(n, case.weight, 0.3, centre)
-            if case.bias:
-                tensors["bias1"] = tensor(n, case.weight, 0.3)
+    if case.bias:
+        tensors["bias"] = tensor(n, case.weight or FP32, 0.3)
+        if case.second:
+            tensors["bias1"] = tensor(n, case.weight or FP32, 0.3)
     if case.rowscale != "none":
         tensors["rowscale"] = tensor(m, FP32, 0.5, 1.0, grad=case.rowscale == "learned")
         if case.x1 is not None:
@@ -159,7 +159,7 @@ def unfused(
     r = r if x1 is None else r.to(torch.promote_types(r.dtype, x1.dtype)) + branch(x1, rowscale1, 1)
     r = (r if residual is None else r + residual).to(dtype)
     results = [affine(r, weight, bias)]
-    if weight1 is not None:
+    if weight1 is not None or bias1 is not None:
         results.append(affine(r, weight1, bias1))
     if prenorm:
         results.append(r)
@@ -171,7 +171,7 @@ def outputs_and_gradients(fn, tensors: dict[str, Tensor], case: Case, **how) -> 
         t.grad = None
     results = fn(**{"weight": None, "bias": None, **tensors}, **how)
     results = results if isinstance(results, tuple) else (results,)
-    names = ["y", *["y1"] * ("weight1" in tensors), *["r"] * case.prenorm]
+    names = ["y", *["y1"] * ("weight1" in tensors or "bias1" in tensors), *["r"] * case.prenorm]
     generator = torch.Generator().manual_seed(7)
     upstream = [torch.randn(r.shape, generator=generator).to(r) for r in results]
     torch.autograd.backward(results, upstream)

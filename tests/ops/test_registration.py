@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
-from ops import dropout_mask, layer_norm_fn, layer_norm_linear_fn, registration, seeded_dropout
+from ops import dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, registration, seeded_dropout
 
-from .cases import BF16, FP32, SEED, Case, arguments, describe, inputs, outputs_and_gradients, pairwise
+from .cases import BF16, FP32, SEED, Case, arguments, describe, inputs, outputs_and_gradients
 
 HOW = (1e-5, 0.25, False, False, BF16, FP32, True, True, True)
 COMPILED = [
@@ -102,11 +103,56 @@ def test_every_public_function_is_captured_without_a_graph_break(device):
     assert torch.isfinite(x.grad).all()
 
 
-def test_no_gradients_keep_no_statistics(device):
+@pytest.mark.parametrize(("grad", "stored"), [(True, (True, True)), (False, (False, False))])
+def test_without_gradients_nothing_is_kept_for_backward(grad, stored, device, monkeypatch):
+    seen = []
+    original = launch.norm_forward
+    monkeypatch.setattr(launch, "norm_forward", lambda *a, **k: (seen.append(a), original(*a, **k)))
     x = torch.randn(4, 24, device=device, requires_grad=True)
-    with torch.no_grad():
-        y = layer_norm_fn(x, None, None)
-    assert not y.requires_grad
+    with torch.set_grad_enabled(grad):
+        y = layer_norm_fn(x, None, None, x)
+    r, stats = seen[0][12:14]
+    assert (r is not None, stats is not None) == stored
+    assert y.requires_grad == grad
+
+
+def test_compiled_with_an_int_seed_that_changes(device):
+    torch._dynamo.reset()
+    fn = torch.compile(lambda x, seed: seeded_dropout(x, 0.5, seed), fullgraph=True, backend=backend(device))
+    x = torch.randn(4, 24, device=device)
+    for seed in (1, 2, 3):
+        assert torch.equal(fn(x, seed), seeded_dropout(x, 0.5, seed))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_masks_survive_activation_checkpointing(use_reentrant, device):
+    x, w = torch.randn(8, 24, device=device, requires_grad=True), torch.rand(24, device=device, requires_grad=True)
+
+    def site(x):
+        return layer_norm_fn(x, w, None, x, dropout_p=0.5)
+
+    grads = []
+    for run in (site, lambda x: checkpoint(site, x, use_reentrant=use_reentrant)):
+        torch.manual_seed(3)
+        grads.append(torch.autograd.grad(run(x).sin().sum(), (x, w)) if not use_reentrant else backward(run, x, w))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def backward(run, x, w):
+    """Gradients by backward(), which reentrant checkpointing needs."""
+    x.grad = w.grad = None
+    run(x).sin().sum().backward()
+    return x.grad.clone(), w.grad.clone()
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_second_derivatives_are_refused(linear, device):
+    x, w = torch.randn(4, 24, device=device, requires_grad=True), torch.rand(24, device=device, requires_grad=True)
+    matrix = torch.randn(3, 24, device=device, requires_grad=True)
+    y = layer_norm_linear_fn(x, w, None, matrix, None) if linear else layer_norm_fn(x, w, None, x)
+    (grad,) = torch.autograd.grad(y.sin().sum(), matrix if linear else x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
 
 
 @pytest.mark.gpu
@@ -133,7 +179,3 @@ def test_cuda_graph_replay_gives_the_bits_of_eager(device):
         seed.fill_(value)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
-
-
-def test_pairwise_covers_more_than_one_case():
-    assert len(pairwise(rms=[False, True], m=[1, 2, 3])) == 6

@@ -1,14 +1,15 @@
 """Mistakes found in other libraries' norms, each with the test that ours passes."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import LayerNorm, RMSNorm, launch, layer_norm_fn, registration, rms_norm_fn, seeded_dropout
+from ops import LayerNorm, RMSNorm, dropout_mask, launch, layer_norm_fn, registration, rms_norm_fn, seeded_dropout
 
-from .cases import BF16, FP32
+from .cases import BF16, FP32, reference_path
 
 
 def leaf(*shape, device, dtype=FP32):
@@ -79,13 +80,52 @@ def test_unused_residual_output_is_not_made_up_as_zeros(device, monkeypatch):
     assert seen == [None]
 
 
-def test_gradient_of_the_residual_output_alone_skips_the_norm(device):
-    x, residual, w = leaf(4, 32, device=device), leaf(4, 32, device=device), leaf(32, device=device)
+@pytest.mark.parametrize("looped", [False, True])
+def test_gradient_of_the_residual_output_alone_skips_the_norm(looped, device, request):
+    """Whatever the norm would make of an infinite row, it has no part in this gradient."""
+    if looped:
+        request.getfixturevalue("narrow_tiles")
+    x, residual, w = leaf(4, 40, device=device), leaf(4, 40, device=device), leaf(40, device=device)
+    with torch.no_grad():
+        x[2, 7] = torch.inf
     _, r = layer_norm_fn(x, w, None, residual, prenorm=True)
     g = torch.randn_like(r)
     r.backward(g)
     assert torch.equal(x.grad, g) and torch.equal(residual.grad, g)
     assert w.grad is None
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("rms", [False, True])
+def test_forward_and_backward_normalise_the_rounded_sum(rms, looped, device, request):
+    """Trap: statistics of the unrounded sum, x̂ in backward from the rounded one. A stream so coarse that the two differ."""
+    if looped:
+        request.getfixturevalue("narrow_tiles")
+    x = leaf(6, 40, device=device)
+    residual = (300 * torch.randn(6, 40, device=device)).to(BF16).requires_grad_()
+    w, g = leaf(40, device=device), torch.randn(6, 40, device=device)
+    y, r = layer_norm_fn(x, w, None, residual, prenorm=True, is_rms_norm=rms, eps=1e-5)
+    y.backward(g)
+    stored = r.detach().float().requires_grad_()
+    expected = F.rms_norm(stored, (40,), w, 1e-5) if rms else F.layer_norm(stored, (40,), w, None, 1e-5)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    dx, dw = torch.autograd.grad(expected, (stored, w), g)
+    torch.testing.assert_close(w.grad, dw, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_that_overflows_with_rstd_leaves_no_nan(device):
+    x = torch.full((2, 17), 1e30, device=device, requires_grad=True)
+    layer_norm_fn(x, None, None, eps=1e-20).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("shape", ["leading", "flat", "bf16"])
+def test_rowscale_belongs_to_its_row_in_either_shape(shape, device):
+    x, scale = torch.randn(2, 3, 16, device=device), torch.rand(2, 3, device=device)
+    given = {"leading": scale, "flat": scale.flatten(), "bf16": scale.to(BF16)}[shape]
+    _, r = layer_norm_fn(x, None, None, rowscale=given, prenorm=True)
+    assert torch.equal(r, x * given.float().view(2, 3, 1))
 
 
 def test_frozen_weights_skip_the_weight_reduction_and_trained_ones_do_not(device, monkeypatch):
@@ -138,39 +178,93 @@ def test_small_and_zero_weights_have_right_gradients(device):
     assert torch.isfinite(x.grad).all()
 
 
-def test_runs_are_bit_identical(device):
-    x, w, b = leaf(300, 48, device=device), leaf(48, device=device), leaf(48, device=device)
-    g = torch.randn(300, 48, device=device)
+@pytest.mark.parametrize("looped", [False, True])
+def test_runs_are_bit_identical(looped, device, request):
+    if looped:
+        request.getfixturevalue("narrow_tiles")
+    rows = 300 if device.type == "cuda" else 12
+    x, w, b = leaf(rows, 48, device=device), leaf(48, device=device), leaf(48, device=device)
+    g = torch.randn(rows, 48, device=device)
     runs = []
     for _ in range(3 if device.type == "cpu" else 20):
         runs.append(torch.autograd.grad(layer_norm_fn(x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("n", [1, 40])
-def test_empty_batch(n, device):
-    x, residual, w = leaf(0, 3, n, device=device), leaf(0, 3, n, device=device), leaf(n, device=device)
-    y, r = layer_norm_fn(x, w, w, residual, dropout_p=0.1, prenorm=True)
-    assert y.shape == r.shape == (0, 3, n)
-    (y.sum() + r.sum()).backward()
-    assert x.grad.shape == x.shape and torch.equal(w.grad, torch.zeros(n, device=device))
-    assert seeded_dropout(x, 0.5, 1).shape == x.shape
+def test_empty_batch(n, kernels, device):
+    with nullcontext() if kernels else reference_path():
+        x, residual, w = leaf(0, 3, n, device=device), leaf(0, 3, n, device=device), leaf(n, device=device)
+        y, r = layer_norm_fn(x, w, w, residual, dropout_p=0.1, prenorm=True)
+        assert y.shape == r.shape == (0, 3, n)
+        (y.sum() + r.sum()).backward()
+        assert x.grad.shape == x.shape and torch.equal(w.grad, torch.zeros(n, device=device))
+        assert seeded_dropout(x, 0.5, 1).shape == x.shape
+        assert dropout_mask(1, 0, n, 0.5, device=device).shape == (0, n)
 
 
-@pytest.mark.parametrize("how", ["last dimension", "rows apart", "expanded gradient"])
-def test_strided_inputs(how, device):
-    base = torch.randn(6, 2, 64, device=device)
-    w, b = leaf(32, device=device), leaf(32, device=device)
-    x = {"last dimension": base[:, 0, ::2], "rows apart": base[:, 1, :32]}.get(how, base[:, 0, :32].contiguous())
-    x = x.detach().requires_grad_()
-    dense = x.detach().clone().requires_grad_()
-    for t in (x, dense):
-        y, r = layer_norm_fn(t, w, b, t, prenorm=True)
-        if how == "expanded gradient":
-            (y.sum() + r.sum()).backward()
-        else:
-            (y.sin().mT.contiguous().sum() + r.cos().sum()).backward()
-    torch.testing.assert_close(x.grad, dense.grad)
+STRIDED = ("x", "x1", "residual", "dy", "dy1", "dr", "weight", "bias1", "rowscale")
+
+
+@pytest.mark.parametrize("how", ["every second element", "rows apart"])
+@pytest.mark.parametrize("name", STRIDED)
+def test_strided_inputs(name, how, device):
+    g = torch.Generator().manual_seed(0)
+    shapes = {"weight": (32,), "bias": (32,), "weight1": (32,), "bias1": (32,), "rowscale": (6,)}
+    names = ("x", "x1", "residual", "dy", "dy1", "dr", *shapes)
+    dense = {k: torch.randn(shapes.get(k, (6, 32)), generator=g).to(device) for k in names}
+    if how == "every second element" or dense[name].dim() == 1:
+        strided = dense[name].repeat_interleave(2, dim=-1)[..., ::2]
+    else:
+        strided = torch.cat((dense[name], torch.full_like(dense[name], torch.nan)), dim=1)[:, :32]
+    assert not strided.is_contiguous() and torch.equal(strided, dense[name])
+
+    def run(tensors):
+        inputs = {k: t.detach().requires_grad_() for k, t in tensors.items() if k not in ("dy", "dy1", "dr")}
+        outputs = layer_norm_fn(**inputs, prenorm=True, dropout_p=0.2, seed=1)
+        return *outputs, *torch.autograd.grad(outputs, list(inputs.values()), [tensors[k] for k in ("dy", "dy1", "dr")])
+
+    for a, b in zip(run(dense), run(dense | {name: strided}), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_expanded_gradient(device):
+    x, w = leaf(6, 32, device=device), leaf(32, device=device)
+    layer_norm_fn(x, w, None).sum().backward()
+    assert x.grad.abs().max() < 10 and torch.isfinite(w.grad).all()
+    expected = torch.autograd.grad(F.layer_norm(x, (32,), w, None, 1e-6).sum(), (x, w))
+    torch.testing.assert_close(x.grad, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad, expected[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_out_may_be_x_itself(kernels, device):
+    x = torch.randn(3, 16, device=device)
+    with nullcontext() if kernels else reference_path():
+        expected = layer_norm_fn(x, None, None)
+        out, buffer = x.clone(), torch.empty_like(x)
+        y, r = layer_norm_fn(out, None, None, prenorm=True, out=out)
+        assert y is out and torch.equal(y, expected) and torch.equal(r, x)
+        out = x.clone()
+        layer_norm_fn(out, None, None, out=out, residual_out=buffer)
+        assert torch.equal(out, expected) and torch.equal(buffer, x)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_autograd_knows_that_a_buffer_was_overwritten(grad, kernels, device):
+    """A buffer that an earlier operation saved must make its backward fail; one whose history is gone has no gradient."""
+    a = leaf(3, 16, device=device)
+    with nullcontext() if kernels else reference_path():
+        b = a * 1.0
+        loss = b.square().sum()
+        with torch.set_grad_enabled(grad):
+            y = layer_norm_fn(torch.randn(3, 16, device=device), None, None, out=b)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(retain_graph=True)
+        if grad:
+            assert torch.equal(torch.autograd.grad(y.sum(), a)[0], torch.zeros_like(a))
 
 
 @pytest.mark.gpu
@@ -184,6 +278,29 @@ def test_tensors_on_a_device_that_is_not_current():
     assert torch.isfinite(x.grad).all()
 
 
+def test_nothing_is_autotuned_and_a_call_is_one_kernel_forward_and_two_backward(device, monkeypatch):
+    """Trap: autotuning that re-runs a kernel on aliased buffers, retunes for every M, or dies inside graph capture."""
+    from ops import kernels
+
+    launches = []
+
+    class Counting:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *a, **k: (launches.append(self.kernel), self.kernel[grid](*a, **k))
+
+    for name in ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel"):
+        assert type(getattr(kernels, name)).__name__ in ("JITFunction", "InterpretedFunction")
+        monkeypatch.setattr(launch, name, Counting(getattr(kernels, name)))
+    x, w = leaf(4, 32, device=device), leaf(32, device=device)
+    y, r = layer_norm_fn(x, w, w, x, dropout_p=0.1, prenorm=True)
+    assert len(launches) == 1
+    (y.sum() + r.sum()).backward()
+    assert len(launches) == 3
+
+
 @pytest.mark.gpu
 def test_a_new_batch_size_compiles_nothing(device):
     from ops.kernels import norm_backward_kernel, norm_forward_kernel
@@ -191,9 +308,11 @@ def test_a_new_batch_size_compiles_nothing(device):
     def variants():
         return [len(next(iter(kernel.device_caches.values()))[0]) for kernel in (norm_forward_kernel, norm_backward_kernel)]
 
+    seeds = torch.arange(4, device=device).unbind()
+
     def run(m):
         x, w = leaf(m, 512, device=device), leaf(512, device=device)
-        layer_norm_fn(x, w, w, x).sum().backward()
+        layer_norm_fn(x, w, w, x, dropout_p=0.1 + 0.4 * (m % 2), seed=seeds[m % 4]).sum().backward()
 
     run(64)
     before = variants()

@@ -1,0 +1,87 @@
+"""What a run says of itself: before the first step, where it stopped on NaN, and at its end."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import ops
+from configs import Config
+from configs.schema import DropoutMasks, NormImpl
+from data import Batches, Corpus
+from model import GPT
+from training import checkpoint
+from training.evaluation import Validation
+from training.health import NonFiniteError
+from training.precision import Precision
+from training.run import Run, relative
+
+
+@dataclass
+class Summary:
+    """What a finished run reached."""
+
+    folder: Path
+    final: Validation
+    best: Validation
+    step_ms: float | None  # median after warm-up
+    sample: str
+
+
+def facts(cfg: Config, precision: Precision, corpus: Corpus, model: GPT) -> dict[str, str]:
+    """What one wants to know about a run before it starts; printed, and kept in W&B's config."""
+    device = precision.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    if cfg.norm.impl is NormImpl.torch:
+        norms = "PyTorch's own operators"
+    elif device.type == "cpu" and ops.backend_for(device) == "PyTorch reference":
+        norms = "the fused op's PyTorch reference: no kernel runs on this CPU"
+    else:
+        norms = ops.backend_for(device)
+    masks = ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""
+    batch_tokens = cfg.train.batch_size * cfg.model.context
+    epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
+    sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
+    pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
+    return {
+        "device": f"{device.type}, {hardware}",
+        "precision": precision.name + (", compiled" if cfg.train.compile else ""),
+        "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
+        "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",
+        "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
+        "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
+        "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",
+        "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {cfg.resume}" if cfg.resume else ""),
+    }
+
+
+def describe(error: NonFiniteError, run: Run, batches: Batches) -> str:
+    """The message of a run that stopped on NaN: where, on which text, and what to go back to."""
+    at = batches.position(error.step - 1)  # batches are counted from 0
+    good = last_good(run)
+    return (
+        f"{error}. Batch: epoch {at.epoch}, window {at.window} of {at.windows}, first token {at.offsets[0]:,}.\n"
+        f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.every and eval.every write some)'}.\n"
+        "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
+    )
+
+
+def last_good(run: Run) -> Path | None:
+    """The checkpoint of this run with the most steps, or else the one that it went on from."""
+    written = [path for path in (run.folder / "last.pt", run.folder / "best.pt") if path.is_file()]
+    if written:
+        return max(written, key=lambda path: checkpoint.read(path, mmap=True)["step"])
+    return checkpoint.locate(Path(run.cfg.resume)) if run.cfg.resume else None
+
+
+def report(summary: Summary) -> str:
+    """The end of a run, in a few lines."""
+    final, best = summary.final, summary.best
+    lines = {
+        "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
+        "step time": f"{summary.step_ms:.1f} ms (median)" if summary.step_ms else "only warm-up steps were run",
+        "loss curve": relative(summary.folder / "loss.png"),
+        "more text": f"python sample.py {relative(summary.folder)}",
+    }
+    text = f"\n{summary.sample.strip()}\n" if summary.sample else ""
+    return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())

@@ -1,0 +1,50 @@
+"""One update of the weights."""
+
+from collections.abc import Callable
+
+import torch
+
+from configs import Config
+from training.checkpoint import TrainState
+from training.optimizer import set_learning_rate
+from training.precision import Precision
+from training.randomness import seed_micro_batch
+from training.schedule import learning_rate
+
+
+def training_step(
+    forward: Callable[..., torch.Tensor],
+    state: TrainState,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    step: int,
+    cfg: Config,
+    precision: Precision,
+    rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One update: the gradient of the mean loss over `batch`, gathered over micro-batches, clipped and applied.
+
+    Returns:
+        The mean loss in nats per token, and the gradient norm before clipping. Both stay on the device.
+    """
+    inputs, targets = (to_device(part, precision.device).chunk(cfg.train.accumulation) for part in batch)
+    total = torch.zeros((), device=precision.device)
+    for micro_batch, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+        seeds = seed_micro_batch(cfg.seed, step, micro_batch, rank, sites=state.model.dropout_sites)
+        with precision.autocast():
+            loss = forward(x, y, seeds=to_device(seeds, precision.device))
+        loss = loss / cfg.train.accumulation  # micro-batches are equal, so the mean of their means is the batch's
+        state.scaler.scale(loss).backward()
+        total += loss.detach()
+
+    set_learning_rate(state.optimizer, learning_rate(step, cfg.train.steps, cfg.optim))
+    state.scaler.unscale_(state.optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), cfg.optim.clip_norm or float("inf"))
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=True)
+    return total, grad_norm
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On CUDA through pinned memory, so that the copy waits for nothing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

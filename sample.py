@@ -11,10 +11,11 @@ import torch
 
 import configs
 from configs import ConfigError, machine
-from configs.schema import Device, NormImpl
+from configs.schema import Device, NormImpl, SampleConfig
 from data import Tokenizer
 from model import GPT
 from training import checkpoint
+from training.sampling import continue_text, encode_prompt
 
 
 def sample(
@@ -28,7 +29,7 @@ def sample(
     Raises:
         ConfigError: no checkpoint or tokenizer there, or a prompt that the tokenizer can't encode.
     """
-    stored = checkpoint.read(path)
+    stored = checkpoint.read(path, mmap=True)  # the optimizer's state stays on disk
     cfg = configs.from_dict(stored["config"])
     on = machine.inspect(device)
     if on.device == "mps":
@@ -38,19 +39,13 @@ def sample(
     if not tokenizer_path.is_file():
         raise ConfigError(f"{tokenizer_path}: no such file. A checkpoint is read together with its run's tokenizer.")
     tokenizer = Tokenizer.load(tokenizer_path)
-    try:
-        ids = tokenizer.encode(prompt)
-    except ValueError as error:
-        raise ConfigError(f"--prompt: {error}") from error
-    if not ids:
-        raise ConfigError("--prompt is empty: the model needs a token to go on from.")
+    ids = encode_prompt(tokenizer, prompt, key="--prompt")
 
     model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
     checkpoint.load_weights(model, stored)
     model.to(on.device)
-    generator = torch.Generator(on.device).manual_seed(seed)
-    generated = model.generate(torch.tensor([ids], device=on.device), tokens, temperature, top_k, generator=generator)
-    return tokenizer.decode(generated[0].tolist())
+    options = SampleConfig(tokens=tokens, temperature=temperature, top_k=top_k)
+    return continue_text(model, tokenizer, ids, options, seed, torch.device(on.device))
 
 
 def main(arguments: list[str] | None = None) -> int:

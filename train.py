@@ -5,6 +5,8 @@ python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` list
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -16,7 +18,7 @@ from omegaconf import DictConfig
 import configs
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.machine import Machine
-from data import Batches, Corpus, load_corpus
+from data import Batches, load_corpus
 from model import GPT
 from training import checkpoint
 from training.checkpoint import TrainState
@@ -29,6 +31,7 @@ from training.optimizer import adamw
 from training.precision import Precision
 from training.report import Summary, describe, facts, report
 from training.run import Run, open_run, relative
+from training.sampling import continue_text, encode_prompt
 from training.schedule import learning_rate
 from training.step import training_step
 
@@ -47,6 +50,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+        prompt = encode_prompt(corpus.tokenizer, cfg.sample.prompt) if cfg.sample.tokens else []  # now, not after training
     tokenizer = run.folder / "tokenizer.json"
     corpus.tokenizer.save(tokenizer)
 
@@ -134,56 +138,70 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     assert best is not None  # the last step was evaluated
     run.finish({"final": vars(validation), "best": vars(best), "median_step_ms": clock.median_ms})
     try:
-        text = sample(model, corpus, cfg, device)
+        text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if prompt else ""
     except KeyboardInterrupt:  # all but the sample is kept
         raise SystemExit(130) from None
     run.keep_sample(text)
     return Summary(run.folder, validation, best, clock.median_ms, text)
 
 
-def sample(model: GPT, corpus: Corpus, cfg: Config, device: torch.device) -> str:
-    """Text that goes on from cfg.sample.prompt."""
-    if cfg.sample.tokens == 0:
-        return ""
-    generator = torch.Generator(device).manual_seed(cfg.seed)
-    prompt = torch.tensor([corpus.tokenizer.encode(cfg.sample.prompt)], device=device)
-    tokens = model.generate(prompt, cfg.sample.tokens, cfg.sample.temperature, cfg.sample.top_k, generator=generator)
-    return corpus.tokenizer.decode(tokens[0].tolist())
-
-
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-failed: list[int] = []  # exit codes of a sweep's runs that stopped; the others go on
-
-
-def job(composed: DictConfig) -> None:
-    """One run of the command: a whole run, or one of a sweep."""
+def job(composed: DictConfig) -> int:
+    """One run of the command: a whole run, or one of a sweep. Returns its exit code, so that those after it still start."""
     context = HydraConfig.get()
-    with command_line.user_errors():
+    folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
+    try:
         cfg = configs.typed(composed)
         if cfg.resume:  # goes on with that run's config; the command line says what changes
             stored = checkpoint.read(Path(cfg.resume), mmap=True)["config"]
-            cfg = configs.from_dict(stored, list(context.overrides.task))
+            cfg = configs.from_dict(stored, overrides)
+            rules.check_resumed(configs.from_dict(stored), cfg)
         on = machine.inspect(cfg.device)
         rules.check(cfg, on)
-        group = Path(context.sweep.dir).name if context.mode is RunMode.MULTIRUN else None
-        try:
-            with open_run(cfg, Path(context.runtime.output_dir), torch.device(on.device), group) as run:
-                summary = train(cfg, run, on)
-        except NonFiniteError as error:
-            print(f"stopped: {error}", file=sys.stderr)
-            failed.append(1)
-            return
-        print(report(summary), flush=True)
+        group = Path(context.sweep.dir).name if sweep else None
+        with open_run(cfg, folder, torch.device(on.device), group) as run, unless_refused(run):
+            summary = train(cfg, run, on)
+    except NonFiniteError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        with suppress(OSError):  # Hydra made it before it called
+            folder.rmdir()
+        return command_line.refuse(error, overrides if sweep else None)
+    print(report(summary), flush=True)
+    return 0
+
+
+@contextmanager
+def unless_refused(run: Run) -> Iterator[None]:
+    """Takes a run's folder away if it ends before it starts; what others put there stays."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        if run.tracker is None:
+            for name in ("config.yaml", "environment.json", "tokenizer.json"):
+                (run.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                run.folder.rmdir()
+        raise
 
 
 def main() -> int:
-    command_line.register_resolvers()
-    command_line.check(sys.argv[1:])
-    hydra.main(version_base="1.3", config_path="configs", config_name="config")(job)()
-    return max(failed, default=0)
+    codes = [0]
+
+    def run(composed: DictConfig) -> None:
+        codes.append(job(composed))
+
+    try:
+        command_line.check(sys.argv[1:])
+        command_line.register_resolvers(sys.argv[1:])
+        hydra.main(version_base="1.3", config_path="configs", config_name="config")(run)()
+    except KeyboardInterrupt:  # before the first step, which Interrupt watches, or a second one
+        return 130
+    return max(codes)
 
 
 if __name__ == "__main__":

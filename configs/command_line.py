@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from hydra._internal.utils import get_args_parser  # the parser of @hydra.main; there is no public name for it
 from hydra.core.override_parser.types import Override
@@ -22,15 +23,16 @@ def check(arguments: Sequence[str]) -> None:
     args = get_args_parser().parse_args(arguments)
     if args.help or args.hydra_help or args.info or args.shell_completion or args.config_dir or args.config_name:
         return  # no run, or somebody else's configuration: what it becomes is checked again when its job starts
-    with user_errors():
-        sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    checked: list[str] | None = None
+    try:
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
-            try:
-                cfg = compose.compose_only(overrides)
-                if not cfg.resume:  # whose config is the resumed run's, checked once it is read
-                    rules.check(cfg, machine.inspect(cfg.device))
-            except ConfigError as error:
-                raise ConfigError(f"{error}\n(in the job {' '.join(overrides)})" if sweep else str(error)) from error
+            checked = overrides if sweep else None
+            cfg = compose.compose_only(overrides)
+            if not cfg.resume:  # whose config is the resumed run's, checked once it is read
+                rules.check(cfg, machine.inspect(cfg.device))
+    except ConfigError as error:
+        raise SystemExit(refuse(error, checked)) from None
 
 
 def jobs(overrides: Sequence[str], sweep: bool) -> Iterator[list[str]]:
@@ -43,15 +45,12 @@ def jobs(overrides: Sequence[str], sweep: bool) -> Iterator[list[str]]:
         yield list(job)
 
 
-class user_errors:
-    """Prints a ConfigError as its message alone and ends the process; HYDRA_FULL_ERROR=1 lets it through with its traceback."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ConfigError) and os.environ.get("HYDRA_FULL_ERROR") != "1":
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(EXIT_CODE)
+def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
+    """Prints an error as its message alone, with the job of a sweep that has these overrides; HYDRA_FULL_ERROR=1 raises it."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        raise error
+    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    return EXIT_CODE
 
 
 class as_config_errors:
@@ -64,10 +63,11 @@ class as_config_errors:
             raise ConfigError(str(error)) from error
 
 
-def register_resolvers() -> None:
-    """What config.yaml interpolates."""
-    OmegaConf.register_new_resolver("folder_name", lambda name, experiment: _safe(name or experiment or "run"), replace=True)
-    OmegaConf.register_new_resolver("job_folder", _job_folder, replace=True)
+def register_resolvers(arguments: Sequence[str] = ()) -> None:
+    """What config.yaml interpolates, in a command with these arguments."""
+    swept = _swept(arguments)
+    OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
+    OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)
     OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
 
 
@@ -95,10 +95,29 @@ def _values(override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
-def _job_folder(number: int, overrides: Sequence[str]) -> str:
-    """0_norm.impl=fused,seed=1: what the job is, in what a file name may hold."""
-    return _safe(f"{number}_{','.join(overrides)}")
+def _folder_name(name: str | None, resume: str | None, *what: object) -> str:
+    """A run's folder after the time: logging.name, the run that it goes on from, or what it trains."""
+    if name or not resume:
+        return _safe(name or "_".join(map(str, what)))
+    path = Path(resume)
+    former = path.parent.name if path.suffix == ".pt" else path.name
+    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", former).removeprefix("resumed_"))
+
+
+def _swept(arguments: Sequence[str]) -> set[str]:
+    """The keys that have several values."""
+    try:
+        overrides = compose.parse(get_args_parser().parse_args(arguments).overrides)
+    except ConfigError:
+        return set()  # Hydra has its own message
+    return {override.get_key_element() for override in overrides if override.is_sweep_override()}
+
+
+def _job_folder(number: int, overrides: Sequence[str], swept: set[str]) -> str:
+    """0_norm.impl-fused_seed-1: what sets the job apart, in what a file name and an unquoted resume= may hold."""
+    what = "_".join(override for override in overrides if override.partition("=")[0] in swept)
+    return _safe(f"{number}_{what}" if what else number)
 
 
 def _safe(name: object) -> str:
-    return re.sub(r"[^\w.,=+-]+", "-", str(name))[:120]
+    return re.sub(r"[^\w.+-]+", "-", str(name))[:120]

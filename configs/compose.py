@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from configs import keys, machine, rules
 from configs.keys import ConfigError
@@ -70,11 +70,15 @@ def typed(composed: DictConfig) -> Config:
     for name in _names(OmegaConf.to_container(composed)):
         if name not in known and name not in parts:
             raise keys.unknown_key(name)
+    for name in sorted(OmegaConf.missing_keys(composed)):  # OmegaConf would take the default
+        raise keys.bad_value(name, "???")
     try:
         cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
     except OmegaConfBaseException as error:
         raise _explained(error) from error
     assert isinstance(cfg, Config)
+    if cfg.optim.warmup_steps is None:  # settled here, so that a resumed run with more steps keeps its warm-up
+        cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
     return cfg
 
 
@@ -113,13 +117,24 @@ def _check_names(override: Override) -> None:
         if override.is_add() or override.is_force_add():
             raise ConfigError(f"{text}: drop the +, {name} has a choice already.")
         for option in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
-            if isinstance(option, str) and option not in keys.groups()[name]:
-                raise keys.unknown_option(name, option)
+            if isinstance(option, list | dict):
+                raise ConfigError(f"{text}: {name} takes one option. Several make several runs: -m {name}=A,B.")
+            option = getattr(option, "text", option)  # of a quoted string
+            if option not in keys.groups()[name]:
+                raise keys.unknown_option(name, "null" if option is None else str(option))
     elif name in keys.schema():
         if added:
             raise ConfigError(f"{text}: drop the +, the key exists already.")
     elif name not in keys.sections():
         raise keys.unknown_key(name)
+    else:
+        values = None if override.is_sweep_override() else override.value()
+        if not isinstance(values, dict):
+            siblings = ", ".join(key for key in keys.schema() if key.startswith(f"{name}."))
+            raise ConfigError(f"{text}: {name} is a group of keys. Set one of them: {siblings}.")
+        for key, value in values.items():
+            if value == "???":  # OmegaConf would pass over it
+                raise keys.bad_value(f"{name}.{key}", "???")
 
 
 def _names(tree: Any, prefix: str = "") -> Iterator[str]:
@@ -139,6 +154,8 @@ def _explained(error: BaseException) -> ConfigError:
     if cause is None:
         return ConfigError(str(error))
     name, value = cause.full_key or "", getattr(cause, "value", None)
+    if isinstance(cause, InterpolationResolutionError):  # names what could not be found, such as an environment variable
+        return ConfigError(f"{name}: {str(cause.msg).splitlines()[0]}.")
     if name in keys.schema():
         return keys.bad_value(name, _given(str(cause.msg)) if value is None else value)
     return keys.unknown_key(name) if name else ConfigError(str(cause))

@@ -6,10 +6,23 @@
 import math
 import os
 from collections.abc import Iterator
+from operator import attrgetter
 
+from configs import keys
 from configs.keys import ConfigError
 from configs.machine import Machine
-from configs.schema import Config, NormImpl, Positions, Precision, Schedule, Source, TokenizerKind, WandbMode
+from configs.schema import (
+    Config,
+    DataConfig,
+    NormImpl,
+    Positions,
+    Precision,
+    Schedule,
+    Source,
+    TokenizerConfig,
+    TokenizerKind,
+    WandbMode,
+)
 
 
 def check(cfg: Config, machine: Machine, ranks: int = 1) -> None:
@@ -21,6 +34,42 @@ def check(cfg: Config, machine: Machine, ranks: int = 1) -> None:
     broken = [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg, ranks), *_device(cfg, machine)]
     if broken:
         raise ConfigError("\n".join(broken))
+
+
+def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
+    """The part of `check` that a corpus alone needs: data.load_corpus asks for it.
+
+    Raises:
+        ConfigError: with every broken rule, one a line.
+    """
+    cfg = Config(data=data, tokenizer=tokenizer)
+    if broken := [*_ranges(cfg), *_data(cfg)]:
+        raise ConfigError("\n".join(broken))
+
+
+# What may change about the data and the tokenizer of a resumed run.
+UNSEEN_BY_BATCHES = {"data.processes", "data.cache_dir"}
+
+
+def check_resumed(before: Config, cfg: Config) -> None:
+    """Passes a config that goes on where `before` stopped: the batches it has seen are a function of these keys.
+
+    Raises:
+        ConfigError: with every key that would repeat or skip data.
+    """
+    changed = [
+        (name, then, now)
+        for name in keys.schema()
+        if name in ("train.batch_size", "model.context", "seed") or name.startswith(("data.", "tokenizer."))
+        if name not in UNSEEN_BY_BATCHES and (then := attrgetter(name)(before)) != (now := attrgetter(name)(cfg))
+    ]
+    if changed:
+        raise ConfigError(
+            "\n".join(
+                f"{name}={now}: a resumed run keeps its {name}={then}, or it would repeat or skip data. Leave {name} out."
+                for name, then, now in changed
+            )
+        )
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -49,7 +98,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield from bound(key, 0, 1)
     for key in ("optim.lr", "optim.eps", "norm.eps", "model.rotary_base"):
         yield from bound(key, 0, open_low=True)
-    for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm", "seed"):
+    for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm"):
         yield from bound(key, 0)
     for key in ("eval.every", "checkpoint.every", "sample.tokens", "sample.temperature"):
         yield from bound(key, 0)
@@ -57,6 +106,8 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield from bound(key, 1)
     for key in ("data.max_documents", "data.processes"):
         yield from bound(key, 1)
+    if not 0 <= cfg.seed < 2**63:
+        yield f"seed={cfg.seed}: must be at least 0 and less than 2**63."
     yield from bound("data.val_fraction", 0, 1, open_low=True)
     yield from bound("optim.decay_fraction", 0, 1, open_low=True, closed_high=True)
 

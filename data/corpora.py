@@ -10,21 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from configs import rules
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
-from data.split import TRAIN, Pieces, split_documents
+from data.split import TRAIN, Pieces, split_documents, whole_documents
 from data.tokenizer import (
     Tokenizer,
     char_tokenizer,
-    check_tokenizer_config,
     pretrained_file,
     pretrained_tokenizer,
     train_bpe,
 )
 from data.tokens import write_tokens
 
-FORMAT = 1  # of the cache; a change here makes every corpus anew
+FORMAT = 2  # of the cache; a change here makes every corpus anew
 BPE_CHARACTERS = 2**28  # of training text that BPE learns from, beyond which its merges hardly change
 
 
@@ -56,7 +56,7 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     Raises FileNotFoundError or ValueError, naming the key, for anything about the data or the tokenizer that would stop a run
     with this context.
     """
-    check_tokenizer_config(tokenizer)
+    rules.check_data(data, tokenizer)
     documents = find_documents(data)
     settings = _settings(data, tokenizer, documents)
     folder = cached_folder(
@@ -98,6 +98,8 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     )
     pieces = split_documents(documents.open(scratch), data)
     tokenizer = pretrained or _train_tokenizer(config, pieces)
+    if not tokenizer.takes_pieces:
+        pieces = whole_documents(pieces)
     tokenizer.save(folder / "tokenizer.json")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes, scratch=scratch)

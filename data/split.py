@@ -39,10 +39,6 @@ def split_documents(opened: Opened, data: DataConfig) -> Pieces:
     if opened.val is not None:
         val = _numbered(opened.val, data.max_documents)
         return lambda: _one_after_the_other(train, val)
-    if not 0 < data.val_fraction < 1:
-        raise ValueError(
-            f"data.val_fraction={data.val_fraction} must be between 0 and 1: a run needs text to train on and to test on"
-        )
     if opened.streaming:
         return lambda: _split_by_hash(train, data.val_fraction)
     survey = _survey(train)
@@ -51,6 +47,16 @@ def split_documents(opened: Opened, data: DataConfig) -> Pieces:
         return lambda: (piece._replace(split=VAL if held_out[piece.document] else TRAIN) for piece in train())
     position = int(survey.bytes.sum() * (1 - data.val_fraction))
     return lambda: _split_by_position(train, position)
+
+
+def whole_documents(pieces: Pieces) -> Pieces:
+    """The same text with one piece a document (two where its end is held out), for tokenizers that need it in one."""
+
+    def joined() -> Iterator[Piece]:
+        for (split, document), parts in groupby(pieces(), key=attrgetter("split", "document")):
+            yield Piece(split, document, "".join(piece.text for piece in parts))
+
+    return joined
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:

@@ -9,11 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from configs.schema import TokenizerConfig, TokenizerKind
-
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>")  # what some pretrained tokenizers call it
-BYTES = 256  # the alphabet of byte-level BPE
 
 
 class Tokenizer:
@@ -35,6 +32,19 @@ class Tokenizer:
         self._alphabet: set[str] | None = None
         if tokenizer.pre_tokenizer is None and all(len(token) == 1 for token in vocabulary):
             self._alphabet = set(vocabulary)  # one token a character
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether a text cut at the seams of `documents.cut` has the tokens of the whole.
+
+        Known of characters and of byte-level BPE with GPT-2's splitting. Others may add a prefix to each text (Metaspace),
+        merge across words or strip spaces.
+        """
+        if self._alphabet is not None:
+            return True
+        splits = self._tokenizer.pre_tokenizer
+        byte_level = isinstance(splits, pre_tokenizers.ByteLevel) and splits.use_regex and not splits.add_prefix_space
+        return byte_level and self._tokenizer.normalizer is None
 
     @property
     def separator(self) -> list[int]:
@@ -139,21 +149,6 @@ def pretrained_file(name: str) -> Path | None:
             "or owner/name on the Hugging Face Hub."
         )
     return None
-
-
-def check_tokenizer_config(tokenizer: TokenizerConfig) -> None:
-    """Refuse settings that no corpus could make right."""
-    smallest = BYTES + 1  # and the end of text
-    if tokenizer.kind == TokenizerKind.bpe and not smallest <= tokenizer.vocab_size <= 2**31:
-        raise ValueError(
-            f"tokenizer.vocab_size={tokenizer.vocab_size} with tokenizer.kind=bpe must be at least {smallest}: "
-            f"{BYTES} bytes and {END_OF_TEXT}. Give a larger one, or use tokenizer.kind=char for a small vocabulary."
-        )
-    if tokenizer.kind == TokenizerKind.pretrained and not tokenizer.pretrained:
-        raise ValueError(
-            "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hugging Face Hub, "
-            "or the path of a tokenizer.json"
-        )
 
 
 def _from_json(text: str) -> Tokenizer:

@@ -1,7 +1,9 @@
 """train.py and sample.py as a user starts them."""
 
 import json
+import os
 import re
+import shlex
 import signal
 import time
 
@@ -34,11 +36,11 @@ def sweep(tiny, tmp_path_factory):
 def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder(sweep):
     folders = run_folders(sweep)
 
-    assert [re.sub(r",data=.*", "", folder.name) for folder in folders] == [
-        "0_norm.impl=fused,seed=1",
-        "1_norm.impl=fused,seed=2",
-        "2_norm.impl=torch,seed=1",
-        "3_norm.impl=torch,seed=2",
+    assert [folder.name for folder in folders] == [
+        "0_norm.impl-fused_seed-1",
+        "1_norm.impl-fused_seed-2",
+        "2_norm.impl-torch_seed-1",
+        "3_norm.impl-torch_seed-2",
     ]
     assert len({folder.parent for folder in folders}) == 1
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", folders[0].parent.name)
@@ -79,6 +81,45 @@ def test_missing_data_is_one_message_and_code_2(tiny, tmp_path):
 
     assert done.returncode == 2
     assert "none.txt" in done.stderr and "Traceback" not in done.stderr
+    assert run_folders(tmp_path) == [] and list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_prompt_that_can_not_be_encoded_is_refused_before_training(tiny, tmp_path):
+    done = train([*tiny, "sample.prompt=ROMEO"], tmp_path)
+
+    assert done.returncode == 2
+    assert "error: sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
+    text = tiny[1].removeprefix("data.files=")
+    steps = ["train.steps=2", "optim.warmup_steps=1"]
+    done = train(["-m", *tiny, f"data.files={text},[{tmp_path}/none.txt],{text}", *steps], tmp_path)
+
+    assert done.returncode == 2
+    assert "none.txt" in done.stderr and "(in the job " in done.stderr and "Traceback" not in done.stderr
+    assert [folder.name[:2] for folder in run_folders(tmp_path)] == ["0_", "2_"]
+    assert all((folder / "last.pt").is_file() for folder in run_folders(tmp_path))
+
+
+def test_ctrl_c_before_the_first_step_ends_with_130_and_nothing_else(tiny, tmp_path):
+    pipe = tmp_path / "slow.txt"  # reading it waits for somebody to write
+    os.mkfifo(pipe)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "state.json").symlink_to(pipe)
+    process = start([*tiny, "data=text", "data.source=hub", "data.files=[]", f"data.path={tmp_path / 'data'}"], tmp_path)
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline and not list(tmp_path.glob("runs/*/environment.json")):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_run_that_stops_on_nan_ends_with_code_1_and_its_wandb_run_closed(tiny, tmp_path):
@@ -129,7 +170,33 @@ def test_resuming_needs_nothing_but_the_folder_and_what_changes(interrupted):
     lines = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [step + n for n in (1, 2, 3, 4)]
     assert f"resumed from {folder}" in done.stdout
+    assert "_resumed_" in resumed.name
     assert read_json(resumed / "summary.json")["final"]["loss"] > 0
+
+
+def test_a_run_that_can_not_be_resumed_leaves_no_folder(sweep, tmp_path):
+    done = train([f"resume={run_folders(sweep)[0]}"], tmp_path)
+
+    assert done.returncode == 2
+    assert "is at step 8: raise train.steps=8 to go on" in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_sample_leaves_the_optimizers_state_on_disk(sweep, monkeypatch):
+    asked = []
+    read = checkpoint.read
+    monkeypatch.setattr(checkpoint, "read", lambda path, **options: asked.append(options) or read(path, **options))
+
+    sample.sample(run_folders(sweep)[0], "the ", 1, 1.0, None, seed=1)
+
+    assert asked == [{"mmap": True}]
+
+
+def test_the_command_is_kept_as_a_shell_would_take_it(sweep):
+    command = read_json(run_folders(sweep)[0] / "environment.json")["command"]
+
+    assert shlex.split(command)[:3] == ["train.py", "-m", "norm.impl=fused,torch"]
+    assert shlex.quote(next(word for word in shlex.split(command) if word.startswith("data.files="))) in command
 
 
 def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep):
@@ -147,7 +214,7 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep):
     [
         (["{folder}/none"], "no such file or folder"),
         (["{folder}", "--prompt", "日本"], "--prompt: "),
-        (["{folder}", "--prompt", ""], "--prompt is empty"),
+        (["{folder}", "--prompt", ""], "--prompt has no tokens"),
     ],
 )
 def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, message):

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 def environment(device: torch.device) -> dict[str, Any]:
     """Facts for environment.json; null where there is none."""
     facts: dict[str, Any] = {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git": git_state(ROOT),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -103,6 +103,13 @@ def test_overrides_change_single_keys_of_a_stored_config():
     assert (cfg.model.layers, cfg.seed, cfg.train.steps, cfg.norm.impl) == (12, 7, 9, NormImpl.torch)
 
 
+def test_the_warm_up_is_settled_at_the_start_and_stays_when_steps_are_added():
+    cfg = configs.load(["train.steps=400"], on=CPU)
+
+    assert cfg.optim.warmup_steps == 20
+    assert configs.from_dict(configs.to_dict(cfg), ["train.steps=4000"]).optim.warmup_steps == 20
+
+
 def test_a_stored_config_of_an_older_version_takes_defaults_for_new_keys():
     stored = configs.to_dict(configs.load(on=CPU))
     del stored["norm"]["dropout_masks"]

@@ -38,6 +38,15 @@ TYPES = {
     "train.compile=maybe": "train.compile=maybe: must be true or false.",
     "model.kv_heads=two": "model.kv_heads=two: must be a whole number or null.",
     "logging.tags=a": "logging.tags=a: must be a list [a,b].",
+    "optim.lr=???": "optim.lr=???: must be a number.",
+    "optim={lr: ???}": "optim.lr=???: must be a number.",
+    "optim=null": "optim=null: optim is a group of keys. Set one of them: optim.lr, ",
+    "optim=3": "optim=3: optim is a group of keys. Set one of them: optim.lr, ",
+    "model=null": "model=null: no such option. Options of model: gpt2, ",
+    "experiment=null": "experiment=null: no such option.",
+    "data=[text,shakespeare]": "data takes one option. Several make several runs: -m data=A,B.",
+    "model=[tiny,gpt2]": "model takes one option. Several make several runs: -m model=A,B.",
+    "logging.name=${oc.env:NO_SUCH_VARIABLE}": "Environment variable 'NO_SUCH_VARIABLE' not found",
 }
 
 RULES = {
@@ -58,6 +67,9 @@ RULES = {
     "optim.lr=inf": "optim.lr=inf: must be more than 0 and finite",
     "optim.beta2=1": "optim.beta2=1.0: must be in [0, 1).",
     "optim.decay_fraction=0": "optim.decay_fraction=0.0: must be in (0, 1].",
+    f"seed={2**63}": f"seed={2**63}: must be at least 0 and less than 2**63.",
+    "seed=99999999999999999999": "seed=99999999999999999999: must be at least 0",
+    "seed=-1": "seed=-1: must be at least 0",
     "train.steps=0 optim.warmup_steps=0": "train.steps=0: must be at least 1",
     "train.batch_size=0": "train.batch_size=0: must be at least 1",
     "train.accumulation=0": "train.accumulation=0: must be at least 1",
@@ -171,7 +183,57 @@ def test_every_key_is_described_with_its_default():
 
 
 def test_a_folder_name_holds_only_what_a_file_name_may():
-    name = command_line._job_folder(3, ["data.files=[a/b.txt,c d]", "norm.impl=torch", "logging.name=" + "x" * 300])
+    overrides = ["data.files=[a/b.txt,c d]", "norm.impl=torch", "logging.name=" + "x" * 300]
 
-    assert name.startswith("3_data.files=-a-b.txt,c-d-,norm.impl=torch")
+    name = command_line._job_folder(3, overrides, swept={"data.files", "norm.impl", "logging.name"})
+
+    assert name.startswith("3_data.files-a-b.txt-c-d-_norm.impl-torch")
     assert "/" not in name and len(name) <= 120
+
+
+def test_a_job_is_named_by_what_was_swept_alone():
+    swept = command_line._swept(["-m", "model.dropout=0,0.1", "train.steps=5", "seed=range(1,3)", "data.files=[a,b]"])
+
+    assert swept == {"model.dropout", "seed"}
+    overrides = ["model.dropout=0.1", "train.steps=5", "seed=2", "data.files=[a,b]"]
+    assert command_line._job_folder(1, overrides, swept) == "1_model.dropout-0.1_seed-2"
+    assert command_line._job_folder(0, ["train.steps=5"], set()) == "0"
+
+
+@pytest.mark.parametrize(
+    ("name", "resume", "folder"),
+    [
+        (None, None, "tinystories_gpt2_torch"),
+        ("mine", None, "mine"),
+        (None, "runs/2026-01-02_03-04-05_shakespeare_tiny_fused", "resumed_shakespeare_tiny_fused"),
+        (None, "runs/2026-01-02_03-04-05_resumed_mine/best.pt", "resumed_mine"),
+        ("again", "runs/2026-01-02_03-04-05_mine", "again"),
+    ],
+)
+def test_a_run_is_named_by_what_it_trains(name, resume, folder):
+    assert command_line._folder_name(name, resume, "tinystories", "gpt2", "torch") == folder
+
+
+@pytest.mark.parametrize(
+    "override", ["train.batch_size=4", "seed=2", "model.context=64", "data.val_fraction=0.2", "tokenizer.vocab_size=300"]
+)
+def test_a_resumed_run_refuses_what_would_repeat_or_skip_data(override):
+    stored = configs.to_dict(configs.load(on=CPU))
+    key = override.partition("=")[0]
+
+    with pytest.raises(ConfigError, match=rf"^{override}\S*: a resumed run keeps its {key}="):
+        configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, [override]))
+
+
+def test_a_resumed_run_takes_other_steps_machines_and_norms():
+    stored = configs.to_dict(configs.load(on=CPU))
+    overrides = [
+        "train.steps=5000",
+        "train.accumulation=2",
+        "data.processes=2",
+        "data.cache_dir=x",
+        "norm.impl=torch",
+        "seed=1",
+    ]
+
+    configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, overrides))

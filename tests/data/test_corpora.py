@@ -6,8 +6,12 @@ import threading
 import datasets
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import configs
 import data.corpora
+from configs.machine import Machine
 from configs.schema import DataConfig, Source, TokenizerConfig, TokenizerKind
 from data import Batches, Corpus, Tokenizer, load_corpus
 from tests.data.texts import text_of
@@ -127,6 +131,43 @@ def test_a_vocabulary_above_65536_needs_four_bytes_a_token(text_config, tmp_path
     corpus = load_corpus(text_config, pretrained, context=16)
     assert corpus.tokenizer.vocab_size > 2**16
     assert corpus.train.tokens.dtype == np.uint32
+
+
+def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_config, notes, tmp_path, monkeypatch):
+    for path in notes.iterdir():
+        path.unlink()
+    for i in range(2):
+        (notes / f"{i}.txt").write_text(text_of(i, 500))
+    monkeypatch.setattr("data.documents.PIECE", 100)
+    monkeypatch.setattr("data.documents.cut.__defaults__", (100,))
+    metaspace = HuggingFaceTokenizer(models.BPE())
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
+    metaspace.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], show_progress=False)
+    metaspace.train_from_iterator([text_of(0, 500)], trainer)
+    metaspace.save(str(tmp_path / "metaspace.json"))
+    pretrained = TokenizerConfig(kind=TokenizerKind.pretrained, pretrained=str(tmp_path / "metaspace.json"))
+
+    corpus = load_corpus(text_config, pretrained, context=16)
+
+    documents = [[*metaspace.encode(text_of(i, 500)).ids, metaspace.token_to_id("</s>")] for i in range(2)]
+    assert sorted([corpus.train.tokens.tolist(), corpus.val.tokens.tolist()]) == sorted(documents)
+
+
+def test_the_revision_is_what_is_asked_of_the_hub(text_config, monkeypatch):
+    asked = {}
+
+    def load_dataset(path, subset, **options):
+        asked.update(options, path=path)
+        return datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS}))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    openwebtext = configs.load(["data=openwebtext"], on=Machine("cpu")).data
+    openwebtext.cache_dir, openwebtext.val_fraction = text_config.cache_dir, 0.2
+
+    load_corpus(openwebtext, BPE, context=16)
+
+    assert (asked["path"], asked["revision"]) == ("Skylion007/openwebtext", "refs/convert/parquet")
 
 
 # ---- the cache ---------------------------------------------------------------------------------------------------------------
@@ -274,7 +315,7 @@ def test_a_changed_local_data_set_makes_the_corpus_anew(hub_config, monkeypatch)
         ({"val_split": "valid"}, ValueError, "data.val_split=valid is not a split of .*dataset, which has: train"),
         ({"subset": "french"}, ValueError, "data.subset=french: BuilderConfig 'french' not found. Available: .*default"),
         ({"document_start": "("}, ValueError, r"data.document_start=\( is not a regular expression"),
-        ({"streaming": True, "processes": 2}, ValueError, "data.processes=2 with data.streaming=true.* Use data.processes=1"),
+        ({"streaming": True, "processes": 2}, ValueError, "data.streaming=true reads with one process.* Use data.processes=1"),
         ({"path": None}, ValueError, "data.source=hub needs data.path"),
         ({"path": "./nowhere"}, FileNotFoundError, "data.path=./nowhere is no folder"),
         ({"path": "owner/name"}, FileNotFoundError, "data.path=owner/name could not be read: .* Without a network use"),
@@ -314,6 +355,29 @@ def test_a_missing_tokenizer_is_known_before_documents_are_read(text_config, mon
     monkeypatch.setattr(data.corpora, "split_documents", lambda *args: pytest.fail("read the documents first"))
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.pretrained=owner/name"):
         load_corpus(text_config, TokenizerConfig(kind=TokenizerKind.pretrained, pretrained="owner/name"), context=16)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokenizer", "message"),
+    [
+        ({"max_documents": 0}, BPE, "data.max_documents=0: must be at least 1"),
+        ({"processes": 0}, BPE, "data.processes=0: must be at least 1"),
+        ({"val_fraction": 0.0}, BPE, r"data.val_fraction=0.0: must be in \(0, 1\)"),
+        ({"val_fraction": 1.0}, BPE, r"data.val_fraction=1.0: must be in \(0, 1\)"),
+        ({"files": []}, BPE, "data.source=text needs data.files"),
+        ({}, TokenizerConfig(vocab_size=256), "tokenizer.vocab_size=256: .* at least 257"),
+        ({}, TokenizerConfig(kind=TokenizerKind.pretrained), "needs tokenizer.pretrained"),
+    ],
+)
+def test_the_rules_hold_without_a_command_line(text_config, settings, tokenizer, message):
+    for key, value in settings.items():
+        setattr(text_config, key, value)
+    with pytest.raises(ValueError, match=message):
+        load_corpus(text_config, tokenizer, context=16)
+
+
+def test_a_char_tokenizer_has_no_use_for_a_vocabulary_size(text_config):
+    load_corpus(text_config, TokenizerConfig(kind=TokenizerKind.char, vocab_size=0), context=16)
 
 
 def test_a_vocabulary_out_of_range_is_refused_before_files_are_sought(text_config):

@@ -97,11 +97,6 @@ def test_a_folder_is_not_a_file(notes):
         find_documents(text(notes))
 
 
-def test_no_files_is_refused():
-    with pytest.raises(ValueError, match=r"data\.source=text needs data\.files"):
-        find_documents(text())
-
-
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text"):
@@ -129,9 +124,3 @@ def test_lines_are_joined_into_articles():
         "\n = One = \n\n text , text \n = = Section = = \n more \n",
         " = Two = \n text \n",
     ]
-
-
-@pytest.mark.parametrize("key", ["max_documents", "processes"])
-def test_a_number_below_one_is_refused(key):
-    with pytest.raises(ValueError, match=rf"data\.{key}=0 must be at least 1"):
-        find_documents(DataConfig(**{key: 0}))

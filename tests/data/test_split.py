@@ -90,9 +90,3 @@ def test_empty_documents_do_not_count():
 def test_max_documents_limits_what_is_read_from_each_split():
     train, val = split([["a"], ["b"], ["c"]], val=[["x"], ["y"], ["z"]], max_documents=2)
     assert (train, val) == (["a", "b"], ["x", "y"])
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0])
-def test_a_share_that_leaves_nothing_is_refused(fraction):
-    with pytest.raises(ValueError, match=rf"data\.val_fraction={fraction} must be between 0 and 1"):
-        split(DOCUMENTS, val_fraction=fraction)

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
-from configs.schema import TokenizerConfig, TokenizerKind
 from data import Tokenizer
-from data.tokenizer import char_tokenizer, check_tokenizer_config, pretrained_tokenizer, train_bpe
+from data.tokenizer import char_tokenizer, pretrained_tokenizer, train_bpe
 from tests.data.texts import text_of
 
 CORPUS = text_of(0, 3000)
@@ -109,23 +108,10 @@ def test_bpe_has_the_vocabulary_asked_for_if_the_text_allows():
     assert train_bpe(["a"], 320).vocab_size == 257  # no pair to merge
 
 
-@pytest.mark.parametrize("vocab_size", [0, 256, -1])
-def test_a_vocabulary_without_room_for_the_bytes_is_refused(vocab_size):
-    with pytest.raises(ValueError, match=rf"tokenizer\.vocab_size={vocab_size} .* at least 257"):
-        check_tokenizer_config(TokenizerConfig(vocab_size=vocab_size))
-    check_tokenizer_config(TokenizerConfig(kind=TokenizerKind.char, vocab_size=vocab_size))  # not its key
-
-
 def test_the_smallest_vocabulary_is_bytes_and_end_of_text():
-    check_tokenizer_config(TokenizerConfig(vocab_size=257))
     tokenizer = train_bpe([CORPUS], 257)
     assert tokenizer.vocab_size == 257
     assert len(tokenizer.encode("日")) == 3
-
-
-def test_pretrained_without_a_name_is_refused():
-    with pytest.raises(ValueError, match=r"needs tokenizer\.pretrained"):
-        check_tokenizer_config(TokenizerConfig(kind=TokenizerKind.pretrained))
 
 
 @pytest.mark.parametrize("name", ["nowhere/tokenizer.json", "./nowhere", "~/nowhere-at-all"])

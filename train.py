@@ -5,7 +5,7 @@ python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` list
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -63,8 +63,10 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
         state.restore(checkpoint.read(Path(cfg.resume)))
         if state.step >= cfg.train.steps:
             raise ConfigError(f"resume={cfg.resume} is at step {state.step}: raise train.steps={cfg.train.steps} to go on.")
-    torch.compiler.reset()  # what a sweep's earlier runs compiled counts towards the limit of recompilations
-    forward = torch.compile(model, fullgraph=True) if cfg.train.compile else model
+    forward: Callable[..., torch.Tensor] = model
+    if cfg.train.compile:
+        torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
+        forward = torch.compile(model, fullgraph=True)
 
     def validate() -> Validation:
         batch_size = cfg.train.batch_size // cfg.train.accumulation

@@ -1,22 +1,28 @@
 """The loop, in this process: what it logs, what it repeats exactly, and how it stops."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
+import wandb
 
 import configs
+import train
+import training.step as step_module
 from configs import ConfigError
 from configs.machine import Machine
 from model import GPT
-from tests.runs import corpus, train_here
-from train import training_step
+from tests.runs import corpus, read_json, train_here
 from training import checkpoint
 from training.checkpoint import TrainState
+from training.clock import StepClock, Window
+from training.evaluation import Validation
 from training.health import NonFiniteError
 from training.optimizer import adamw
 from training.precision import Precision
 from training.run import open_run
+from training.step import training_step
 
 CPU = Machine("cpu")
 
@@ -60,12 +66,12 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     }
 
 
-def test_tokens_per_second_is_the_batch_over_the_step_time(tiny, tmp_path):
-    _, metrics = train_here(tiny, tmp_path / "run")
+def test_tokens_per_second_counts_slow_steps_and_the_step_time_is_the_typical_one(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.StepClock, "window", lambda _: Window(median_ms=10.0, mean_ms=40.0))
+    _, metrics = train_here([*tiny, "train.steps=5"], tmp_path / "run")
 
-    for line in metrics:
-        if "perf/step_ms" in line:
-            assert line["perf/tokens_per_s"] * line["perf/step_ms"] / 1000 == pytest.approx(8 * 32)
+    assert losses(metrics, "perf/step_ms") == [10.0]
+    assert losses(metrics, "perf/tokens_per_s") == pytest.approx([8 * 32 / 0.040])
 
 
 @pytest.mark.parametrize("masks", ["native", "shared"])
@@ -133,8 +139,6 @@ def test_a_resumed_run_gives_the_same_bits_as_one_that_never_stopped(tiny, tmp_p
 
 def interrupted(overrides, folder, after):
     """A run that dies in step `after`, with no chance to write anything."""
-    import train
-
     original = train.training_step
 
     def dies(forward, state, batch, step, *rest):
@@ -164,14 +168,154 @@ def test_weights_alone_are_sampled_from_and_not_resumed(tiny, tmp_path):
         train_here([*tiny, f"resume={tmp_path / 'weights.pt'}"], tmp_path / "run")
 
 
+# ---- from the config to what uses it ---------------------------------------------------------------------------------------
+
+
+class FakeWandb:
+    """Stands for the run that wandb.init returns, and keeps what it is told."""
+
+    def __init__(self, monkeypatch):
+        self.logged, self.summary, self.exit_code = [], {}, None
+        monkeypatch.setattr(wandb, "init", self._init)
+        monkeypatch.setattr(wandb, "Image", lambda path: f"image {path}")
+
+    def _init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
+    fake = FakeWandb(monkeypatch)
+    overrides = ["logging.wandb=offline", "logging.project=p", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
+    train_here([*tiny, "train.steps=5", *overrides], tmp_path / "run")
+
+    assert {name: fake.arguments[name] for name in ("project", "group", "name", "tags", "mode")} == {
+        "project": "p",
+        "group": "g",
+        "name": "n",
+        "tags": ["a", "b"],
+        "mode": "offline",
+    }
+    assert fake.arguments["config"]["optim"]["lr"] == 3e-3
+    assert "parameters" in fake.arguments["config"]["facts"]["model"]
+
+
+def test_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch):
+    fake = FakeWandb(monkeypatch)
+    summary, metrics = train_here([*tiny, "train.steps=10", "logging.wandb=offline"], tmp_path / "run", plot=True)
+
+    *values, picture = fake.logged
+    assert [{"step": step} | line for step, line in values] == metrics
+    assert picture == (10, {"loss": f"image {summary.folder / 'loss.png'}"})
+    assert fake.summary["final"] == {"loss": summary.final.loss, "bits_per_byte": summary.final.bits_per_byte}
+    assert fake.summary["best"]["loss"] == summary.best.loss
+    assert fake.summary["sample"] == summary.sample
+    assert fake.exit_code == 0
+
+
+def test_eval_batches_is_what_evaluation_reads(tiny, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train, "evaluate", lambda *_, **options: seen.append(options) or Validation(1.0, 1.0))
+    train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2"], tmp_path / "run")
+
+    assert seen == [{"context": 32, "batch_size": 4, "batches": 3}]
+
+
+def test_the_sample_is_drawn_as_the_config_says(tiny, tmp_path, monkeypatch):
+    seen = []
+    original = GPT.generate
+    monkeypatch.setattr(GPT, "generate", lambda self, *a, **k: seen.append(a[1:]) or original(self, *a, **k))
+    train_here([*tiny, "train.steps=5", "sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"], tmp_path / "run")
+
+    assert seen == [(4, 0.25, 3)]
+
+
+def spy_on_steps(monkeypatch, look):
+    """Calls look(state) after each step, and with "before" before each."""
+    original = train.training_step
+
+    def step(forward, state, *rest):
+        look("before", state)
+        result = original(forward, state, *rest)
+        look("after", state)
+        return result
+
+    monkeypatch.setattr(train, "training_step", step)
+
+
+def test_the_seed_decides_the_initial_weights(tiny, tmp_path, monkeypatch):
+    first = []
+    spy_on_steps(
+        monkeypatch,
+        lambda when, state: when == "before" and first.append(state.model.blocks[0].mlp.down.weight.detach().clone()),
+    )
+    for seed in (1, 1, 2):
+        train_here([*tiny, "train.steps=3", f"seed={seed}"], tmp_path / "run")
+
+    assert torch.equal(first[0], first[3]) and not torch.equal(first[0], first[6])  # three steps a run
+
+
+def test_the_training_loss_is_the_mean_of_the_steps_since_the_last_line(tiny, tmp_path):
+    _, each = train_here([*tiny, "train.steps=13", "logging.every=1"], tmp_path / "each")
+    _, some = train_here([*tiny, "train.steps=13", "logging.every=5"], tmp_path / "some")
+
+    one = losses(each)
+    assert losses(some) == pytest.approx([sum(part) / len(part) for part in (one[:5], one[5:10], one[10:])])
+
+
+def test_the_rate_is_that_of_the_step_it_is_logged_for(tiny, tmp_path, monkeypatch):
+    used = []
+    spy_on_steps(monkeypatch, lambda when, state: when == "after" and used.append(state.optimizer.param_groups[0]["lr"]))
+    _, metrics = train_here([*tiny, "train.steps=8", "logging.every=1"], tmp_path / "run")
+
+    assert losses(metrics, "train/lr") == used and len(set(used)) == 8
+
+
+def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch):
+    paused, during = [], []
+
+    class Watched(StepClock):
+        @contextmanager
+        def paused(self):
+            with super().paused():
+                paused.append(True)
+                yield
+                paused.pop()
+
+    evaluate, save = train.evaluate, TrainState.save
+    monkeypatch.setattr(train, "StepClock", Watched)
+    monkeypatch.setattr(train, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1])
+    monkeypatch.setattr(TrainState, "save", lambda *a: (during.append((a[1].name, len(paused))), save(*a))[1])
+    train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
+
+    assert during == [("last.pt", 1), ("evaluate", 1), ("best.pt", 1), ("last.pt", 1)]
+
+
+def test_a_run_that_compiles_forgets_what_earlier_ones_compiled(tiny, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch, "compile", lambda model, **_: calls.append("compile") or model)
+    overrides = [*tiny, "train.steps=3", "model.attention_dropout=0"]
+    train_here([*overrides, "train.compile=true"], tmp_path / "compiled")
+    train_here(overrides, tmp_path / "eager")
+
+    assert calls == ["reset", "compile"]
+
+
 # ---- the step --------------------------------------------------------------------------------------------------------------
 
 
-def one_step(overrides, batch):
+def one_step(overrides, batch, scaled=False):
     cfg = configs.load(overrides, on=CPU)
     torch.manual_seed(0)
     model = GPT(cfg.model, cfg.norm, vocab_size=20)
-    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=False))
+    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=scaled), tokenizer="")
     seen = {}
     state.optimizer.register_step_pre_hook(
         lambda *_: seen.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -200,15 +344,23 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tiny, batch, pieces)
 
 
 def test_micro_batches_have_masks_of_their_own(tiny, batch, monkeypatch):
-    import train
-
     seen = []
-    original = train.seed_micro_batch
-    monkeypatch.setattr(train, "seed_micro_batch", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
+    original = step_module.seed_micro_batch
+    monkeypatch.setattr(step_module, "seed_micro_batch", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
 
     one_step([*tiny, "model.dropout=0.1", "train.accumulation=4"], batch)
 
     assert len(torch.stack(seen).unique()) == 4 * len(seen[0])
+
+
+@pytest.mark.parametrize("clip_norm", [0, 0.01])
+def test_a_gradient_scaler_changes_neither_the_norm_nor_what_is_clipped(tiny, batch, clip_norm):
+    _, norm, grads, _ = one_step([*tiny, f"optim.clip_norm={clip_norm}"], batch)
+    _, scaled_norm, scaled_grads, _ = one_step([*tiny, f"optim.clip_norm={clip_norm}"], batch, scaled=True)
+
+    torch.testing.assert_close(scaled_norm, norm)
+    for name, grad in grads.items():
+        torch.testing.assert_close(scaled_grads[name], grad, rtol=1e-4, atol=1e-8, msg=name)
 
 
 def test_the_gradient_is_clipped_and_its_norm_reported_from_before(tiny, batch):
@@ -259,25 +411,98 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(tiny, tmp_pat
         )
 
     message = str(error.value)
-    assert error.value.step <= 3
-    assert f"at step {error.value.step}" in message
+    assert 1 <= error.value.step <= 4
+    assert message.count(f"at step {error.value.step}") == message.count("at step") == 1
     assert "Batch: epoch 0, window" in message
     assert "Last good checkpoint: none" in message
     assert not (tmp_path / "run" / "last.pt").exists()
 
 
-def test_a_bad_run_names_and_keeps_its_last_good_checkpoint(tiny, tmp_path, monkeypatch):
-    import train
-
+def goes_bad_at(step, monkeypatch):
+    """From `step` on, counted from 1, a weight is NaN."""
     original = train.training_step
 
-    def goes_bad(forward, state, batch, step, *rest):
-        if step == 13:
+    def goes_bad(forward, state, batch, index, *rest):
+        if index == step - 1:
             next(iter(state.model.parameters())).data[0, 0] = float("nan")
-        return original(forward, state, batch, step, *rest)
+        return original(forward, state, batch, index, *rest)
 
     monkeypatch.setattr(train, "training_step", goes_bad)
-    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*last\.pt"):
+
+
+def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path, monkeypatch):
+    goes_bad_at(9, monkeypatch)
+
+    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*best\.pt"):  # of step 8; last.pt is of step 5
+        train_here([*tiny, "checkpoint.every=5", "eval.every=8", "logging.every=30"], tmp_path / "run")
+
+
+def test_a_resumed_run_that_goes_bad_at_once_names_what_it_went_on_from(tiny, tmp_path, monkeypatch):
+    train_here([*tiny, "train.steps=5"], tmp_path / "good")
+    goes_bad_at(7, monkeypatch)
+
+    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*good.last\.pt"):
+        train_here([*tiny, f"resume={tmp_path / 'good'}"], tmp_path / "run")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best(tiny, tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(bad, bad))
+
+    with pytest.raises(NonFiniteError, match="the validation loss is NaN or infinite at step 10"):
+        train_here(tiny, tmp_path / "run")
+    assert not (tmp_path / "run" / "best.pt").exists()
+    assert "val/" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_resumed_run_has_a_best_checkpoint_of_its_own(tiny, tmp_path, monkeypatch):
+    values = iter([1.0, 3.0, 2.0])  # the first is of the run that is resumed, and better than what follows
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
+    train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")
+
+    summary, _ = train_here([*tiny, "train.steps=15", "eval.every=10", f"resume={tmp_path / 'half'}"], tmp_path / "rest")
+
+    assert summary.best.loss == 2.0
+    assert checkpoint.read(summary.folder / "best.pt")["step"] == 15
+
+
+def test_another_tokenizer_is_refused_before_training(tiny, tmp_path):
+    half, _ = train_here([*tiny, "train.steps=5"], tmp_path / "half")
+    text = tmp_path / "text.txt"
+    text.write_text("the king and the queeN of night are come to see what morning brings us\n" * 300)  # one letter differs
+
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        train_here([*tiny, f"data.files=[{text}]", f"resume={half.folder}"], tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_ctrl_c_in_the_final_sample_leaves_the_summary_and_ends_with_130(tiny, tmp_path, monkeypatch):
+    def interrupts(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GPT, "generate", interrupts)
+    with pytest.raises(SystemExit) as stop:
+        train_here([*tiny, "train.steps=5"], tmp_path / "run")
+
+    assert stop.value.code == 130
+    assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
+    assert (tmp_path / "run" / "last.pt").is_file()
+
+
+def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Precision, "scaler", lambda _: torch.amp.GradScaler("cpu", init_scale=4.0))
+    scale = torch.amp.GradScaler.scale
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", lambda self, loss: scale(self, loss) * float("nan"))
+
+    with pytest.raises(NonFiniteError, match="every loss scale"):
+        train_here([*tiny, "logging.every=1"], tmp_path / "run")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "train/loss" in text and "NaN" not in text and "train/grad_norm" not in text
+
+
+def test_a_bad_run_names_and_keeps_its_last_good_checkpoint(tiny, tmp_path, monkeypatch):
+    goes_bad_at(14, monkeypatch)
+    with pytest.raises(NonFiniteError, match=r"at step 14\.(.|\n)*Last good checkpoint: .*last\.pt"):
         train_here([*tiny, "checkpoint.every=4", "logging.every=30", "eval.every=30"], tmp_path / "run")
 
     stored = checkpoint.read(tmp_path / "run")

@@ -157,6 +157,22 @@ def test_validation_windows_cover_the_split_once(context, more, batch_size, rank
     assert sorted(seen) == list(range((len(tokens) - 1) // context * context))
 
 
+@given(st.integers(1, 20), sizes, st.integers(1, 7), st.integers(1, 5), st.integers(1, 3))
+def test_a_part_of_the_validation_windows_is_spread_evenly(context, more, batch_size, batches, ranks):
+    tokens = numbered(context + 1 + more)
+    all_windows = (len(tokens) - 1) // context
+    ours = [
+        ValidationWindows(tokens, context=context, batch_size=batch_size, batches=batches, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    starts = sorted(int(row[0]) for windows in ours for inputs, _ in windows for row in inputs)
+
+    assert len(starts) == min(batches * batch_size, all_windows)
+    assert all(start % context == 0 for start in starts)
+    gaps = {b - a for a, b in zip(starts, [*starts[1:], starts[0] + all_windows * context], strict=True)}
+    assert max(gaps) - min(gaps) <= context and min(gaps) > 0
+
+
 def test_validation_windows_can_be_iterated_again():
     windows = ValidationWindows(numbered(100), context=8, batch_size=3)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(windows, windows, strict=True))

@@ -40,7 +40,6 @@ def test_evaluation_and_logging_between_steps_are_not_step_time(clock, time):
         time.pass_ms(700)
 
     assert clock.steps_ms == pytest.approx([10, 10, 10])
-    assert clock.paused_s == pytest.approx(15)
 
 
 def test_warm_up_steps_are_not_counted(time):
@@ -51,15 +50,17 @@ def test_warm_up_steps_are_not_counted(time):
     assert clock.steps_ms == pytest.approx([10, 12])
 
 
-def test_a_window_is_the_median_of_the_steps_since_the_last(clock, time):
+def test_a_window_is_the_median_and_the_mean_of_the_steps_since_the_last(clock, time):
     for ms in (10, 11, 99):
         step(clock, time, ms)
-    first = clock.window_ms()
+    first = clock.window()
     for ms in (20, 22, 21):
         step(clock, time, ms)
+    second = clock.window()
 
-    assert (first, clock.window_ms()) == (pytest.approx(11), pytest.approx(21))
-    assert clock.window_ms() is None
+    assert (first.median_ms, second.median_ms) == (pytest.approx(11), pytest.approx(21))
+    assert (first.mean_ms, second.mean_ms) == (pytest.approx(40), pytest.approx(21))
+    assert clock.window() is None
     assert clock.median_ms == pytest.approx(20.5)
 
 
@@ -67,7 +68,7 @@ def test_there_is_no_time_before_the_first_counted_step(time):
     clock = StepClock(torch.device("cpu"), warmup=3, now=time)
     step(clock, time, 10)
 
-    assert clock.window_ms() is None
+    assert clock.window() is None
     assert clock.median_ms is None
 
 
@@ -83,6 +84,32 @@ def test_a_step_cut_short_is_not_counted(clock, time):
 
     step(clock, time, 10)
     assert clock.steps_ms == pytest.approx([10])
+
+
+class FakeMemory:
+    """The allocator's statistics: what is held now, and the most since the last reset, in GiB."""
+
+    def __init__(self, monkeypatch, held):
+        self.peak = held
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peak * 2**30)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: setattr(self, "peak", 1.0))
+
+
+def test_the_peak_of_memory_is_that_of_the_steps_of_this_run(monkeypatch):
+    memory = FakeMemory(monkeypatch, held=40.0)  # by an earlier run of the process
+    clock = StepClock(torch.device("cuda"))
+    memory.peak = 5.0
+    before = clock.peak_gb
+    with clock.paused():
+        memory.peak = 30.0  # evaluation
+    after = clock.peak_gb
+    memory.peak = 7.0
+
+    assert (before, after, clock.peak_gb) == (5.0, 5.0, 7.0)
+
+
+def test_a_cpu_has_no_peak_of_memory(clock):
+    assert clock.peak_gb is None
 
 
 @pytest.mark.gpu

@@ -32,10 +32,18 @@ def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size):
     assert result.loss == pytest.approx(np.arange(1, 41).mean())
 
 
-def test_only_the_first_batches_are_read_when_asked():
+def test_a_part_of_the_split_is_taken_evenly_from_all_of_it():
     result = evaluate(ByTarget(), split(range(41)), CPU, context=4, batch_size=2, batches=1)
 
-    assert result.loss == pytest.approx(np.arange(1, 9).mean())
+    # ten windows, of which the first and the sixth
+    assert result.loss == pytest.approx(np.concatenate([np.arange(1, 5), np.arange(21, 25)]).mean())
+    assert result.bits_per_byte == pytest.approx(bits_per_byte(result.loss, 2.0))
+
+
+def test_more_batches_than_there_are_take_the_whole_split_once():
+    whole, more = (evaluate(ByTarget(), split(range(41)), CPU, context=4, batch_size=3, batches=n) for n in (None, 99))
+
+    assert more == whole
 
 
 def test_the_model_is_left_in_the_mode_it_was_in():

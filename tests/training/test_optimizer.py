@@ -44,6 +44,15 @@ def test_both_implementations_have_the_same_groups():
     assert names[0] == names[1]
 
 
+def test_adamws_settings_are_those_of_the_config():
+    cfg, model = gpt("optim.lr=0.002", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5", "optim.weight_decay=0.3")
+
+    groups = adamw(model, cfg.optim).param_groups
+
+    assert all((group["lr"], group["betas"], group["eps"]) == (0.002, (0.7, 0.8), 1e-5) for group in groups)
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+
+
 def test_frozen_parameters_are_left_out():
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)

@@ -72,6 +72,38 @@ def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
     assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}, {"step": 20, "train/loss": 1.0}]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_is_left_out_of_the_metrics(cfg, tmp_path, bad):
+    with open_run(cfg, tmp_path / "run", CPU) as run:
+        run.log(10, {"train/loss": 2.0, "train/grad_norm": bad})
+
+    assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("the real one")])
+def test_a_plot_that_fails_closes_wandb_and_hides_no_error(cfg, tmp_path, capsys, error):
+    codes = []
+
+    class FakeTracker:
+        finish = staticmethod(codes.append)
+
+    def fails():
+        raise OSError("disk full")
+
+    raised = None
+    try:
+        with open_run(cfg, tmp_path / "run", CPU) as run:
+            run.tracker, run.plot = FakeTracker(), fails
+            if error:
+                raise error
+    except Exception as caught:
+        raised = caught
+
+    assert raised is error
+    assert codes == [1 if error else 0]
+    assert "no plot: OSError: disk full" in capsys.readouterr().out
+
+
 def test_a_torn_last_line_does_not_hide_the_others(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "tra')
 

@@ -120,7 +120,7 @@ def test_what_the_device_can_not_do_is_refused_before_the_start(overrides, case)
 
 
 def test_fused_norms_run_on_a_cpu():
-    configs.load(["norm.impl=fused"], on=CPU)
+    assert configs.load(["norm.impl=fused"], on=CPU).norm.impl == "fused"
 
 
 def test_all_broken_rules_are_reported_at_once():

@@ -219,10 +219,11 @@ def test_settings_have_caches_of_their_own(text_config, tmp_path):
 
 
 def test_a_moved_corpus_is_found_again(text_config, notes, monkeypatch):
-    load_corpus(text_config, BPE, context=16)
+    built = load_corpus(text_config, BPE, context=16)
     text_config.files = [f"{notes.rename(notes.parent / 'moved')}/*.txt"]
     monkeypatch.setattr(data.corpora, "_build", no_build)
-    load_corpus(text_config, BPE, context=16)
+    found = load_corpus(text_config, BPE, context=16)
+    assert found.train.tokens.tolist() == built.train.tokens.tolist()
 
 
 def test_processes_that_load_at_once_get_the_same_corpus(text_config):
@@ -377,7 +378,11 @@ def test_the_rules_hold_without_a_command_line(text_config, settings, tokenizer,
 
 
 def test_a_char_tokenizer_has_no_use_for_a_vocabulary_size(text_config):
-    load_corpus(text_config, TokenizerConfig(kind=TokenizerKind.char, vocab_size=0), context=16)
+    sizes = {
+        load_corpus(text_config, TokenizerConfig(kind=TokenizerKind.char, vocab_size=size), context=16).tokenizer.vocab_size
+        for size in (0, 1024)
+    }
+    assert len(sizes) == 1 and sizes.pop() > 0
 
 
 def test_a_vocabulary_out_of_range_is_refused_before_files_are_sought(text_config):

@@ -280,3 +280,4 @@ def test_compiles_with_seeds_of_its_own(build, batch):
     model = build(dropout=0.1, layers=1)
     torch._dynamo.reset()
     torch.compile(model, backend="aot_eager", fullgraph=True)(*batch).backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())

@@ -27,6 +27,30 @@ def check_like_input(name: str, argument: str, t: Tensor | None, x: Tensor, acce
     check_device(name, argument, t, x)
 
 
+def check_buffers(
+    name: str, out: Tensor | None, residual_out: Tensor | None, x: Tensor, dtype: torch.dtype, residual_dtype: torch.dtype
+) -> None:
+    for argument, buffer, accepted in (("out", out, dtype), ("residual_out", residual_out, residual_dtype)):
+        if buffer is None:
+            continue
+        check_like_input(name, argument, buffer, x, (accepted,))
+        if not buffer.is_contiguous():
+            raise ValueError(
+                f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
+            )
+        if buffer.is_leaf and buffer.requires_grad:
+            raise ValueError(
+                f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()"
+            )
+    if out is not None and out is residual_out:
+        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
+
+
+def check_out_dtype(name: str, out_dtype: torch.dtype | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
+    if out_dtype is not None and out_dtype not in accepted:
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, accepted))}")
+
+
 def check_weight(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     if t is None:
         return

@@ -5,20 +5,36 @@ import triton.language as tl
 
 
 @triton.jit
-def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: tl.constexpr):
+def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr):
     """int1 [ROWS, BLOCK_N], true where kept, for rows (int64 [ROWS]) and BLOCK_N columns from first_col, a multiple of 8.
 
     The bits of `philox`: one call of seven rounds serves eight neighbouring columns, which is one 16-byte vector of bf16.
+    Where a thread holds VECTOR = 4 columns (16 bytes of fp32) it makes the call for itself and takes its half: cheaper than
+    to get the bits from the neighbour that has them.
     """
-    zero = tl.zeros([rows.shape[0], BLOCK_N // 8], tl.uint32)
-    group = first_col // 8 + tl.arange(0, BLOCK_N // 8)
-    c0 = zero + group[None, :].to(tl.uint32)
+    zero = tl.zeros([rows.shape[0], BLOCK_N // VECTOR], tl.uint32)
+    vector = zero + (first_col // VECTOR + tl.arange(0, BLOCK_N // VECTOR))[None, :].to(tl.uint32)
     c1 = zero + (rows & 0xFFFFFFFF)[:, None].to(tl.uint32)
     c2 = zero + (rows >> 32)[:, None].to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, zero + STREAM, 7)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, BLOCK_N / 8, 2, 2]; word = 2 · third index + fourth
+    if VECTOR == 8:
+        w0, w1, w2, w3 = tl.philox(seed, vector, c1, c2, zero + STREAM, 7)
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS, BLOCK_N / 8, 2, 2]; word = 2 · third index + fourth
+    else:
+        w0, w1, w2, w3 = tl.philox(seed, vector // 2, c1, c2, zero + STREAM, 7)
+        second = vector % 2 == 1
+        words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))  # [ROWS, BLOCK_N / 4, 2]
     halves = tl.join(words & 0xFFFF, words >> 16)  # draw j: low half of word j / 2 for even j, high half for odd
     return tl.reshape(halves, [rows.shape[0], BLOCK_N]).to(tl.int32) >= threshold
+
+
+@triton.jit
+def drop_block(b, seed, p_mask, rows, first_col, m, N, threshold, scale, STREAM: tl.constexpr, VECTOR: tl.constexpr):
+    """dropout of a block fp32 [ROWS, width] from first_col on; the mask goes to p_mask, bool [M, N], if there is one."""
+    m_keep = keep_block(seed, rows, first_col, threshold, STREAM, b.shape[1], VECTOR)
+    if p_mask is not None:
+        cols = first_col + tl.arange(0, b.shape[1])
+        tl.store(p_mask + rows[:, None] * N + cols[None, :], m_keep, mask=m)
+    return tl.where(m_keep, b * scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
@@ -32,7 +48,7 @@ def dropout_kernel(
     first_col = (tl.program_id(0) % blocks) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     m = (rows < M)[:, None] & (cols < N)[None, :]
-    m_keep = keep_block(tl.load(p_seed), rows, first_col, threshold, STREAM, BLOCK_N)
+    m_keep = keep_block(tl.load(p_seed), rows, first_col, threshold, STREAM, BLOCK_N, 8)
     if p_x is not None:
         b_x = tl.load(p_x + rows[:, None] * stride_x + cols[None, :], mask=m, other=0.0).to(tl.float32)
         tl.store(p_y + rows[:, None] * N + cols[None, :], tl.where(m_keep, b_x * scale, 0.0), mask=m)

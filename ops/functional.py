@@ -6,20 +6,12 @@ A superset of the interface of FlashAttention's Triton `layer_norm_fn`, argument
 import torch
 from torch import Tensor
 
-from . import reference, registration
+from . import direct, reference, registration
+from .autograd import apply_eagerly
 from .backend import runs_kernels
-from .checks import (
-    KERNEL_DTYPES,
-    REFERENCE_DTYPES,
-    check_dropout_p,
-    check_eps,
-    check_input,
-    check_like_input,
-    check_rowscale,
-    check_seed,
-    check_stream,
-    check_weight,
-)
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_buffers, check_dropout_p, check_input, check_seed, check_stream
+from .plan import Plan, Request, known_plan, make_plan
+from .records import Inputs, Outputs
 
 
 def layer_norm_fn(
@@ -76,56 +68,32 @@ def layer_norm_fn(
     Raises:
         ValueError, TypeError: shape, dtype, device, dropout_p or seed not as above; raised before anything is launched.
     """
-    name = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
-    kernels = runs_kernels(x.device) if isinstance(x, Tensor) else False
-    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
-    check_input(name, x, dtypes)
-    for argument, t in (("weight", weight), ("bias", bias), ("weight1", weight1), ("bias1", bias1)):
-        check_weight(name, argument, t, x, dtypes)
-    check_like_input(name, "residual", residual, x, dtypes)
-    check_like_input(name, "x1", x1, x, dtypes)
-    check_rowscale(name, "rowscale", rowscale, x, dtypes)
-    check_rowscale(name, "rowscale1", rowscale1, x, dtypes)
-    if rowscale1 is not None and x1 is None:
-        raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
-    check_dropout_p(name, "dropout_p", dropout_p)
-    check_eps(name, eps)
-    check_seed(name, seed, x.device)
-    residual_dtype = _residual_dtype(x, residual, residual_in_fp32)
-    out_dtype = _out_dtype(name, x, out, out_dtype, dtypes)
-    _check_buffer(name, "out", out, x, out_dtype)
-    _check_buffer(name, "residual_out", residual_out, x, residual_dtype)
-    if out is not None and out is residual_out:
-        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
-
-    shape = x.shape
-    x = x.reshape(-1, shape[-1])
-    residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in (residual, x1))
-    rowscale, rowscale1 = (None if t is None else t.reshape(-1) for t in (rowscale, rowscale1))
-    seed = _seed_tensor(seed, x.device) if dropout_p > 0.0 else None
-
-    run = _run_kernels if kernels else _run_reference
-    y, y1, r, mask, mask1 = run(
-        (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed),
-        eps=eps,
-        dropout_p=dropout_p,
-        zero_centered_weight=zero_centered_weight,
-        is_rms_norm=is_rms_norm,
-        out_dtype=out_dtype,
-        residual_dtype=residual_dtype,
-        prenorm=prenorm,
-        return_mask=return_dropout_mask,
-        out=out,
-        residual_out=residual_out,
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
+    keeps_residual = prenorm or residual_out is not None
+    request = Request(
+        eps, dropout_p, zero_centered_weight, is_rms_norm, keeps_residual, residual_in_fp32, return_dropout_mask, out_dtype
     )
+    eager = direct.is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
+    plan = (known_plan if eager else make_plan)(tensors, request, kernels)
+    if out is not None or residual_out is not None:
+        check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
 
-    results = [out if out is not None else y.view(shape)]
-    if y1 is not None:
-        results.append(y1.view(shape))
+    inputs = Inputs(*tensors[:9], _seed_tensor(seed, x.device) if plan.drops else None)
+    if kernels:
+        outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
+    else:
+        outputs = _run_reference(inputs, plan, out, residual_out)
+
+    results: list = [outputs.y if out is None else out]
+    if plan.returns_y1:
+        results.append(outputs.y1)
     if prenorm:
-        results.append(residual_out if residual_out is not None else r.reshape(shape))
+        results.append(outputs.r if residual_out is None else residual_out)
     if return_dropout_mask:
-        results += [None if t is None else t.view(shape) for t in (mask, mask1)]
+        results += _masks(inputs, outputs, plan)
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -206,87 +174,66 @@ def dropout_mask(
     return reference.keep_mask(seed, rows, cols, p, stream)
 
 
-def _run_kernels(tensors, *, prenorm, return_mask, out, residual_out, **how):
-    x, residual, x1, _, _, weight1, bias1, rowscale, _, seed = tensors
-    adds = residual is not None or x1 is not None or seed is not None or rowscale is not None
-    differs = adds or how["residual_dtype"] != x.dtype
-    keeps_mask = return_mask and seed is not None
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*tensors, out, residual_out))
-
-    if training or (out is None and residual_out is None):
-        y, y1, r, _, mask, mask1 = registration.norm_forward(
-            *tensors, **how,
-            # Backward normalises r again; without anything added it finds the same numbers in x.
-            store_residual=(adds and training) or (differs and (prenorm or residual_out is not None)),
-            store_stats=training, return_mask=keeps_mask,
-        )  # fmt: skip
-        # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
-        r = _fill(out, residual_out, y, r if differs else x, r_is_x=not differs)
+def _run_kernels(
+    inputs: Inputs, plan: Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
+) -> Outputs:
+    if torch.is_grad_enabled() and _requires_grad(*inputs, out, residual_out):
+        if eager:
+            outputs = Outputs(*apply_eagerly(True, plan.training, *inputs))
+        else:
+            outputs = Outputs(*registration.norm_forward(*inputs, *plan.training))
+    elif out is None and residual_out is None:
+        if eager:
+            outputs = direct.norm_forward(inputs, plan.inference)
+        else:
+            outputs = Outputs(*registration.norm_forward(*inputs, *plan.inference))
     else:
-        out_dtype = how.pop("out_dtype")
-        y = out.view(x.shape) if out is not None else x.new_empty(x.shape, dtype=out_dtype)
-        r = None
-        if prenorm or residual_out is not None:
-            r = residual_out.view(x.shape) if residual_out is not None else x.new_empty(x.shape, dtype=how["residual_dtype"])
-        y1, mask, mask1 = registration.norm_forward_out(*tensors, y, r, **how, return_mask=keeps_mask)
-    has_y1 = weight1 is not None or bias1 is not None
-    return y, y1 if has_y1 else None, r, *_all_kept(x, x1, mask, mask1, return_mask, keeps_mask)
+        return _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out)
+    # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
+    return _fill(out, residual_out, outputs._replace(r=inputs.x) if plan.r_is_x else outputs, plan)
 
 
-def _run_reference(tensors, *, prenorm, return_mask, out, residual_out, **how):
-    x, residual, x1, _, _, _, _, rowscale, _, seed = tensors
-    y, y1, r, mask, mask1 = reference.norm(*tensors, **how)
-    adds = residual is not None or x1 is not None or seed is not None or rowscale is not None
-    r = _fill(out, residual_out, y, r, r_is_x=not adds and r.dtype == x.dtype)
-    return y, y1, r, *_all_kept(x, x1, mask, mask1, return_mask, mask is not None)
+def _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out) -> Outputs:
+    y = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.out_dtype) if out is None else out
+    r = residual_out
+    if prenorm and r is None:
+        r = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.residual_dtype)
+    options = plan.inference._replace(store_residual=r is not None)
+    if eager:
+        outputs = direct.norm_forward_out(inputs, y, r, options)
+        for buffer in (out, residual_out):
+            if buffer is not None:
+                torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
+        return outputs
+    y1, mask, mask1 = registration.norm_forward_out(y, r, *inputs, *options)
+    return Outputs(y, y1, r, None, mask, mask1)
 
 
-def _fill(out: Tensor | None, residual_out: Tensor | None, y: Tensor, r: Tensor, r_is_x: bool) -> Tensor:
-    """Copies the results into the caller's buffers; r, safe from what is written to `out`, which may be x itself."""
-    if residual_out is not None:
-        residual_out.copy_(r.view(residual_out.shape))
+def _run_reference(inputs: Inputs, plan: Plan, out: Tensor | None, residual_out: Tensor | None) -> Outputs:
+    return _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
+
+
+def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: Plan) -> Outputs:
+    """Copies the results into the caller's buffers; r is made safe from what is written to `out`, which may be x itself."""
+    if residual_out is not None and outputs.r is not None:
+        residual_out.copy_(outputs.r)
     if out is not None:
-        if r_is_x:
-            r = r.clone()
-        out.copy_(y.view(out.shape))
-    return r
+        if plan.r_is_x and outputs.r is not None:
+            outputs = outputs._replace(r=outputs.r.clone())
+        out.copy_(outputs.y)
+    return outputs
 
 
-def _all_kept(x, x1, mask, mask1, return_mask, dropped):
-    """The masks as the caller gets them; without dropout all was kept."""
-    if not return_mask:
-        return None, None
-    if not dropped:
-        mask, mask1 = (None if t is None else torch.ones(t.shape, dtype=torch.bool, device=t.device) for t in (x, x1))
-    return mask, mask1 if x1 is not None else None
+def _masks(inputs: Inputs, outputs: Outputs, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+    """The masks as the caller gets them: without dropout all was kept."""
+    mask, mask1 = outputs.mask, outputs.mask1
+    if not plan.drops:
+        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (inputs.x, inputs.x1))
+    return mask, mask1 if inputs.x1 is not None else None
 
 
-def _residual_dtype(x: Tensor, residual: Tensor | None, residual_in_fp32: bool) -> torch.dtype:
-    if residual is not None:
-        return residual.dtype
-    return torch.promote_types(x.dtype, torch.float32) if residual_in_fp32 else x.dtype
-
-
-def _out_dtype(name, x, out, out_dtype, dtypes):
-    if out_dtype is None:
-        return x.dtype if out is None else out.dtype
-    if out_dtype not in dtypes:
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
-    return out_dtype
-
-
-def _check_buffer(name, argument, buffer, x, dtype):
-    if buffer is None:
-        return
-    check_like_input(name, argument, buffer, x, (dtype,))
-    if not buffer.is_contiguous():
-        raise ValueError(
-            f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
-        )
-    if buffer.is_leaf and buffer.requires_grad:
-        raise ValueError(
-            f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()"
-        )
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return True in [t.requires_grad for t in tensors if t is not None]  # half the host time of any()
 
 
 def _seed_tensor(seed: Tensor | int | None, device: torch.device) -> Tensor:

@@ -1,141 +1,273 @@
-"""From tensors to a launch: picks the tile, sets the flags, starts the kernels. Tensors are [M, N] with unit last stride."""
+"""From records to launches: picks the tile, sets the flags, starts the kernels."""
 
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backward_kernels import finish_weight_gradients_kernel, norm_backward_kernel
 from .dropout_kernels import dropout_kernel
-from .kernels import finish_weight_gradients_kernel, norm_backward_kernel, norm_forward_kernel
+from .forward_kernels import norm_forward_kernel
+from .launcher import Launcher
 from .philox import drop_threshold, keep_scale
-from .tiling import backward_tile, forward_tile
+from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, by_name
+from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, registers
+
+R = TypeVar("R", Inputs, BackwardInputs)
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    x1: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight1: Tensor | None,
-    bias1: Tensor | None,
-    rowscale: Tensor | None,
-    rowscale1: Tensor | None,
-    seed: Tensor | None,
-    y: Tensor,
-    y1: Tensor | None,
-    r: Tensor | None,
-    stats: Tensor | None,
-    mask: Tensor | None,
-    mask1: Tensor | None,
-    *,
-    eps: float,
-    dropout_p: float,
-    zero_centered_weight: bool,
-    is_rms_norm: bool,
-    residual_dtype: torch.dtype,
-) -> None:
-    """Fills y and those of y1, r, stats, mask and mask1 that are there."""
-    M, N = x.shape
-    if M == 0:
-        return
-    tile = forward_tile(N, residual is not None)
-    with _on(x.device):
-        norm_forward_kernel[(triton.cdiv(M, tile.rows),)](
-            x, x1, residual, rowscale, rowscale1, weight, bias, weight1, bias1, seed,
-            y, y1, r, stats, mask, mask1,
-            M, N, x.stride(0), _stride(x1), _stride(residual), y.stride(0), _stride(y1), _stride(r),
-            eps, drop_threshold(dropout_p), keep_scale(dropout_p),
-            ROWS=tile.rows, BLOCK_N=tile.block_n, LOOPED=tile.block_n < N, EVEN_N=tile.block_n == N,
-            RESIDUAL_DTYPE=_TRITON_DTYPE[residual_dtype], IS_RMS=is_rms_norm, DROPOUT=dropout_p > 0.0,
-            ZERO_CENTERED=zero_centered_weight, num_warps=tile.warps,
-        )  # fmt: skip
+def norm_forward(inputs: Inputs, outputs: Outputs, options: Options) -> None:
+    """Fills the outputs that are there; they are contiguous."""
+    shape, device = inputs.x.shape, inputs.x.device
+    inputs, strides = _dense(inputs)
+    x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = inputs
+    y, y1, r, stats, mask, mask1 = outputs
+    start, slices = _forward(options, shape, device, _dtypes(inputs), strides)
+    start(
+        x, x1, residual, rowscale, rowscale1, weight, bias, weight1, bias1, seed,
+        y, y1, r, stats, mask, mask1, _board(x, slices),
+    )  # fmt: skip
 
 
-def norm_backward(
-    dy: Tensor | None,
-    dy1: Tensor | None,
-    dr: Tensor | None,
-    r: Tensor,
-    x: Tensor | None,
-    x1: Tensor | None,
-    weight: Tensor | None,
-    weight1: Tensor | None,
-    rowscale: Tensor | None,
-    rowscale1: Tensor | None,
-    stats: Tensor,
-    seed: Tensor | None,
-    dz: Tensor | None,
-    dx: Tensor | None,
-    dx1: Tensor | None,
-    drowscale: Tensor | None,
-    drowscale1: Tensor | None,
-    weight_gradients: Tensor,
-    wanted: list[bool],
-    *,
-    dropout_p: float,
-    zero_centered_weight: bool,
-    is_rms_norm: bool,
-) -> None:
-    """Fills those of dz, dx, dx1, drowscale and drowscale1 that are there, and weight_gradients [sum(wanted), N].
+class _Forward(NamedTuple):
+    start: Launcher
+    slices: int  # programs that share a row
 
-    wanted: which of dweight, dbias, dweight1, dbias1 to compute, in that order.
-    """
-    M, N = r.shape
-    if M == 0:
-        weight_gradients.zero_()
-        return
-    tile = backward_tile(N, dr is not None)
+
+@lru_cache(maxsize=1024)
+def _forward(options: Options, shape: torch.Size, device: torch.device, dtypes: tuple, strides: tuple | None) -> _Forward:
+    """dtypes: those of the inputs, None for an absent one; strides: as `_dense` gives them."""
+    M, N = prod(shape[:-1]), shape[-1]
+    stride, given = by_name(Inputs, _strides(N, dtypes, strides)), by_name(Inputs, dtypes)
+    loaded = (given.x, given.x1, given.residual)
+    work = Work(
+        rms=options.is_rms_norm,
+        residual=given.residual is not None,
+        dropout=options.dropout_p > 0.0,
+        vector=_vector(*loaded, options.out_dtype, options.residual_dtype),
+        loaded_bytes=_bytes(*loaded),
+        weight_bytes=_bytes(given.weight, given.bias, given.weight1, given.bias1),
+        splittable=True,
+    )
+    tile = forward_tile(N, work, device_facts(device))
     tiles = triton.cdiv(M, tile.rows)
-    programs = min(tiles, _multiprocessors(r.device) * tile.programs_per_sm)
-    count = weight_gradients.shape[0]
-    partial = torch.empty((programs, count, N), dtype=torch.float32, device=r.device)
-    slots = iter(range(count))
-    dweight, dbias, dweight1, dbias1 = (partial[:, next(slots)] if want else None for want in wanted)
-    with _on(r.device):
-        norm_backward_kernel[(programs,)](
-            dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed,
-            dz, dx, dx1, drowscale, drowscale1, dweight, dbias, dweight1, dbias1,
-            M, N, tiles, _stride(dy), _stride(dy1), _stride(dr), r.stride(0), _stride(x), _stride(x1), count * N,
-            drop_threshold(dropout_p), keep_scale(dropout_p),
-            ROWS=tile.rows, BLOCK_N=tile.block_n, LOOPED=tile.block_n < N, EVEN_N=tile.block_n == N, STAGES=tile.stages,
-            IS_RMS=is_rms_norm, DROPOUT=dropout_p > 0.0, ZERO_CENTERED=zero_centered_weight, num_warps=tile.warps,
-        )  # fmt: skip
-        if count:
-            finish_weight_gradients_kernel[(triton.cdiv(count * N, 32),)](
-                partial, weight_gradients, programs, count * N, BLOCK_P=32, BLOCK_N=32, num_warps=4
-            )
+    start = Launcher(
+        norm_forward_kernel,
+        _programs(tile, tiles, device),
+        (
+            M, N, tiles, stride.x, stride.x1, stride.residual, N, N, N,  # the outputs are contiguous
+            options.eps, drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
+        ),
+        device,
+        RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
+        OFFSET=float(options.zero_centered_weight), **_constants(tile, N, work),
+    )  # fmt: skip
+    return _Forward(start, tile.slices)
+
+
+def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: BackwardOptions) -> None:
+    """Fills the gradients that are there; they are contiguous."""
+    shape, device = inputs.r.shape, inputs.r.device
+    inputs, strides = _dense(inputs)
+    dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = inputs
+    dz, dx, dx1, drowscale, drowscale1, weights = gradients
+    if r.numel() == 0:
+        if weights is not None:
+            weights.zero_()
+        return
+    launch = _backward(options, shape, device, _dtypes(inputs), strides)
+    count, N = sum(options.wanted), shape[-1]
+    dweight = dbias = dweight1 = dbias1 = None
+    if weights is not None:
+        partial = weights.new_empty((launch.partials, count, N), dtype=torch.float32)
+        slots = iter((partial,) if count == 1 else partial.unbind(1))
+        dweight, dbias, dweight1, dbias1 = (next(slots) if want else None for want in options.wanted)
+    launch.gradients(
+        dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed,
+        dz, dx, dx1, drowscale, drowscale1, dweight, dbias, dweight1, dbias1, _board(r, launch.slices),
+    )  # fmt: skip
+    if weights is not None:
+        launch.finish(partial, weights)
+
+
+class _Backward(NamedTuple):
+    partials: int  # sums of every weight gradient to be added up, one for each group of programs that share a row
+    slices: int  # programs that share a row
+    gradients: Launcher
+    finish: Launcher
+
+
+@lru_cache(maxsize=1024)
+def _backward(
+    options: BackwardOptions, shape: torch.Size, device: torch.device, dtypes: tuple, strides: tuple | None
+) -> _Backward:
+    """dtypes: those of the inputs, None for an absent one; strides: as `_dense` gives them."""
+    M, N = prod(shape[:-1]), shape[-1]
+    stride = by_name(BackwardInputs, _strides(N, dtypes, strides))
+    given = by_name(BackwardInputs, dtypes)
+    loaded = (given.dy, given.dy1, given.dr, given.r, given.x, given.x1)
+    work = Work(
+        rms=options.is_rms_norm,
+        residual=given.dr is not None,
+        dropout=options.dropout_p > 0.0,
+        vector=_vector(*loaded, options.dz_dtype, options.dx_dtype, options.dx1_dtype),
+        loaded_bytes=_bytes(*loaded),
+        weight_bytes=_bytes(given.weight, given.weight1),
+        # The programs of a split row exchange the sums of one upstream gradient, and of nothing else.
+        splittable=given.dy is not None and given.dy1 is None and given.x is None and given.x1 is None,
+    )
+    facts = device_facts(device)
+    tile = backward_tile(N, work, facts)
+    tiles = triton.cdiv(M, tile.rows)
+    programs = _programs(tile, tiles, device)
+    width = sum(options.wanted) * N
+    gradients = Launcher(
+        norm_backward_kernel,
+        programs,
+        (
+            M, N, tiles, stride.dy, stride.dy1, stride.dr, stride.r, stride.x, stride.x1, width,
+            drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
+        ),
+        device,
+        # From this width on a thread holds all rows of its columns.
+        FOLD=32 * tile.warps * work.vector,
+        IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
+        **_constants(tile, N, work),
+    )  # fmt: skip
+    partials = programs // tile.slices
+    # As many partial sums at once as there are on a large batch: fewer, and a small kernel waits for memory several times.
+    block_p = min(512, triton.next_power_of_2(facts.multiprocessors * tile.programs_per_sm // tile.slices))
+    block_n = max(8, min(256, 4096 // block_p))
+    finish = Launcher(
+        finish_weight_gradients_kernel,
+        triton.cdiv(width, block_n),
+        (partials, width),
+        device,
+        BLOCK_P=block_p,
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return _Backward(partials, tile.slices, gradients, finish)
+
+
+def _constants(tile: Tile, N: int, work: Work) -> dict[str, Any]:
+    """The constexprs and launch options that both kernels take from the tile."""
+    constants = {
+        "ROWS": tile.rows,
+        "BLOCK_N": tile.block_n,
+        "TAIL_N": tile.tail_n,
+        "SLICES": tile.slices,
+        "SLICES_POW2": triton.next_power_of_2(tile.slices),
+        "LOOPED": tile.looped(N),
+        "EVEN_N": tile.width == N,
+        "VECTOR": work.vector,
+        "STAGES": tile.stages,
+        "HOLD": tile.hold_weights,
+        "num_warps": tile.warps,
+    }
+    if tile.slices > 1:
+        constants |= {"launch_cooperative_grid": True, "maxnreg": registers(tile)}
+    return constants
+
+
+def _programs(tile: Tile, tiles: int, device: torch.device) -> int:
+    if tile.programs_per_sm == 0:
+        return tiles
+    groups = device_facts(device).multiprocessors * tile.programs_per_sm // tile.slices
+    return min(tiles, groups) * tile.slices
+
+
+def _board(like: Tensor, slices: int) -> Tensor | None:
+    """What the programs that share rows write their sums on: int64 [M, slices], −1 where nothing is written yet."""
+    if slices == 1:
+        return None
+    return torch.full((like.numel() // like.shape[-1], slices), -1, dtype=torch.int64, device=like.device)
+
+
+def _vector(*dtypes: torch.dtype | None) -> int:
+    """Elements in 16 bytes of the widest."""
+    return 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None)
+
+
+def _bytes(*dtypes: torch.dtype | None) -> int:
+    return sum(dtype.itemsize for dtype in dtypes if dtype is not None)
 
 
 def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) -> None:
     """y [M, N] = dropout(x), or the mask of what is kept where there is no x."""
     M, N = y.shape
-    if M == 0:
-        return
     block_n = min(1024, max(16, triton.next_power_of_2(N)))
     rows = max(1, 2048 // block_n)
-    with _on(y.device):
-        dropout_kernel[(triton.cdiv(M, rows) * triton.cdiv(N, block_n),)](
-            x, y, seed, M, N, _stride(x), drop_threshold(p), keep_scale(p),
-            STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4,
-        )  # fmt: skip
+    launch = Launcher(
+        dropout_kernel,
+        triton.cdiv(M, rows) * triton.cdiv(N, block_n),
+        (M, N, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p)),
+        y.device,
+        STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    launch(x, y, seed)
 
 
-def _stride(t: Tensor | None) -> int:
-    return 0 if t is None else t.stride(0)
+def _dtypes(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if t is None else t.dtype for t in tensors])
 
 
-def _on(device: torch.device):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+# The fields that are read row by row; the others are small and read from end to end.
+_ROWS = {"x", "x1", "residual", "dy", "dy1", "dr", "r"}
+
+
+def _dense(record: R) -> tuple[R, tuple[int, ...] | None]:
+    """The tensors as the kernels read them, and the distances between their rows, or None if all are contiguous.
+
+    Rows may lie apart; the elements of a row (or of a weight) may not, and the leading dimensions must fold into one.
+    """
+    for t in record:
+        if t is not None and not t.is_contiguous():
+            break
+    else:
+        return record, None
+    tensors: list[Tensor | None] = []
+    strides = []
+    for name, t in zip(record._fields, record, strict=True):
+        if t is None or name not in _ROWS:
+            tensors.append(t if t is None else t.contiguous())
+            strides.append(0)
+        else:
+            rows = t.reshape(-1, t.shape[-1])
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            tensors.append(rows)
+            strides.append(rows.stride(0))
+    return by_name(type(record), tensors), tuple(strides)
+
+
+def _strides(N: int, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...] | None) -> tuple[int, ...]:
+    return strides or tuple(0 if dtype is None else N for dtype in dtypes)
 
 
 @lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    """Cached: asking the driver costs more than a launch. The interpreter gets two, so that partial sums are really summed."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+def device_facts(device: torch.device) -> Device:
+    """Cached: asking the driver costs more than a launch."""
+    if device.type != "cuda":
+        # The interpreter: two multiprocessors, so that partial sums are really summed; its programs run one after another.
+        return replace(H200, multiprocessors=2, cooperative=False)
+    facts = torch.cuda.get_device_properties(device)
+    return Device(
+        multiprocessors=facts.multi_processor_count,
+        shared_memory=getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block,
+        threads=facts.max_threads_per_multi_processor,
+        warp_size=facts.warp_size,
+        cooperative=torch.version.hip is None,
+    )
+
+
+def forget() -> None:
+    """Drops the remembered launches; for tests that change what they were made of."""
+    _forward.cache_clear()
+    _backward.cache_clear()

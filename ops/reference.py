@@ -4,7 +4,7 @@ Differentiable, any device, any float dtype; computes in fp32, or in fp64 where 
 the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on the CPU, where
 nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 
-    z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual
+    z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual     scaled by 0, even NaN is 0
     r = z rounded to the residual dtype
     x̂ = (r − mean(r)) / √(var(r) + eps)      LayerNorm, biased variance
     x̂ = r / √(mean(r²) + eps)                RMSNorm
@@ -16,57 +16,66 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .philox import keep_mask, keep_scale
+from .records import Inputs, Options, Outputs, by_name
 
 
-def norm(
-    x: Tensor,
-    residual: Tensor | None,
-    x1: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    weight1: Tensor | None,
-    bias1: Tensor | None,
-    rowscale: Tensor | None,
-    rowscale1: Tensor | None,
-    seed: Tensor | None,
-    *,
-    eps: float,
-    dropout_p: float,
-    zero_centered_weight: bool,
-    is_rms_norm: bool,
-    out_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """y, y1, r, mask, mask1 for x [M, N]; what was not asked for is None. Arguments as checked by `functional`."""
-    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+def norm(inputs: Inputs, options: Options) -> Outputs:
+    """All but the statistics, for checked inputs; r is there whether or not it is to be stored."""
+    shape = inputs.x.shape
+    x = inputs.x.reshape(-1, shape[-1])
+    residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in inputs[1:3])
+    weight, bias, weight1, bias1 = inputs[3:7]
+    rowscale, rowscale1 = (None if t is None else t.reshape(-1) for t in inputs[7:9])
+    double = any(t is not None and t.dtype == torch.float64 for t in inputs)
     compute = torch.float64 if double else torch.float32
 
-    z, mask = dropout(scale_rows(x.to(compute), rowscale), dropout_p, seed, stream=0)
+    z, mask = dropout(scale_rows(x.to(compute), rowscale), options.dropout_p, inputs.seed, stream=0)
     mask1 = None
     if x1 is not None:
-        z1, mask1 = dropout(scale_rows(x1.to(compute), rowscale1), dropout_p, seed, stream=1)
+        z1, mask1 = dropout(scale_rows(x1.to(compute), rowscale1), options.dropout_p, inputs.seed, stream=1)
         z = z + z1
     if residual is not None:
         z = z + residual.to(compute)
-    r = z.to(residual_dtype)
+    r = z.to(options.residual_dtype)
 
     # Normalise what is stored: the statistics come from the rounded sum, as backward and every later reader see it.
     def normalise(weight: Tensor | None, bias: Tensor | None) -> Tensor:
         weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
-        if weight is not None and zero_centered_weight:
+        if weight is not None and options.zero_centered_weight:
             weight = weight + 1.0
-        if not is_rms_norm:
-            return F.layer_norm(r.to(compute), r.shape[-1:], weight, bias, eps).to(out_dtype)
-        y = F.rms_norm(r.to(compute), r.shape[-1:], weight, eps)
-        return (y if bias is None else y + bias).to(out_dtype)
+        if not options.is_rms_norm:
+            return F.layer_norm(r.to(compute), r.shape[-1:], weight, bias, options.eps).to(options.out_dtype)
+        y = F.rms_norm(r.to(compute), r.shape[-1:], weight, options.eps)
+        return (y if bias is None else y + bias).to(options.out_dtype)
 
     y1 = normalise(weight1, bias1) if weight1 is not None or bias1 is not None else None
-    return normalise(weight, bias), y1, r, mask, mask1
+    results = (normalise(weight, bias), y1, r, None, mask, mask1)
+    return by_name(Outputs, (None if t is None else t.view(shape) for t in results))
 
 
 def scale_rows(x: Tensor, rowscale: Tensor | None) -> Tensor:
-    return x if rowscale is None else x * rowscale.to(x.dtype)[:, None]
+    return x if rowscale is None else _ScaleRows.apply(x, rowscale.to(x.dtype)[:, None])
+
+
+class _ScaleRows(torch.autograd.Function):
+    """x [M, N] · scale [M, 1]. A row with a scale of 0 counts as zeros, whatever it holds, and its gradient is zero; the scale
+    has its gradient all the same."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, scale):
+        return torch.where(scale == 0.0, 0.0, x * scale)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dz):
+        x, scale = ctx.saved_tensors
+        dx = torch.where(scale == 0.0, 0.0, dz * scale) if ctx.needs_input_grad[0] else None
+        return dx, (dz * x).sum(1, keepdim=True) if ctx.needs_input_grad[1] else None
 
 
 def dropout(x: Tensor, p: float, seed: Tensor | None, stream: int) -> tuple[Tensor, Tensor | None]:

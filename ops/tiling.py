@@ -1,73 +1,502 @@
 """Tile shapes: which launch a width gets. Plain data, importable and testable without a GPU or Triton.
 
-The kernels work on tiles of `rows` × `block_n` elements. A row that fits one tile is held in registers between its statistics
-and its output; a wider row is looped over in blocks of `block_n` columns and read twice, the second time from L2.
+The kernels work on tiles of `rows` × `block_n` elements, held in registers between their statistics and their output:
 
-Measured on an H200: 32768 rows of bf16, weights fp32, share of copy bandwidth for LN without residual, add+RMS with a bf16
-residual stream, dropout+add+LN with an fp32 one.
+    one tile      block_n is the power of two from the width up
+    two tiles     a row as block_n + tail_n columns, where that idles fewer lanes: 768 = 512 + 256, 5120 = 4096 + 1024
+    split         a row over `slices` programs of block_n columns each, which exchange their sums; needs a cooperative launch
+    looped        block_n columns at a time, the row read twice; for rows that are none of the above
+
+`python -m benchmarks.tune` measures what TABLE holds and prints it anew for another GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class ForwardTile:
+class Tile:
     rows: int  # rows in a tile
     block_n: int  # columns in a tile: a power of two
+    tail_n: int  # columns in a second tile beside it: a power of two, or 0
+    slices: int  # programs that share a row
     warps: int
+    stages: int  # tiles in flight, the one at work included; those to come wait in shared memory
+    programs_per_sm: int  # persistent programs, each striding over tiles; 0: one program for each tile, no persistence
+    hold_weights: bool  # weights stay in registers from tile to tile, or are read again for each
+
+    @property
+    def width(self) -> int:
+        return self.block_n * self.slices + self.tail_n
+
+    def looped(self, n: int) -> bool:
+        return self.width < n
 
 
 @dataclass(frozen=True)
-class BackwardTile:
-    rows: int  # rows in a tile; weight gradients are kept in registers as [rows, block_n]
-    block_n: int  # columns in a tile: a power of two
-    warps: int
-    stages: int  # software pipeline depth of the loop over row tiles
-    programs_per_sm: int  # persistent programs, each of which writes one partial row of every weight gradient
+class Work:
+    """What a launch does to each column, as far as it decides the tile."""
+
+    rms: bool
+    residual: bool  # forward: a residual is added; backward: the residual stream has a gradient
+    dropout: bool
+    vector: int  # elements in 16 bytes of the widest tensor: 8 in bf16 and fp16, 4 where one is fp32
+    loaded_bytes: int  # read for each element of a tile
+    weight_bytes: int  # read for each column
+    splittable: bool  # whether the kernel can do this with a row split over programs
+
+    @property
+    def kind(self) -> tuple[str, str, int]:
+        """As TABLE knows it: norm, work, vector."""
+        norm = "rms" if self.rms else "ln"
+        work = "dropout" if self.dropout else "add" if self.residual or self.vector == 4 else "norm"
+        return norm, work, self.vector
 
 
-# Widest row in one tile. Forward at 32768: LN 0.14 in one tile, 0.53 looped. Backward at 16384: add+RMS 0.75 in one tile,
-# 0.43 looped; past it registers spill.
-FORWARD_SINGLE_TILE = 16384
-BACKWARD_SINGLE_TILE = 16384
-LOOPED_BLOCK_N = 4096
-
-# One Philox call serves eight columns; below 16 a row of bf16 is less than a sector of memory in any case.
-MIN_BLOCK_N = 16
-
-
-def forward_tile(n: int, residual: bool) -> ForwardTile:
-    """The forward launch for rows of n features, with or without a residual stream."""
-    if n > FORWARD_SINGLE_TILE:
-        return ForwardTile(rows=1, block_n=LOOPED_BLOCK_N, warps=8)
-    block_n = _power_of_2_from(n)
-    if residual:
-        # N=768, dropout+add+LN: 2 rows 0.94, 4 rows 0.83. N=4096: 1 row 0.97.
-        rows = max(1, min(32, 2048 // block_n))
-        return ForwardTile(rows, block_n, warps=max(4, block_n // 1024))
-    # Every program reads the weights too, as many bytes as four rows of bf16. N=4096, LN: 4 rows 0.92, 1 row 0.70.
-    rows = max(2 if block_n > 8192 else 4, min(32, 4096 // block_n))
-    return ForwardTile(rows, block_n, warps=max(4, min(16, rows * block_n // 2048)))
+@dataclass(frozen=True)
+class Device:
+    multiprocessors: int
+    shared_memory: int  # bytes that one program may have
+    threads: int  # that one multiprocessor runs at a time
+    warp_size: int
+    cooperative: bool  # launches whose programs wait for each other; there is inline PTX in it, so NVIDIA only
 
 
-def backward_tile(n: int, residual: bool) -> BackwardTile:
-    """The backward launch for rows of n features, with or without a residual stream."""
-    if n > BACKWARD_SINGLE_TILE:
-        return BackwardTile(rows=1, block_n=LOOPED_BLOCK_N, warps=8, stages=1, programs_per_sm=2)
-    block_n = _power_of_2_from(n)
-    # Without a residual, N=2048, LN: 2 rows 0.91, 1 row 0.75. With one, N=1600, dropout+add+LN: 1 row 0.96, 4 rows 0.94.
-    elements = 2048 if residual else 4096
-    rows = max(1 if residual or block_n > 4096 else 2, min(32, elements // block_n))
-    return BackwardTile(
-        rows,
-        block_n,
-        warps=max(4, min(16, block_n // 512)),
-        # Three tiles in flight fill the shared memory of a SM up to 8192 columns.
-        stages=3 if block_n <= 8192 else 2,
-        # Two programs a SM hide each other's reductions while both fit. N=768, dropout+add+LN: 0.91 against 0.84 with one.
-        programs_per_sm=2 if block_n <= 2048 else 1,
-    )
+H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True)
+
+REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
+LOOPED = Tile(rows=1, block_n=4096, tail_n=0, slices=1, warps=8, stages=1, programs_per_sm=2, hold_weights=False)
+MIN_BLOCK_N = 16  # one Philox call serves eight columns; below 16 a row of bf16 is less than a sector of memory in any case
 
 
-def _power_of_2_from(n: int) -> int:
+def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
+    """The forward launch for rows of n features."""
+    return _tile("forward", n, work, device)
+
+
+def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
+    """The backward launch for rows of n features."""
+    return _tile("backward", n, work, device)
+
+
+def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
+    entries = TABLE[direction, *work.kind]
+    up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
+    if tile.slices > 1:
+        tile = replace(tile, slices=-(-n // tile.block_n))
+        tile = fit(tile, work, device)
+        if not (work.splittable and device.cooperative) or tile.slices > device.multiprocessors * tile.programs_per_sm:
+            return LOOPED
+        return tile
+    # Where one tile was the faster for a width that would have made two, so it is for those below.
+    block_n, tail_n = (tile.block_n, 0) if up_to < tile.block_n else row_blocks(n)
+    return fit(replace(tile, block_n=block_n, tail_n=tail_n), work, device)
+
+
+def one_block(n: int) -> int:
     return max(MIN_BLOCK_N, 1 << (n - 1).bit_length())
+
+
+def row_blocks(n: int) -> tuple[int, int]:
+    """block_n and tail_n for a row of n columns in registers: two tiles where they idle fewer lanes than one.
+
+    1600 is 1024 + 1024 or 2048, and one tile has the shorter code.
+    """
+    whole = one_block(n)
+    head = whole // 2
+    tail = max(MIN_BLOCK_N, 1 << (n - head - 1).bit_length()) if n > head else 0
+    return (head, tail) if n >= 512 and head + tail < whole else (whole, 0)
+
+
+def fit(tile: Tile, work: Work, device: Device) -> Tile:
+    """The tile with what another GPU has less of than the one it was measured on: shared memory, threads, wide warps."""
+    if device.warp_size == 64:
+        tile = replace(tile, warps=max(1, tile.warps // 2))
+    threads = tile.warps * device.warp_size
+    programs = min(tile.programs_per_sm, device.threads // threads)
+    tile = replace(tile, programs_per_sm=programs)
+    while tile.stages > 1 and max(1, programs) * staged_bytes(tile, work) > device.shared_memory:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def staged_bytes(tile: Tile, work: Work) -> int:
+    """Shared memory of one program: the tiles in flight, and room for its reductions."""
+    columns = tile.block_n + tile.tail_n
+    loaded = tile.rows * work.loaded_bytes + (0 if tile.hold_weights else work.weight_bytes)
+    return (tile.stages - 1) * columns * loaded + 2048
+
+
+def registers(tile: Tile) -> int | None:
+    """The most registers that a thread may have if all programs are to be resident; None: as the compiler likes."""
+    if tile.slices == 1:
+        return None
+    most = REGISTERS // (tile.warps * 32 * tile.programs_per_sm) // 8 * 8
+    return most if most < 255 else None
+
+
+# The tile of every row up to a width, by direction, norm, kind of work and vector. A row between two widths takes the wider
+# one's rows, warps, stages and programs over blocks of its own.
+# Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16; the comment is the share of copy bandwidth.
+#    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights)
+TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
+    ("forward", "ln", "norm", 8): (
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.34
+        (64, Tile(64, 64, 0, 1, 4, 1, 0, False)),  # 0.49
+        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.58
+        (256, Tile(8, 256, 0, 1, 2, 1, 0, False)),  # 0.69
+        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.68
+        (768, Tile(1, 512, 256, 1, 1, 1, 0, False)),  # 0.83
+        (1024, Tile(2, 1024, 0, 1, 2, 1, 0, False)),  # 0.88
+        (1600, Tile(2, 2048, 0, 1, 4, 3, 4, True)),  # 0.88
+        (2048, Tile(1, 2048, 0, 1, 2, 1, 0, False)),  # 0.93
+        (4096, Tile(2, 4096, 0, 1, 4, 1, 0, False)),  # 0.95
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.96
+        (8192, Tile(2, 8192, 0, 1, 8, 1, 0, False)),  # 0.92
+        (12288, Tile(2, 8192, 4096, 1, 16, 3, 4, True)),  # 0.91
+        (16384, Tile(1, 16384, 0, 1, 16, 3, 1, True)),  # 0.92
+        (32768, Tile(2, 4096, 0, 8, 4, 4, 2, True)),  # 0.86
+        (65536, Tile(2, 4096, 0, 16, 4, 3, 2, True)),  # 0.84
+    ),
+    ("forward", "rms", "norm", 8): (
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.35
+        (64, Tile(32, 64, 0, 1, 2, 1, 0, False)),  # 0.52
+        (128, Tile(32, 128, 0, 1, 4, 1, 0, False)),  # 0.67
+        (256, Tile(16, 256, 0, 1, 4, 1, 0, False)),  # 0.79
+        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.84
+        (768, Tile(4, 512, 256, 1, 2, 1, 0, False)),  # 0.87
+        (1024, Tile(1, 1024, 0, 1, 2, 1, 0, False)),  # 0.89
+        (1600, Tile(2, 2048, 0, 1, 4, 1, 0, False)),  # 0.93
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.94
+        (4096, Tile(1, 4096, 0, 1, 8, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.96
+        (8192, Tile(2, 8192, 0, 1, 8, 1, 0, False)),  # 0.97
+        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.96
+        (16384, Tile(1, 16384, 0, 1, 16, 1, 0, False)),  # 0.97
+        (32768, Tile(2, 4096, 0, 8, 8, 3, 2, True)),  # 0.89
+        (65536, Tile(2, 4096, 0, 16, 8, 3, 2, True)),  # 0.88
+    ),
+    ("forward", "ln", "add", 8): (
+        (32, Tile(32, 32, 0, 1, 2, 1, 0, False)),  # 0.49
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.66
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.74
+        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.82
+        (512, Tile(4, 512, 0, 1, 4, 1, 0, False)),  # 0.87
+        (768, Tile(4, 512, 256, 1, 2, 1, 0, False)),  # 0.92
+        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.93
+        (1600, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.94
+        (2048, Tile(1, 2048, 0, 1, 2, 1, 0, False)),  # 0.96
+        (4096, Tile(2, 4096, 0, 1, 16, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.96
+        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, False)),  # 0.97
+        (12288, Tile(2, 8192, 4096, 1, 16, 1, 0, False)),  # 0.98
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.96
+        (65536, Tile(4, 4096, 0, 16, 8, 3, 1, True)),  # 0.92
+    ),
+    ("forward", "rms", "add", 8): (
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.51
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.68
+        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.76
+        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.84
+        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.89
+        (768, Tile(1, 512, 256, 1, 4, 1, 0, False)),  # 0.93
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.95
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.96
+        (4096, Tile(2, 4096, 0, 1, 16, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 16, 1, 0, False)),  # 0.97
+        (8192, Tile(4, 8192, 0, 1, 32, 1, 0, False)),  # 0.97
+        (12288, Tile(2, 8192, 4096, 1, 16, 1, 0, False)),  # 0.97
+        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
+        (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.94
+    ),
+    ("forward", "ln", "add", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.59
+        (64, Tile(32, 64, 0, 1, 4, 1, 4, False)),  # 0.71
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.80
+        (256, Tile(8, 256, 0, 1, 2, 1, 0, False)),  # 0.85
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.91
+        (768, Tile(2, 512, 256, 1, 4, 1, 0, False)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (1600, Tile(1, 2048, 0, 1, 2, 1, 0, False)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.97
+        (4096, Tile(2, 4096, 0, 1, 16, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False)),  # 0.97
+        (8192, Tile(2, 8192, 0, 1, 16, 1, 0, False)),  # 0.98
+        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.96
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
+        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.94
+    ),
+    ("forward", "rms", "add", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.61
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.75
+        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.82
+        (256, Tile(8, 256, 0, 1, 8, 1, 0, False)),  # 0.86
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.92
+        (768, Tile(2, 512, 256, 1, 4, 1, 0, False)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.95
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.97
+        (4096, Tile(1, 4096, 0, 1, 8, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False)),  # 0.97
+        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, False)),  # 0.97
+        (12288, Tile(2, 8192, 4096, 1, 16, 1, 0, False)),  # 0.97
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
+        (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.94
+    ),
+    ("forward", "ln", "dropout", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.46
+        (64, Tile(64, 64, 0, 1, 4, 1, 0, False)),  # 0.60
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.70
+        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.80
+        (512, Tile(4, 512, 0, 1, 4, 1, 0, False)),  # 0.86
+        (768, Tile(1, 512, 256, 1, 1, 1, 0, False)),  # 0.90
+        (1024, Tile(1, 1024, 0, 1, 2, 1, 0, False)),  # 0.92
+        (1600, Tile(1, 2048, 0, 1, 4, 3, 4, True)),  # 0.89
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.96
+        (4096, Tile(1, 4096, 0, 1, 4, 1, 0, False)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.97
+        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.96
+        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.93
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.96
+        (32768, Tile(4, 4096, 0, 8, 8, 3, 1, True)),  # 0.92
+        (65536, Tile(4, 4096, 0, 16, 8, 3, 1, True)),  # 0.90
+    ),
+    ("forward", "rms", "dropout", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.47
+        (64, Tile(64, 64, 0, 1, 4, 1, 0, False)),  # 0.64
+        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.73
+        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.81
+        (512, Tile(4, 512, 0, 1, 4, 1, 0, False)),  # 0.88
+        (768, Tile(1, 512, 256, 1, 2, 1, 0, False)),  # 0.92
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (1600, Tile(1, 2048, 0, 1, 2, 3, 4, True)),  # 0.91
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.96
+        (4096, Tile(1, 4096, 0, 1, 2, 1, 0, False)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.94
+        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.97
+        (12288, Tile(2, 8192, 4096, 1, 16, 3, 1, True)),  # 0.92
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
+        (65536, Tile(4, 4096, 0, 16, 8, 4, 1, True)),  # 0.92
+    ),
+    ("forward", "ln", "dropout", 4): (
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.57
+        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.69
+        (128, Tile(16, 128, 0, 1, 8, 1, 0, False)),  # 0.78
+        (256, Tile(4, 256, 0, 1, 4, 1, 0, False)),  # 0.82
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.91
+        (768, Tile(1, 512, 256, 1, 2, 1, 0, False)),  # 0.90
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (1600, Tile(4, 2048, 0, 1, 8, 4, 1, True)),  # 0.92
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.96
+        (4096, Tile(1, 4096, 0, 1, 4, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.95
+        (8192, Tile(1, 8192, 0, 1, 8, 1, 0, False)),  # 0.95
+        (12288, Tile(4, 2048, 0, 6, 8, 3, 1, True)),  # 0.92
+        (16384, Tile(1, 16384, 0, 1, 32, 1, 2, False)),  # 0.92
+        (32768, Tile(2, 4096, 0, 8, 16, 3, 1, True)),  # 0.93
+        (65536, Tile(2, 4096, 0, 16, 8, 4, 1, True)),  # 0.93
+    ),
+    ("forward", "rms", "dropout", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.57
+        (64, Tile(32, 64, 0, 1, 8, 1, 0, False)),  # 0.70
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.80
+        (256, Tile(8, 256, 0, 1, 8, 1, 0, False)),  # 0.81
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.88
+        (768, Tile(1, 512, 256, 1, 1, 1, 0, False)),  # 0.93
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.95
+        (1600, Tile(4, 2048, 0, 1, 32, 3, 1, True)),  # 0.90
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.97
+        (4096, Tile(1, 4096, 0, 1, 2, 1, 0, False)),  # 0.96
+        (5120, Tile(2, 4096, 1024, 1, 8, 1, 0, False)),  # 0.96
+        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.96
+        (12288, Tile(4, 2048, 0, 6, 8, 3, 1, True)),  # 0.92
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(4, 4096, 0, 8, 16, 3, 1, True)),  # 0.93
+        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.94
+    ),
+    ("backward", "ln", "norm", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.18
+        (64, Tile(32, 64, 0, 1, 4, 4, 2, True)),  # 0.29
+        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.33
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.46
+        (512, Tile(8, 512, 0, 1, 4, 3, 2, True)),  # 0.59
+        (768, Tile(1, 512, 256, 1, 1, 3, 8, True)),  # 0.82
+        (1024, Tile(4, 1024, 0, 1, 4, 3, 2, True)),  # 0.86
+        (1600, Tile(2, 2048, 0, 1, 4, 4, 2, True)),  # 0.90
+        (2048, Tile(2, 2048, 0, 1, 4, 3, 2, True)),  # 0.92
+        (4096, Tile(2, 4096, 0, 1, 8, 3, 1, True)),  # 0.92
+        (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True)),  # 0.84
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, True)),  # 0.96
+        (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.98
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True)),  # 0.85
+        (32768, Tile(2, 2048, 0, 16, 4, 4, 2, True)),  # 0.83
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.80
+    ),
+    ("backward", "rms", "norm", 8): (
+        (32, Tile(64, 32, 0, 1, 4, 3, 2, True)),  # 0.21
+        (64, Tile(32, 64, 0, 1, 4, 4, 2, True)),  # 0.33
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.42
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.55
+        (512, Tile(8, 512, 0, 1, 4, 3, 2, True)),  # 0.72
+        (768, Tile(1, 512, 256, 1, 1, 3, 8, True)),  # 0.84
+        (1024, Tile(4, 1024, 0, 1, 4, 3, 2, True)),  # 0.87
+        (1600, Tile(4, 2048, 0, 1, 8, 4, 1, False)),  # 0.92
+        (2048, Tile(2, 2048, 0, 1, 8, 3, 2, True)),  # 0.91
+        (4096, Tile(2, 4096, 0, 1, 8, 3, 1, True)),  # 0.96
+        (5120, Tile(1, 4096, 1024, 1, 8, 4, 1, True)),  # 0.97
+        (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True)),  # 0.98
+        (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.96
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 3, True)),  # 0.96
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 3, True)),  # 0.94
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.92
+    ),
+    ("backward", "ln", "add", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.24
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.35
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.44
+        (256, Tile(8, 256, 0, 1, 4, 3, 2, False)),  # 0.55
+        (512, Tile(4, 512, 0, 1, 2, 3, 2, True)),  # 0.75
+        (768, Tile(1, 1024, 0, 1, 2, 4, 4, True)),  # 0.89
+        (1024, Tile(2, 1024, 0, 1, 4, 4, 2, True)),  # 0.91
+        (1600, Tile(4, 2048, 0, 1, 8, 4, 1, False)),  # 0.95
+        (2048, Tile(2, 2048, 0, 1, 4, 4, 1, True)),  # 0.97
+        (4096, Tile(1, 4096, 0, 1, 16, 4, 1, True)),  # 1.00
+        (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.99
+        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True)),  # 0.94
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True)),  # 0.97
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True)),  # 0.96
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.93
+    ),
+    ("backward", "rms", "add", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.26
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.39
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.51
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.65
+        (512, Tile(4, 512, 0, 1, 2, 3, 2, True)),  # 0.80
+        (768, Tile(1, 512, 256, 1, 1, 4, 4, True)),  # 0.90
+        (1024, Tile(2, 1024, 0, 1, 2, 4, 2, True)),  # 0.91
+        (1600, Tile(2, 2048, 0, 1, 4, 3, 2, True)),  # 0.95
+        (2048, Tile(2, 2048, 0, 1, 4, 4, 1, True)),  # 0.97
+        (4096, Tile(1, 4096, 0, 1, 8, 4, 1, True)),  # 0.99
+        (5120, Tile(1, 4096, 1024, 1, 16, 4, 1, True)),  # 1.00
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, True)),  # 1.00
+        (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 1.00
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True)),  # 0.98
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True)),  # 0.97
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.94
+    ),
+    ("backward", "ln", "add", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.39
+        (64, Tile(32, 64, 0, 1, 4, 3, 1, True)),  # 0.55
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.64
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.78
+        (512, Tile(4, 512, 0, 1, 4, 3, 2, True)),  # 0.83
+        (768, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 4, 4, 2, False)),  # 0.93
+        (1600, Tile(2, 2048, 0, 1, 8, 3, 1, True)),  # 0.95
+        (2048, Tile(1, 2048, 0, 1, 8, 4, 1, False)),  # 0.95
+        (4096, Tile(2, 4096, 0, 1, 8, 2, 1, True)),  # 0.96
+        (5120, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.96
+        (8192, Tile(1, 8192, 0, 1, 8, 2, 1, True)),  # 0.97
+        (12288, Tile(2, 2048, 0, 6, 4, 2, 2, True)),  # 0.95
+        (16384, Tile(2, 1024, 0, 16, 4, 4, 3, True)),  # 0.96
+        (32768, Tile(2, 1024, 0, 32, 2, 3, 4, True)),  # 0.97
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
+    ),
+    ("backward", "rms", "add", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.42
+        (64, Tile(16, 64, 0, 1, 4, 3, 2, True)),  # 0.57
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.67
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.80
+        (512, Tile(2, 512, 0, 1, 4, 3, 2, True)),  # 0.86
+        (768, Tile(1, 1024, 0, 1, 4, 4, 2, True)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 4, 4, 2, False)),  # 0.91
+        (1600, Tile(2, 2048, 0, 1, 16, 3, 1, True)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 16, 4, 1, True)),  # 0.93
+        (4096, Tile(2, 4096, 0, 1, 16, 2, 1, True)),  # 0.97
+        (5120, Tile(2, 1024, 0, 5, 2, 3, 4, True)),  # 0.95
+        (8192, Tile(1, 8192, 0, 1, 32, 2, 1, True)),  # 0.98
+        (12288, Tile(2, 1024, 0, 12, 2, 3, 4, True)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 2, 3, 3, True)),  # 0.96
+        (32768, Tile(2, 4096, 0, 8, 16, 3, 1, True)),  # 0.97
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.98
+    ),
+    ("backward", "ln", "dropout", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.28
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.39
+        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.47
+        (256, Tile(8, 256, 0, 1, 4, 3, 3, True)),  # 0.49
+        (512, Tile(4, 512, 0, 1, 4, 3, 3, True)),  # 0.70
+        (768, Tile(2, 1024, 0, 1, 2, 3, 4, True)),  # 0.87
+        (1024, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.89
+        (1600, Tile(2, 2048, 0, 1, 4, 3, 2, False)),  # 0.92
+        (2048, Tile(1, 2048, 0, 1, 4, 3, 2, True)),  # 0.93
+        (4096, Tile(1, 4096, 0, 1, 16, 4, 1, True)),  # 0.96
+        (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True)),  # 0.86
+        (8192, Tile(1, 8192, 0, 1, 32, 3, 1, False)),  # 0.95
+        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True)),  # 0.90
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True)),  # 0.91
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True)),  # 0.90
+        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.88
+    ),
+    ("backward", "rms", "dropout", 8): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.30
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.43
+        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.54
+        (256, Tile(8, 256, 0, 1, 4, 3, 3, True)),  # 0.61
+        (512, Tile(4, 512, 0, 1, 4, 4, 2, True)),  # 0.80
+        (768, Tile(1, 1024, 0, 1, 1, 4, 4, True)),  # 0.89
+        (1024, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.89
+        (1600, Tile(1, 2048, 0, 1, 4, 4, 2, True)),  # 0.91
+        (2048, Tile(1, 2048, 0, 1, 4, 3, 2, True)),  # 0.93
+        (4096, Tile(1, 4096, 0, 1, 16, 4, 1, False)),  # 0.93
+        (5120, Tile(1, 4096, 1024, 1, 8, 4, 1, True)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.93
+        (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, True)),  # 0.95
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True)),  # 0.92
+        (32768, Tile(2, 2048, 0, 16, 8, 3, 2, True)),  # 0.92
+        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.90
+    ),
+    ("backward", "ln", "dropout", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.38
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, False)),  # 0.51
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.63
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.77
+        (512, Tile(4, 512, 0, 1, 4, 3, 2, True)),  # 0.84
+        (768, Tile(2, 1024, 0, 1, 4, 3, 2, False)),  # 0.92
+        (1024, Tile(1, 1024, 0, 1, 4, 4, 2, True)),  # 0.93
+        (1600, Tile(2, 2048, 0, 1, 16, 4, 1, False)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 4, 4, 1, False)),  # 0.96
+        (4096, Tile(2, 4096, 0, 1, 8, 2, 1, True)),  # 0.94
+        (5120, Tile(1, 8192, 0, 1, 8, 3, 1, True)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.98
+        (12288, Tile(2, 1024, 0, 12, 4, 3, 3, True)),  # 0.94
+        (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True)),  # 0.96
+        (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True)),  # 0.96
+        (65536, Tile(2, 1024, 0, 64, 4, 3, 3, True)),  # 0.96
+    ),
+    ("backward", "rms", "dropout", 4): (
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.41
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.54
+        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.66
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.78
+        (512, Tile(2, 512, 0, 1, 4, 3, 2, True)),  # 0.85
+        (768, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 4, 4, 2, False)),  # 0.91
+        (1600, Tile(2, 2048, 0, 1, 8, 3, 1, True)),  # 0.95
+        (2048, Tile(1, 2048, 0, 1, 16, 4, 1, True)),  # 0.96
+        (4096, Tile(2, 4096, 0, 1, 8, 2, 1, True)),  # 0.95
+        (5120, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.95
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.97
+        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True)),  # 0.95
+        (16384, Tile(2, 1024, 0, 16, 4, 4, 3, True)),  # 0.96
+        (32768, Tile(2, 1024, 0, 32, 2, 3, 4, True)),  # 0.97
+        (65536, Tile(2, 1024, 0, 64, 4, 3, 3, True)),  # 0.98
+    ),
+}

@@ -40,7 +40,12 @@ class Case:
 
 
 def pairwise(**options: list) -> list[Case]:
-    """Few cases in which every pair of values of every two options occurs together (greedy covering array)."""
+    """Few cases in which every pair of values of every two options occurs together."""
+    return [Case(**chosen) for chosen in covering(**options)]
+
+
+def covering(**options: list) -> list[dict]:
+    """A value for each option, so chosen that every two values of two options occur together (greedy covering array)."""
     names = list(options)
     uncovered = {
         ((a, i), (b, j))
@@ -57,7 +62,7 @@ def pairwise(**options: list) -> list[Case]:
                     key=lambda v: (sum(tuple(sorted(((k, v), pair))) in uncovered for pair in chosen.items()), -v),
                 )
         uncovered -= set(combinations(sorted(chosen.items()), 2))
-        cases.append(Case(**{names[k]: options[names[k]][v] for k, v in chosen.items()}))
+        cases.append({names[k]: options[names[k]][v] for k, v in chosen.items()})
     return cases
 
 

@@ -40,7 +40,7 @@ def test_opcheck_norm_forward(device):
 
 def test_opcheck_norm_forward_out(device):
     y, r = torch.empty(4, 24, device=device, dtype=BF16), torch.empty(4, 24, device=device)
-    opcheck(registration.norm_forward_out, (*args(device, grad=False), y, r, 1e-5, 0.25, False, False, FP32, True))
+    opcheck(registration.norm_forward_out, (y, r, *args(device, grad=False), *HOW))
 
 
 def test_opcheck_norm_backward(device):
@@ -107,12 +107,11 @@ def test_every_public_function_is_captured_without_a_graph_break(device):
 def test_without_gradients_nothing_is_kept_for_backward(grad, stored, device, monkeypatch):
     seen = []
     original = launch.norm_forward
-    monkeypatch.setattr(launch, "norm_forward", lambda *a, **k: (seen.append(a), original(*a, **k)))
+    monkeypatch.setattr(launch, "norm_forward", lambda *records: (seen.append(records[1]), original(*records)))
     x = torch.randn(4, 24, device=device, requires_grad=True)
     with torch.set_grad_enabled(grad):
         y = layer_norm_fn(x, None, None, x)
-    r, stats = seen[0][12:14]
-    assert (r is not None, stats is not None) == stored
+    assert (seen[0].r is not None, seen[0].stats is not None) == stored
     assert y.requires_grad == grad
 
 

@@ -1,0 +1,116 @@
+"""What the four programs share on their command lines: options, progress, the folder for results."""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks import providers
+from benchmarks.results import FOLDER, Results, ResultsError, environment, slug
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def minutes(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
+def probability(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
+    return value
+
+
+def parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all programs have."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
+    parser.add_argument("--output", type=Path, help="folder for JSON and plots (benchmarks/results/<gpu>)")
+    parser.add_argument("--fresh", action="store_true", help="start over instead of adding to recorded results")
+    parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
+    parser.add_argument("--rounds", type=positive, help="turns of each contender (25; 7 with --quick)")
+    parser.add_argument("--revision", help="git revision to record where the code runs without its repository")
+    parser.add_argument("--plot-only", action="store_true", help="measure nothing: table and plots of what --output holds")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    options = parser.parse_args(argv)
+    if options.plot_only and options.output is None:
+        parser.error("--plot-only: name the recorded results by --output benchmarks/results/<gpu>")
+    if options.rounds is None:
+        options.rounds = 7 if options.quick else 25
+    return options
+
+
+def add_providers(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(providers.PROVIDERS)) -> None:
+    parser.add_argument(
+        "--provider", nargs="+", choices=tuple(providers.PROVIDERS), default=list(default), metavar="NAME",
+        help=f"of {', '.join(providers.PROVIDERS)} (all that can be imported)",
+    )  # fmt: skip
+
+
+def pick_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
+    """The device, or the end of the program with what to do."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
+    return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+
+
+def importable(names: list[str], optional: bool, quiet: bool = False) -> list[str]:
+    """The providers that are here; says which are not. Those asked for by name must be."""
+    reasons = providers.missing(names)
+    for name, reason in reasons.items() if not quiet else ():
+        print(f"missing: {name} ({reason})", file=sys.stderr)
+    if reasons and not optional:
+        raise SystemExit("--provider: not importable here; see above")
+    return [name for name in names if name not in reasons]
+
+
+def open_results(
+    program: str, key: Sequence[str], options: argparse.Namespace, device: torch.device, names: list[str], argv: Sequence[str]
+) -> Results:
+    """The file of results that this run adds to; ends the program where it must not."""
+    facts = environment(device, providers.versions(names), options.revision)
+    folder = options.output or FOLDER / slug(facts)
+    command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
+    try:
+        return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh)
+    except ResultsError as error:
+        raise SystemExit(str(error)) from error
+
+
+def progress(total: int, what: str) -> Any:
+    """A bar with the time left on a terminal; elsewhere a line every half minute, so that a log shows life."""
+    return tqdm(total=total, desc=what, unit="cell", mininterval=0.2 if sys.stderr.isatty() else 30.0, dynamic_ncols=True)
+
+
+def now(bar: Any, text: str) -> None:
+    """What is being measured, behind the bar."""
+    bar.set_postfix_str(text, refresh=sys.stderr.isatty())
+
+
+class Budget:
+    """--minutes: when to start no more cells."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._ends = None if limit is None else time.monotonic() + 60 * limit
+
+    @property
+    def spent(self) -> bool:
+        return self._ends is not None and time.monotonic() >= self._ends

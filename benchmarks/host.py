@@ -1,0 +1,126 @@
+"""What one eager call costs the CPU: add+RMSNorm on tensors so small that the device never holds the host up.
+
+python -m benchmarks.host
+"""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from benchmarks import command, tables, timing
+from benchmarks.cases import CASES, Inputs, Setting, make_inputs
+from benchmarks.norms import Shape, functions_of
+from benchmarks.providers import PROVIDERS, Function
+from benchmarks.results import Record, load
+from benchmarks.stats import paired_ratio, spread
+
+KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
+DIRECTIONS = ("forward", "forward+backward")
+ROWS, WIDTH = 8, 64
+# Calls between two synchronisations. Each launches at most a dozen kernels, and the driver queues about a thousand launches
+# before it makes the host wait.
+BATCH = 20
+
+
+def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = command.parser("host", __doc__.splitlines()[0])
+    parser.add_argument("--case", nargs="+", choices=tuple(CASES), default=["add_rms"], metavar="CASE", help="(add_rms)")
+    command.add_providers(parser)
+    options = command.parse(parser, argv)
+    return parser, options
+
+
+def calls(function: Function, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    """Both directions of one provider. Backward goes through torch.autograd.grad: no .grad to add to."""
+
+    def both() -> object:
+        return torch.autograd.grad(function(inputs), inputs.leaves, inputs.upstream)
+
+    return {DIRECTIONS[0]: lambda: function(inputs), DIRECTIONS[1]: both}
+
+
+def batch_us(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of CPU time a call, from the first call to the return of the last; the device is waited for before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(BATCH):
+        call()
+    return (time.perf_counter() - began) / BATCH * 1e6
+
+
+def measure(
+    functions: dict[str, Function], inputs: Inputs, direction: str, device: torch.device, rounds: int
+) -> dict[str, timing.Outcome]:
+    """Contenders take turns of one batch, in an order shuffled every round."""
+    outcomes = {name: timing.Outcome() for name in functions}
+    ready: dict[str, Callable[[], object]] = {}
+    for name, function in functions.items():
+        try:
+            call = calls(function, inputs)[direction]
+            for _ in range(BATCH):
+                call()
+            ready[name] = call
+        except Exception as error:  # a library's failure is a result
+            outcomes[name].error = timing.describe(error)
+    order, shuffle = list(ready), random.Random(0).shuffle
+    for round_ in range(-1, rounds):
+        shuffle(order)
+        for name in order:
+            us = batch_us(ready[name], device)
+            if round_ >= 0:
+                outcomes[name].us.append(us)
+    return outcomes
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser, options = options_of(argv)
+    if options.plot_only:
+        show(load(options.output / "host.json")["records"])
+        return
+    device = command.pick_device(parser, options)
+    names = command.importable(options.provider, optional=set(options.provider) == set(PROVIDERS))
+    results = command.open_results("host", KEY, options, device, names, argv)
+    setting = Setting(residual_dtype=torch.bfloat16)
+    with timing.side_stream(device), command.progress(len(options.case) * len(DIRECTIONS), "host") as bar:
+        for case in (CASES[name] for name in options.case):
+            torch._dynamo.reset()
+            shape = Shape(case, "bf16" if case.add else None, ROWS, WIDTH, ROWS)
+            functions = functions_of(shape, setting, names)
+            (inputs,) = make_inputs(case, setting, ROWS, WIDTH, 1, device)
+            for direction in DIRECTIONS:
+                outcomes = measure(functions, inputs, direction, device, 4 * options.rounds)
+                cell = {"case": case.name, "direction": direction, "residual_dtype": shape.residual, "M": ROWS, "N": WIDTH}
+                results.add({**cell, "provider": name, **record_of(o, outcomes.get("ours"))} for name, o in outcomes.items())
+                bar.update()
+    show(results.records)
+
+
+def record_of(outcome: timing.Outcome, ours: timing.Outcome | None) -> Record:
+    """CPU microseconds a call; `times_ours` as in `norms`."""
+    if outcome.error is not None:
+        return {"us": None, "error": outcome.error}
+    times = spread(outcome.us)
+    record: Record = {"us": round(times.median, 2), "p10": round(times.p10, 2), "p90": round(times.p90, 2)}
+    if ours is not None and ours is not outcome and ours.us:
+        ratio = paired_ratio(outcome.us, ours.us)
+        record |= {"times_ours": round(ratio.median, 4), "times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
+    return record
+
+
+def show(records: Sequence[Record]) -> None:
+    for case in dict.fromkeys(record["case"] for record in records):
+        print(f"{CASES[case].label}, {ROWS} × {WIDTH}, median (10th to 90th percentile)")
+        print(tables.aligned(tables.HOST_HEADER, tables.host_rows([r for r in records if r["case"] == case])), end="\n\n")
+    for record in records:
+        if record.get("error"):
+            print(f"failed: {record['provider']}, {record['case']} {record['direction']}: {record['error']}")
+
+
+if __name__ == "__main__":
+    main()

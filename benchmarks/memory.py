@@ -1,0 +1,127 @@
+"""Peak bytes of a chain of dropout+add+norm blocks, forward and backward: fused against PyTorch's own operators.
+
+python -m benchmarks.memory
+
+Each block's normalised output is the next block's x, so nothing but the blocks takes memory. Counted from what is allocated
+before forward: `kept` is what stands when forward has returned, without its output y, which the next sublayer has anyway;
+`peak` is the most that ever stood until backward has returned.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks import command, tables, timing
+from benchmarks.cases import CASES, DTYPES, Case, Inputs, Setting, make_inputs
+from benchmarks.providers import OURS, PROVIDERS, compiled, torch_expression
+from benchmarks.results import Record, load
+
+KEY = ("case", "residual_dtype", "M", "N", "blocks", "provider")
+MEMORY_CASES = ("dropout_add_ln", "dropout_add_rms")
+Chain = Callable[[Inputs], tuple[Tensor, Tensor]]
+
+
+def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = command.parser("memory", __doc__.splitlines()[0])
+    parser.add_argument(
+        "--case", nargs="+", choices=MEMORY_CASES, default=list(MEMORY_CASES), metavar="CASE",
+        help=f"of {', '.join(MEMORY_CASES)} (both)",
+    )  # fmt: skip
+    parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="stream (both)")
+    parser.add_argument("--rows", type=command.positive, default=32768, help="(%(default)s)")
+    parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="(768 4096; 768 with --quick)")
+    parser.add_argument("--blocks", type=command.positive, default=8, help="length of the chain (%(default)s)")
+    command.add_providers(parser, [name for name in PROVIDERS if name != "ours-seeded"])
+    options = command.parse(parser, argv)
+    options.width = options.width or ([768] if options.quick else [768, 4096])
+    return parser, options
+
+
+def chain(provider: str, case: Case, setting: Setting, blocks: int) -> Chain | None:
+    """`blocks` norms in a row. torch.compile gets the whole chain, as it gets a whole model."""
+    if provider == "compile":
+        expression = torch_expression(case, setting)
+
+        def all_blocks(x: Tensor, r: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            for _ in range(blocks):
+                x, r = expression(x, r, weight, bias)
+            return x, r
+
+        whole = compiled(all_blocks)
+        return lambda i: whole(i.x, i.residual, i.weight, i.bias)
+
+    function = PROVIDERS[provider].make(case, setting)
+    if function is None:
+        return None
+
+    def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        for _ in range(blocks):
+            y, r = function(inputs)
+            inputs = replace(inputs, x=y, residual=r)
+        return y, r
+
+    return run
+
+
+def measure(run: Chain, inputs: Inputs, device: torch.device) -> dict[str, int | None]:
+    """Bytes kept between forward and backward, and at the peak; the second of two passes, which compiles nothing."""
+    for _ in range(2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        before = allocated(device)
+        y, r = run(inputs)
+        kept = allocated(device) - before - y.nbytes
+        grads = torch.autograd.grad((y, r), inputs.leaves, inputs.upstream)
+        peak = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
+        del y, r, grads
+    return {"kept": kept, "peak": peak} if device.type == "cuda" else {"kept": None, "peak": None}  # the CPU does not count
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser, options = options_of(argv)
+    if options.plot_only:
+        show(load(options.output / "memory.json")["records"])
+        return
+    device = command.pick_device(parser, options)
+    offers_dropout = [name for name in options.provider if name in ("torch", "compile", "flash-attn", *OURS)]
+    names = command.importable(offers_dropout, optional=len(options.provider) > len(PROVIDERS) - 2)
+    results = command.open_results("memory", KEY, options, device, names, argv)
+    cells = [(c, r, n, p) for n in options.width for c in options.case for r in options.residual for p in names]
+    with timing.side_stream(device), command.progress(len(cells), "memory") as bar:
+        for case, residual, width, provider in cells:
+            command.now(bar, f"{case} {residual} {width} {provider}")
+            torch._dynamo.reset()
+            setting = Setting(residual_dtype=DTYPES[residual])
+            cell: Record = {"case": case, "residual_dtype": residual, "M": options.rows, "N": width, "blocks": options.blocks}
+            try:
+                run = chain(provider, CASES[case], setting, options.blocks)
+                if run is not None:
+                    (inputs,) = make_inputs(CASES[case], setting, options.rows, width, 1, device)
+                    results.add([{**cell, "provider": provider, **measure(run, inputs, device)}])
+            except Exception as error:  # a library's failure is a result
+                results.add([{**cell, "provider": provider, "error": timing.describe(error)}])
+            run = inputs = None  # type: ignore[assignment]
+            timing.free_memory(device)
+            bar.update()
+    show(results.records)
+
+
+def show(records: Sequence[Record]) -> None:
+    print(tables.aligned(tables.MEMORY_HEADER, tables.memory_rows(records)))
+    for record in records:
+        if record.get("error"):
+            print(f"failed: {record['provider']}, {record['case']} {record['residual_dtype']}: {record['error']}")
+
+
+if __name__ == "__main__":
+    main()

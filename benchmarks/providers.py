@@ -1,0 +1,188 @@
+"""Who is compared: ours, PyTorch as people write it, torch.compile of that, and the libraries that can be imported.
+
+A provider makes, for a case and a setting, a function of `Inputs` that returns (y,) or (y, new residual stream); None where the
+library does not offer the case. Libraries are imported when they are asked for and never needed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import Case, Inputs, Setting
+from ops import layer_norm_fn, rms_norm_fn
+
+Function = Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def _outputs(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _fused(layer_norm: Any, rms_norm: Any, case: Case, setting: Setting) -> Function:
+    """A call in the interface that FlashAttention's Triton norms and ours share."""
+    norm = rms_norm if case.rms else layer_norm
+    eps, p, prenorm = setting.eps, setting.dropout_p if case.dropout else 0.0, case.add
+    return lambda i: _outputs(norm(i.x, i.weight, i.bias, residual=i.residual, dropout_p=p, prenorm=prenorm, eps=eps))
+
+
+def ours(case: Case, setting: Setting) -> Function:
+    return _fused(layer_norm_fn, rms_norm_fn, case, setting)
+
+
+def ours_seeded(case: Case, setting: Setting) -> Function | None:
+    """Ours as a model calls it: handed a seed, of which the model draws all at once, instead of drawing its own."""
+    if not case.dropout:
+        return None
+    norm, eps, p = rms_norm_fn if case.rms else layer_norm_fn, setting.eps, setting.dropout_p
+    return lambda i: _outputs(norm(i.x, i.weight, i.bias, residual=i.residual, dropout_p=p, prenorm=True, eps=eps, seed=i.seed))
+
+
+def torch_expression(case: Case, setting: Setting) -> Callable[..., tuple[Tensor, ...]]:
+    """F.dropout, +, F.layer_norm or F.rms_norm of (x, residual, weight, bias).
+
+    With a stream or weights in fp32 the norm runs in fp32 and its output is rounded, which is what autocast makes of it.
+    """
+    eps, p = setting.eps, setting.dropout_p
+
+    def norm(r: Tensor, weight: Tensor, bias: Tensor | None, y_dtype: torch.dtype) -> Tensor:
+        dtype = torch.promote_types(r.dtype, weight.dtype)
+        r, weight = r.to(dtype), weight.to(dtype)
+        if case.rms:
+            return F.rms_norm(r, weight.shape, weight, eps).to(y_dtype)
+        return F.layer_norm(r, weight.shape, weight, None if bias is None else bias.to(dtype), eps).to(y_dtype)
+
+    def expression(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+        if residual is None:
+            return (norm(x, weight, bias, x.dtype),)
+        r = residual + (F.dropout(x, p) if case.dropout else x)
+        return norm(r, weight, bias, x.dtype), r
+
+    return expression
+
+
+def _of_inputs(expression: Callable[..., tuple[Tensor, ...]]) -> Function:
+    return lambda i: expression(i.x, i.residual, i.weight, i.bias)
+
+
+def plain_torch(case: Case, setting: Setting) -> Function:
+    return _of_inputs(torch_expression(case, setting))
+
+
+def compiled(expression: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for fixed shapes. Call torch._dynamo.reset() between cells: it gives up after eight recompilations."""
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False  # a backward that is timed runs many times over one forward
+    return torch.compile(expression, dynamic=False, fullgraph=True)
+
+
+def torch_compile(case: Case, setting: Setting) -> Function:
+    return _of_inputs(compiled(torch_expression(case, setting)))
+
+
+def flash_attn(case: Case, setting: Setting) -> Function:
+    module = import_module("flash_attn.ops.triton.layer_norm")
+    return _fused(module.layer_norm_fn, module.rms_norm_fn, case, setting)
+
+
+def liger(case: Case, setting: Setting) -> Function | None:
+    """Its Triton kernels, with their own defaults. No dropout; the stream is kept in x's dtype."""
+    eps = setting.eps
+    if case.name == "ln":
+        norm = import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
+        return lambda i: (norm.apply(i.x, i.weight, i.bias, eps),)
+    if case.name == "rms":
+        norm = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+        return lambda i: (norm.apply(i.x, i.weight, eps),)
+    if case.name == "add_rms" and setting.residual_dtype == setting.x_dtype:
+        norm = import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
+        return lambda i: norm.apply(i.x, i.residual, i.weight, eps)
+    return None
+
+
+def quack(case: Case, setting: Setting) -> Function | None:
+    """RMSNorm; LayerNorm as a pair of functions without autograd, for weights in fp32."""
+    module, eps = import_module("quack.rmsnorm"), setting.eps
+    if case.name in ("rms", "add_rms"):
+        return lambda i: _outputs(module.rmsnorm(i.x, i.weight, residual=i.residual, eps=eps, prenorm=case.add))
+    if case.name != "ln" or setting.weight_dtype != torch.float32:
+        return None
+
+    class LayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            y, rstd, mean = module.layernorm_fwd(x, weight, bias, eps, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, weight, rstd, mean = ctx.saved_tensors
+            return module.layernorm_bwd(x, weight, dy, rstd, mean)
+
+    return lambda i: (LayerNorm.apply(i.x, i.weight, i.bias),)
+
+
+def apex(case: Case, setting: Setting) -> Function | None:
+    """LayerNorm and RMSNorm of Apex's CUDA extension, weights in x's dtype."""
+    module, eps = import_module("apex.normalization.fused_layer_norm"), setting.eps
+    if case.add or setting.weight_dtype != setting.x_dtype:
+        return None
+    if case.rms:
+        return lambda i: (module.fused_rms_norm_affine(i.x, i.weight, i.weight.shape, eps=eps),)
+    return lambda i: (module.fused_layer_norm_affine(i.x, i.weight, i.bias, i.weight.shape, eps=eps),)
+
+
+@dataclass(frozen=True)
+class Provider:
+    make: Callable[[Case, Setting], Function | None]
+    module: str | None = None  # what has to be importable
+    package: str | None = None  # what carries its version
+    overwrites_dy: tuple[str, ...] = ()  # cases whose backward stores dx over dy
+
+
+PROVIDERS = {
+    "ours": Provider(ours),
+    "ours-seeded": Provider(ours_seeded),
+    "torch": Provider(plain_torch),
+    "compile": Provider(torch_compile),
+    "flash-attn": Provider(flash_attn, "flash_attn.ops.triton.layer_norm", "flash-attn"),
+    "liger-kernel": Provider(liger, "liger_kernel.ops.rms_norm", "liger-kernel", overwrites_dy=("rms",)),
+    "quack-kernels": Provider(quack, "quack.rmsnorm", "quack-kernels"),
+    "apex": Provider(apex, "apex.normalization.fused_layer_norm", "apex"),
+}
+OURS = ("ours", "ours-seeded")
+
+
+def missing(names: list[str]) -> dict[str, str]:
+    """Of the providers named, those that can't be imported here, and why."""
+    reasons = {}
+    for name in names:
+        module = PROVIDERS[name].module
+        if module is None:
+            continue
+        try:
+            import_module(module)
+        except Exception as error:  # without a GPU some fail in other ways than by ImportError
+            reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return reasons
+
+
+def versions(names: list[str]) -> dict[str, str]:
+    """Of the libraries behind the providers named. One that was copied rather than installed may still know its own."""
+    found = {}
+    for name in names:
+        provider = PROVIDERS[name]
+        if provider.module is None or provider.package is None:
+            continue
+        try:
+            found[name] = version(provider.package)
+        except PackageNotFoundError:
+            found[name] = str(getattr(import_module(provider.module.partition(".")[0]), "__version__", "unknown"))
+    return found

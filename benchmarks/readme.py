@@ -1,0 +1,85 @@
+"""Writes the tables of README.md from recorded results, between markers that name what goes there.
+
+python -m benchmarks.readme            rewrites
+python -m benchmarks.readme --check    fails if README.md is not what the records say
+
+    <!-- benchmarks: norms nvidia-h200 -->
+    anything here is replaced
+    <!-- end of benchmarks -->
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.plots import machine
+from benchmarks.results import FOLDER, ResultsError, load
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
+
+
+def norms(file: dict[str, Any]) -> str:
+    return tables.norms_markdown(file["records"])
+
+
+def host(file: dict[str, Any]) -> str:
+    chosen = [record for record in file["records"] if record["case"] == "add_rms"]
+    return tables.markdown(tables.HOST_HEADER, tables.host_rows(chosen))
+
+
+def memory(file: dict[str, Any]) -> str:
+    return tables.markdown(tables.MEMORY_HEADER, tables.memory_rows(file["records"]))
+
+
+def seed_figures(file: dict[str, Any]) -> str:
+    found = tables.seed_tables(file["records"])
+    return "\n\n".join(f"{title}\n\n{tables.markdown(header, rows)}" for title, header, rows in found.values())
+
+
+TABLES = {"norms": norms, "host": host, "memory": memory, "seed_figures": seed_figures}
+
+
+def rewritten(text: str, folder: Path = FOLDER) -> str:
+    """README's text with every marked block made anew.
+
+    Raises:
+        ResultsError: a marker names a table or a file that is not there.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        begin, name, gpu, _, end = match.groups()
+        path = folder / gpu / f"{name}.json"
+        if name not in TABLES:
+            raise ResultsError(f"README.md: there is no table {name!r}; there are {', '.join(TABLES)}")
+        if not path.exists():
+            raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{name}, or remove the marker")
+        file = load(path)
+        return f"{begin}\n{TABLES[name](file)}\n\n{machine(file['environment'])}\n\n{end}"
+
+    return BLOCK.sub(block, text)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
+    parser.add_argument("--readme", type=Path, default=README, help="(README.md)")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="(benchmarks/results)")
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    text = options.readme.read_text(encoding="utf-8")
+    try:
+        new = rewritten(text, options.results)
+    except ResultsError as error:
+        raise SystemExit(str(error)) from error
+    if options.check and new != text:
+        raise SystemExit(f"{options.readme} is not what {options.results} says; run python -m benchmarks.readme")
+    if new != text:
+        options.readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Recorded results: benchmarks/results/<gpu>/<name>.json = {"environment", "command", "records"}, and how runs add up.
+
+A sweep may be split over several runs: a record replaces the one of the same cell, all others stay. That holds only for runs of
+one code on one kind of machine, so a file from elsewhere is refused unless the run starts afresh.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.environment import environment as facts_of
+
+FOLDER = Path(__file__).parent / "results"
+Record = dict[str, Any]
+
+
+class ResultsError(ValueError):
+    """A file of results that this run must not add to."""
+
+
+def slug(environment: dict[str, Any]) -> str:
+    """The machine as a folder name: nvidia-h200, or cpu."""
+    name = environment["gpu"]["name"] if environment["gpu"] else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def environment(device: torch.device, libraries: dict[str, str], revision: str | None = None) -> dict[str, Any]:
+    """The facts of this machine and code.
+
+    Args:
+        libraries: versions of the libraries compared.
+        revision: of the code, where it runs without its git repository.
+    """
+    facts = facts_of(device)
+    del facts["command"]  # recorded beside the environment, which several commands share
+    facts["versions"] = {name: v for name, v in {**facts["versions"], **libraries}.items() if v is not None}
+    if facts["git"] is not None:
+        facts["git"]["dirty"] = _code_is_dirty()
+    elif revision:
+        facts["git"] = {"revision": revision, "dirty": False}
+    return facts
+
+
+def _code_is_dirty() -> bool:
+    """Whether tracked files differ from the revision; results and the README made from them are not code."""
+    paths = (".", ":!benchmarks/results", ":!README.md")
+    command = ["git", "-C", str(FOLDER.parent.parent), "status", "--porcelain", "--untracked-files=no", "--", *paths]
+    return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What keeps two environments from sharing a file: GPU, toolkit, git revision, and versions that both have."""
+    found = []
+    for name, of in (
+        ("GPU", lambda e: (e["gpu"] or {}).get("name")),
+        ("CUDA", lambda e: e["cuda"]),
+        ("HIP", lambda e: e["hip"]),
+        ("git revision", lambda e: (e["git"] or {}).get("revision")),
+        ("uncommitted changes", lambda e: (e["git"] or {}).get("dirty", False)),
+    ):
+        if of(old) != of(new):
+            found.append(f"{name} {of(old)} there, {of(new)} here")
+    for name in sorted(old["versions"].keys() & new["versions"].keys()):
+        if old["versions"][name] != new["versions"][name]:
+            found.append(f"{name} {old['versions'][name]} there, {new['versions'][name]} here")
+    return found
+
+
+class Results:
+    """The records of one benchmark, kept on disk after every cell.
+
+    Args:
+        key: the fields of a record that name its cell.
+        fresh: forget what the file has.
+
+    Raises:
+        ResultsError: the file is of another environment, or no such file.
+    """
+
+    def __init__(
+        self, path: Path, key: Sequence[str], environment: dict[str, Any], command: str, *, fresh: bool = False
+    ) -> None:
+        self.path, self.key, self.environment = path, tuple(key), environment
+        self.commands = [command]
+        self._records: dict[tuple[Any, ...], Record] = {}
+        if not fresh and path.exists():
+            self._continue(load(path))
+
+    def _continue(self, file: dict[str, Any]) -> None:
+        differing = differences(file["environment"], self.environment)
+        if differing:
+            raise ResultsError(
+                f"{self.path} was recorded elsewhere: {'; '.join(differing)}. Pass --fresh to start over, or another --output."
+            )
+        self.environment["versions"] = {**file["environment"]["versions"], **self.environment["versions"]}
+        earlier = file["command"].split(" && ")
+        self.commands = [*(command for command in earlier if command not in self.commands), *self.commands]
+        self._records = {self.cell(record): record for record in file["records"]}
+
+    def cell(self, record: Record) -> tuple[Any, ...]:
+        return tuple(record.get(name) for name in self.key)
+
+    @property
+    def records(self) -> list[Record]:
+        return list(self._records.values())
+
+    def has(self, **cell: Any) -> bool:
+        """Whether the cell was measured; a failure counts."""
+        return self.cell(cell) in self._records
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Takes records in and saves."""
+        for record in records:
+            self._records[self.cell(record)] = record
+        self.save()
+
+    def save(self) -> None:
+        """One record a line, so that a diff shows which cells changed. Replaced in one step: a kill leaves a whole file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps({"environment": self.environment, "command": " && ".join(self.commands)}, indent=1)
+        lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records)
+        temporary = self.path.with_suffix(".json.new")
+        temporary.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        temporary.replace(self.path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file of results; its fields are checked here, once."""
+    try:
+        file = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ResultsError(f"{path} is not JSON: {error}") from error
+    if not isinstance(file, dict) or not {"environment", "command", "records"} <= file.keys():
+        raise ResultsError(f"{path} is not a file of results: it needs environment, command and records")
+    return file

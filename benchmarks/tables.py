@@ -1,0 +1,194 @@
+"""Tables of recorded results: aligned text for a terminal, Markdown for README.md."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.cases import CASES, DIRECTIONS
+from benchmarks.providers import OURS, PROVIDERS
+
+Record = dict[str, Any]
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns padded to their widest cell, the first one to the left and all others to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def label(case: str, residual: str | None) -> str:
+    name = CASES[case].label
+    return f"{name}, {residual} stream" if residual else name
+
+
+def rows_label(rows: set[int]) -> str:
+    """Wide rows are fewer: 32768 rows, 8192 of the widest."""
+    return f"{max(rows)} rows" if len(rows) == 1 else f"{max(rows)} rows, {min(rows)} of the widest"
+
+
+def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str | None, str], dict[int, dict[str, Record]]]:
+    """(case, direction, residual dtype, weight dtype) → width → provider → record, in the order of CASES; of one sweep."""
+    found: dict[Any, dict[int, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
+    for record in records:
+        group = (record["case"], record["direction"], record["residual_dtype"], record["weight_dtype"])
+        found[group][record["N"]][record["provider"]] = record
+    order = list(CASES)
+    keys = sorted(found, key=lambda g: (DIRECTIONS.index(g[1]), g[3], order.index(g[0]), g[2] or ""))
+    return {key: found[key] for key in keys}
+
+
+def by_rows(records: Sequence[Record]) -> dict[int, list[Record]]:
+    """The sweeps in `records` by the number of rows asked for, most rows first; wide rows may have been fewer."""
+    sweeps: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        sweeps[record["asked_rows"]].append(record)
+    return dict(sorted(sweeps.items(), reverse=True))
+
+
+def share(record: Record | None) -> str:
+    if record is None:
+        return "–"
+    return "failed" if record.get("error") else f"{record['share']:.2f}"
+
+
+def best_peer(providers: dict[str, Record]) -> Record | None:
+    """The fastest of those that are not ours."""
+    peers = [r for name, r in providers.items() if name not in OURS and r.get("us") is not None]
+    return min(peers, key=lambda record: record["us"], default=None)
+
+
+def lead(providers: dict[str, Record]) -> float | None:
+    """How many times as long as ours the best peer takes: of the same rounds if measured together, else of medians."""
+    ours, peer = providers.get("ours"), best_peer(providers)
+    if ours is None or peer is None or ours.get("us") is None:
+        return None
+    return peer.get("times_ours") or peer["us"] / ours["us"]
+
+
+def norms_text(records: Sequence[Record]) -> str:
+    """Share of copy bandwidth: a block for each case and direction, a line for each provider, a column for each width."""
+    blocks = []
+    for rows, sweep in by_rows(records).items():
+        for (case, direction, residual, weights), widths in grouped(sweep).items():
+            columns = sorted(widths)
+            names = [name for name in PROVIDERS if any(name in widths[n] for n in columns)]
+            lines = [[f"  {name}", *(share(widths[n].get(name)) for n in columns)] for name in names]
+            peers = [best_peer(widths[n]) for n in columns]
+            leads = [lead(widths[n]) for n in columns]
+            lines.append(["  best peer", *("–" if peer is None else peer["provider"] for peer in peers)])
+            lines.append(["  its time / ours", *("–" if value is None else f"{value:.2f}×" for value in leads)])
+            title = f"{label(case, residual)}, {direction}" + (f", {weights} weights" if weights != "bf16" else "")
+            blocks.append(aligned([f"{title}, M={rows}", *map(str, columns)], lines))
+    return "\n\n".join(blocks)
+
+
+def norms_markdown(records: Sequence[Record], weights: str = "bf16") -> str:
+    """Ours and the best peer, a row for each case, a column for each width; the largest sweep."""
+    sweeps = by_rows(records)
+    parts = []
+    for direction in DIRECTIONS:
+        sweep = [r for r in next(iter(sweeps.values()), []) if r["direction"] == direction and r["weight_dtype"] == weights]
+        if not sweep:
+            continue
+        columns = sorted({record["N"] for record in sweep})
+        lines = []
+        for (case, _, residual, _), widths in grouped(sweep).items():
+            cells = [norms_cell(widths[n]) if n in widths else "–" for n in columns]
+            lines.append([label(case, residual), *cells])
+        parts.append(markdown([f"{direction}, N =", *map(str, columns)], lines))
+    return "\n\n".join(parts)
+
+
+def norms_cell(providers: dict[str, Record]) -> str:
+    """Ours first, in bold where nothing measured is faster; then the best peer and its name."""
+    ours, peer = providers.get("ours"), best_peer(providers)
+    text = share(ours)
+    if peer is None:
+        return text
+    if ours is not None and ours.get("us") is not None and ours["us"] <= peer["us"]:
+        text = f"**{text}**"
+    return f"{text} / {share(peer)} {SHORT.get(peer['provider'], peer['provider'])}"
+
+
+SHORT = {"flash-attn": "flash", "liger-kernel": "liger", "quack-kernels": "quack"}
+
+
+def host_rows(records: Sequence[Record]) -> list[list[str]]:
+    """Provider, forward, forward+backward: median CPU microseconds a call and, in brackets, 10th to 90th percentile."""
+    found = {(record["provider"], record["direction"]): record for record in records}
+    names = [name for name in PROVIDERS if any(provider == name for provider, _ in found)]
+    return [[name, *(_host_cell(found.get((name, d))) for d in ("forward", "forward+backward"))] for name in names]
+
+
+def _host_cell(record: Record | None) -> str:
+    if record is None:
+        return "–"
+    return "failed" if record.get("error") else f"{record['us']:.0f} ({record['p10']:.0f} to {record['p90']:.0f})"
+
+
+HOST_HEADER = ("CPU µs a call", "forward", "forward + backward")
+
+
+def memory_rows(records: Sequence[Record]) -> list[list[str]]:
+    """Case, stream, shape, provider: MiB at the peak, and kept between forward and backward, a block."""
+    return [
+        [
+            CASES[record["case"]].label,
+            record["residual_dtype"],
+            f"{record['M']} × {record['N']}",
+            record["provider"],
+            _mib_a_block(record, "kept"),
+            _mib_a_block(record, "peak"),
+        ]
+        for record in records
+    ]
+
+
+def _mib_a_block(record: Record, field: str) -> str:
+    if record.get("error"):
+        return "failed"
+    return "–" if record[field] is None else f"{record[field] / record['blocks'] / 2**20:.0f}"
+
+
+MEMORY_HEADER = ("block", "stream", "rows × width", "provider", "MiB kept for backward, a block", "MiB at the peak, a block")
+
+
+SEED_TITLES = {
+    "a": "LayerNorm forward, fp16, GB/s",
+    "b": "LayerNorm forward + backward, fp16, µs",
+    "c": "LayerNorm forward, fp16, µs",
+    "d": "dropout forward + backward, bf16, µs",
+}
+
+
+def seed_tables(records: Sequence[Record]) -> dict[str, tuple[str, list[str], list[list[str]]]]:
+    """Figure → title, header, rows: a line for each width, a column for each provider."""
+    found = {}
+    for figure, title in SEED_TITLES.items():
+        chosen = [record for record in records if record["figure"] == figure]
+        if not chosen:
+            continue
+        names = list(dict.fromkeys(record["provider"] for record in chosen))
+        cells = {(record["N"], record["provider"]): record for record in chosen}
+        field = "gb_per_s" if figure == "a" else "us"
+
+        def cell(record: Record | None, field: str = field) -> str:
+            if record is None:
+                return "–"
+            return (
+                "failed" if record.get("error") else f"{record[field]:.0f}" if record[field] >= 100 else f"{record[field]:.1f}"
+            )
+
+        widths = sorted({record["N"] for record in chosen})
+        rows = [[str(n), *(cell(cells.get((n, name))) for name in names)] for n in widths]
+        found[figure] = (f"{title}, {rows_label({r['M'] for r in chosen})}", ["N", *names], rows)
+    return found

@@ -1,0 +1,175 @@
+"""How long calls take on the device: CUDA graphs over rotating inputs, contenders interleaved. The one place that times.
+
+On a GPU each contender is captured into a CUDA graph that calls it once on every set of inputs, so that the host's cost is out
+and no set is still in L2 when its turn comes again. Outputs stay alive until the capture ends: they rotate too. Contenders then
+take turns, in an order shuffled every round; a sample is the time of one call in one round.
+
+Without a GPU the same calls are timed by a clock; that is for trying the programs, not for numbers.
+"""
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    build: Callable[[], Sequence[Call]]  # one call for each set of inputs; whatever fails here is the contender's failure
+    before: Call | None = None  # run before each turn, untimed: restores inputs that the calls overwrite
+
+
+@dataclass
+class Outcome:
+    """What became of a contender: one sample a round, or the reason why there is none."""
+
+    us: list[float] = field(default_factory=list)  # microseconds a call
+    error: str | None = None
+
+
+def measure(
+    contenders: Sequence[Contender], device: torch.device, *, rounds: int = 25, round_ms: float = 2.0, seed: int = 0
+) -> dict[str, Outcome]:
+    """Times the contenders against each other.
+
+    Args:
+        round_ms: a contender's turn lasts about this long, at least one pass over all sets of inputs.
+        seed: of the order in which they take turns.
+    """
+    timer = _GraphTimer(device) if device.type == "cuda" else _ClockTimer()
+    outcomes = {contender.name: Outcome() for contender in contenders}
+    befores = {contender.name: contender.before for contender in contenders}
+    passes: dict[str, Any] = {}
+    held: dict[str, Sequence[Call]] = {}
+    try:
+        for contender in contenders:
+            try:
+                # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
+                passes[contender.name], held[contender.name] = _prepared(contender, timer)
+            except Exception as error:  # a library's failure is a result, not the end of the sweep
+                outcomes[contender.name].error = describe(error)
+        repeats = {
+            name: max(1, math.ceil(round_ms / max(timer.time_ms(prepared, 1), 1e-6))) for name, prepared in passes.items()
+        }
+        order = list(passes)
+        shuffle = random.Random(seed).shuffle
+        for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
+            shuffle(order)
+            for name in order:
+                if (before := befores[name]) is not None:
+                    before()
+                elapsed = timer.time_ms(passes[name], repeats[name])
+                if round_ >= 0:
+                    outcomes[name].us.append(1000 * elapsed / (repeats[name] * len(held[name])))
+    finally:
+        timer.release(passes)
+    return outcomes
+
+
+def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 15) -> float:
+    """GB/s (10^9 bytes, read plus written) of an elementwise copy of `gigabytes`: the better of two ways to write one."""
+    x = torch.randn(int(gigabytes * 1e9) // 2, device=device, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    contenders = [
+        Contender("add", lambda: [lambda: torch.add(x, 1, out=y)]),
+        Contender("copy", lambda: [lambda: y.copy_(x)]),
+    ]
+    outcomes = measure(contenders, device, rounds=rounds, round_ms=5.0)
+    failures = [outcome.error for outcome in outcomes.values() if outcome.error]
+    if failures:
+        raise RuntimeError(f"the copy that all shares refer to failed: {failures[0]}")
+    best = min(sorted(outcome.us)[len(outcome.us) // 2] for outcome in outcomes.values())
+    return 2 * x.nbytes / best / 1000
+
+
+def rotating_sets(bytes_per_set: int, device: torch.device, at_most: int = 512) -> int:
+    """How many sets of inputs and outputs it takes for none to be in L2 when its turn comes again: at least two.
+
+    Four times L2 in all. `at_most` bounds the graph: below 0.5 MB a set, sets are not cold, and launches are what is timed.
+    """
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    return min(at_most, max(2, math.ceil(4 * l2 / bytes_per_set)))
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Everything, warm-ups included, runs on one stream that can be captured: autograd runs backward on forward's stream."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def free_memory(device: torch.device) -> None:
+    """After a cell: its graphs, tensors and autograd graphs go before the next cell allocates."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _prepared(contender: Contender, timer: Any) -> tuple[Any, Sequence[Call]]:
+    """A function of its own, so that after a failure nothing holds on to the contender's tensors."""
+    calls = contender.build()
+    return timer.prepare(calls), calls
+
+
+class _GraphTimer:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
+
+    def prepare(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+        for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
+            call()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
+            outputs = [call() for call in calls]
+        del outputs
+        self._pool = self._pool or graph.pool()
+        graph.replay()
+        torch.cuda.synchronize(self.device)
+        return graph
+
+    def time_ms(self, graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def release(self, graphs: dict[str, torch.cuda.CUDAGraph]) -> None:
+        for graph in graphs.values():
+            graph.reset()
+        graphs.clear()
+
+
+class _ClockTimer:
+    def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:
+        for call in calls:
+            call()
+        return calls
+
+    def time_ms(self, calls: Sequence[Call], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            for call in calls:
+                call()
+        return 1000 * (time.perf_counter() - began)
+
+    def release(self, prepared: dict[str, Sequence[Call]]) -> None:
+        prepared.clear()

@@ -1,0 +1,286 @@
+"""Measures tile shapes on this GPU and prints TABLE of ops/tiling.py anew, to paste there.
+
+    python -m benchmarks.tune                                    every width, tiles near those of the present table
+    python -m benchmarks.tune --all --width 4096                 every tile that may make sense
+    python -m benchmarks.tune --direction backward --norm rms --work add
+
+A width's tile is the fastest of those that spill no registers. Cells that were not asked for stay as they are.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from statistics import median
+from unittest import mock
+
+import torch
+
+from benchmarks import command
+from benchmarks.cases import BACKWARD, CASES, DIRECTIONS, FORWARD, Inputs, Setting, capped_rows, make_inputs, minimum_bytes
+from benchmarks.timing import Contender, copy_bandwidth, free_memory, measure, rotating_sets, side_stream
+from ops import launch, layer_norm_fn, tiling
+from ops.tiling import Tile
+
+NORMS = ("ln", "rms")
+WORKS = ("norm", "add", "dropout")
+WIDTHS = (32, 64, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
+ROWS = 32768
+KERNEL = {FORWARD: "norm_forward_kernel", BACKWARD: "norm_backward_kernel"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table."""
+
+    direction: str
+    norm: str
+    work: str
+    vector: int
+    width: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.direction, self.norm, self.work, self.vector
+
+    @property
+    def case(self) -> str:
+        return {"norm": "", "add": "add_", "dropout": "dropout_add_"}[self.work] + self.norm
+
+    @property
+    def setting(self) -> Setting:
+        residual = None if self.work == "norm" else torch.float32 if self.vector == 4 else torch.bfloat16
+        return Setting(residual_dtype=residual)
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("tune measures kernels and needs a GPU; this machine has none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    cells = [
+        Cell(direction, norm, work, vector, width)
+        for direction, norm, work, width in itertools.product(options.direction, options.norm, options.work, options.width)
+        for vector in ((8,) if work == "norm" else (8, 4))
+    ]
+    candidates = {cell: list(all_tiles(cell) if options.all else near_tiles(cell)) for cell in cells}
+    found: dict[Cell, tuple[Tile, float]] = {}
+    with side_stream(device):
+        copy = copy_bandwidth(device)
+        spilling = compile_all(candidates, options.processes)
+        with command.progress(len(cells), "tuning") as bar:
+            for cell in cells:
+                tiles = [tile for tile in candidates[cell] if (cell, tile) not in spilling]
+                if best := fastest(cell, tiles, device, copy):
+                    found[cell] = best
+                bar.update()
+    print(f"# Measured on {torch.cuda.get_device_name(device)}: the comment is the share of copy bandwidth ({copy:.0f} GB/s).")
+    print(format_table(merged(found), {(*cell.key, cell.width): share for cell, (_, share) in found.items()}))
+
+
+def fastest(cell: Cell, tiles: list[Tile], device: torch.device, copy: float) -> tuple[Tile, float] | None:
+    """The tile with the smallest median time, and its share of copy bandwidth."""
+    case, rows = CASES[cell.case], capped_rows(ROWS, cell.width)
+    residual_bytes = None if cell.setting.residual_dtype is None else cell.setting.residual_dtype.itemsize
+    least = minimum_bytes(case, cell.direction, rows, cell.width, residual_bytes=residual_bytes)
+    sets = make_inputs(case, cell.setting, rows, cell.width, rotating_sets(least, device, at_most=16), device)
+    outcomes = measure([_contender(cell, tile, sets) for tile in tiles], device, rounds=7, round_ms=0.5)
+    times = {tile: median(outcomes[str(tile)].us) for tile in tiles if outcomes[str(tile)].us}
+    del sets
+    free_memory(device)
+    if not times:
+        return None
+    best = min(times, key=lambda tile: times[tile])
+    return best, least / times[best] / 1000 / copy
+
+
+def _contender(cell: Cell, tile: Tile, sets: list[Inputs]) -> Contender:
+    def build():
+        def call(inputs):
+            with using(cell.direction, tile):
+                return run(cell, inputs)
+
+        if cell.direction == FORWARD:
+            return [lambda inputs=inputs: call(inputs) for inputs in sets]
+        forwards = [run(cell, inputs) for inputs in sets]
+
+        def backward(inputs, outputs):
+            with using(cell.direction, tile):
+                return torch.autograd.grad(outputs, inputs.leaves, inputs.upstream, retain_graph=True)
+
+        return [lambda pair=pair: backward(*pair) for pair in zip(sets, forwards, strict=True)]
+
+    return Contender(str(tile), build)
+
+
+def run(cell: Cell, inputs: Inputs):
+    outputs = layer_norm_fn(
+        inputs.x, inputs.weight, inputs.bias, inputs.residual, is_rms_norm=cell.norm == "rms", prenorm=cell.work != "norm",
+        dropout_p=0.1 if cell.work == "dropout" else 0.0, eps=1e-5, seed=inputs.seed,
+    )  # fmt: skip
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+class using:
+    """Launches of one direction get this tile and are compiled for it."""
+
+    def __init__(self, direction: str, tile: Tile) -> None:
+        self.patch = mock.patch.object(launch, f"{direction}_tile", lambda n, work, device: tile)
+
+    def __enter__(self) -> None:
+        self.patch.start()
+        launch.forget()
+
+    def __exit__(self, *_) -> None:
+        self.patch.stop()
+        launch.forget()
+
+
+def compile_all(candidates: dict[Cell, list[Tile]], processes: int) -> set[tuple[Cell, Tile]]:
+    """Compiles in parallel, into Triton's cache on disk; the pairs that spill registers or don't compile."""
+    spilling = set()
+    jobs = [(cell, tile) for cell, tiles in candidates.items() for tile in tiles]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool, command.progress(len(jobs), "compiling") as bar:
+        for future in as_completed([pool.submit(spills, *job) for job in jobs]):
+            cell, tile, spilled = future.result()
+            if spilled:
+                spilling.add((cell, tile))
+            bar.update()
+    return spilling
+
+
+def spills(cell: Cell, tile: Tile) -> tuple[Cell, Tile, bool]:
+    """Runs the tile once on a few rows; whether it spills registers, or fails."""
+    device = torch.device("cuda", 0)
+    (inputs,) = make_inputs(CASES[cell.case], cell.setting, 2 * tile.rows, cell.width, 1, device)
+    recorder = Recorder(getattr(launch, KERNEL[cell.direction]))
+    with mock.patch.object(launch, KERNEL[cell.direction], recorder), using(cell.direction, tile):
+        try:
+            outputs = run(cell, inputs)
+            if cell.direction == BACKWARD:
+                torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
+        except Exception:
+            return cell, tile, True
+    return cell, tile, recorder.compiled[-1].n_spills > 0
+
+
+class Recorder:
+    """A kernel that keeps what it compiled."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+        self.compiled: list = []
+
+    def __getattr__(self, name: str):
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid):
+        def start(*arguments, **constants):
+            compiled = self.kernel[grid](*arguments, **constants)
+            self.compiled.append(compiled)
+            return compiled
+
+        return start
+
+
+def near_tiles(cell: Cell) -> Iterator[Tile]:
+    """The tiles of this width for other work and of its neighbours for this, and this cell's with one thing changed."""
+    present = {key: entry(key, cell.width) for key in tiling.TABLE if key[0] == cell.direction}
+    own = present[cell.key]
+    near = dict.fromkeys([own, *present.values()])
+    near |= dict.fromkeys(over(entry(cell.key, width), cell.width) for width in (cell.width // 2, 2 * cell.width))
+    changes: tuple[tuple[str, tuple], ...] = (
+        ("rows", (own.rows // 2, own.rows * 2)),
+        ("warps", (own.warps // 2, own.warps * 2)),
+        ("programs_per_sm", (1, 2, 3, 4) if own.slices > 1 or cell.direction == BACKWARD else (0, 2, 4)),
+        ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
+        ("hold_weights", (False, True)),
+    )
+    for field, values in changes:
+        near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
+    if tiling.row_blocks(cell.width)[1]:
+        whole = tiling.one_block(cell.width)
+        near |= dict.fromkeys(replace(tile, block_n=whole, tail_n=0) for tile in list(near) if tile.slices == 1)
+    return (tile for tile in near if sensible(tile, cell))
+
+
+def all_tiles(cell: Cell) -> Iterator[Tile]:
+    block_n, tail_n = tiling.row_blocks(cell.width)
+    shapes = [(block_n, tail_n, 1), (tiling.one_block(cell.width), 0, 1)] if block_n + tail_n <= 32768 else []
+    if cell.width > 8192:
+        shapes += [(block, 0, -(-cell.width // block)) for block in (512, 1024, 2048, 4096, 8192)]
+    for (block, tail, slices), rows, warps, stages, programs, hold in itertools.product(
+        dict.fromkeys(shapes), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32), (1, 2, 3, 4), (0, 1, 2, 3, 4, 8), (False, True)
+    ):
+        tile = Tile(rows, block, tail, slices, warps, stages, programs, hold)
+        if sensible(tile, cell):
+            yield tile
+
+
+def sensible(tile: Tile, cell: Cell) -> bool:
+    """Whether it can run, and a thread has neither too little to do nor more than its registers hold."""
+    if tile.rows < 1 or not 1 <= tile.warps <= 32:
+        return False
+    elements = tile.rows * (tile.block_n + tile.tail_n) / (32 * tile.warps)
+    persistent = tile.programs_per_sm > 0
+    return (
+        4 <= elements <= (64 if cell.direction == FORWARD else 32)
+        and tile.warps * max(1, tile.programs_per_sm) <= 48
+        and (tile.stages > 1 or not persistent or cell.width >= 4096)
+        and (persistent or (cell.direction == FORWARD and tile.stages == 1 and not tile.hold_weights))
+        and (tile.slices == 1 or (4 <= tile.slices <= 128 and persistent and tile.stages > 1 and tile.hold_weights))
+    )
+
+
+def merged(found: dict[Cell, tuple[Tile, float]]) -> dict:
+    """The present table with what was found in its places."""
+    table = {key: dict(entries) for key, entries in tiling.TABLE.items()}
+    for cell, (tile, _) in found.items():
+        table.setdefault(cell.key, {})[cell.width] = tile
+    return {key: tuple(sorted(entries.items())) for key, entries in table.items()}
+
+
+def format_table(table: dict, shares: dict | None = None) -> str:
+    """Python source of TABLE; shares: by (*key, width)."""
+    lines = ["TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {"]
+    for key, entries in table.items():
+        lines.append(f"    {key!r}: (".replace("'", '"'))
+        for width, tile in entries:
+            t = tile
+            fields = (
+                f"{t.rows}, {t.block_n}, {t.tail_n}, {t.slices}, {t.warps}, {t.stages}, {t.programs_per_sm}, {t.hold_weights}"
+            )
+            share = (shares or {}).get((*key, width))
+            lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
+        lines.append("    ),")
+    return "\n".join([*lines, "}"])
+
+
+def entry(key: tuple[str, str, str, int], width: int) -> Tile:
+    """What the table has for this width."""
+    return over(next((tile for up_to, tile in tiling.TABLE[key] if width <= up_to), tiling.TABLE[key][-1][1]), width)
+
+
+def over(tile: Tile, width: int) -> Tile:
+    """The tile over the width's own blocks."""
+    if tile.slices > 1:
+        return replace(tile, slices=-(-width // tile.block_n))
+    block_n, tail_n = tiling.row_blocks(width)
+    return replace(tile, block_n=block_n, tail_n=tail_n)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS))
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--width", nargs="+", type=int, default=list(WIDTHS), metavar="N")
+    parser.add_argument("--all", action="store_true", help="not only tiles near the present ones")
+    parser.add_argument("--processes", type=int, default=12, help="that compile in parallel (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

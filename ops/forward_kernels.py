@@ -1,0 +1,276 @@
+"""The forward kernel of the norm.
+
+Variants are constexpr flags and absent pointers: `None` is constexpr, so `if p_x1 is not None` costs nothing at run time.
+Names: `p_` pointer, `b_` block in registers, `m_` mask. All arithmetic is fp32.
+"""
+
+import triton
+import triton.language as tl
+
+from .dropout_kernels import drop_block
+from .row_kernels import (
+    block_cols,
+    block_mask,
+    block_start,
+    collect,
+    dot_rows,
+    load_row,
+    load_vector,
+    narrow_row,
+    publish,
+    row_sum,
+    store_row,
+    widen_row,
+)
+
+
+# A new batch size or dropout probability must not compile anything; nor must the next seed of a vector, every other of
+# which lies on a 16-byte boundary.
+@triton.jit(do_not_specialize=["M", "tiles", "threshold"], do_not_specialize_on_alignment=["p_seed"])
+def norm_forward_kernel(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, p_seed,
+    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, p_board,
+    M, N, tiles, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r,
+    eps, threshold, scale,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
+    LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Programs, each striding over tiles of ROWS rows, of
+
+        z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual;   r = round(z)
+        x̂ = (r − mean(r)) · rstd(r)  or  r · rstd(r);   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
+
+    p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
+    p_board: where the SLICES programs that share a row exchange their sums; see `exchange`.
+    """
+    slice_id = tl.program_id(0) % SLICES
+    group = tl.program_id(0) // SLICES
+    groups = tl.num_programs(0) // SLICES
+    seed = 0
+    if DROPOUT:
+        seed = tl.load(p_seed)
+
+    if not LOOPED:
+        first_col = slice_id * BLOCK_N
+        count = tl.minimum(BLOCK_N + TAIL_N, N - first_col).to(tl.float32)
+        if HOLD:
+            b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+            b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+        b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+        b_bias1 = load_vector(p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+        if SLICES > 1:
+            b_held = narrow_row(load_row(None, tl.arange(0, ROWS), None, 0, 0, N, BLOCK_N, 0, True, VECTOR), RESIDUAL_DTYPE)
+        for tile in tl.range(group, tiles + (groups if SLICES > 1 else 0), groups, num_stages=STAGES):
+            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            m_row = rows < M
+            b_r = load_sum(
+                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
+                N, stride_x, stride_x1, stride_residual, threshold, scale,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+            )  # fmt: skip
+            if p_r is not None:
+                store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+            b_mean = tl.zeros([ROWS], tl.float32)
+            if not IS_RMS:
+                b_mean = row_sum(b_r) / count
+            b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+            b_m2 = dot_rows(b_centred, b_centred)  # Σ (r − mean)²; for RMSNorm Σ r²
+            if SLICES > 1:
+                # Finish the tile before this one: its sums have had the time to arrive.
+                publish(p_board, b_mean, b_m2, rows, m_row, slice_id, SLICES)
+                b_finish = widen_row(b_held)
+                b_held = narrow_row(b_r, RESIDUAL_DTYPE)
+                b_r = b_finish
+                rows -= groups * ROWS
+                m_row = (rows >= 0) & (rows < M)
+                b_means, b_m2s = collect(p_board, rows, m_row, SLICES, SLICES_POW2)
+                b_mean, b_m2 = merge_moments(b_means, b_m2s, N, BLOCK_N, SLICES_POW2)
+                b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+            b_rstd = tl.rsqrt(b_m2 / N + eps)
+            if not HOLD:
+                b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+                b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+            store_affine(
+                p_y, b_centred, b_rstd, b_weight, b_bias, p_weight is not None, p_bias is not None,
+                rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
+            )  # fmt: skip
+            if p_y1 is not None:
+                store_affine(
+                    p_y1, b_centred, b_rstd, b_weight1, b_bias1, p_weight1 is not None, p_bias1 is not None,
+                    rows, m_row, stride_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
+                )  # fmt: skip
+            if p_stats is not None:
+                store_stats(p_stats, b_rstd, b_mean, rows, m_row & (slice_id == 0), M, IS_RMS)
+    else:
+        for tile in tl.range(group, tiles, groups, num_stages=1):
+            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            m_row = rows < M
+            # Two passes over the inputs. Nothing is written before the second, so residual_out may be the residual's own
+            # buffer.
+            b_mean = tl.zeros([ROWS], tl.float32)
+            b_m2 = tl.zeros([ROWS], tl.float32)
+            for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
+                b_r = load_sum(
+                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, first_col,
+                    N, stride_x, stride_x1, stride_residual, threshold, scale,
+                    BLOCK_N, 0, False, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+                )  # fmt: skip
+                if IS_RMS:
+                    b_m2 += dot_rows(b_r, b_r)
+                else:
+                    # Chan, Golub & LeVeque 1979: the moments of two sets together, without cancellation.
+                    count = tl.minimum(BLOCK_N, N - first_col).to(tl.float32)
+                    share = count / (first_col + count)
+                    b_block_mean = row_sum(b_r) / count
+                    b_centred = centre(b_r, b_block_mean, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
+                    b_delta = b_block_mean - b_mean
+                    b_m2 += dot_rows(b_centred, b_centred) + b_delta * b_delta * (first_col * share)
+                    b_mean += b_delta * share
+            b_rstd = tl.rsqrt(b_m2 / N + eps)
+            for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
+                b_r = load_sum(
+                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
+                    N, stride_x, stride_x1, stride_residual, threshold, scale,
+                    BLOCK_N, 0, False, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+                )  # fmt: skip
+                if p_r is not None:
+                    store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, False, VECTOR)
+                b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
+                store_affine(
+                    p_y, b_centred, b_rstd,
+                    load_vector(p_weight, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET),
+                    load_vector(p_bias, first_col, N, BLOCK_N, 0, False, VECTOR, 0.0, 0.0),
+                    p_weight is not None, p_bias is not None, rows, m_row, stride_y, first_col, N,
+                    BLOCK_N, 0, False, VECTOR,
+                )  # fmt: skip
+                if p_y1 is not None:
+                    store_affine(
+                        p_y1, b_centred, b_rstd,
+                        load_vector(p_weight1, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET),
+                        load_vector(p_bias1, first_col, N, BLOCK_N, 0, False, VECTOR, 0.0, 0.0),
+                        p_weight1 is not None, p_bias1 is not None, rows, m_row, stride_y1, first_col, N,
+                        BLOCK_N, 0, False, VECTOR,
+                    )  # fmt: skip
+            if p_stats is not None:
+                store_stats(p_stats, b_rstd, b_mean, rows, m_row, M, IS_RMS)
+
+
+@triton.jit
+def load_sum(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
+    N, stride_x, stride_x1, stride_residual, threshold, scale,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """fp32 blocks of dropout(x · rowscale) + dropout(x1 · rowscale1) + residual as the residual dtype rounds it."""
+    # All loads are issued before the first use.
+    b_scale = load_scale(p_rowscale, rows, m_row)
+    b_x = load_row(p_x, rows, scaled_rows(m_row, b_scale, p_rowscale), stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+    if p_x1 is not None:
+        b_scale1 = load_scale(p_rowscale1, rows, m_row)
+        m_row1 = scaled_rows(m_row, b_scale1, p_rowscale1)
+        b_x1 = load_row(p_x1, rows, m_row1, stride_x1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+    if p_residual is not None:
+        b_residual = load_row(p_residual, rows, m_row, stride_residual, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+
+    b_r = ()
+    for i in tl.static_range(2 if TAIL_N else 1):
+        start = block_start(i, first_col, BLOCK_N)
+        m = block_mask(i, m_row, block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR), N, TAIL_N, EVEN_N)
+        b_z = b_x[i]
+        if p_rowscale is not None:
+            b_z = b_z * b_scale[:, None]
+        if DROPOUT:
+            b_z = drop_block(b_z, seed, p_mask, rows, start, m, N, threshold, scale, 0, VECTOR)
+        if p_x1 is not None:
+            b_z1 = b_x1[i]
+            if p_rowscale1 is not None:
+                b_z1 = b_z1 * b_scale1[:, None]
+            if DROPOUT:
+                b_z1 = drop_block(b_z1, seed, p_mask1, rows, start, m, N, threshold, scale, 1, VECTOR)
+            b_z += b_z1
+        if p_residual is not None:
+            b_z += b_residual[i]
+        # Normalise the rounded value: backward and whoever reads the residual stream will see only that.
+        b_r += (b_z.to(RESIDUAL_DTYPE).to(tl.float32),)
+    return b_r
+
+
+@triton.jit
+def load_scale(p_rowscale, rows, m_row):
+    """fp32 [ROWS]; 1 where there is no rowscale."""
+    if p_rowscale is not None:
+        b_scale = tl.load(p_rowscale + rows, mask=m_row, other=0.0).to(tl.float32)
+    else:
+        b_scale = tl.full([rows.shape[0]], 1.0, tl.float32)
+    return b_scale
+
+
+@triton.jit
+def scaled_rows(m_row, b_scale, p_rowscale):
+    """int1 [ROWS]: the rows to read. One with a scale of 0 counts as zeros, whatever it holds, and is not read."""
+    if p_rowscale is not None:
+        m_row = m_row & (b_scale != 0.0)
+    return m_row
+
+
+@triton.jit
+def centre(
+    b_r, b_mean, first_col, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, IS_RMS: tl.constexpr,
+):  # fmt: skip
+    """r − mean, zero in the columns past the row's end; for RMSNorm r itself."""
+    if IS_RMS:
+        b_centred = b_r
+    else:
+        b_centred = ()
+        for i in tl.static_range(2 if TAIL_N else 1):
+            b = b_r[i] - b_mean[:, None]
+            if not (EVEN_N or (i == 0 and TAIL_N > 0)):
+                b = tl.where((block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR) < N)[None, :], b, 0.0)
+            b_centred += (b,)
+    return b_centred
+
+
+@triton.jit
+def merge_moments(b_means, b_m2s, N, BLOCK_N: tl.constexpr, SLICES_POW2: tl.constexpr):
+    """mean and Σ (r − mean)², fp32 [ROWS], from those of slices of BLOCK_N columns, of which the last may be shorter."""
+    counts = tl.maximum(tl.minimum(N - tl.arange(0, SLICES_POW2) * BLOCK_N, BLOCK_N), 0).to(tl.float32)
+    # One reduction with one use of what `collect` returned: the compiler repeats its wait for every further one.
+    b_mean, b_m2, _ = tl.reduce((b_means, b_m2s, tl.broadcast_to(counts[None, :], b_means.shape)), 1, merge_two)
+    return b_mean, b_m2
+
+
+@triton.jit
+def merge_two(mean_a, m2_a, count_a, mean_b, m2_b, count_b):
+    """Chan, Golub & LeVeque 1979: the moments of two sets together, without cancellation."""
+    count = count_a + count_b
+    share = tl.where(count > 0.0, count_b / count, 0.0)
+    delta = mean_b - mean_a
+    return mean_a + delta * share, m2_a + m2_b + delta * delta * count_a * share, count
+
+
+@triton.jit
+def store_affine(
+    p_y, b_centred, b_rstd, b_weight, b_bias, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    rows, m_row, stride_y, first_col, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """y = x̂ · weight + bias."""
+    b_y = ()
+    for i in tl.static_range(2 if TAIL_N else 1):
+        b = b_centred[i] * b_rstd[:, None]
+        if WEIGHT:
+            b = b * b_weight[i]
+        if BIAS:
+            b = b + b_bias[i]
+        b_y += (b,)
+    store_row(p_y, b_y, rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+
+
+@triton.jit
+def store_stats(p_stats, b_rstd, b_mean, rows, m, M, IS_RMS: tl.constexpr):
+    tl.store(p_stats + rows, b_rstd, mask=m)
+    if not IS_RMS:
+        tl.store(p_stats + M + rows, b_mean, mask=m)

@@ -1,0 +1,86 @@
+"""The records that a call hands from the public functions to the kernels. The operators take them flattened, in this order.
+
+Named tuples, because they flatten with a star and their hash and comparison, which look up launches, run in C.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # (..., N)
+    residual: Tensor | None  # shape of x
+    x1: Tensor | None  # shape of x
+    weight: Tensor | None  # (N,)
+    bias: Tensor | None
+    weight1: Tensor | None
+    bias1: Tensor | None
+    rowscale: Tensor | None  # M elements, one for each row of x
+    rowscale1: Tensor | None
+    seed: Tensor | None  # one int64 element; there where dropout_p > 0
+
+
+class Options(NamedTuple):
+    eps: float
+    dropout_p: float
+    zero_centered_weight: bool
+    is_rms_norm: bool
+    out_dtype: torch.dtype  # of y and y1
+    residual_dtype: torch.dtype  # of r
+    store_residual: bool
+    store_stats: bool
+    return_mask: bool
+
+
+class Outputs(NamedTuple):
+    y: Tensor  # shape of x
+    y1: Tensor | None  # shape of x; there where weight1 or bias1 is
+    r: Tensor | None  # shape of x: the residual stream
+    stats: Tensor | None  # fp32 (1, M) rstd for RMSNorm, (2, M) rstd and mean for LayerNorm
+    mask: Tensor | None  # bool, shape of x: what was kept of x
+    mask1: Tensor | None  # and of x1
+
+
+class BackwardInputs(NamedTuple):
+    dy: Tensor | None  # shape of r, as are dy1, dr, x and x1
+    dy1: Tensor | None
+    dr: Tensor | None
+    r: Tensor
+    x: Tensor | None  # there where drowscale is asked for
+    x1: Tensor | None  # there where drowscale1 is
+    weight: Tensor | None
+    weight1: Tensor | None
+    rowscale: Tensor | None
+    rowscale1: Tensor | None
+    stats: Tensor
+    seed: Tensor | None
+
+
+class BackwardOptions(NamedTuple):
+    dropout_p: float
+    zero_centered_weight: bool
+    is_rms_norm: bool
+    dz_dtype: torch.dtype | None  # None: not asked for
+    dx_dtype: torch.dtype | None
+    dx1_dtype: torch.dtype | None
+    wanted: tuple[bool, ...]  # which of dweight, dbias, dweight1, dbias1
+    weight_dtype: torch.dtype  # of those
+
+
+class Gradients(NamedTuple):
+    dz: Tensor | None  # shape of r; the gradient of every input that nothing scales
+    dx: Tensor | None
+    dx1: Tensor | None
+    drowscale: Tensor | None  # fp32 (M,)
+    drowscale1: Tensor | None
+    # (N,) if one is wanted, else (wanted, N). One allocation and one kernel for all of them: the price is that the memory of
+    # a layer's dweight is free only when its dbias is too.
+    weights: Tensor | None
+
+
+def by_name(record: type, values: Iterable) -> Any:
+    """Something for each tensor of a record (its dtype, its stride, whether it needs a gradient) under the tensor's name."""
+    return record(*values)

@@ -1,0 +1,170 @@
+"""Rows as the norm kernels hold them: one or two tiles side by side in registers, loaded, stored and summed in the same order.
+
+A row of N columns is a tile of BLOCK_N columns and, where TAIL_N is not 0, another of TAIL_N: 5120 = 4096 + 1024 leaves no
+lane idle where the next power of two would idle three of eight. So a row is a tuple of one or two blocks [ROWS, width].
+Where SLICES programs share a row, each holds the BLOCK_N columns that begin at its `first_col`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def block_start(i: tl.constexpr, first_col, BLOCK_N: tl.constexpr):
+    """The first column of block i, a multiple of 8."""
+    if i == 1:
+        first_col += BLOCK_N
+    return first_col
+
+
+@triton.jit
+def block_cols(i: tl.constexpr, first_col, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, VECTOR: tl.constexpr):
+    """int32 [width]: the columns of block i, of which a thread is to hold VECTOR side by side."""
+    return block_start(i, first_col, BLOCK_N) + tl.max_contiguous(tl.arange(0, TAIL_N if i == 1 else BLOCK_N), VECTOR)
+
+
+@triton.jit
+def block_mask(i: tl.constexpr, m_row, cols, N, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr):
+    """int1 [ROWS, 1] where the whole block lies inside the row, else [ROWS, width]."""
+    if EVEN_N or (i == 0 and TAIL_N > 0):
+        m = m_row[:, None]
+    else:
+        m = m_row[:, None] & (cols < N)[None, :]
+    return m
+
+
+@triton.jit
+def load_row(
+    p, rows, m_row, stride, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """fp32 blocks of a row; zero where masked, and everywhere if there is nothing to load."""
+    b_row = ()
+    for i in tl.static_range(2 if TAIL_N else 1):
+        cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
+        if p is not None:
+            m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
+            b = tl.load(p + rows[:, None] * stride + cols[None, :], mask=m, other=0.0).to(tl.float32)
+        else:
+            b = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
+        b_row += (b,)
+    return b_row
+
+
+@triton.jit
+def store_row(
+    p, b_row, rows, m_row, stride, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    for i in tl.static_range(2 if TAIL_N else 1):
+        cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
+        m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
+        tl.store(p + rows[:, None] * stride + cols[None, :], b_row[i], mask=m)
+
+
+@triton.jit
+def load_vector(
+    p, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+    ABSENT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """fp32 blocks [1, width] of a weight or bias, OFFSET added; an absent one is ABSENT everywhere."""
+    b_vector = ()
+    for i in tl.static_range(2 if TAIL_N else 1):
+        cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
+        if p is None:
+            b = tl.full([1, cols.shape[0]], ABSENT, tl.float32)
+        elif EVEN_N or (i == 0 and TAIL_N > 0):
+            b = tl.load(p + cols[None, :]).to(tl.float32) + OFFSET
+        else:
+            b = tl.load(p + cols[None, :], mask=(cols < N)[None, :], other=0.0).to(tl.float32) + OFFSET
+        b_vector += (b,)
+    return b_vector
+
+
+@triton.jit
+def row_sum(b_row):
+    """fp32 [ROWS]: the sum over the columns of all blocks."""
+    b_sum = tl.sum(b_row[0], 1)
+    for i in tl.static_range(1, len(b_row)):
+        b_sum += tl.sum(b_row[i], 1)
+    return b_sum
+
+
+@triton.jit
+def dot_rows(b_row, b_other):
+    """fp32 [ROWS]: the sum over the columns of the products."""
+    b_sum = tl.sum(b_row[0] * b_other[0], 1)
+    for i in tl.static_range(1, len(b_row)):
+        b_sum += tl.sum(b_row[i] * b_other[i], 1)
+    return b_sum
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def two_dots(b_row, b_other):
+    """fp32 [ROWS] twice: the sums over the columns of row · other and of row, in one reduction, so with one barrier."""
+    b_dot, b_sum = tl.reduce((b_row[0] * b_other[0], b_row[0]), 1, add_pairs)
+    for i in tl.static_range(1, len(b_row)):
+        b_block_dot, b_block_sum = tl.reduce((b_row[i] * b_other[i], b_row[i]), 1, add_pairs)
+        b_dot += b_block_dot
+        b_sum += b_block_sum
+    return b_dot, b_sum
+
+
+@triton.jit
+def narrow_row(b_row, DTYPE: tl.constexpr):
+    """The blocks in the dtype they were loaded from: as exact, in half the registers."""
+    b_narrow = ()
+    for i in tl.static_range(len(b_row)):
+        b_narrow += (b_row[i].to(DTYPE),)
+    return b_narrow
+
+
+@triton.jit
+def widen_row(b_row):
+    b_wide = ()
+    for i in tl.static_range(len(b_row)):
+        b_wide += (b_row[i].to(tl.float32),)
+    return b_wide
+
+
+@triton.jit
+def publish(p_board, b_first, b_second, rows, m_row, slice_id, SLICES: tl.constexpr):
+    """Puts this program's two sums over its columns, fp32 [ROWS], on the board for the others that share the rows.
+
+    p_board: int64 [M, SLICES], all −1 before the launch. A word holds both numbers, so that it is either there or not, and no
+    fence is needed.
+    """
+    low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
+    high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(p_board + rows * SLICES + slice_id, low | (high << 32), mask=m_row)
+
+
+@triton.jit
+def collect(p_board, rows, m_row, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr):
+    """fp32 [ROWS, SLICES_POW2] twice: what every program that shares the rows has published; 0 beyond SLICES.
+
+    Waits for the other programs: the launch must be cooperative, so that all of them run.
+    """
+    slices = tl.arange(0, SLICES_POW2)
+    m = m_row[:, None] & (slices < SLICES)[None, :]
+    words = tl.inline_asm_elementwise(
+        """{
+        .reg .pred %there, %absent;
+        setp.ne.s32 %there, $2, 0;
+        mov.b64 $0, 0;
+        wait:
+        @%there ld.relaxed.gpu.global.b64 $0, [$1];
+        setp.eq.and.s64 %absent, $0, -1, %there;
+        @%absent bra wait;
+        }""",
+        "=l,l,r", [p_board + rows[:, None] * SLICES + slices[None, :], m.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
+    )  # fmt: skip
+    return (
+        (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True),
+        (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True),
+    )

@@ -1,0 +1,127 @@
+"""host, memory and seed_figures on tiny sizes, and the tutorial's kernel."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import host, memory, seed_figures
+from benchmarks.results import load
+
+# Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
+from benchmarks.tutorial_norm import layer_norm
+
+CPU = ["--device", "cpu", "--rounds", "2"]
+
+
+def test_host_times_both_directions_of_every_provider(tmp_path, capsys):
+    host.main([*CPU, "--output", str(tmp_path), "--provider", "ours", "torch"])
+    records = load(tmp_path / "host.json")["records"]
+    assert {(r["provider"], r["direction"]) for r in records} == {
+        (p, d) for p in ("ours", "torch") for d in ("forward", "forward+backward")
+    }
+    assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in records)
+    printed = capsys.readouterr().out
+    assert "ours" in printed and "forward + backward" in printed
+    host.main(["--plot-only", "--output", str(tmp_path)])
+    assert capsys.readouterr().out == printed
+
+
+def test_host_cases_can_be_chosen(tmp_path):
+    host.main([*CPU, "--output", str(tmp_path), "--provider", "torch", "--case", "ln", "dropout_add_ln"])
+    records = load(tmp_path / "host.json")["records"]
+    assert {(r["case"], r["residual_dtype"]) for r in records} == {("ln", None), ("dropout_add_ln", "bf16")}
+
+
+def test_host_waits_for_the_device_outside_what_it_times(monkeypatch):
+    log = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    monkeypatch.setattr(host.time, "perf_counter", lambda: log.append("clock") or 0.0)
+    host.batch_us(lambda: log.append("call"), torch.device("cuda"))
+    assert log == ["wait", "clock", *["call"] * host.BATCH, "clock"]
+
+
+def test_memory_covers_cases_streams_and_providers(tmp_path, capsys):
+    arguments = ["--rows", "16", "--width", "32", "--blocks", "2", "--provider", "ours", "torch"]
+    memory.main([*CPU, "--output", str(tmp_path), *arguments])
+    records = load(tmp_path / "memory.json")["records"]
+    assert len(records) == 2 * 2 * 2
+    assert all(r["blocks"] == 2 and r["M"] == 16 and r["kept"] is None and "error" not in r for r in records), "not on a CPU"
+    assert "dropout+add+RMS" in capsys.readouterr().out
+    memory.main([*CPU, "--output", str(tmp_path), *arguments, "--case", "dropout_add_ln", "--residual", "fp32", "--fresh"])
+    assert len(load(tmp_path / "memory.json")["records"]) == 2
+    memory.main(["--plot-only", "--output", str(tmp_path)])
+
+
+def test_memory_defaults():
+    assert memory.options_of([])[1].width == [768, 4096]
+    assert memory.options_of(["--quick"])[1].width == [768]
+
+
+def test_chain_hands_both_streams_from_block_to_block():
+    case = memory.CASES["add_ln"]
+    setting = memory.Setting(residual_dtype=torch.float32)
+    (i,) = memory.make_inputs(case, setting, 4, 32, 1, torch.device("cpu"))
+    y, r = memory.chain("torch", case, setting, 2)(i)
+
+    r1 = i.residual + i.x
+    y1 = F.layer_norm(r1, (32,), i.weight.float(), i.bias.float(), 1e-5).bfloat16()
+    assert torch.equal(r, r1 + y1) and y.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_fused_chain_keeps_less_than_torch_does():
+    device, case = torch.device("cuda", 0), memory.CASES["dropout_add_ln"]
+    setting = memory.Setting(residual_dtype=torch.float32)
+    (inputs,) = memory.make_inputs(case, setting, 1024, 1024, 1, device)
+    ours, plain = (memory.measure(memory.chain(p, case, setting, 4), inputs, device) for p in ("ours", "torch"))
+    assert 0 < ours["kept"] < plain["kept"] and ours["peak"] < plain["peak"]
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """torch.compile left out: it takes seconds a width."""
+    monkeypatch.setattr(seed_figures, "compiled", lambda expression: expression)
+    monkeypatch.setitem(seed_figures.PROVIDERS, "compile", seed_figures.PROVIDERS["torch"])
+
+
+def test_seed_figures_are_recorded_and_drawn(tmp_path, capsys, no_compiler):
+    seed_figures.main([*CPU, "--output", str(tmp_path), "--rows", "16", "--width", "32", "48"])
+    file = load(tmp_path / "seed_figures.json")
+    assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == {
+        ("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile")),
+    }  # fmt: skip
+    assert all(r["us"] > 0 for r in file["records"])
+    assert all(("gb_per_s" in r) == (r["figure"] in "ac") for r in file["records"])
+    assert {p.name for p in tmp_path.iterdir()} == {"seed_figures.json", *(f"seed_{f}.png" for f in "abcd")}
+    printed = capsys.readouterr().out
+    assert all(f"{figure}: " in printed for figure in "abcd")
+    seed_figures.main(["--plot-only", "--output", str(tmp_path)])
+    assert capsys.readouterr().out == printed
+
+
+def test_figures_can_be_chosen(tmp_path, no_compiler):
+    seed_figures.main([*CPU, "--output", str(tmp_path), "--rows", "16", "--width", "32", "--figure", "d"])
+    assert {r["figure"] for r in load(tmp_path / "seed_figures.json")["records"]} == {"d"}
+
+
+def test_figures_are_the_published_ones():
+    figures = seed_figures.FIGURES
+    assert list(figures["a"].widths) == [512 * i for i in range(2, 32)] and figures["a"].rows == 4096
+    assert figures["b"].rows == 128 * 1024 and (figures["b"].widths[0], figures["b"].widths[-1]) == (1024, 8192)
+    assert figures["c"].rows == 49152 and (figures["c"].widths[0], figures["c"].widths[-1]) == (32, 32768)
+
+
+def test_unknown_figure_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        seed_figures.main(["--figure", "e"])
+    assert "choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [64, 100])
+def test_tutorial_kernel_is_layer_norm(width, monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, weight, bias = (torch.randn(s, device=device) for s in ((5, width), (width,), (width,)))
+    expected = F.layer_norm(x, (width,), weight, bias, 1e-5)
+    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,116 @@
+import json
+
+import pytest
+import torch
+
+from benchmarks import results
+from benchmarks.results import Results, ResultsError, differences, environment, load, slug
+
+KEY = ("case", "N", "provider")
+
+
+@pytest.fixture
+def facts():
+    return {
+        "git": {"revision": "abc", "dirty": False}, "versions": {"torch": "2.11.0", "quack-kernels": "0.6"},
+        "cuda": "13.0", "hip": None, "gpu": {"name": "NVIDIA H200", "driver": "580.1"},
+    }  # fmt: skip
+
+
+def record(n, provider="ours", us=1.0):
+    return {"case": "ln", "N": n, "provider": provider, "us": us}
+
+
+def test_runs_with_disjoint_cells_add_up_and_the_same_cell_is_replaced(tmp_path, facts):
+    path = tmp_path / "gpu" / "norms.json"
+    Results(path, KEY, facts, "first").add([record(1), record(2)])
+    Results(path, KEY, facts, "second").add([record(2, us=5.0), record(3), record(2, "torch")])
+
+    file = load(path)
+    assert [(r["N"], r["provider"], r["us"]) for r in file["records"]] == [
+        (1, "ours", 1.0), (2, "ours", 5.0), (3, "ours", 1.0), (2, "torch", 1.0),
+    ]  # fmt: skip
+    assert file["command"] == "first && second"
+    assert file["environment"] == facts
+
+
+def test_file_on_disk_is_whole_after_every_cell(tmp_path, facts):
+    path = tmp_path / "norms.json"
+    results = Results(path, KEY, facts, "run")
+    for n in range(3):
+        results.add([record(n)])
+        assert len(json.loads(path.read_text())["records"]) == n + 1
+    assert [p.name for p in tmp_path.iterdir()] == ["norms.json"]
+
+
+def test_a_command_given_twice_is_recorded_once(tmp_path, facts):
+    for _ in range(2):
+        Results(tmp_path / "norms.json", KEY, facts, "run").add([record(1)])
+    assert load(tmp_path / "norms.json")["command"] == "run"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"gpu": {"name": "NVIDIA H100"}}, "GPU NVIDIA H200 there, NVIDIA H100 here"),
+        ({"gpu": None}, "GPU NVIDIA H200 there, None here"),
+        ({"git": {"revision": "def", "dirty": False}}, "git revision abc there, def here"),
+        ({"git": {"revision": "abc", "dirty": True}}, "uncommitted changes"),
+        ({"versions": {"torch": "2.12.0"}}, "torch 2.11.0 there, 2.12.0 here"),
+        ({"cuda": "12.8"}, "CUDA 13.0 there"),
+    ],
+)
+def test_results_of_another_environment_are_refused_unless_fresh(tmp_path, facts, change, message):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, facts, "run").add([record(1)])
+    elsewhere = facts | change
+    with pytest.raises(ResultsError, match=message) as error:
+        Results(path, KEY, elsewhere, "run")
+    assert "--fresh" in str(error.value)
+
+    fresh = Results(path, KEY, elsewhere, "run", fresh=True)
+    fresh.add([record(2)])
+    assert [r["N"] for r in load(path)["records"]] == [2]
+
+
+def test_a_library_that_only_one_run_had_does_not_separate_them(tmp_path, facts):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, facts, "run").add([record(1)])
+    fewer = facts | {"versions": {"torch": "2.11.0", "apex": "1"}}
+    assert differences(facts, fewer) == []
+    Results(path, KEY, fewer, "run").add([record(2)])
+    assert load(path)["environment"]["versions"] == {"torch": "2.11.0", "quack-kernels": "0.6", "apex": "1"}
+
+
+def test_has_knows_measured_and_failed_cells(tmp_path, facts):
+    found = Results(tmp_path / "norms.json", KEY, facts, "run")
+    found.add([record(1), {"case": "ln", "N": 2, "provider": "ours", "us": None, "error": "no"}])
+    assert found.has(case="ln", N=1, provider="ours") and found.has(case="ln", N=2, provider="ours")
+    assert not found.has(case="ln", N=3, provider="ours")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"records": []}'])
+def test_broken_file_is_refused_by_name(tmp_path, facts, text):
+    path = tmp_path / "norms.json"
+    path.write_text(text)
+    with pytest.raises(ResultsError, match=str(path)):
+        Results(path, KEY, facts, "run")
+
+
+def test_environment_has_device_versions_and_revision():
+    facts = environment(torch.device("cpu"), {"liger-kernel": "0.8"})
+    assert facts["versions"]["torch"] == torch.__version__.split("+")[0] or facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["liger-kernel"] == "0.8"
+    assert facts["gpu"] is None and slug(facts) == "cpu"
+    assert "command" not in facts
+
+
+def test_revision_can_be_told_where_there_is_no_repository(monkeypatch):
+    monkeypatch.setattr(results, "facts_of", lambda device: {"command": "", "git": None, "versions": {"wandb": None}})
+    assert environment(torch.device("cpu"), {}, "abc")["git"] == {"revision": "abc", "dirty": False}
+    assert environment(torch.device("cpu"), {})["git"] is None
+
+
+def test_folder_is_named_by_the_gpu(facts):
+    assert slug(facts) == "nvidia-h200"
+    assert slug({"gpu": {"name": "AMD Instinct MI300X (OAM)"}}) == "amd-instinct-mi300x-oam"

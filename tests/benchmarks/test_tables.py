@@ -1,0 +1,77 @@
+from benchmarks import tables
+
+from .records import failed, norm
+
+
+def test_terminal_table_has_every_provider_best_peer_and_ratio():
+    records = [
+        norm("ln", 768, "ours", 0.9), norm("ln", 768, "torch", 0.3), norm("ln", 768, "quack-kernels", 0.6, times_ours=1.52),
+        norm("ln", 1024, "ours", 0.8), failed("ln", 1024, "torch"),
+    ]  # fmt: skip
+    lines = tables.norms_text(records).splitlines()
+
+    assert lines[0].split() == ["LN,", "forward,", "M=32768", "768", "1024"]
+    assert lines[1].split() == ["ours", "0.90", "0.80"]
+    assert lines[2].split() == ["torch", "0.30", "failed"]
+    assert lines[3].split() == ["quack-kernels", "0.60", "–"]
+    assert lines[4].split() == ["best", "peer", "quack-kernels", "–"]
+    assert lines[5].split() == ["its", "time", "/", "ours", "1.52×", "–"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_seed_given_to_ours_is_no_peer():
+    providers = {
+        r["provider"]: r for r in (norm("ln", 1, "ours", 0.5), norm("ln", 1, "ours-seeded", 0.9), norm("ln", 1, "torch", 0.4))
+    }
+    assert tables.best_peer(providers)["provider"] == "torch"
+    assert abs(tables.lead(providers) - 1.25) < 1e-9
+
+
+def test_sweeps_of_different_rows_and_capped_rows_stay_apart():
+    records = [
+        norm("ln", 1024, "ours", 0.9),
+        norm("ln", 65536, "ours", 0.7, m=8192, asked=32768),
+        norm("ln", 1024, "ours", 0.6, m=4096),
+    ]
+    sweeps = tables.by_rows(records)
+    assert {rows: [r["N"] for r in sweep] for rows, sweep in sweeps.items()} == {32768: [1024, 65536], 4096: [1024]}
+
+
+def test_markdown_shows_ours_and_the_best_peer_bold_where_ours_is_fastest():
+    records = [
+        norm("add_rms", 768, "ours", 0.9, residual="bf16"), norm("add_rms", 768, "liger-kernel", 0.95, residual="bf16"),
+        norm("add_rms", 1024, "ours", 0.97, residual="bf16"), norm("add_rms", 1024, "torch", 0.5, residual="bf16"),
+        norm("add_rms", 1024, "torch", 0.4, residual="bf16", m=4096), norm("ln", 768, "ours", 0.5, direction="backward"),
+    ]  # fmt: skip
+    text = tables.norms_markdown(records)
+    assert "| forward, N = | 768 | 1024 |" in text
+    assert "| add+RMS, bf16 stream | 0.90 / 0.95 liger | **0.97** / 0.50 torch |" in text
+    assert "| backward, N = | 768 |" in text and "| LN | 0.50 |" in text
+
+
+def test_host_and_memory_tables():
+    host = [
+        {"case": "add_rms", "direction": d, "provider": p, "us": us, "p10": us - 1, "p90": us + 1}
+        for p, us in (("torch", 25.0), ("ours", 60.0))
+        for d in ("forward", "forward+backward")
+    ]
+    assert tables.host_rows(host[:3]) == [["ours", "60 (59 to 61)", "–"], ["torch", "25 (24 to 26)", "25 (24 to 26)"]]
+
+    cell = {"case": "dropout_add_ln", "residual_dtype": "fp32", "M": 32768, "N": 768, "blocks": 8}
+    rows = tables.memory_rows([
+        {**cell, "provider": "ours", "kept": 8 * 96 * 2**20, "peak": 8 * 200 * 2**20},
+        {**cell, "provider": "torch", "error": "no"},
+        {**cell, "provider": "torch", "kept": None, "peak": None},
+    ])  # fmt: skip
+    assert [row[4:] for row in rows] == [["96", "200"], ["failed", "failed"], ["–", "–"]]
+
+
+def test_seed_tables_show_bandwidth_for_a_and_time_for_others():
+    def cell(figure, n, provider, **more):
+        return {"figure": figure, "M": 4096, "N": n, "provider": provider, "us": 12.34, **more}
+
+    records = [cell("a", 1024, "ours", gb_per_s=3900.4), cell("a", 1024, "torch", us=None, error="no"), cell("d", 128, "ours")]
+    found = tables.seed_tables(records)
+    assert list(found) == ["a", "d"]
+    assert found["a"][1:] == (["N", "ours", "torch"], [["1024", "3900", "failed"]])
+    assert found["d"][2] == [["128", "12.3"]]

@@ -1,0 +1,96 @@
+"""The kernels over every class of tile: one, two, looped over, split over programs; whatever the table picks for this GPU."""
+
+import pytest
+import torch
+
+from ops import dropout_mask, layer_norm_fn
+
+from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, reference_path
+from .test_accuracy import OPTIONS
+from .tiles import SHAPES, tile_for
+
+# With one warp, a thread holds all rows of its columns from 256 columns of bf16 or 128 of fp32 on: there rows are added up
+# before weight gradients are kept.
+TILES = {
+    "shape": SHAPES,
+    "rows": [2, 1, 8],
+    "warps": [4, 1],
+    "stages": [1, 2, 3],
+    "programs_per_sm": [0, 1, 2],
+    "hold_weights": [False, True],
+}
+COVERED = covering(**OPTIONS | {"n": [40, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
+# What the backward of a split row can do; in the covering array few cases are of this kind.
+SPLIT_OPTIONS = {
+    "rms": [False, True],
+    "x": [BF16, FP32],
+    "residual": [None, BF16, FP32],
+    "dropout_p": [0.0, 0.25],
+    "rowscale": ["none", "fixed"],
+    "n": [40, 64, 33],
+    "m": [5],
+}
+SPLIT = covering(**SPLIT_OPTIONS, **TILES | {"shape": ["split"], "warps": [4], "stages": [2], "programs_per_sm": [2, 1]})
+
+
+def names(chosen: dict) -> str:
+    case, fields = split_off_tile(chosen)
+    return f"{describe(case)}-{'-'.join(str(value) for value in fields.values())}"
+
+
+def split_off_tile(chosen: dict) -> tuple[Case, dict]:
+    return Case(**{k: v for k, v in chosen.items() if k not in TILES}), {k: chosen[k] for k in TILES}
+
+
+@pytest.mark.parametrize("chosen", COVERED + SPLIT, ids=names)
+def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
+    case, fields = split_off_tile(chosen)
+    use_tile(tile_for(case.n, **fields))
+    assert_as_accurate_as_pytorch(case, device)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])  # a thread holds 4 or 8 neighbouring columns
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_tile_drops_what_the_reference_drops_in_both_directions(shape, rows, dtype, device, use_tile):
+    m, n, seed, p = 3, 40, 99, 0.4
+    with reference_path():
+        expected = [dropout_mask(seed, m, n, p, stream, device) for stream in (0, 1)]
+    use_tile(tile_for(n, shape, rows=rows))
+    for branches in (1, 2):  # the backward of a split row has one branch
+        x, *x1 = (torch.randn(m, n, device=device).to(dtype).requires_grad_() for _ in range(branches))
+        y, *masks = layer_norm_fn(x, None, None, x1=x1[0] if x1 else None, dropout_p=p, return_dropout_mask=True, seed=seed)
+        gradients = torch.autograd.grad(y, (x, *x1), torch.randn(m, n, device=device).to(dtype))
+        for keep, mask, dx in zip(expected[:branches], masks, gradients, strict=False):
+            assert torch.equal(mask, keep)
+            assert torch.equal(dx != 0, keep)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "looped"])
+def test_what_lies_past_the_end_of_a_row_is_not_read(shape, device, use_tile):
+    """Rows of 33 columns that lie apart, between them NaN."""
+    n = 33
+    use_tile(tile_for(n, shape))
+    wide = torch.full((5, 64), torch.nan, device=device)
+    wide[:, :n] = torch.randn(5, n, device=device)
+    results = []
+    for x in (wide[:, :n], wide[:, :n].contiguous()):
+        x = x.detach().requires_grad_()
+        w = torch.ones(n, device=device, requires_grad=True)
+        y, r = layer_norm_fn(x, w, None, x, prenorm=True)
+        results.append((y, r, *torch.autograd.grad((y, r), (x, w), (x.detach(), x.detach()))))
+    assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("m", [0, 1, 2, 3])
+def test_fewer_rows_than_a_tile_or_a_grid_holds(m, shape, device, use_tile):
+    use_tile(tile_for(40, shape, rows=2))
+    x, w = torch.randn(m, 40, device=device, requires_grad=True), torch.ones(40, device=device, requires_grad=True)
+    y = layer_norm_fn(x, w, None, x)
+    with reference_path():
+        expected = layer_norm_fn(x, w, None, x)
+    torch.testing.assert_close(y, expected)
+    g = torch.randn_like(y)
+    for a, b in zip(torch.autograd.grad(y, (x, w), g), torch.autograd.grad(expected, (x, w), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

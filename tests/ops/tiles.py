@@ -1,0 +1,64 @@
+"""Tiles of every class at widths for the interpreter, and what it takes to run them there."""
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+
+from ops import tiling
+from ops.tiling import Device, Tile, Work
+
+SHAPES = ["one tile", "two tiles", "looped", "split"]
+
+
+def tile_for(n: int, shape: str, **fields) -> Tile:
+    """A tile of this shape for rows of n columns: 40 is 64, 32 + 16, 16 at a time, or 16 in each of three programs."""
+    whole = max(32, triton.next_power_of_2(n))
+    quarter = max(16, whole // 4)
+    block_n, tail_n, slices = {
+        "one tile": (whole, 0, 1),
+        "two tiles": (whole // 2, max(16, triton.next_power_of_2(n - whole // 2)), 1),
+        "looped": (quarter, 0, 1),
+        "split": (quarter, 0, triton.cdiv(n, quarter)),
+    }[shape]
+    given = {"rows": 2, "warps": 4, "stages": 2, "programs_per_sm": 1, "hold_weights": True} | fields
+    if slices > 1:
+        given["programs_per_sm"] = max(1, given["programs_per_sm"])
+    return Tile(block_n=block_n, tail_n=tail_n, slices=slices, **given)
+
+
+def fitted(tile: Tile, n: int, work: Work, device: Device) -> Tile:
+    """The tile as the table would give it: looped where this work can't be split, with no more stages than there is room for."""
+    if tile.slices > 1 and not work.splittable:
+        return tile_for(n, "looped", rows=tile.rows)
+    return tiling.fit(tile, work, device)
+
+
+@triton.jit
+def read_board(p_board, rows, m_row, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr):
+    """`collect` without the wait."""
+    slices = tl.arange(0, SLICES_POW2)
+    m = m_row[:, None] & (slices < SLICES)[None, :]
+    words = tl.load(p_board + rows[:, None] * SLICES + slices[None, :], mask=m, other=0)
+    first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+    return first, (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+class TwiceIfSplit:
+    """A kernel for the interpreter, whose programs run one after another and can't wait for each other: the first time they
+    publish their sums and make nothing of those of others, the second time they find all sums on the board."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def start(*arguments, **constants):
+            for _ in range(2 if constants["SLICES"] > 1 else 1):
+                self.kernel[grid](*arguments, **constants)
+
+        return start
+
+
+def interpreted_device(_) -> Device:
+    """Eight multiprocessors: two groups or more of the programs of a split row."""
+    return replace(tiling.H200, multiprocessors=8)

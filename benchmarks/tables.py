@@ -109,12 +109,12 @@ def norms_markdown(records: Sequence[Record], weights: str = "bf16") -> str:
 
 
 def norms_cell(providers: dict[str, Record]) -> str:
-    """Ours first, in bold where nothing measured is faster; then the best peer and its name."""
+    """Ours first, in bold where the best peer is slower by more than chance (its 95 % interval); then that peer."""
     ours, peer = providers.get("ours"), best_peer(providers)
     text = share(ours)
     if peer is None:
         return text
-    if ours is not None and ours.get("us") is not None and ours["us"] <= peer["us"]:
+    if ours is not None and ours.get("us") is not None and peer["times_ours_95"][0] > 1.0:
         text = f"**{text}**"
     return f"{text} / {share(peer)} {SHORT.get(peer['provider'], peer['provider'])}"
 

@@ -22,7 +22,7 @@ from benchmarks import command
 from benchmarks.cases import BACKWARD, CASES, DIRECTIONS, FORWARD, Inputs, Setting, capped_rows, make_inputs, minimum_bytes
 from benchmarks.timing import Contender, copy_bandwidth, free_memory, measure, rotating_sets, side_stream
 from ops import launch, layer_norm_fn, tiling
-from ops.tiling import Tile
+from ops.tiling import Tile, Work
 
 NORMS = ("ln", "rms")
 WORKS = ("norm", "add", "dropout")
@@ -50,6 +50,20 @@ class Cell:
         return {"norm": "", "add": "add_", "dropout": "dropout_add_"}[self.work] + self.norm
 
     @property
+    def traffic(self) -> Work:
+        weights = 1 if self.norm == "rms" or self.direction == BACKWARD else 2
+        residual = 0 if self.work == "norm" else 16 // self.vector
+        return Work(
+            rms=self.norm == "rms",
+            residual=self.work != "norm",
+            dropout=self.work == "dropout",
+            vector=self.vector,
+            loaded_bytes=2 + residual if self.direction == FORWARD else 2 + (2 * residual or 2),
+            weight_bytes=2 * weights,
+            splittable=True,
+        )
+
+    @property
     def setting(self) -> Setting:
         residual = None if self.work == "norm" else torch.float32 if self.vector == 4 else torch.bfloat16
         return Setting(residual_dtype=residual)
@@ -65,7 +79,12 @@ def main() -> None:
         for direction, norm, work, width in itertools.product(options.direction, options.norm, options.work, options.width)
         for vector in ((8,) if work == "norm" else (8, 4))
     ]
-    candidates = {cell: list(all_tiles(cell) if options.all else near_tiles(cell)) for cell in cells}
+    facts = launch.device_facts(device)
+    candidates = {
+        # As a launch would have them: with fewer stages where shared memory is short.
+        cell: list(dict.fromkeys(tiling.fit(t, cell.traffic, facts) for t in (all_tiles if options.all else near_tiles)(cell)))
+        for cell in cells
+    }
     found: dict[Cell, tuple[Tile, float]] = {}
     with side_stream(device):
         copy = copy_bandwidth(device)

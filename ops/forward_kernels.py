@@ -42,7 +42,7 @@ def norm_forward_kernel(
         x̂ = (r − mean(r)) · rstd(r)  or  r · rstd(r);   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
-    p_board: where the SLICES programs that share a row exchange their sums; see `exchange`.
+    p_board: where the SLICES programs that share a row exchange their sums; see `publish`.
     """
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES

@@ -74,7 +74,7 @@ class _ScaleRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dz):
         x, scale = ctx.saved_tensors
-        dx = torch.where(scale == 0.0, 0.0, dz * scale) if ctx.needs_input_grad[0] else None
+        dx = _ScaleRows.apply(dz, scale) if ctx.needs_input_grad[0] else None
         return dx, (dz * x).sum(1, keepdim=True) if ctx.needs_input_grad[1] else None
 
 

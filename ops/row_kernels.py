@@ -8,6 +8,8 @@ Where SLICES programs share a row, each holds the BLOCK_N columns that begin at 
 import triton
 import triton.language as tl
 
+NOT_A_NUMBER_TWICE = tl.constexpr(0x7FFFFFFF_7FFFFFFF)
+
 
 @triton.jit
 def block_start(i: tl.constexpr, first_col, BLOCK_N: tl.constexpr):
@@ -141,7 +143,9 @@ def publish(p_board, b_first, b_second, rows, m_row, slice_id, SLICES: tl.conste
     """
     low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
     high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
-    tl.store(p_board + rows * SLICES + slice_id, low | (high << 32), mask=m_row)
+    word = low | (high << 32)
+    word = tl.where(word == -1, NOT_A_NUMBER_TWICE, word)  # two NaNs may look like a word that is not there yet
+    tl.store(p_board + rows * SLICES + slice_id, word, mask=m_row)
 
 
 @triton.jit

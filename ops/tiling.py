@@ -88,7 +88,7 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
             return LOOPED
         return tile
     # Where one tile was the faster for a width that would have made two, so it is for those below.
-    block_n, tail_n = (tile.block_n, 0) if up_to < tile.block_n else row_blocks(n)
+    block_n, tail_n = row_blocks(n) if (tile.block_n, tile.tail_n) == row_blocks(up_to) else (tile.block_n, 0)
     return fit(replace(tile, block_n=block_n, tail_n=tail_n), work, device)
 
 
@@ -152,7 +152,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(2, 4096, 0, 1, 4, 1, 0, False)),  # 0.95
         (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.96
         (8192, Tile(2, 8192, 0, 1, 8, 1, 0, False)),  # 0.92
-        (12288, Tile(2, 8192, 4096, 1, 16, 3, 4, True)),  # 0.91
+        (12288, Tile(2, 8192, 4096, 1, 16, 2, 4, True)),  # 0.91
         (16384, Tile(1, 16384, 0, 1, 16, 3, 1, True)),  # 0.92
         (32768, Tile(2, 4096, 0, 8, 4, 4, 2, True)),  # 0.86
         (65536, Tile(2, 4096, 0, 16, 4, 3, 2, True)),  # 0.84

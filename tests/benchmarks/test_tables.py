@@ -39,7 +39,8 @@ def test_sweeps_of_different_rows_and_capped_rows_stay_apart():
 
 def test_markdown_shows_ours_and_the_best_peer_bold_where_ours_is_faster_by_more_than_chance():
     records = [
-        norm("add_rms", 768, "ours", 0.9, residual="bf16"), norm("add_rms", 768, "liger-kernel", 0.89, residual="bf16", times_ours_95=[0.99, 1.02]),
+        norm("add_rms", 768, "ours", 0.9, residual="bf16"),
+        norm("add_rms", 768, "liger-kernel", 0.89, residual="bf16", times_ours_95=[0.99, 1.02]),
         norm("add_rms", 1024, "ours", 0.97, residual="bf16"), norm("add_rms", 1024, "torch", 0.5, residual="bf16"),
         norm("add_rms", 1024, "torch", 0.4, residual="bf16", m=4096), norm("ln", 768, "ours", 0.5, direction="backward"),
     ]  # fmt: skip

@@ -194,3 +194,7 @@ def assert_as_accurate_as_pytorch(case: Case, device: torch.device, absolute: fl
         scale = expected.norm() + 1e-30
         error, allowed = (((found[name].double() - expected).norm() / scale).item() for found in (mine, theirs))
         assert error <= 2 * allowed + absolute, f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
+
+
+def leaf(*shape, device, dtype=FP32):
+    return torch.randn(*shape, device=device).to(dtype).requires_grad_()

@@ -27,11 +27,11 @@ def fresh_launches():
 
 @pytest.fixture
 def narrow_tiles(monkeypatch):
-    """Every row is looped over, 16 columns at a time: the wide-row path at a size for the interpreter."""
+    """Every row is looped over, four at a time, 16 columns at a time: the wide-row path at a size for the interpreter."""
     from ops import launch
 
     for name in ("forward_tile", "backward_tile"):
-        monkeypatch.setattr(launch, name, lambda n, work, device: replace(tiling.LOOPED, block_n=16, warps=4))
+        monkeypatch.setattr(launch, name, lambda n, work, device: replace(tiling.LOOPED, rows=4, block_n=16))
 
 
 @pytest.fixture

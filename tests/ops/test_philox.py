@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops import dropout_mask, layer_norm_fn, seeded_dropout, tiling
+from ops import dropout_mask, layer_norm_fn, seeded_dropout
 from ops.philox import draws, drop_threshold, keep_scale, philox
 
 from .cases import reference_path
@@ -148,12 +148,3 @@ def test_default_seed_comes_from_torchs_generator(device):
         masks.append(layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True)[1])
     assert torch.equal(masks[0], masks[1])
     assert not torch.equal(masks[0], masks[2])
-
-
-def test_tile_shape_does_not_change_the_mask(device, monkeypatch):
-    x = torch.randn(9, 48, device=device)
-    masks = []
-    for rows in (1, 4):
-        monkeypatch.setattr("ops.launch.forward_tile", lambda n, residual, rows=rows: tiling.ForwardTile(rows, 64, 4))
-        masks.append(layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True, seed=1)[1])
-    assert torch.equal(*masks)

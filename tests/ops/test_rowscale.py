@@ -5,15 +5,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ops import layer_norm_fn, seeded_dropout
+from ops import backend, layer_norm_fn, seeded_dropout
 
 from .cases import BF16, FP32, reference_path
 from .tiles import SHAPES, tile_for
 
-M, N, P, SEED = 9, 40, 0.3, 11
-# Of tiles of four rows: the first two are dropped in part, the last altogether.
-DROPPED = torch.tensor([True, False, False, False, False, True, True, True, True])
-DROPPED1 = torch.tensor([False, False, True, False, False, True, False, False, False])
+M, N, P, SEED = 5, 24, 0.3, 11
+# Of tiles of two rows one is dropped in part, one altogether, and one is half past the end.
+DROPPED = torch.tensor([False, True, True, True, False])
+DROPPED1 = torch.tensor([False, False, True, False, True])
 WAYS = ["reference", *SHAPES]
 
 
@@ -52,14 +52,15 @@ def site(device, poison, branches=1, learned=False, **how):
     return tensors, {"y": y, "r": r} | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("dropout_p", [0.0, P])
-@pytest.mark.parametrize(("rms", "branches"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("rms", "branches", "dropout_p", "rows"), [(False, 1, 0.0, 1), (False, 1, P, 2), (True, 2, P, 2)])
 def test_what_a_dropped_row_holds_reaches_nothing(rms, branches, dropout_p, rows, way, device):
     how = {"branches": branches, "dropout_p": dropout_p, "is_rms_norm": rms}
     with way(rows):
         found, expected = (site(device, poison, **how)[1] for poison in (torch.nan, 0.0))
+    with reference_path():
+        reference = site(device, 0.0, **how)[1]
     for name in expected:
+        torch.testing.assert_close(expected[name], reference[name], rtol=1e-4, atol=1e-5, msg=name)
         assert torch.isfinite(expected[name]).all() and torch.equal(found[name], expected[name]), name
     assert (found["dx"][DROPPED] == 0).all() and (found["dx"][~DROPPED] != 0).any(1).all()
     if branches == 2:
@@ -69,7 +70,7 @@ def test_what_a_dropped_row_holds_reaches_nothing(rms, branches, dropout_p, rows
 @pytest.mark.parametrize("dropout_p", [0.0, P])
 def test_a_learned_scale_of_zero_has_its_gradient(dropout_p, way, device):
     """Σ dropout(dz) · x, as for every other row: the scale can leave 0 again."""
-    with way(rows=4):
+    with way():
         tensors, found = site(device, 2.0, learned=True, dropout_p=dropout_p)
         dz = seeded_dropout(found["dresidual"], dropout_p, SEED)
     torch.testing.assert_close(found["drowscale"], (dz * tensors["x"]).sum(1), rtol=1e-5, atol=1e-5)
@@ -77,7 +78,7 @@ def test_a_learned_scale_of_zero_has_its_gradient(dropout_p, way, device):
 
 
 def test_what_a_dropped_row_holds_reaches_only_the_gradient_of_its_own_scale(way, device):
-    with way(rows=4):
+    with way():
         found, expected = (site(device, poison, learned=True)[1] for poison in (torch.inf, 0.0))
     dscale = found.pop("drowscale")
     assert torch.equal(dscale[~DROPPED], expected["drowscale"][~DROPPED]) and not torch.isfinite(dscale[DROPPED]).any()
@@ -90,7 +91,8 @@ def test_every_zero_drops(scale, way, device):
     x[0] = 1.0
     with way():
         y, r = layer_norm_fn(x, None, None, rowscale=scale.to(device), prenorm=True)
-    assert torch.equal(r, torch.tensor([[1.0], [0.0]], device=device).expand(2, N)) and torch.equal(y, torch.zeros_like(y))
+    assert torch.equal(r, torch.tensor([[1.0], [0.0]], device=device).expand(2, N))
+    assert torch.equal(y[1], torch.zeros_like(y[1]))
 
 
 def test_a_scale_that_is_not_zero_hides_nothing(way, device):
@@ -108,25 +110,27 @@ def test_reference_gradients_match_numerical_derivatives_where_a_scale_is_zero(l
 
     def fn(x, scale):
         # The residual keeps the norm's own derivatives small where the row is zeros.
-        return layer_norm_fn(x, None, None, torch.arange(15.0).view(3, 5), dropout_p=P, rowscale=scale, prenorm=True, seed=4)
+        return layer_norm_fn(
+            x, None, None, torch.arange(15.0).double().view(3, 5), dropout_p=P, rowscale=scale, prenorm=True, seed=4
+        )
 
     with reference_path():
         assert torch.autograd.gradcheck(fn, (x, scale))
         assert torch.autograd.gradgradcheck(lambda x, scale: fn(x, scale)[1], (x, scale))
 
 
-def test_reference_is_captured_without_a_graph_break_and_maps_over_a_batch(device):
-    x = torch.randn(2, 3, N, device=device, requires_grad=True)
-    scale = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], device=device, requires_grad=True)
+def test_reference_is_captured_without_a_graph_break_and_maps_over_a_batch(monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    x = torch.randn(2, 3, N, requires_grad=True)
+    scale = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], requires_grad=True)
 
     def fn(x, scale):
         return layer_norm_fn(x, None, None, x, rowscale=scale, prenorm=True)[1]
 
-    with reference_path():
-        expected = fn(x, scale)
-        found = torch.compile(fn, fullgraph=True, backend="aot_eager")(x, scale)
-        assert torch.equal(found, expected) and torch.equal(torch.vmap(fn)(x, scale), expected)
-        gradients = [torch.autograd.grad(r.sin().sum(), (x, scale)) for r in (found, expected)]
+    expected = fn(x, scale)
+    found = torch.compile(fn, fullgraph=True, backend="aot_eager")(x, scale)
+    assert torch.equal(found, expected) and torch.equal(torch.vmap(fn)(x, scale), expected)
+    gradients = [torch.autograd.grad(r.sin().sum(), (x, scale)) for r in (found, expected)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 

@@ -19,7 +19,7 @@ TILES = {
     "programs_per_sm": [0, 1, 2],
     "hold_weights": [False, True],
 }
-COVERED = covering(**OPTIONS | {"n": [40, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
+COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
 # What the backward of a split row can do; in the covering array few cases are of this kind.
 SPLIT_OPTIONS = {
     "rms": [False, True],
@@ -27,7 +27,7 @@ SPLIT_OPTIONS = {
     "residual": [None, BF16, FP32],
     "dropout_p": [0.0, 0.25],
     "rowscale": ["none", "fixed"],
-    "n": [40, 64, 33],
+    "n": [24, 32, 33],
     "m": [5],
 }
 SPLIT = covering(**SPLIT_OPTIONS, **TILES | {"shape": ["split"], "warps": [4], "stages": [2], "programs_per_sm": [2, 1]})
@@ -53,7 +53,7 @@ def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_tile_drops_what_the_reference_drops_in_both_directions(shape, rows, dtype, device, use_tile):
-    m, n, seed, p = 3, 40, 99, 0.4
+    m, n, seed, p = 3, 24, 99, 0.4
     with reference_path():
         expected = [dropout_mask(seed, m, n, p, stream, device) for stream in (0, 1)]
     use_tile(tile_for(n, shape, rows=rows))
@@ -79,14 +79,15 @@ def test_what_lies_past_the_end_of_a_row_is_not_read(shape, device, use_tile):
         w = torch.ones(n, device=device, requires_grad=True)
         y, r = layer_norm_fn(x, w, None, x, prenorm=True)
         results.append((y, r, *torch.autograd.grad((y, r), (x, w), (x.detach(), x.detach()))))
-    assert all(torch.isfinite(a).all() and torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("m", [0, 1, 2, 3])
 def test_fewer_rows_than_a_tile_or_a_grid_holds(m, shape, device, use_tile):
-    use_tile(tile_for(40, shape, rows=2))
-    x, w = torch.randn(m, 40, device=device, requires_grad=True), torch.ones(40, device=device, requires_grad=True)
+    use_tile(tile_for(24, shape, rows=2))
+    x, w = torch.randn(m, 24, device=device, requires_grad=True), torch.ones(24, device=device, requires_grad=True)
     y = layer_norm_fn(x, w, None, x)
     with reference_path():
         expected = layer_norm_fn(x, w, None, x)

@@ -1,16 +1,169 @@
+"""The table of tiles: every width has one that the kernels and the GPU can run."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
 import pytest
 
 from ops import tiling
+from ops.tiling import (
+    H200,
+    LOOPED,
+    TABLE,
+    Device,
+    Tile,
+    Work,
+    backward_tile,
+    fit,
+    forward_tile,
+    one_block,
+    registers,
+    row_blocks,
+    staged_bytes,
+)
+
+DEVICES = {
+    "H200": H200,
+    "A100": Device(multiprocessors=108, shared_memory=166912, threads=2048, warp_size=32, cooperative=True),
+    "RTX 4090": Device(multiprocessors=128, shared_memory=101376, threads=1536, warp_size=32, cooperative=True),
+    "L4": Device(multiprocessors=58, shared_memory=101376, threads=1536, warp_size=32, cooperative=True),
+    "B200": Device(multiprocessors=148, shared_memory=232448, threads=2048, warp_size=32, cooperative=True),
+    "MI300": Device(multiprocessors=304, shared_memory=65536, threads=2048, warp_size=64, cooperative=False),
+    "interpreter": replace(H200, multiprocessors=2, cooperative=False),
+}
+WIDTHS = sorted(
+    {*range(1, 71), *(2**k + d for k in range(7, 22) for d in (-1, 0, 1))}
+    | {768, 1600, 3072, 5120, 6144, 12288, 20000, 40000, 100000}
+)  # fmt: skip
+TILE_OF = {"forward": forward_tile, "backward": backward_tile}
 
 
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("n", [1, 31, 32, 768, 1024, 1600, 4096, 5120, 8192, 8193, 16385, 32768, 65536, 262144])
-def test_every_width_has_a_tile_that_covers_it_or_loops(n, residual):
-    for tile, widest in (
-        (tiling.forward_tile(n, residual), tiling.FORWARD_SINGLE_TILE),
-        (tiling.backward_tile(n, residual), tiling.BACKWARD_SINGLE_TILE),
-    ):
-        assert tile.block_n & (tile.block_n - 1) == 0 and tile.rows & (tile.rows - 1) == 0
-        assert tile.block_n >= 8, "one Philox call serves eight columns"
-        assert tile.block_n >= n or (n > widest and tile.rows == 1)
-        assert tile.rows * tile.block_n <= 32 * tile.warps * 64, "more than 64 fp32 values a thread and tile spill"
+def works(direction: str) -> list[Work]:
+    """From the least to the most that a launch can read, all of it in the widest dtype."""
+    tensors, vectors = {"forward": ((1, 3), (0, 4)), "backward": ((2, 6), (0, 2))}[direction]
+    return [
+        Work(rms, residual, dropout, vector, count * 16 // vector, 4 * weights, splittable)
+        for rms, residual, dropout, splittable in product((False, True), repeat=4)
+        for vector in (8, 4)
+        for count, weights in zip(tensors, vectors, strict=True)
+    ]
+
+
+def is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+@pytest.fixture(params=product(DEVICES, TILE_OF), ids="-".join)
+def launches(request):
+    """(n, work, device, tile) for every width and every kind of work."""
+    name, direction = request.param
+    device = DEVICES[name]
+    return [(n, work, device, TILE_OF[direction](n, work, device)) for work in works(direction) for n in WIDTHS]
+
+
+def test_every_width_has_a_tile_that_covers_it_or_loops(launches):
+    for n, _, _, tile in launches:
+        assert tile.width >= n or (tile.looped(n) and replace(tile, stages=1) == LOOPED), (n, tile)
+        if tile.slices == 1 and not tile.looped(n):
+            assert tile.block_n < n or tile.tail_n == 0, (n, tile)  # the kernel takes the first of two tiles to be full
+        else:
+            assert tile.tail_n == 0 and (tile.slices - 1) * tile.block_n < n, (n, tile)  # no slice without a column
+
+
+def test_tiles_are_shapes_that_triton_and_philox_take(launches):
+    for n, _, _, tile in launches:
+        assert is_power_of_two(tile.rows) and is_power_of_two(tile.warps), (n, tile)
+        assert is_power_of_two(tile.block_n) and tile.block_n >= tiling.MIN_BLOCK_N, (n, tile)
+        assert tile.tail_n == 0 or (is_power_of_two(tile.tail_n) and tile.tail_n >= tiling.MIN_BLOCK_N), (n, tile)
+        assert tile.rows * max(tile.block_n, tile.tail_n) <= 2**20, "Triton's limit on a tensor"
+
+
+def test_tiles_fit_the_shared_memory_and_threads_of_the_gpu(launches):
+    for n, work, device, tile in launches:
+        programs = max(1, tile.programs_per_sm)
+        assert tile.stages >= 1
+        assert tile.stages == 1 or programs * staged_bytes(tile, work) <= device.shared_memory, (n, tile)
+        assert programs * tile.warps * device.warp_size <= device.threads, (n, tile)
+        assert tile.warps * device.warp_size <= 1024, (n, tile)
+
+
+def test_split_rows_wait_for_nobody_who_is_not_running(launches):
+    for n, work, device, tile in launches:
+        if tile.slices > 1:
+            assert work.splittable and device.cooperative, (n, tile)
+            assert tile.slices <= device.multiprocessors * tile.programs_per_sm, (n, tile)
+            threads = tile.warps * 32 * tile.programs_per_sm
+            assert (registers(tile) or 255) * threads <= tiling.REGISTERS, (n, tile)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_backward_is_persistent_on_every_gpu(name):
+    """Each program keeps one partial sum of the weight gradients: one for each tile would be as large as the input."""
+    for work in works("backward"):
+        for n in WIDTHS:
+            assert backward_tile(n, work, DEVICES[name]).programs_per_sm >= 1
+
+
+def test_table_has_every_kind_of_work_in_both_directions():
+    kinds = {(direction, *work.kind) for direction in TILE_OF for work in works(direction)}
+    assert set(TABLE) == kinds
+
+
+@pytest.mark.parametrize("key", TABLE, ids=lambda key: "-".join(map(str, key)))
+def test_entries_are_sorted_and_as_wide_as_they_say(key):
+    widths = [up_to for up_to, _ in TABLE[key]]
+    assert widths == sorted(set(widths))
+    for up_to, tile in TABLE[key]:
+        if tile.slices == 1:
+            assert (tile.block_n, tile.tail_n) in (row_blocks(up_to), (one_block(up_to), 0)), (up_to, tile)
+        else:
+            assert tile.tail_n == 0 and tile.slices == -(-up_to // tile.block_n), (up_to, tile)
+            assert tile.programs_per_sm > 0 and tile.hold_weights, (up_to, tile)
+
+
+@pytest.mark.parametrize("key", TABLE, ids=lambda key: "-".join(map(str, key)))
+def test_on_the_gpu_it_was_measured_on_the_table_is_taken_as_it_is(key):
+    """For the work it was measured with: an input and a residual, or two gradients and r; weights in bf16."""
+    direction, norm, kind, vector = key
+    size = 16 // vector
+    loaded = {"forward": 2 + size * (kind != "norm"), "backward": 2 + size + size * (kind != "norm")}[direction]
+    weights = 4 if (direction, norm) == ("forward", "ln") else 2
+    work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, loaded, weights, True)
+    for up_to, tile in TABLE[key]:
+        assert TILE_OF[direction](up_to, work) == tile, up_to
+
+
+@pytest.mark.parametrize(
+    ("n", "blocks"),
+    [
+        (1, (16, 0)), (16, (16, 0)), (17, (32, 0)), (500, (512, 0)), (513, (512, 16)), (600, (512, 128)), (768, (512, 256)),
+        (769, (1024, 0)), (1024, (1024, 0)), (1600, (2048, 0)), (3072, (2048, 1024)), (5120, (4096, 1024)), (8193, (8192, 16)),
+    ],
+)  # fmt: skip
+def test_a_row_is_two_tiles_where_they_idle_fewer_lanes(n, blocks):
+    assert row_blocks(n) == blocks
+
+
+@pytest.mark.parametrize("key", TABLE, ids=lambda key: "-".join(map(str, key)))
+def test_a_width_between_two_entries_takes_two_tiles_unless_the_wider_entry_found_one_faster(key):
+    entries, loaded = TABLE[key], 2
+    for (below, _), (up_to, entry) in pairwise(entries):
+        between = (below + up_to) // 2 // 16 * 16 + 16  # 1312 is 1024 + 512 although 1600 is 2048
+        tile = TILE_OF[key[0]](between, Work(key[1] == "rms", key[2] != "norm", key[2] == "dropout", key[3], loaded, 0, True))
+        if entry.slices == 1:
+            one_was_faster = entry.tail_n == 0 and row_blocks(up_to)[1] > 0
+            assert (tile.block_n, tile.tail_n) == ((entry.block_n, 0) if one_was_faster else row_blocks(between)), (
+                between,
+                tile,
+            )
+        assert tile.rows == entry.rows and tile.warps == entry.warps
+
+
+def test_a_smaller_gpu_gets_fewer_programs_and_stages_before_it_gets_neither():
+    tile = Tile(rows=2, block_n=4096, tail_n=0, slices=1, warps=16, stages=4, programs_per_sm=4, hold_weights=True)
+    work = Work(False, True, False, 8, 8, 8, True)
+    assert fit(tile, work, H200) == replace(tile, stages=1)
+    assert fit(replace(tile, programs_per_sm=1), work, H200).stages == 4
+    assert fit(tile, work, replace(H200, threads=1536)).programs_per_sm == 3
+    assert fit(tile, work, replace(H200, warp_size=64)).warps == 8
+    assert fit(replace(tile, warps=1), work, replace(H200, warp_size=64)).warps == 1

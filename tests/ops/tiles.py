@@ -12,7 +12,7 @@ SHAPES = ["one tile", "two tiles", "looped", "split"]
 
 
 def tile_for(n: int, shape: str, **fields) -> Tile:
-    """A tile of this shape for rows of n columns: 40 is 64, 32 + 16, 16 at a time, or 16 in each of three programs."""
+    """A tile of this shape for rows of n columns: 33 is 64, 32 + 16, 16 at a time, or 16 in each of three programs."""
     whole = max(32, triton.next_power_of_2(n))
     quarter = max(16, whole // 4)
     block_n, tail_n, slices = {
@@ -28,7 +28,7 @@ def tile_for(n: int, shape: str, **fields) -> Tile:
 
 
 def fitted(tile: Tile, n: int, work: Work, device: Device) -> Tile:
-    """The tile as the table would give it: looped where this work can't be split, with no more stages than there is room for."""
+    """The tile as the table would give it: looped where this work can't be split, its stages what there is room for."""
     if tile.slices > 1 and not work.splittable:
         return tile_for(n, "looped", rows=tile.rows)
     return tiling.fit(tile, work, device)

@@ -1,0 +1,50 @@
+"""The modules: in the place of torch.nn's."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ops import LayerNorm, RMSNorm
+
+from .cases import BF16, FP32
+
+
+def test_no_decay_by_isinstance_finds_the_fused_modules():
+    assert isinstance(LayerNorm(8), torch.nn.LayerNorm)
+    assert isinstance(RMSNorm(8), torch.nn.RMSNorm)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
+def test_checkpoints_interchange_with_torchs_modules(ours, theirs, device):
+    module, other = ours(32).to(device), theirs(32, eps=1e-5).to(device)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter)
+    module.load_state_dict(other.state_dict())
+    other.load_state_dict(copy.deepcopy(module.state_dict()))
+    x = torch.randn(4, 32, device=device)
+    torch.testing.assert_close(module(x), other(x))
+
+
+def test_module_drops_in_training_mode_only(device):
+    module = LayerNorm(64, dropout_p=0.5).to(device)
+    x = torch.ones(4, 64, device=device)
+    _, r = module(x, x, prenorm=True)
+    assert set(r.unique().tolist()) == {1.0, 3.0}
+    _, r = module.eval()(x, x, prenorm=True)
+    assert set(r.unique().tolist()) == {2.0}
+
+
+def test_zero_centered_module_starts_as_the_identity_scale(device):
+    module = RMSNorm(32, zero_centered_weight=True).to(device)
+    assert torch.equal(module.weight, torch.zeros(32, device=device))
+    x = torch.randn(4, 32, device=device)
+    torch.testing.assert_close(module(x), F.rms_norm(x, (32,), eps=1e-5))
+
+
+def test_residual_in_fp32_widens_a_stream_that_nothing_is_added_to(device):
+    x = torch.randn(4, 32, device=device).to(BF16)
+    for module in (LayerNorm(32), RMSNorm(32)):
+        y, r = module.to(device)(x, prenorm=True, residual_in_fp32=True)
+        assert y.dtype == BF16 and r.dtype == FP32 and torch.equal(r, x.float())

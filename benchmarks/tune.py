@@ -246,7 +246,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
     persistent = tile.programs_per_sm > 0
     return (
         4 <= elements <= (64 if cell.direction == FORWARD else 32)
-        and tile.warps * max(1, tile.programs_per_sm) <= 48
+        and tile.warps * max(1, tile.programs_per_sm) <= 64
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1 and not tile.hold_weights))
         and (tile.slices == 1 or (4 <= tile.slices <= 128 and persistent and tile.stages > 1 and tile.hold_weights))
@@ -295,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
     parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS))
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
-    parser.add_argument("--width", nargs="+", type=int, default=list(WIDTHS), metavar="N")
+    parser.add_argument("--width", nargs="+", type=command.positive, default=list(WIDTHS), metavar="N")
     parser.add_argument("--all", action="store_true", help="not only tiles near the present ones")
     parser.add_argument("--processes", type=int, default=12, help="that compile in parallel (default: %(default)s)")
     return parser

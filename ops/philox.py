@@ -1,4 +1,4 @@
-"""The dropout bits: one counter-based generator, here in plain PyTorch; `dropout_kernels.keep_block` gives the same bits in Triton.
+"""The dropout bits: one counter-based generator, here in plain PyTorch; `dropout_kernels.keep_block` gives the same in Triton.
 
 Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with seven rounds, the fewest that pass
 BigCrush in that paper.

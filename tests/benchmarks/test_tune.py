@@ -1,0 +1,58 @@
+import pytest
+
+from benchmarks import tune
+from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD
+from benchmarks.tune import Cell
+from ops import tiling
+from ops.tiling import Tile
+
+CELLS = [
+    Cell(direction, norm, work, vector, width)
+    for direction in DIRECTIONS
+    for norm in tune.NORMS
+    for work, vector in (("norm", 8), ("add", 8), ("add", 4), ("dropout", 8), ("dropout", 4))
+    for width in (32, 768, 1600, 5120, 16384, 65536)
+]
+
+
+@pytest.mark.parametrize("tiles", [tune.near_tiles, tune.all_tiles])
+def test_candidates_cover_the_row_and_have_something_to_choose_from(tiles):
+    for cell in CELLS[:: 7 if tiles is tune.all_tiles else 1]:
+        candidates = list(tiles(cell))
+        assert len(candidates) > 3, cell
+        assert all(not tile.looped(cell.width) for tile in candidates), cell
+
+
+def test_the_present_tile_of_every_cell_is_among_the_near_ones():
+    for cell in CELLS:
+        assert tune.entry(cell.key, cell.width) in list(tune.near_tiles(cell)), cell
+
+
+def test_the_printed_table_is_the_table():
+    namespace = {"Tile": Tile}
+    exec(
+        tune.format_table(tiling.TABLE).replace("TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]]", "T"),
+        namespace,
+    )
+    assert namespace["T"] == tiling.TABLE
+
+
+def test_what_was_found_takes_its_place_and_the_rest_stays():
+    cell, tile = Cell(FORWARD, "rms", "add", 8, 1024), Tile(7, 1024, 0, 1, 4, 1, 0, False)
+    table = tune.merged({cell: (tile, 0.9)})
+    assert dict(table[cell.key])[1024] == tile
+    assert {key: entries for key, entries in table.items() if key != cell.key} == {
+        key: entries for key, entries in tiling.TABLE.items() if key != cell.key
+    }
+    assert "# 0.90" in tune.format_table(table, {(*cell.key, 1024): 0.9})
+
+
+def test_backward_is_always_persistent():
+    assert all(tile.programs_per_sm > 0 for cell in CELLS if cell.direction == BACKWARD for tile in tune.near_tiles(cell))
+
+
+@pytest.mark.parametrize("argument", [["--width", "0"], ["--norm", "batch"], ["--processes", "none"]])
+def test_wrong_arguments_are_refused(argument, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tune._parser().parse_args(argument)
+    assert stop.value.code == 2 and argument[0] in capsys.readouterr().err

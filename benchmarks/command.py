@@ -12,7 +12,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import providers
-from benchmarks.results import FOLDER, Results, ResultsError, environment, slug
+from benchmarks.results import FOLDER, Results, ResultsError, environment, load, slug
+
+# For what was measured in a hurry: it doesn't go among the results that are published.
+SCRATCH = Path(".cache/benchmarks")
 
 
 def positive(text: str) -> int:
@@ -40,7 +43,10 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     """A parser with the options that all programs have."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
-    parser.add_argument("--output", type=Path, help="folder for JSON and plots (benchmarks/results/<gpu>)")
+    parser.add_argument(
+        "--output", type=Path,
+        help="folder for JSON and plots (benchmarks/results/<gpu>; .cache/benchmarks/<gpu> with --quick and on the CPU)",
+    )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="start over instead of adding to recorded results")
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
     parser.add_argument("--rounds", type=positive, help="turns of each contender (25; 7 with --quick)")
@@ -87,10 +93,19 @@ def open_results(
 ) -> Results:
     """The file of results that this run adds to; ends the program where it must not."""
     facts = environment(device, providers.versions(names), options.revision)
-    folder = options.output or FOLDER / slug(facts)
+    published = not options.quick and device.type == "cuda"
+    folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
     try:
         return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh)
+    except ResultsError as error:
+        raise SystemExit(str(error)) from error
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """A file of results, for --plot-only; ends the program where there is none."""
+    try:
+        return load(path)
     except ResultsError as error:
         raise SystemExit(str(error)) from error
 

@@ -15,7 +15,7 @@ from benchmarks import command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
 from benchmarks.norms import Shape, functions_of
 from benchmarks.providers import PROVIDERS, Function
-from benchmarks.results import Record, load
+from benchmarks.results import Record
 from benchmarks.stats import paired_ratio, spread
 
 KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        show(load(options.output / "host.json")["records"])
+        show(command.recorded(options.output / "host.json")["records"])
         return
     device = command.pick_device(parser, options)
     names = command.importable(options.provider, optional=set(options.provider) == set(PROVIDERS))

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks import command, tables, timing
 from benchmarks.cases import CASES, DTYPES, Case, Inputs, Setting, make_inputs
 from benchmarks.providers import OURS, PROVIDERS, compiled, torch_expression
-from benchmarks.results import Record, load
+from benchmarks.results import Record
 
 KEY = ("case", "residual_dtype", "M", "N", "blocks", "provider")
 MEMORY_CASES = ("dropout_add_ln", "dropout_add_rms")
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        show(load(options.output / "memory.json")["records"])
+        show(command.recorded(options.output / "memory.json")["records"])
         return
     device = command.pick_device(parser, options)
     offers_dropout = [name for name in options.provider if name in ("torch", "compile", "flash-attn", *OURS)]

@@ -27,7 +27,7 @@ from benchmarks.cases import (
 )
 from benchmarks.contenders import contender
 from benchmarks.providers import PROVIDERS, Function
-from benchmarks.results import Record, Results, load
+from benchmarks.results import Record, Results
 from benchmarks.stats import paired_ratio, spread
 from benchmarks.warm import compile_in_processes, forget_tuning, run_once, share_of
 
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        show(load(options.output / "norms.json"), options)
+        show(command.recorded(options.output / "norms.json"), options)
         return
     device = command.pick_device(parser, options)
     everything, worker = set(options.provider) == set(PROVIDERS), options.compile_only is not None

@@ -133,6 +133,8 @@ def load(path: Path) -> dict[str, Any]:
     """A file of results; its fields are checked here, once."""
     try:
         file = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ResultsError(f"{path} is not there: nothing was recorded in that folder") from error
     except json.JSONDecodeError as error:
         raise ResultsError(f"{path} is not JSON: {error}") from error
     if not isinstance(file, dict) or not {"environment", "command", "records"} <= file.keys():

@@ -25,7 +25,7 @@ from benchmarks.cases import CASES, FORWARD, Inputs, Setting, make_inputs, minim
 from benchmarks.checks import check_forward
 from benchmarks.host import record_of
 from benchmarks.providers import PROVIDERS, Function, compiled
-from benchmarks.results import Record, load
+from benchmarks.results import Record
 from benchmarks.timing import Call, Contender
 from ops import seeded_dropout
 
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        file = load(options.output / "seed_figures.json")
+        file = command.recorded(options.output / "seed_figures.json")
         show(file["records"])
         seed_plots.seed_figures(file, options.output)
         return

@@ -109,13 +109,16 @@ def norms_markdown(records: Sequence[Record], weights: str = "bf16") -> str:
 
 
 def norms_cell(providers: dict[str, Record]) -> str:
-    """Ours first, in bold where the best peer is slower by more than chance (its 95 % interval); then that peer."""
+    """Ours first, bold where the best peer is slower by more than chance (95 %), italic where faster; then that peer."""
     ours, peer = providers.get("ours"), best_peer(providers)
     text = share(ours)
     if peer is None:
         return text
-    if ours is not None and ours.get("us") is not None and peer["times_ours_95"][0] > 1.0:
+    low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none where the two were not measured in one run
+    if low > 1.0:
         text = f"**{text}**"
+    elif high < 1.0:
+        text = f"*{text}*"
     return f"{text} / {share(peer)} {SHORT.get(peer['provider'], peer['provider'])}"
 
 

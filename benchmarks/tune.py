@@ -209,7 +209,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     present = {key: entry(key, cell.width) for key in tiling.TABLE if key[0] == cell.direction}
     own = present[cell.key]
     near = dict.fromkeys([own, *present.values()])
-    near |= dict.fromkeys(over(entry(cell.key, width), cell.width) for width in (cell.width // 2, 2 * cell.width))
+    near |= dict.fromkeys(tiling.over(cell.width, width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
@@ -279,15 +279,8 @@ def format_table(table: dict, shares: dict | None = None) -> str:
 
 def entry(key: tuple[str, str, str, int], width: int) -> Tile:
     """What the table has for this width."""
-    return over(next((tile for up_to, tile in tiling.TABLE[key] if width <= up_to), tiling.TABLE[key][-1][1]), width)
-
-
-def over(tile: Tile, width: int) -> Tile:
-    """The tile over the width's own blocks."""
-    if tile.slices > 1:
-        return replace(tile, slices=-(-width // tile.block_n))
-    block_n, tail_n = tiling.row_blocks(width)
-    return replace(tile, block_n=block_n, tail_n=tail_n)
+    entries = tiling.TABLE[key]
+    return tiling.over(width, *next((entry for entry in entries if width <= entry[0]), entries[-1]))
 
 
 def _parser() -> argparse.ArgumentParser:

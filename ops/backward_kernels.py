@@ -3,12 +3,10 @@
 import triton
 import triton.language as tl
 
-from .dropout_kernels import drop_block
+from .input_gradient_kernels import store_input_gradients, store_rowscale_gradients
 from .row_kernels import (
     add_pairs,
     block_cols,
-    block_mask,
-    block_start,
     collect,
     dot_rows,
     load_row,
@@ -16,7 +14,7 @@ from .row_kernels import (
     narrow_row,
     publish,
     row_sum,
-    store_row,
+    tile_rows,
     two_dots,
     widen_row,
 )
@@ -29,7 +27,7 @@ def norm_backward_kernel(
     M, N, tiles, stride_dy, stride_dy1, stride_dr, stride_r, stride_x, stride_x1, stride_partial,
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
-    LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, FOLD: tl.constexpr,
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +65,7 @@ def norm_backward_kernel(
             b_held_r = narrow_row(b_none, p_r.dtype.element_ty)
             b_held_dy = narrow_row(b_none, p_dy.dtype.element_ty)
         for tile in tl.range(group, tiles + (groups if SLICES > 1 else 0), groups, num_stages=STAGES):
-            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            rows = tile_rows(tile, ROWS, LONG)
             m_row = rows < M
             if SLICES == 1:
                 b_dz = load_row(p_dr, rows, m_row, stride_dr, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
@@ -94,7 +92,7 @@ def norm_backward_kernel(
                 else:
                     b_c1, b_c2 = two_dots(b_g, b_xhat)
                 if SLICES > 1:
-                    # Finish the tile before this one: its sums have had the time to arrive.
+                    # From here on rows and m_row are those of the tile before, whose sums have had the time to arrive.
                     publish(p_board, b_c1, b_c2, rows, m_row, slice_id, SLICES)
                     b_finish_r = widen_row(b_held_r)
                     b_finish_dy = widen_row(b_held_dy)
@@ -127,7 +125,7 @@ def norm_backward_kernel(
             store_partial(p_dbias1 + partial, b_dbias1, first_col, N, BLOCK_N, TAIL_N, VECTOR)
     else:
         for tile in tl.range(group, tiles, groups, num_stages=1):
-            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            rows = tile_rows(tile, ROWS, LONG)
             m_row = rows < M
             b_c1 = tl.zeros([ROWS], tl.float32)
             b_c2 = tl.zeros([ROWS], tl.float32)
@@ -232,70 +230,6 @@ def add_norm_gradient(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, IS_RMS: tl.constexp
             b -= b_c2[:, None]
         b_sum += (b_dz[i] + b * b_rstd[:, None],)
     return b_sum
-
-
-@triton.jit
-def store_input_gradients(
-    p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
-    rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    DROPOUT: tl.constexpr,
-):  # fmt: skip
-    """Stores dz, dx, dx1 where they are wanted; returns these columns' share of drowscale and drowscale1, fp32 [ROWS]."""
-    if p_dz is not None:
-        store_row(p_dz, b_dz, rows, m_row, N, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    b_ds = store_branch_gradient(
-        p_dx, p_drowscale, p_x, p_rowscale, seed, b_dz,
-        rows, m_row, first_col, N, stride_x, threshold, scale, ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, DROPOUT, 0,
-    )  # fmt: skip
-    b_ds1 = store_branch_gradient(
-        p_dx1, p_drowscale1, p_x1, p_rowscale1, seed, b_dz,
-        rows, m_row, first_col, N, stride_x1, threshold, scale, ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, DROPOUT, 1,
-    )  # fmt: skip
-    return b_ds, b_ds1
-
-
-@triton.jit
-def store_branch_gradient(
-    p_dx, p_drowscale, p_x, p_rowscale, seed, b_dz, rows, m_row, first_col, N, stride_x, threshold, scale,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    DROPOUT: tl.constexpr, STREAM: tl.constexpr,
-):  # fmt: skip
-    """dx = dropout(dz) · rowscale; the sum of dropout(dz) · x over these columns, fp32 [ROWS]."""
-    b_ds = tl.zeros([ROWS], tl.float32)
-    if (p_dx is not None) or (p_drowscale is not None):
-        b_scale = tl.full([ROWS], 1.0, tl.float32)
-        if p_rowscale is not None:
-            b_scale = tl.load(p_rowscale + rows, mask=m_row, other=0.0).to(tl.float32)
-        if p_drowscale is not None:
-            b_x = load_row(p_x, rows, m_row, stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-        for i in tl.static_range(2 if TAIL_N else 1):
-            cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
-            start = block_start(i, first_col, BLOCK_N)
-            m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
-            b_dx = b_dz[i]
-            if DROPOUT:
-                if (p_rowscale is not None) and (p_drowscale is None):
-                    # Rows with a scale of 0 get no gradient, and need no random numbers to know that.
-                    if tl.max((b_scale != 0.0).to(tl.int32), 0) > 0:
-                        b_dx = drop_block(b_dx, seed, None, rows, start, m, N, threshold, scale, STREAM, VECTOR)
-                else:
-                    b_dx = drop_block(b_dx, seed, None, rows, start, m, N, threshold, scale, STREAM, VECTOR)
-            if p_drowscale is not None:
-                b_ds += tl.sum(b_dx * b_x[i], 1)
-            if p_dx is not None:
-                if p_rowscale is not None:
-                    b_dx = tl.where((b_scale != 0.0)[:, None], b_dx * b_scale[:, None], 0.0)
-                tl.store(p_dx + rows[:, None] * N + cols[None, :], b_dx, mask=m)
-    return b_ds
-
-
-@triton.jit
-def store_rowscale_gradients(p_drowscale, p_drowscale1, b_ds, b_ds1, rows, m_row):
-    if p_drowscale is not None:
-        tl.store(p_drowscale + rows, b_ds, mask=m_row)
-    if p_drowscale1 is not None:
-        tl.store(p_drowscale1 + rows, b_ds1, mask=m_row)
 
 
 @triton.jit

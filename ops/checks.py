@@ -42,8 +42,17 @@ def check_buffers(
             raise ValueError(
                 f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()"
             )
-    if out is not None and out is residual_out:
-        raise ValueError(f"{name}: out and residual_out are the same tensor; they hold y and the residual stream, pass two")
+    if out is not None and residual_out is not None and (out is residual_out or _overlap(out, residual_out)):
+        raise ValueError(
+            f"{name}: out and residual_out are the same tensor or share memory; they hold y and the residual stream, pass two"
+        )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory. Graph capture, whose tensors have none, is taken at its word."""
+    if torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
+        return False
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def check_out_dtype(name: str, out_dtype: torch.dtype | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
@@ -78,7 +87,7 @@ def check_rowscale(name: str, argument: str, t: Tensor | None, x: Tensor, accept
 
 
 def check_dropout_p(name: str, argument: str, p: float) -> None:
-    if not isinstance(p, float | int) or not 0.0 <= p < 1.0:
+    if not isinstance(p, float | int) or isinstance(p, bool) or not 0.0 <= p < 1.0:
         raise ValueError(f"{name}: {argument} must be in [0, 1), got {p!r}")
 
 

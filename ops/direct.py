@@ -1,7 +1,7 @@
 """The kernels as functions of records: allocate, launch, return. The operators call these; so does eager code, directly.
 
 Going through the dispatcher costs the host more than the launch itself does, so `is_eager` says where nothing but eager
-PyTorch is listening and the operators can be left out.
+PyTorch is listening and the operators can be left out. A profiler then shows the kernels, but no operator.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from types import ModuleType, NoneType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs
 
@@ -30,10 +31,16 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
         and not torch._C._len_torch_function_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._get_tracing_state()
+        and not has_tangents()
         and _PLAIN.issuperset(map(type, tensors))
-        # What is stored under z.conj().imag has the other sign; the dispatcher knows.
-        and True not in [t.is_neg() for t in tensors if t is not None]
+        # What is stored under z.conj().imag has the other sign, and under a zero tensor is nothing; the dispatcher knows.
+        and True not in [t.is_neg() or t._is_zerotensor() for t in tensors if t is not None]
     )
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is on; the norm has no formula for it, and autograd must be there to say so."""
+    return forward_ad._current_level >= 0
 
 
 def norm_forward(inputs: Inputs, options: Options) -> Outputs:

@@ -20,6 +20,7 @@ from .row_kernels import (
     publish,
     row_sum,
     store_row,
+    tile_rows,
     widen_row,
 )
 
@@ -33,7 +34,8 @@ def norm_forward_kernel(
     M, N, tiles, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r,
     eps, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
-    LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
+    LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
@@ -42,6 +44,7 @@ def norm_forward_kernel(
         x̂ = (r − mean(r)) · rstd(r)  or  r · rstd(r);   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
+    IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `publish`.
     """
     slice_id = tl.program_id(0) % SLICES
@@ -62,13 +65,16 @@ def norm_forward_kernel(
         if SLICES > 1:
             b_held = narrow_row(load_row(None, tl.arange(0, ROWS), None, 0, 0, N, BLOCK_N, 0, True, VECTOR), RESIDUAL_DTYPE)
         for tile in tl.range(group, tiles + (groups if SLICES > 1 else 0), groups, num_stages=STAGES):
-            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            rows = tile_rows(tile, ROWS, LONG)
             m_row = rows < M
             b_r = load_sum(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
                 N, stride_x, stride_x1, stride_residual, threshold, scale,
                 BLOCK_N, TAIL_N, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
             )  # fmt: skip
+            if IN_PLACE:
+                # Threads may hold a column twice: all must have read it before one of them writes.
+                tl.debug_barrier()
             if p_r is not None:
                 store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
             b_mean = tl.zeros([ROWS], tl.float32)
@@ -77,7 +83,7 @@ def norm_forward_kernel(
             b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
             b_m2 = dot_rows(b_centred, b_centred)  # Σ (r − mean)²; for RMSNorm Σ r²
             if SLICES > 1:
-                # Finish the tile before this one: its sums have had the time to arrive.
+                # From here on b_r, rows and m_row are those of the tile before, whose sums have had the time to arrive.
                 publish(p_board, b_mean, b_m2, rows, m_row, slice_id, SLICES)
                 b_finish = widen_row(b_held)
                 b_held = narrow_row(b_r, RESIDUAL_DTYPE)
@@ -104,7 +110,7 @@ def norm_forward_kernel(
                 store_stats(p_stats, b_rstd, b_mean, rows, m_row & (slice_id == 0), M, IS_RMS)
     else:
         for tile in tl.range(group, tiles, groups, num_stages=1):
-            rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+            rows = tile_rows(tile, ROWS, LONG)
             m_row = rows < M
             # Two passes over the inputs. Nothing is written before the second, so residual_out may be the residual's own
             # buffer.
@@ -134,6 +140,8 @@ def norm_forward_kernel(
                     N, stride_x, stride_x1, stride_residual, threshold, scale,
                     BLOCK_N, 0, False, VECTOR, RESIDUAL_DTYPE, DROPOUT,
                 )  # fmt: skip
+                if IN_PLACE:
+                    tl.debug_barrier()
                 if p_r is not None:
                     store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, False, VECTOR)
                 b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)

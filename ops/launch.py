@@ -29,7 +29,8 @@ def norm_forward(inputs: Inputs, outputs: Outputs, options: Options) -> None:
     inputs, strides = _dense(inputs)
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = inputs
     y, y1, r, stats, mask, mask1 = outputs
-    start, slices = _forward(options, shape, device, _dtypes(inputs), strides)
+    in_place = r is not None and residual is not None and r.data_ptr() == residual.data_ptr()
+    start, slices = _forward(options, shape, device, _dtypes(inputs), strides, in_place)
     start(
         x, x1, residual, rowscale, rowscale1, weight, bias, weight1, bias1, seed,
         y, y1, r, stats, mask, mask1, _board(x, slices),
@@ -42,7 +43,9 @@ class _Forward(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _forward(options: Options, shape: torch.Size, device: torch.device, dtypes: tuple, strides: tuple | None) -> _Forward:
+def _forward(
+    options: Options, shape: torch.Size, device: torch.device, dtypes: tuple, strides: tuple | None, in_place: bool
+) -> _Forward:
     """dtypes: those of the inputs, None for an absent one; strides: as `_dense` gives them."""
     M, N = prod(shape[:-1]), shape[-1]
     stride, given = by_name(Inputs, _strides(N, dtypes, strides)), by_name(Inputs, dtypes)
@@ -67,7 +70,7 @@ def _forward(options: Options, shape: torch.Size, device: torch.device, dtypes: 
         ),
         device,
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
-        OFFSET=float(options.zero_centered_weight), **_constants(tile, N, work),
+        OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place, **_constants(tile, M, N, work),
     )  # fmt: skip
     return _Forward(start, tile.slices)
 
@@ -137,9 +140,9 @@ def _backward(
         ),
         device,
         # From this width on a thread holds all rows of its columns.
-        FOLD=32 * tile.warps * work.vector,
+        FOLD=facts.warp_size * tile.warps * work.vector,
         IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
-        **_constants(tile, N, work),
+        **_constants(tile, M, N, work),
     )  # fmt: skip
     partials = programs // tile.slices
     # As many partial sums at once as there are on a large batch: fewer, and a small kernel waits for memory several times.
@@ -157,7 +160,7 @@ def _backward(
     return _Backward(partials, tile.slices, gradients, finish)
 
 
-def _constants(tile: Tile, N: int, work: Work) -> dict[str, Any]:
+def _constants(tile: Tile, M: int, N: int, work: Work) -> dict[str, Any]:
     """The constexprs and launch options that both kernels take from the tile."""
     constants = {
         "ROWS": tile.rows,
@@ -165,6 +168,7 @@ def _constants(tile: Tile, N: int, work: Work) -> dict[str, Any]:
         "TAIL_N": tile.tail_n,
         "SLICES": tile.slices,
         "SLICES_POW2": triton.next_power_of_2(tile.slices),
+        "LONG": M + tile.rows >= 2**31,
         "LOOPED": tile.looped(N),
         "EVEN_N": tile.width == N,
         "VECTOR": work.vector,

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from . import direct
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs
@@ -50,6 +51,8 @@ def register_autograd(op: torch._ops.OpOverload, with_gradients: Callable) -> No
     def autograd(*flat):
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in flat):
             return with_gradients(*flat)
+        if direct.has_tangents() and any(isinstance(t, Tensor) and unpack_dual(t).tangent is not None for t in flat):
+            return with_gradients(*flat)  # which has no formula for them, and raises
         return below_autograd(op, *flat)
 
     LIBRARY.impl(op._schema.name.split("::")[1], autograd, "Autograd")

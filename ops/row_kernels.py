@@ -3,12 +3,34 @@
 A row of N columns is a tile of BLOCK_N columns and, where TAIL_N is not 0, another of TAIL_N: 5120 = 4096 + 1024 leaves no
 lane idle where the next power of two would idle three of eight. So a row is a tuple of one or two blocks [ROWS, width].
 Where SLICES programs share a row, each holds the BLOCK_N columns that begin at its `first_col`.
+
+The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks are as wide as the row, so columns need no mask;
+VECTOR columns side by side in a thread, 16 bytes of the widest tensor; STAGES tiles in flight, those to come in shared memory;
+HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; FOLD (backward) the width
+from which a thread holds all rows of its columns.
+
+A split row is finished one tile late, so that nobody waits for what was sent a moment ago:
+
+    round i     load tile i → its sums over my columns → publish → hold tile i
+                take tile i − 1 from where it was held → collect all programs' sums of it → finish, store
+
+The first round has nothing to finish and the last, beyond the tiles, nothing to load: their rows are masked.
 """
 
 import triton
 import triton.language as tl
 
 NOT_A_NUMBER_TWICE = tl.constexpr(0x7FFFFFFF_7FFFFFFF)
+
+
+@triton.jit
+def tile_rows(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
+    """int64 [ROWS]: the rows of a tile. LONG: there are 2³¹ or more; for fewer a product of 32 bits saves a register or two."""
+    if LONG:
+        rows = tl.full([1], tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+    else:
+        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    return rows
 
 
 @triton.jit
@@ -138,8 +160,9 @@ def widen_row(b_row):
 def publish(p_board, b_first, b_second, rows, m_row, slice_id, SLICES: tl.constexpr):
     """Puts this program's two sums over its columns, fp32 [ROWS], on the board for the others that share the rows.
 
-    p_board: int64 [M, SLICES], all −1 before the launch. A word holds both numbers, so that it is either there or not, and no
-    fence is needed.
+    p_board: int64 [M, SLICES], all −1 before the launch. A word holds both numbers, and aligned words of 8 bytes are
+    written whole, so that it is either there or not and no fence is needed. That a plain store reaches the others' relaxed
+    loads is what the hardware does, not what PTX's memory model promises.
     """
     low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
     high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)

@@ -81,15 +81,21 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
 def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
     entries = TABLE[direction, *work.kind]
     up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
+    tile = fit(over(n, up_to, tile), work, device)
     if tile.slices > 1:
-        tile = replace(tile, slices=-(-n // tile.block_n))
-        tile = fit(tile, work, device)
-        if not (work.splittable and device.cooperative) or tile.slices > device.multiprocessors * tile.programs_per_sm:
-            return LOOPED
-        return tile
+        resident = device.multiprocessors * tile.programs_per_sm
+        if not (work.splittable and device.cooperative) or tile.slices > resident:
+            return fit(LOOPED, work, device)
+    return tile
+
+
+def over(n: int, up_to: int, tile: Tile) -> Tile:
+    """A tile measured at up_to columns, over the blocks of a row of n."""
+    if tile.slices > 1:
+        return replace(tile, slices=-(-n // tile.block_n))
     # Where one tile was the faster for a width that would have made two, so it is for those below.
     block_n, tail_n = row_blocks(n) if (tile.block_n, tile.tail_n) == row_blocks(up_to) else (tile.block_n, 0)
-    return fit(replace(tile, block_n=block_n, tail_n=tail_n), work, device)
+    return replace(tile, block_n=block_n, tail_n=tail_n)
 
 
 def one_block(n: int) -> int:
@@ -136,7 +142,8 @@ def registers(tile: Tile) -> int | None:
 
 # The tile of every row up to a width, by direction, norm, kind of work and vector. A row between two widths takes the wider
 # one's rows, warps, stages and programs over blocks of its own.
-# Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16; the comment is the share of copy bandwidth.
+# Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
+# bandwidth of the best of many candidates in seven rounds each, so a little flattering.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (

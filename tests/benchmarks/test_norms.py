@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import norms, providers, warm
 from benchmarks.cases import CASES, MAX_ELEMENTS
-from benchmarks.results import load
+from benchmarks.results import ResultsError, load
 
 SMALL = ["--device", "cpu", "--rounds", "2", "--rows", "32"]
 
@@ -151,7 +151,7 @@ def test_missing_measures_only_what_the_file_lacks(run, monkeypatch):
 
 def test_after_the_minutes_no_cell_is_started_and_what_is_left_is_told(run, monkeypatch):
     monkeypatch.setattr(norms.command.Budget, "spent", property(lambda self: True))
-    with pytest.raises(FileNotFoundError):  # nothing was measured
+    with pytest.raises(ResultsError, match="not there"):  # nothing was measured
         run("--case", "ln", "--width", "64", "48", "--provider", "torch", "--minutes", "1")
 
 

@@ -118,3 +118,11 @@ def test_autograd_knows_that_a_buffer_was_overwritten(grad, kernels, device):
             loss.backward(retain_graph=True)
         if grad:
             assert torch.equal(torch.autograd.grad(y.sum(), a)[0], torch.zeros_like(a))
+
+
+def test_buffers_that_share_memory_are_refused(device):
+    x = torch.randn(4, 32, device=device)
+    buffer = torch.empty(6, 32, device=device)
+    for out, residual_out in ((buffer[:4], buffer[:4].view(4, 32)), (buffer[:4], buffer[2:])):
+        with pytest.raises(ValueError, match="share memory"):
+            layer_norm_fn(x, None, None, residual=x.clone(), prenorm=True, out=out, residual_out=residual_out)

@@ -236,3 +236,16 @@ def test_options_that_change_nothing_checked_still_change_the_result(device):
     assert layer_norm_fn(x, w, None, x, **call | {"out_dtype": BF16})[0].dtype == BF16
     assert isinstance(layer_norm_fn(x, w, None, x, **call | {"prenorm": False}), torch.Tensor)
     assert all(torch.equal(a, b) for a, b in zip(layer_norm_fn(x, w, None, x, **call), base, strict=True))
+
+
+def test_forward_mode_differentiation_is_refused_not_ignored(device):
+    from torch.autograd import forward_ad
+
+    x = torch.randn(2, 32, device=device)
+    with forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        layer_norm_fn(forward_ad.make_dual(x, torch.ones_like(x)), None, None)
+
+
+def test_a_zero_tensor_is_not_taken_for_memory(device):
+    zeros = torch._efficientzerotensor((2, 32), device=device)
+    assert not direct.is_eager((zeros,))

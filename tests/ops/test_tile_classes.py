@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ops import dropout_mask, layer_norm_fn
+from ops import dropout_mask, launch, layer_norm_fn
 
-from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, reference_path
+from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, inputs, ours, reference_path
 from .test_accuracy import OPTIONS
 from .tiles import SHAPES, tile_for
 
@@ -95,3 +95,15 @@ def test_fewer_rows_than_a_tile_or_a_grid_holds(m, shape, device, use_tile):
     g = torch.randn_like(y)
     for a, b in zip(torch.autograd.grad(y, (x, w), g), torch.autograd.grad(expected, (x, w), g), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_counted_in_64_bits_are_the_same_rows(device, monkeypatch):
+    """The indices that 2³¹ rows need, on a few: the tensors would not fit a test."""
+    case = Case(m=7, n=40, dropout_p=0.2)
+    tensors = inputs(case, device)
+    expected = ours(tensors, case)
+    constants = launch._constants
+    monkeypatch.setattr(launch, "_constants", lambda *a: constants(*a) | {"LONG": True})
+    launch.forget()
+    found = ours(tensors, case)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())

@@ -5,5 +5,6 @@ python -m benchmarks.seed_figures    the published comparisons that this project
 python -m benchmarks.host            what one eager call costs the CPU
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
 
+python -m benchmarks.tune            tile shapes for this GPU: the table of ops/tiling.py, printed
 python -m benchmarks.readme          writes the tables of README.md from benchmarks/results/
 """

@@ -272,6 +272,6 @@ def device_facts(device: torch.device) -> Device:
 
 
 def forget() -> None:
-    """Drops the remembered launches; for tests that change what they were made of."""
+    """Drops the remembered launches; for tests and the tuner, which change what they were made of."""
     _forward.cache_clear()
     _backward.cache_clear()

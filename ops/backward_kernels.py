@@ -16,6 +16,7 @@ from .row_kernels import (
     row_sum,
     tile_rows,
     two_dots,
+    wait_for_inputs,
     widen_row,
 )
 
@@ -28,7 +29,7 @@ def norm_backward_kernel(
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, FOLD: tl.constexpr,
+    HOLD: tl.constexpr, PDL: tl.constexpr, FOLD: tl.constexpr,
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs, each striding over tiles of ROWS rows. With g = dy · weight + dy1 · weight1:
@@ -41,6 +42,7 @@ def norm_backward_kernel(
     stride_partial apart: finish_weight_gradients_kernel adds them up in a fixed order. A group is the SLICES programs that
     share a row; they exchange its two sums over the columns on p_board.
     """
+    wait_for_inputs(PDL)
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES
@@ -281,9 +283,10 @@ def accumulate(p, b, first_col, N, first):
 
 @triton.jit(do_not_specialize=["PARTIALS"])
 def finish_weight_gradients_kernel(
-    p_partial, p_out, PARTIALS, WIDTH, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
+    p_partial, p_out, PARTIALS, WIDTH, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out [WIDTH] = the sum over rows of partial [PARTIALS, WIDTH], in a fixed order."""
+    wait_for_inputs(PDL)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for first in tl.range(0, PARTIALS, BLOCK_P):

@@ -21,6 +21,7 @@ from .row_kernels import (
     row_sum,
     store_row,
     tile_rows,
+    wait_for_inputs,
     widen_row,
 )
 
@@ -35,7 +36,7 @@ def norm_forward_kernel(
     eps, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, IN_PLACE: tl.constexpr,
+    HOLD: tl.constexpr, PDL: tl.constexpr, IN_PLACE: tl.constexpr,
     RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
@@ -47,6 +48,7 @@ def norm_forward_kernel(
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `publish`.
     """
+    wait_for_inputs(PDL)
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES

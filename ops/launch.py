@@ -59,7 +59,8 @@ def _forward(
         weight_bytes=_bytes(given.weight, given.bias, given.weight1, given.bias1),
         splittable=True,
     )
-    tile = forward_tile(N, work, device_facts(device))
+    facts = device_facts(device)
+    tile = forward_tile(N, work, facts)
     tiles = triton.cdiv(M, tile.rows)
     start = Launcher(
         norm_forward_kernel,
@@ -70,7 +71,7 @@ def _forward(
         ),
         device,
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
-        OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place, **_constants(tile, M, N, work),
+        OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place, **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, tile.slices)
 
@@ -142,7 +143,7 @@ def _backward(
         # From this width on a thread holds all rows of its columns.
         FOLD=facts.warp_size * tile.warps * work.vector,
         IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
-        **_constants(tile, M, N, work),
+        **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     partials = programs // tile.slices
     # As many partial sums at once as there are on a large batch: fewer, and a small kernel waits for memory several times.
@@ -156,11 +157,12 @@ def _backward(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=4,
+        **_pdl(facts),
     )
     return _Backward(partials, tile.slices, gradients, finish)
 
 
-def _constants(tile: Tile, M: int, N: int, work: Work) -> dict[str, Any]:
+def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[str, Any]:
     """The constexprs and launch options that both kernels take from the tile."""
     constants = {
         "ROWS": tile.rows,
@@ -175,10 +177,16 @@ def _constants(tile: Tile, M: int, N: int, work: Work) -> dict[str, Any]:
         "STAGES": tile.stages,
         "HOLD": tile.hold_weights,
         "num_warps": tile.warps,
+        **_pdl(device, tile.slices == 1),
     }
     if tile.slices > 1:
         constants |= {"launch_cooperative_grid": True, "maxnreg": registers(tile)}
     return constants
+
+
+def _pdl(device: Device, wanted: bool = True) -> dict[str, bool]:
+    """The constexpr and the launch option; launches whose programs wait for each other go without."""
+    return {"PDL": True, "launch_pdl": True} if device.pdl and wanted else {"PDL": False}
 
 
 def _programs(tile: Tile, tiles: int, device: torch.device) -> int:
@@ -214,7 +222,7 @@ def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) ->
         triton.cdiv(M, rows) * triton.cdiv(N, block_n),
         (M, N, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p)),
         y.device,
-        STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4,
+        STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4, **_pdl(device_facts(y.device)),
     )  # fmt: skip
     launch(x, y, seed)
 
@@ -260,7 +268,7 @@ def device_facts(device: torch.device) -> Device:
     """Cached: asking the driver costs more than a launch."""
     if device.type != "cuda":
         # The interpreter: two multiprocessors, so that partial sums are really summed; its programs run one after another.
-        return replace(H200, multiprocessors=2, cooperative=False)
+        return replace(H200, multiprocessors=2, cooperative=False, pdl=False)
     facts = torch.cuda.get_device_properties(device)
     return Device(
         multiprocessors=facts.multi_processor_count,
@@ -268,6 +276,7 @@ def device_facts(device: torch.device) -> Device:
         threads=facts.max_threads_per_multi_processor,
         warp_size=facts.warp_size,
         cooperative=torch.version.hip is None,
+        pdl=torch.version.hip is None and facts.major >= 9,
     )
 
 

@@ -7,7 +7,7 @@ Where SLICES programs share a row, each holds the BLOCK_N columns that begin at 
 The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks are as wide as the row, so columns need no mask;
 VECTOR columns side by side in a thread, 16 bytes of the widest tensor; STAGES tiles in flight, those to come in shared memory;
 HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; FOLD (backward) the width
-from which a thread holds all rows of its columns.
+from which a thread holds all rows of its columns; PDL see `wait_for_inputs`.
 
 A split row is finished one tile late, so that nobody waits for what was sent a moment ago:
 
@@ -19,8 +19,22 @@ The first round has nothing to finish and the last, beyond the tiles, nothing to
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NOT_A_NUMBER_TWICE = tl.constexpr(0x7FFFFFFF_7FFFFFFF)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Comes before a kernel's first access to memory. PDL: it was launched while the kernel before it still ran.
+
+    Programmatic dependent launch (NVIDIA, from Hopper on): programs take their places as those of the kernel before leave
+    theirs, and wait here until all that it wrote is there. In turn the next kernel may come as soon as all of ours have
+    begun. Each waits for the one before it, so what is two kernels back is complete, too.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -59,9 +59,10 @@ class Device:
     threads: int  # that one multiprocessor runs at a time
     warp_size: int
     cooperative: bool  # launches whose programs wait for each other; there is inline PTX in it, so NVIDIA only
+    pdl: bool  # programmatic dependent launch
 
 
-H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True)
+H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)
 
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
 LOOPED = Tile(rows=1, block_n=4096, tail_n=0, slices=1, warps=8, stages=1, programs_per_sm=2, hold_weights=False)

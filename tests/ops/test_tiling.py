@@ -24,12 +24,12 @@ from ops.tiling import (
 
 DEVICES = {
     "H200": H200,
-    "A100": Device(multiprocessors=108, shared_memory=166912, threads=2048, warp_size=32, cooperative=True),
-    "RTX 4090": Device(multiprocessors=128, shared_memory=101376, threads=1536, warp_size=32, cooperative=True),
-    "L4": Device(multiprocessors=58, shared_memory=101376, threads=1536, warp_size=32, cooperative=True),
-    "B200": Device(multiprocessors=148, shared_memory=232448, threads=2048, warp_size=32, cooperative=True),
-    "MI300": Device(multiprocessors=304, shared_memory=65536, threads=2048, warp_size=64, cooperative=False),
-    "interpreter": replace(H200, multiprocessors=2, cooperative=False),
+    "A100": Device(multiprocessors=108, shared_memory=166912, threads=2048, warp_size=32, cooperative=True, pdl=False),
+    "RTX 4090": Device(multiprocessors=128, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, pdl=False),
+    "L4": Device(multiprocessors=58, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, pdl=False),
+    "B200": Device(multiprocessors=148, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True),
+    "MI300": Device(multiprocessors=304, shared_memory=65536, threads=2048, warp_size=64, cooperative=False, pdl=False),
+    "interpreter": replace(H200, multiprocessors=2, cooperative=False, pdl=False),
 }
 WIDTHS = sorted(
     {*range(1, 71), *(2**k + d for k in range(7, 22) for d in (-1, 0, 1))}

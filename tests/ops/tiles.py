@@ -61,4 +61,4 @@ class TwiceIfSplit:
 
 def interpreted_device(_) -> Device:
     """Eight multiprocessors: two groups or more of the programs of a split row."""
-    return replace(tiling.H200, multiprocessors=8)
+    return replace(tiling.H200, multiprocessors=8, pdl=False)

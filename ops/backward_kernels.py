@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .input_gradient_kernels import store_input_gradients, store_rowscale_gradients
 from .row_kernels import (
@@ -16,7 +17,6 @@ from .row_kernels import (
     row_sum,
     tile_rows,
     two_dots,
-    wait_for_inputs,
     widen_row,
 )
 
@@ -29,7 +29,7 @@ def norm_backward_kernel(
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, PDL: tl.constexpr, FOLD: tl.constexpr,
+    HOLD: tl.constexpr, PDL: tl.constexpr, SPAN: tl.constexpr,
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs, each striding over tiles of ROWS rows. With g = dy · weight + dy1 · weight1:
@@ -42,7 +42,8 @@ def norm_backward_kernel(
     stride_partial apart: finish_weight_gradients_kernel adds them up in a fixed order. A group is the SLICES programs that
     share a row; they exchange its two sums over the columns on p_board.
     """
-    wait_for_inputs(PDL)
+    if PDL:
+        gdc_launch_dependents()
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES
@@ -50,6 +51,7 @@ def norm_backward_kernel(
     seed = 0
     if DROPOUT:
         seed = tl.load(p_seed)
+    share = 1.0 / N
     # Where only the residual stream has a gradient, the norm has no part in it.
     UPSTREAM: tl.constexpr = (p_dy is not None) or (p_dy1 is not None)
 
@@ -58,10 +60,10 @@ def norm_backward_kernel(
         if HOLD:
             b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
         b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-        b_dweight = zero_row(ROWS, BLOCK_N, TAIL_N, FOLD)
-        b_dbias = zero_row(ROWS, BLOCK_N, TAIL_N, FOLD)
-        b_dweight1 = zero_row(ROWS, BLOCK_N, TAIL_N, FOLD)
-        b_dbias1 = zero_row(ROWS, BLOCK_N, TAIL_N, FOLD)
+        b_dweight = zero_row(ROWS, BLOCK_N, TAIL_N, SPAN)
+        b_dbias = zero_row(ROWS, BLOCK_N, TAIL_N, SPAN)
+        b_dweight1 = zero_row(ROWS, BLOCK_N, TAIL_N, SPAN)
+        b_dbias1 = zero_row(ROWS, BLOCK_N, TAIL_N, SPAN)
         if SLICES > 1:
             b_none = load_row(None, tl.arange(0, ROWS), None, 0, 0, N, BLOCK_N, 0, True, VECTOR)
             b_held_r = narrow_row(b_none, p_r.dtype.element_ty)
@@ -89,10 +91,10 @@ def norm_backward_kernel(
                     b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
                 b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
                 if IS_RMS:
-                    b_c1 = dot_rows(b_g, b_xhat)
+                    b_c1 = dot_rows(b_g, b_xhat, SPAN)
                     b_c2 = tl.zeros([ROWS], tl.float32)
                 else:
-                    b_c1, b_c2 = two_dots(b_g, b_xhat)
+                    b_c1, b_c2 = two_dots(b_g, b_xhat, SPAN)
                 if SLICES > 1:
                     # From here on rows and m_row are those of the tile before, whose sums have had the time to arrive.
                     publish(p_board, b_c1, b_c2, rows, m_row, slice_id, SLICES)
@@ -110,7 +112,7 @@ def norm_backward_kernel(
                         b_c1 += b_c2  # a zero, but with both in use the compiler does not repeat the wait
                     b_xhat = normalise(b_finish_r, b_mean, b_rstd, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
                     b_g = weighted_sum(b_finish_dy, b_weight, b_dy1, b_weight1, True, False)
-                b_dz = add_norm_gradient(b_dz, b_g, b_xhat, b_c1 / N, b_c2 / N, b_rstd, IS_RMS)
+                b_dz = add_norm_gradient(b_dz, b_g, b_xhat, b_c1 * share, b_c2 * share, b_rstd, IS_RMS)
             b_ds, b_ds1 = store_input_gradients(
                 p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
                 rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
@@ -141,9 +143,9 @@ def norm_backward_kernel(
                     b_weight = load_vector(p_weight, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET)
                     b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET)
                     b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
-                    b_c1 += dot_rows(b_g, b_xhat)
+                    b_c1 += dot_rows(b_g, b_xhat, SPAN)
                     if not IS_RMS:
-                        b_c2 += row_sum(b_g)
+                        b_c2 += row_sum(b_g, SPAN)
             b_ds = tl.zeros([ROWS], tl.float32)
             b_ds1 = tl.zeros([ROWS], tl.float32)
             for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
@@ -165,7 +167,7 @@ def norm_backward_kernel(
                     if p_dbias1 is not None:
                         accumulate(p_dbias1 + partial, b_dy1[0], first_col, N, first)
                     b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
-                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, b_c1 / N, b_c2 / N, b_rstd, IS_RMS)
+                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, b_c1 * share, b_c2 * share, b_rstd, IS_RMS)
                 b_block_ds, b_block_ds1 = store_input_gradients(
                     p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
                     rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
@@ -224,23 +226,23 @@ def weighted_sum(b_dy, b_weight, b_dy1, b_weight1, HAS_DY: tl.constexpr, HAS_DY1
 
 @triton.jit
 def add_norm_gradient(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, IS_RMS: tl.constexpr):
-    """dz + rstd · (g − x̂ · c1 − c2)."""
+    """dz + rstd · (g − x̂ · c1 − c2), as two multiplications with addition for each element, and one addition for dz."""
+    b_c1 *= b_rstd
+    b_c2 *= b_rstd
     b_sum = ()
     for i in tl.static_range(len(b_dz)):
-        b = b_g[i] - b_xhat[i] * b_c1[:, None]
-        if not IS_RMS:
-            b -= b_c2[:, None]
-        b_sum += (b_dz[i] + b * b_rstd[:, None],)
+        b = b_dz[i] if IS_RMS else b_dz[i] - b_c2[:, None]
+        b_sum += (b + b_g[i] * b_rstd[:, None] - b_xhat[i] * b_c1[:, None],)
     return b_sum
 
 
 @triton.jit
-def zero_row(ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, FOLD: tl.constexpr):
-    """Where weight gradients are summed: fp32 blocks [width] from FOLD columns on, where a thread holds all rows of its
+def zero_row(ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SPAN: tl.constexpr):
+    """Where weight gradients are summed: fp32 blocks [width] from SPAN columns on, where a thread holds all rows of its
     columns and can add them at once, else [ROWS, width]."""
     b_row = ()
     for i in tl.static_range(2 if TAIL_N else 1):
-        if (TAIL_N if i == 1 else BLOCK_N) >= FOLD:
+        if (TAIL_N if i == 1 else BLOCK_N) >= SPAN:
             b_row += (tl.zeros([TAIL_N if i == 1 else BLOCK_N], tl.float32),)
         else:
             b_row += (tl.zeros([ROWS, TAIL_N if i == 1 else BLOCK_N], tl.float32),)
@@ -286,7 +288,8 @@ def finish_weight_gradients_kernel(
     p_partial, p_out, PARTIALS, WIDTH, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out [WIDTH] = the sum over rows of partial [PARTIALS, WIDTH], in a fixed order."""
-    wait_for_inputs(PDL)
+    if PDL:
+        gdc_wait()
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for first in tl.range(0, PARTIALS, BLOCK_P):

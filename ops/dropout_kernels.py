@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from .row_kernels import wait_for_inputs
-
 
 @triton.jit
 def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr):
@@ -42,10 +40,9 @@ def drop_block(b, seed, p_mask, rows, first_col, m, N, threshold, scale, STREAM:
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def dropout_kernel(
     p_x, p_y, p_seed, M, N, stride_x, threshold, scale,
-    STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = dropout(x); or, without x, the mask itself, 1 where kept."""
-    wait_for_inputs(PDL)
     blocks = tl.cdiv(N, BLOCK_N)  # of columns; on the one grid dimension that may be long, as either M or N may be
     rows = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_col = (tl.program_id(0) % blocks) * BLOCK_N

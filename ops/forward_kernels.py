@@ -7,6 +7,7 @@ Names: `p_` pointer, `b_` block in registers, `m_` mask. All arithmetic is fp32.
 import triton
 import triton.language as tl
 
+from .conversion_kernels import rounded
 from .dropout_kernels import drop_block
 from .row_kernels import (
     block_cols,
@@ -21,7 +22,6 @@ from .row_kernels import (
     row_sum,
     store_row,
     tile_rows,
-    wait_for_inputs,
     widen_row,
 )
 
@@ -36,7 +36,7 @@ def norm_forward_kernel(
     eps, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, PDL: tl.constexpr, IN_PLACE: tl.constexpr,
+    HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
     RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
@@ -48,17 +48,17 @@ def norm_forward_kernel(
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `publish`.
     """
-    wait_for_inputs(PDL)
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES
     seed = 0
     if DROPOUT:
         seed = tl.load(p_seed)
+    share = 1.0 / N  # dividing by N would hold each tile up between its sums and its output
 
     if not LOOPED:
         first_col = slice_id * BLOCK_N
-        count = tl.minimum(BLOCK_N + TAIL_N, N - first_col).to(tl.float32)
+        share_here = 1.0 / tl.minimum(BLOCK_N + TAIL_N, N - first_col)
         if HOLD:
             b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
             b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
@@ -74,6 +74,9 @@ def norm_forward_kernel(
                 N, stride_x, stride_x1, stride_residual, threshold, scale,
                 BLOCK_N, TAIL_N, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
             )  # fmt: skip
+            if EARLY:
+                b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+                b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
             if IN_PLACE:
                 # Threads may hold a column twice: all must have read it before one of them writes.
                 tl.debug_barrier()
@@ -81,9 +84,9 @@ def norm_forward_kernel(
                 store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
             b_mean = tl.zeros([ROWS], tl.float32)
             if not IS_RMS:
-                b_mean = row_sum(b_r) / count
+                b_mean = row_sum(b_r, SPAN) * share_here
             b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-            b_m2 = dot_rows(b_centred, b_centred)  # Σ (r − mean)²; for RMSNorm Σ r²
+            b_m2 = dot_rows(b_centred, b_centred, SPAN)  # Σ (r − mean)²; for RMSNorm Σ r²
             if SLICES > 1:
                 # From here on b_r, rows and m_row are those of the tile before, whose sums have had the time to arrive.
                 publish(p_board, b_mean, b_m2, rows, m_row, slice_id, SLICES)
@@ -95,8 +98,8 @@ def norm_forward_kernel(
                 b_means, b_m2s = collect(p_board, rows, m_row, SLICES, SLICES_POW2)
                 b_mean, b_m2 = merge_moments(b_means, b_m2s, N, BLOCK_N, SLICES_POW2)
                 b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-            b_rstd = tl.rsqrt(b_m2 / N + eps)
-            if not HOLD:
+            b_rstd = tl.rsqrt(b_m2 * share + eps)
+            if not (HOLD or EARLY):
                 b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
                 b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
             store_affine(
@@ -125,17 +128,17 @@ def norm_forward_kernel(
                     BLOCK_N, 0, False, VECTOR, RESIDUAL_DTYPE, DROPOUT,
                 )  # fmt: skip
                 if IS_RMS:
-                    b_m2 += dot_rows(b_r, b_r)
+                    b_m2 += dot_rows(b_r, b_r, SPAN)
                 else:
                     # Chan, Golub & LeVeque 1979: the moments of two sets together, without cancellation.
                     count = tl.minimum(BLOCK_N, N - first_col).to(tl.float32)
-                    share = count / (first_col + count)
-                    b_block_mean = row_sum(b_r) / count
+                    part = count / (first_col + count)
+                    b_block_mean = row_sum(b_r, SPAN) / count
                     b_centred = centre(b_r, b_block_mean, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
                     b_delta = b_block_mean - b_mean
-                    b_m2 += dot_rows(b_centred, b_centred) + b_delta * b_delta * (first_col * share)
-                    b_mean += b_delta * share
-            b_rstd = tl.rsqrt(b_m2 / N + eps)
+                    b_m2 += dot_rows(b_centred, b_centred, SPAN) + b_delta * b_delta * (first_col * part)
+                    b_mean += b_delta * part
+            b_rstd = tl.rsqrt(b_m2 * share + eps)
             for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
                 b_r = load_sum(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
@@ -184,6 +187,9 @@ def load_sum(
     if p_residual is not None:
         b_residual = load_row(p_residual, rows, m_row, stride_residual, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
 
+    UNTOUCHED: tl.constexpr = (
+        p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT and p_x.dtype.element_ty == RESIDUAL_DTYPE
+    )
     b_r = ()
     for i in tl.static_range(2 if TAIL_N else 1):
         start = block_start(i, first_col, BLOCK_N)
@@ -203,7 +209,7 @@ def load_sum(
         if p_residual is not None:
             b_z += b_residual[i]
         # Normalise the rounded value: backward and whoever reads the residual stream will see only that.
-        b_r += (b_z.to(RESIDUAL_DTYPE).to(tl.float32),)
+        b_r += (b_z if UNTOUCHED else rounded(b_z, RESIDUAL_DTYPE),)
     return b_r
 
 

@@ -71,7 +71,8 @@ def _forward(
         ),
         device,
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
-        OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place, **_constants(tile, M, N, work, facts),
+        OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
+        EARLY=tile.hold_weights and tile.programs_per_sm == 0, **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, tile.slices)
 
@@ -140,9 +141,7 @@ def _backward(
             drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
         ),
         device,
-        # From this width on a thread holds all rows of its columns.
-        FOLD=facts.warp_size * tile.warps * work.vector,
-        IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
+        PDL=facts.pdl, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     partials = programs // tile.slices
@@ -157,7 +156,8 @@ def _backward(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=4,
-        **_pdl(facts),
+        PDL=facts.pdl,
+        **({"launch_pdl": True} if facts.pdl else {}),
     )
     return _Backward(partials, tile.slices, gradients, finish)
 
@@ -175,18 +175,14 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "EVEN_N": tile.width == N,
         "VECTOR": work.vector,
         "STAGES": tile.stages,
-        "HOLD": tile.hold_weights,
+        "HOLD": tile.hold_weights and tile.programs_per_sm > 0,
         "num_warps": tile.warps,
-        **_pdl(device, tile.slices == 1),
+        # From this width on a block repeats itself over the threads.
+        "SPAN": device.warp_size * tile.warps * work.vector,
     }
     if tile.slices > 1:
         constants |= {"launch_cooperative_grid": True, "maxnreg": registers(tile)}
     return constants
-
-
-def _pdl(device: Device, wanted: bool = True) -> dict[str, bool]:
-    """The constexpr and the launch option; launches whose programs wait for each other go without."""
-    return {"PDL": True, "launch_pdl": True} if device.pdl and wanted else {"PDL": False}
 
 
 def _programs(tile: Tile, tiles: int, device: torch.device) -> int:
@@ -222,7 +218,7 @@ def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) ->
         triton.cdiv(M, rows) * triton.cdiv(N, block_n),
         (M, N, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p)),
         y.device,
-        STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4, **_pdl(device_facts(y.device)),
+        STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4,
     )  # fmt: skip
     launch(x, y, seed)
 

@@ -6,8 +6,8 @@ Where SLICES programs share a row, each holds the BLOCK_N columns that begin at 
 
 The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks are as wide as the row, so columns need no mask;
 VECTOR columns side by side in a thread, 16 bytes of the widest tensor; STAGES tiles in flight, those to come in shared memory;
-HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; FOLD (backward) the width
-from which a thread holds all rows of its columns; PDL see `wait_for_inputs`.
+HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; SPAN the columns that all
+threads together hold side by side: a wider block repeats that, and each thread has all rows of its columns.
 
 A split row is finished one tile late, so that nobody waits for what was sent a moment ago:
 
@@ -19,22 +19,10 @@ The first round has nothing to finish and the last, beyond the tiles, nothing to
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .conversion_kernels import widen
 
 NOT_A_NUMBER_TWICE = tl.constexpr(0x7FFFFFFF_7FFFFFFF)
-
-
-@triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Comes before a kernel's first access to memory. PDL: it was launched while the kernel before it still ran.
-
-    Programmatic dependent launch (NVIDIA, from Hopper on): programs take their places as those of the kernel before leave
-    theirs, and wait here until all that it wrote is there. In turn the next kernel may come as soon as all of ours have
-    begun. Each waits for the one before it, so what is two kernels back is complete, too.
-    """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit
@@ -82,7 +70,7 @@ def load_row(
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
         if p is not None:
             m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
-            b = tl.load(p + rows[:, None] * stride + cols[None, :], mask=m, other=0.0).to(tl.float32)
+            b = widen(tl.load(p + rows[:, None] * stride + cols[None, :], mask=m, other=0.0))
         else:
             b = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
         b_row += (b,)
@@ -112,29 +100,53 @@ def load_vector(
         if p is None:
             b = tl.full([1, cols.shape[0]], ABSENT, tl.float32)
         elif EVEN_N or (i == 0 and TAIL_N > 0):
-            b = tl.load(p + cols[None, :]).to(tl.float32) + OFFSET
+            b = widen(tl.load(p + cols[None, :]))
         else:
-            b = tl.load(p + cols[None, :], mask=(cols < N)[None, :], other=0.0).to(tl.float32) + OFFSET
+            b = widen(tl.load(p + cols[None, :], mask=(cols < N)[None, :], other=0.0))
+        if (p is not None) and OFFSET != 0.0:  # the compiler would add a zero
+            b += OFFSET
         b_vector += (b,)
     return b_vector
 
 
 @triton.jit
-def row_sum(b_row):
+def fold_tail(b_row, SPAN: tl.constexpr):
+    """The same sum over the columns in fewer of them: the columns of the first block that a thread holds, added to its tail.
+
+    One reduction over threads then does for both blocks. Only where both repeat every SPAN columns, else nothing is done.
+    """
+    if len(b_row) == 2 and b_row[1].shape[1] >= SPAN:
+        ROWS: tl.constexpr = b_row[1].shape[0]
+        TAIL_N: tl.constexpr = b_row[1].shape[1]
+        b = tl.reshape(b_row[0], [ROWS, b_row[0].shape[1] // TAIL_N, TAIL_N])
+        b_folded = (tl.sum(b, 1) + b_row[1],)
+    else:
+        b_folded = b_row
+    return b_folded
+
+
+@triton.jit
+def multiply(b_row, b_other):
+    b_product = ()
+    for i in tl.static_range(len(b_row)):
+        b_product += (b_row[i] * b_other[i],)
+    return b_product
+
+
+@triton.jit
+def row_sum(b_row, SPAN: tl.constexpr):
     """fp32 [ROWS]: the sum over the columns of all blocks."""
-    b_sum = tl.sum(b_row[0], 1)
-    for i in tl.static_range(1, len(b_row)):
-        b_sum += tl.sum(b_row[i], 1)
+    b_folded = fold_tail(b_row, SPAN)
+    b_sum = tl.sum(b_folded[0], 1)
+    for i in tl.static_range(1, len(b_folded)):
+        b_sum += tl.sum(b_folded[i], 1)
     return b_sum
 
 
 @triton.jit
-def dot_rows(b_row, b_other):
+def dot_rows(b_row, b_other, SPAN: tl.constexpr):
     """fp32 [ROWS]: the sum over the columns of the products."""
-    b_sum = tl.sum(b_row[0] * b_other[0], 1)
-    for i in tl.static_range(1, len(b_row)):
-        b_sum += tl.sum(b_row[i] * b_other[i], 1)
-    return b_sum
+    return row_sum(multiply(b_row, b_other), SPAN)
 
 
 @triton.jit
@@ -143,11 +155,12 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def two_dots(b_row, b_other):
+def two_dots(b_row, b_other, SPAN: tl.constexpr):
     """fp32 [ROWS] twice: the sums over the columns of row · other and of row, in one reduction, so with one barrier."""
-    b_dot, b_sum = tl.reduce((b_row[0] * b_other[0], b_row[0]), 1, add_pairs)
-    for i in tl.static_range(1, len(b_row)):
-        b_block_dot, b_block_sum = tl.reduce((b_row[i] * b_other[i], b_row[i]), 1, add_pairs)
+    b_products, b_terms = fold_tail(multiply(b_row, b_other), SPAN), fold_tail(b_row, SPAN)
+    b_dot, b_sum = tl.reduce((b_products[0], b_terms[0]), 1, add_pairs)
+    for i in tl.static_range(1, len(b_terms)):
+        b_block_dot, b_block_sum = tl.reduce((b_products[i], b_terms[i]), 1, add_pairs)
         b_dot += b_block_dot
         b_sum += b_block_sum
     return b_dot, b_sum
@@ -166,7 +179,7 @@ def narrow_row(b_row, DTYPE: tl.constexpr):
 def widen_row(b_row):
     b_wide = ()
     for i in tl.static_range(len(b_row)):
-        b_wide += (b_row[i].to(tl.float32),)
+        b_wide += (widen(b_row[i]),)
     return b_wide
 
 

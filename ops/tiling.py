@@ -22,7 +22,7 @@ class Tile:
     warps: int
     stages: int  # tiles in flight, the one at work included; those to come wait in shared memory
     programs_per_sm: int  # persistent programs, each striding over tiles; 0: one program for each tile, no persistence
-    hold_weights: bool  # weights stay in registers from tile to tile, or are read again for each
+    hold_weights: bool  # weights are read before a tile's statistics, and stay from tile to tile; or after them, for each
 
     @property
     def width(self) -> int:
@@ -59,7 +59,7 @@ class Device:
     threads: int  # that one multiprocessor runs at a time
     warp_size: int
     cooperative: bool  # launches whose programs wait for each other; there is inline PTX in it, so NVIDIA only
-    pdl: bool  # programmatic dependent launch
+    pdl: bool  # programmatic dependent launch: a kernel's programs take their places while the kernel before still runs
 
 
 H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)

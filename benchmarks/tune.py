@@ -232,18 +232,17 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
 
 
 def all_tiles(cell: Cell) -> Iterator[Tile]:
-    """Every shape of tile, with rows, warps and stages that have been the best of some cell."""
+    """Every shape of tile, with the rows, warps, stages and programs that were the best of some cell, or nearly."""
     width, forward = cell.width, cell.direction == FORWARD
     rows, warps = (1, 2, 4, 8, 16, 32, 64) if width <= 512 else (1, 2, 4), (1, 2, 4, 8, 16, 32)
     if width <= 32768:
-        for (block_n, tail_n), r, w in itertools.product(
-            dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0))), rows, warps
-        ):
-            tile = Tile(r, block_n, tail_n, 1, w, 1, 0, False)
-            yield from (replace(tile, hold_weights=hold) for hold in (False, True))
-            for stages, programs, hold in itertools.product((2, 3, 4), (1, 2, 4, 8), (False, True)):
-                if 8 <= w * programs <= 32 and (hold or width >= (2048 if forward else 4096)) and (r < 4 or not forward):
-                    yield replace(tile, stages=stages, programs_per_sm=programs, hold_weights=hold)
+        shapes = dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
+        for (block_n, tail_n), r, w, hold in itertools.product(shapes, rows, warps, (False, True)):
+            yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
+            if hold or width >= 4096:
+                for stages, programs in itertools.product((3,) if forward else (2, 3, 4), (1, 2, 4, 8)):
+                    if 8 <= w * programs <= 32:
+                        yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
     if width > 8192:
         for block_n, r, w, stages, programs in itertools.product(
             (1024, 2048, 4096, 8192), (1, 2, 4, 8), (2, 4, 8, 16), (3, 4), (1, 2, 3, 4)

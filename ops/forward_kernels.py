@@ -36,7 +36,7 @@ def norm_forward_kernel(
     eps, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
+    PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
     RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
@@ -59,60 +59,52 @@ def norm_forward_kernel(
     if not LOOPED:
         first_col = slice_id * BLOCK_N
         share_here = 1.0 / tl.minimum(BLOCK_N + TAIL_N, N - first_col)
+        b_weight, b_bias = (), ()
         if HOLD:
             b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
             b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
-        b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-        b_bias1 = load_vector(p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
         if SLICES > 1:
             b_held = narrow_row(load_row(None, tl.arange(0, ROWS), None, 0, 0, N, BLOCK_N, 0, True, VECTOR), RESIDUAL_DTYPE)
-        for tile in tl.range(group, tiles + (groups if SLICES > 1 else 0), groups, num_stages=STAGES):
-            rows = tile_rows(tile, ROWS, LONG)
-            m_row = rows < M
-            b_r = load_sum(
-                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
-                N, stride_x, stride_x1, stride_residual, threshold, scale,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
-            )  # fmt: skip
-            if EARLY:
-                b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-                b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
-            if IN_PLACE:
-                # Threads may hold a column twice: all must have read it before one of them writes.
-                tl.debug_barrier()
-            if p_r is not None:
-                store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-            b_mean = tl.zeros([ROWS], tl.float32)
-            if not IS_RMS:
-                b_mean = row_sum(b_r, SPAN) * share_here
-            b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-            b_m2 = dot_rows(b_centred, b_centred, SPAN)  # Σ (r − mean)²; for RMSNorm Σ r²
-            if SLICES > 1:
-                # From here on b_r, rows and m_row are those of the tile before, whose sums have had the time to arrive.
+            for tile in tl.range(group, tiles + groups, groups, num_stages=STAGES):
+                rows = tile_rows(tile, ROWS, LONG)
+                m_row = rows < M
+                b_r, b_mean, b_centred, b_m2 = begin_tile(
+                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
+                    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share_here,
+                    ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
+                )  # fmt: skip
+                # From here on rows and m_row are those of the tile before, whose sums have had the time to arrive.
                 publish(p_board, b_mean, b_m2, rows, m_row, slice_id, SLICES)
                 b_finish = widen_row(b_held)
                 b_held = narrow_row(b_r, RESIDUAL_DTYPE)
-                b_r = b_finish
                 rows -= groups * ROWS
                 m_row = (rows >= 0) & (rows < M)
                 b_means, b_m2s = collect(p_board, rows, m_row, SLICES, SLICES_POW2)
                 b_mean, b_m2 = merge_moments(b_means, b_m2s, N, BLOCK_N, SLICES_POW2)
-                b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-            b_rstd = tl.rsqrt(b_m2 * share + eps)
-            if not (HOLD or EARLY):
-                b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-                b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
-            store_affine(
-                p_y, b_centred, b_rstd, b_weight, b_bias, p_weight is not None, p_bias is not None,
-                rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
-            )  # fmt: skip
-            if p_y1 is not None:
-                store_affine(
-                    p_y1, b_centred, b_rstd, b_weight1, b_bias1, p_weight1 is not None, p_bias1 is not None,
-                    rows, m_row, stride_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
+                b_centred = centre(b_finish, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+                finish_tile(
+                    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean,
+                    tl.rsqrt(b_m2 * share + eps), rows, m_row, slice_id == 0, first_col, M, N, stride_y, stride_y1,
+                    BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD, IS_RMS, OFFSET,
                 )  # fmt: skip
-            if p_stats is not None:
-                store_stats(p_stats, b_rstd, b_mean, rows, m_row & (slice_id == 0), M, IS_RMS)
+        elif PERSISTENT:
+            for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+                whole_tile(
+                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
+                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, b_weight, b_bias, tile,
+                    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+                    ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
+                    RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                )  # fmt: skip
+        else:
+            # Not a loop of one: that would take a quarter more registers.
+            whole_tile(
+                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
+                p_y, p_y1, p_r, p_stats, p_mask, p_mask1, b_weight, b_bias, group,
+                M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+                ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
+                RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+            )  # fmt: skip
     else:
         for tile in tl.range(group, tiles, groups, num_stages=1):
             rows = tile_rows(tile, ROWS, LONG)
@@ -167,6 +159,84 @@ def norm_forward_kernel(
                     )  # fmt: skip
             if p_stats is not None:
                 store_stats(p_stats, b_rstd, b_mean, rows, m_row, M, IS_RMS)
+
+
+@triton.jit
+def whole_tile(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
+    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, b_weight, b_bias, tile,
+    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr,
+    VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows that this program has to itself."""
+    rows = tile_rows(tile, ROWS, LONG)
+    m_row = rows < M
+    if EARLY:
+        b_weight = load_vector(p_weight, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+        b_bias = load_vector(p_bias, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+    _, b_mean, b_centred, b_m2 = begin_tile(
+        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, 0,
+        N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share,
+        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
+    )  # fmt: skip
+    finish_tile(
+        p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean,
+        tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
+        BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, IS_RMS, OFFSET,
+    )  # fmt: skip
+
+
+@triton.jit
+def begin_tile(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
+    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+    SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """r, stored if it is wanted; of this program's columns the mean, r − mean, Σ (r − mean)²; for RMSNorm 0, r, Σ r²."""
+    b_r = load_sum(
+        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
+        N, stride_x, stride_x1, stride_residual, threshold, scale,
+        BLOCK_N, TAIL_N, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+    )  # fmt: skip
+    if IN_PLACE:
+        # Threads may hold a column twice: all must have read it before one of them writes.
+        tl.debug_barrier()
+    if p_r is not None:
+        store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+    b_mean = tl.zeros([ROWS], tl.float32)
+    if not IS_RMS:
+        b_mean = row_sum(b_r, SPAN) * share
+    b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+    return b_r, b_mean, b_centred, dot_rows(b_centred, b_centred, SPAN)
+
+
+@triton.jit
+def finish_tile(
+    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean, b_rstd,
+    rows, m_row, first, first_col, M, N, stride_y, stride_y1,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+    LOADED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Stores y, y1 and the statistics. LOADED: weight and bias are in registers. first: these columns begin the row."""
+    if not LOADED:
+        b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+        b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+    store_affine(
+        p_y, b_centred, b_rstd, b_weight, b_bias, p_weight is not None, p_bias is not None,
+        rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
+    )  # fmt: skip
+    if p_y1 is not None:
+        b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+        b_bias1 = load_vector(p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+        store_affine(
+            p_y1, b_centred, b_rstd, b_weight1, b_bias1, p_weight1 is not None, p_bias1 is not None,
+            rows, m_row, stride_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
+        )  # fmt: skip
+    if p_stats is not None:
+        store_stats(p_stats, b_rstd, b_mean, rows, m_row & first, M, IS_RMS)
 
 
 @triton.jit

@@ -72,7 +72,8 @@ def _forward(
         device,
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
-        EARLY=tile.hold_weights and tile.programs_per_sm == 0, **_constants(tile, M, N, work, facts),
+        PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.hold_weights and tile.programs_per_sm == 0,
+        **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, tile.slices)
 

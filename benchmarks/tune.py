@@ -244,11 +244,9 @@ def all_tiles(cell: Cell) -> Iterator[Tile]:
                     if 8 <= w * programs <= 32:
                         yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
     if width > 8192:
-        for block_n, r, w, stages, programs in itertools.product(
-            (1024, 2048, 4096, 8192), (1, 2, 4, 8), (2, 4, 8, 16), (3, 4), (1, 2, 3, 4)
-        ):
+        for block_n, r, w, programs in itertools.product((1024, 2048, 4096), (1, 2, 4, 8), (2, 4, 8, 16), (1, 2, 3, 4)):
             if 8 <= w * programs <= 16:
-                yield Tile(r, block_n, 0, -(-width // block_n), w, stages, programs, True)
+                yield Tile(r, block_n, 0, -(-width // block_n), w, 3, programs, True)
 
 
 def sensible(tile: Tile, cell: Cell) -> bool:

@@ -51,7 +51,6 @@ class Cell:
 
     @property
     def traffic(self) -> Work:
-        weights = 1 if self.norm == "rms" or self.direction == BACKWARD else 2
         residual = 0 if self.work == "norm" else 16 // self.vector
         return Work(
             rms=self.norm == "rms",
@@ -59,7 +58,6 @@ class Cell:
             dropout=self.work == "dropout",
             vector=self.vector,
             loaded_bytes=2 + residual if self.direction == FORWARD else 2 + (2 * residual or 2),
-            weight_bytes=2 * weights,
             splittable=True,
         )
 
@@ -233,15 +231,19 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
 
 def all_tiles(cell: Cell) -> Iterator[Tile]:
     """Every shape of tile, with the rows, warps, stages and programs that were the best of some cell, or nearly."""
+    return (tile for tile in _shapes(cell) if sensible(tile, cell))
+
+
+def _shapes(cell: Cell) -> Iterator[Tile]:
     width, forward = cell.width, cell.direction == FORWARD
     rows, warps = (1, 2, 4, 8, 16, 32, 64) if width <= 512 else (1, 2, 4), (1, 2, 4, 8, 16, 32)
     if width <= 32768:
         shapes = dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
         for (block_n, tail_n), r, w, hold in itertools.product(shapes, rows, warps, (False, True)):
             yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
-            if hold or width >= 4096:
-                for stages, programs in itertools.product((3,) if forward else (2, 3, 4), (1, 2, 4, 8)):
-                    if 8 <= w * programs <= 32:
+            if hold or forward or width >= 2048:
+                for stages, programs in itertools.product((2, 3) if forward else (2, 3, 4), (1, 2, 4, 8, 16)):
+                    if 8 <= w * programs <= (64 if forward else 32):
                         yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
     if width > 8192:
         for block_n, r, w, programs in itertools.product((1024, 2048, 4096), (1, 2, 4, 8), (2, 4, 8, 16), (1, 2, 3, 4)):
@@ -256,7 +258,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
     elements = tile.rows * (tile.block_n + tile.tail_n) / (32 * tile.warps)
     persistent = tile.programs_per_sm > 0
     return (
-        (4 if cell.width <= 512 else 8) <= elements <= (64 if cell.direction == FORWARD and tile.slices == 1 else 40)
+        (4 if cell.width <= 512 else 8) <= elements <= (64 if cell.direction == FORWARD else 40)
         and tile.warps * max(1, tile.programs_per_sm) <= 64
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))

@@ -181,11 +181,14 @@ def whole_tile(
         N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share,
         ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
     )  # fmt: skip
-    finish_tile(
-        p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean,
-        tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
-        BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, IS_RMS, OFFSET,
-    )  # fmt: skip
+    # Always so, but it keeps the loads of weights from being prefetched with the next rows: rows go through shared memory,
+    # past L1, and so weights that all tiles read stay in L1.
+    if tile >= 0:
+        finish_tile(
+            p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean,
+            tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
+            BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, IS_RMS, OFFSET,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -227,13 +227,14 @@ def weighted_sum(b_dy, b_weight, b_dy1, b_weight1, HAS_DY: tl.constexpr, HAS_DY1
 
 @triton.jit
 def add_norm_gradient(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, IS_RMS: tl.constexpr):
-    """dz + rstd · (g − x̂ · c1 − c2), as two multiplications with addition for each element, and one addition for dz."""
-    b_c1 *= b_rstd
-    b_c2 *= b_rstd
+    """dz + rstd · (g − x̂ · c1 − c2)."""
     b_sum = ()
     for i in tl.static_range(len(b_dz)):
-        b = b_dz[i] if IS_RMS else b_dz[i] - b_c2[:, None]
-        b_sum += (b + b_g[i] * b_rstd[:, None] - b_xhat[i] * b_c1[:, None],)
+        # Differences before the factor: where g is nearly its mean, both may be much larger than what is left.
+        b = b_g[i] - b_xhat[i] * b_c1[:, None]
+        if not IS_RMS:
+            b -= b_c2[:, None]
+        b_sum += (b_dz[i] + b * b_rstd[:, None],)
     return b_sum
 
 

@@ -179,8 +179,10 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         # From this width on a block repeats itself over the threads.
         "SPAN": device.warp_size * tile.warps * work.vector,
     }
+    if device.cooperative and (most := registers(tile)) is not None:
+        constants["maxnreg"] = most
     if tile.slices > 1:
-        constants |= {"launch_cooperative_grid": True, "maxnreg": registers(tile)}
+        constants["launch_cooperative_grid"] = True
     return constants
 
 

@@ -132,11 +132,9 @@ def staged_bytes(tile: Tile, work: Work) -> int:
 
 
 def registers(tile: Tile) -> int | None:
-    """The most registers that a thread may have if all programs are to be resident; None: as the compiler likes."""
-    if tile.slices == 1:
-        return None
-    most = REGISTERS // (tile.warps * 32 * tile.programs_per_sm) // 8 * 8
-    return most if most < 255 else None
+    """The most registers that a thread may have if all persistent programs are to be resident; None: as the compiler likes."""
+    most = REGISTERS // (tile.warps * 32 * max(1, tile.programs_per_sm)) // 8 * 8
+    return most if tile.programs_per_sm > 0 and most < 255 else None
 
 
 # The tile of every row up to a width, by direction, norm, kind of work and vector. A row between two widths takes the wider
@@ -151,17 +149,17 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.58
         (256, Tile(8, 256, 0, 1, 2, 1, 0, False)),  # 0.69
         (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.68
-        (768, Tile(2, 1024, 0, 1, 2, 1, 0, False)),  # 0.86
+        (768, Tile(2, 512, 256, 1, 1, 3, 16, True)),  # 0.87
         (1024, Tile(1, 1024, 0, 1, 2, 1, 0, True)),  # 0.90
         (1600, Tile(2, 2048, 0, 1, 4, 1, 0, True)),  # 0.91
         (2048, Tile(1, 2048, 0, 1, 2, 1, 0, True)),  # 0.94
         (4096, Tile(1, 4096, 0, 1, 4, 1, 0, True)),  # 0.96
         (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.96
-        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.96
-        (12288, Tile(2, 8192, 4096, 1, 16, 3, 1, True)),  # 0.91
+        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.97
+        (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, True)),  # 0.91
         (16384, Tile(1, 16384, 0, 1, 8, 1, 0, False)),  # 0.96
-        (32768, Tile(2, 4096, 0, 8, 4, 4, 2, True)),  # 0.88
-        (65536, Tile(2, 4096, 0, 16, 4, 3, 2, True)),  # 0.86
+        (32768, Tile(4, 2048, 0, 16, 4, 3, 3, True)),  # 0.90
+        (65536, Tile(4, 2048, 0, 32, 4, 3, 3, True)),  # 0.90
     ),
     ("forward", "rms", "norm", 8): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.35
@@ -170,7 +168,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (256, Tile(16, 256, 0, 1, 4, 1, 0, False)),  # 0.79
         (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.84
         (768, Tile(4, 1024, 0, 1, 2, 1, 0, True)),  # 0.89
-        (1024, Tile(4, 1024, 0, 1, 8, 1, 0, False)),  # 0.90
+        (1024, Tile(4, 1024, 0, 1, 8, 1, 0, True)),  # 0.91
         (1600, Tile(2, 2048, 0, 1, 4, 1, 0, True)),  # 0.93
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.95
         (4096, Tile(1, 4096, 0, 1, 8, 1, 0, False)),  # 0.96
@@ -179,7 +177,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.97
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 32, 1, 0, True)),  # 0.94
-        (65536, Tile(2, 4096, 0, 16, 8, 4, 2, True)),  # 0.88
+        (65536, Tile(4, 2048, 0, 32, 4, 3, 3, True)),  # 0.90
     ),
     ("forward", "ln", "add", 8): (
         (32, Tile(32, 32, 0, 1, 2, 1, 0, False)),  # 0.49
@@ -336,7 +334,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1600, Tile(1, 2048, 0, 1, 4, 3, 4, True)),  # 0.89
         (2048, Tile(2, 2048, 0, 1, 4, 3, 2, False)),  # 0.94
         (4096, Tile(2, 4096, 0, 1, 16, 3, 1, True)),  # 0.95
-        (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True)),  # 0.90
+        (5120, Tile(1, 4096, 1024, 1, 4, 4, 1, True)),  # 0.96
         (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True)),  # 0.97
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.96
         (16384, Tile(4, 1024, 0, 16, 4, 3, 3, True)),  # 0.87
@@ -463,7 +461,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (2048, Tile(1, 2048, 0, 1, 4, 3, 2, True)),  # 0.95
         (4096, Tile(1, 4096, 0, 1, 16, 4, 1, False)),  # 0.91
         (5120, Tile(1, 8192, 0, 1, 16, 4, 1, True)),  # 0.97
-        (8192, Tile(2, 8192, 0, 1, 16, 3, 1, False)),  # 0.94
+        (8192, Tile(2, 8192, 0, 1, 16, 2, 1, False)),  # 0.95
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.95
         (16384, Tile(1, 16384, 0, 1, 16, 2, 1, False)),  # 0.96
         (32768, Tile(2, 2048, 0, 16, 8, 3, 2, True)),  # 0.92
@@ -478,7 +476,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (768, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 4, 4, 2, False)),  # 0.91
         (1600, Tile(2, 2048, 0, 1, 16, 4, 1, True)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 4, 4, 1, False)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 8, 4, 1, True)),  # 0.96
         (4096, Tile(1, 4096, 0, 1, 16, 3, 1, False)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.97
         (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.98
@@ -497,11 +495,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1024, Tile(1, 1024, 0, 1, 4, 3, 2, False)),  # 0.92
         (1600, Tile(2, 2048, 0, 1, 8, 3, 1, True)),  # 0.97
         (2048, Tile(1, 2048, 0, 1, 4, 4, 1, False)),  # 0.94
-        (4096, Tile(1, 4096, 0, 1, 16, 3, 1, False)),  # 0.94
+        (4096, Tile(2, 4096, 0, 1, 16, 3, 1, False)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.98
         (8192, Tile(1, 8192, 0, 1, 32, 3, 1, False)),  # 0.97
         (12288, Tile(2, 1024, 0, 12, 2, 3, 4, True)),  # 0.95
-        (16384, Tile(2, 1024, 0, 16, 2, 3, 4, True)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 2, 2, 4, True)),  # 0.96
         (32768, Tile(2, 4096, 0, 8, 16, 3, 1, True)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 4, 4, 3, True)),  # 0.98
     ),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ops import launch, layer_norm_fn
+from ops import launch, layer_norm_fn, tiling
 
 from .cases import BF16, FP32, Case, describe, inputs, leaf, ours
 
@@ -61,19 +61,18 @@ def test_the_gpu_runs_one_kernel_forward_two_backward_and_a_fill_for_each_pass_o
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("n", [768, 1600, 4096, 5120, 12288, 16384, 32768])
+@pytest.mark.parametrize("width", sorted({up_to for entries in tiling.TABLE.values() for up_to, _ in entries}))
 @pytest.mark.parametrize(
     "case",
     [
-        Case(residual=None, prenorm=False),
-        Case(residual=FP32, dropout_p=0.1),
-        Case(residual=BF16, dropout_p=0.1),
-        Case(residual=BF16, rms=True, bias=False),
+        Case(rms=rms, bias=not rms, residual=residual, dropout_p=dropout_p, prenorm=residual is not None, weight=BF16, m=4)
+        for rms in (False, True)
+        for residual, dropout_p in ((None, 0.0), (BF16, 0.0), (FP32, 0.0), (BF16, 0.1), (FP32, 0.1))
     ],
     ids=describe,
 )
-def test_no_kernel_of_the_table_spills_registers(case, n, device, first_launches):
-    case = replace(case, weight=BF16, m=64, n=n)
+def test_no_tile_of_the_table_spills_registers(case, width, device, first_launches):
+    case = replace(case, n=width)
     ours(inputs(case, device), case)
     assert {name for name, _ in first_launches} == set(KERNELS)
     assert {name: compiled.n_spills for name, compiled in first_launches} == dict.fromkeys(KERNELS, 0)

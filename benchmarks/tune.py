@@ -58,6 +58,7 @@ class Cell:
             dropout=self.work == "dropout",
             vector=self.vector,
             loaded_bytes=2 + residual if self.direction == FORWARD else 2 + (2 * residual or 2),
+            weight_bytes=0 if self.direction == FORWARD else 2,
             splittable=True,
         )
 

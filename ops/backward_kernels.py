@@ -14,7 +14,6 @@ from .row_kernels import (
     load_vector,
     narrow_row,
     publish,
-    reload_vector,
     row_sum,
     tile_rows,
     two_dots,
@@ -89,7 +88,7 @@ def norm_backward_kernel(
                 if p_dbias1 is not None:
                     b_dbias1 = add_rows(b_dbias1, b_dy1)
                 if not HOLD:
-                    b_weight = reload_vector(p_weight, tile, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
+                    b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
                 b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
                 if IS_RMS:
                     b_c1 = dot_rows(b_g, b_xhat, SPAN)

@@ -56,6 +56,7 @@ def _forward(
         dropout=options.dropout_p > 0.0,
         vector=_vector(*loaded, options.out_dtype, options.residual_dtype),
         loaded_bytes=_bytes(*loaded),
+        weight_bytes=0,  # forward's weights stay in L1
         splittable=True,
     )
     facts = device_facts(device)
@@ -124,6 +125,7 @@ def _backward(
         dropout=options.dropout_p > 0.0,
         vector=_vector(*loaded, options.dz_dtype, options.dx_dtype, options.dx1_dtype),
         loaded_bytes=_bytes(*loaded),
+        weight_bytes=_bytes(given.weight),
         # The programs of a split row exchange the sums of one upstream gradient, and of nothing else.
         splittable=given.dy is not None and given.dy1 is None and given.x is None and given.x1 is None,
     )

@@ -110,32 +110,6 @@ def load_vector(
 
 
 @triton.jit
-def reload_vector(
-    p, tile, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    ABSENT: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """`load_vector` in a loop over tiles that prefetches rows.
-
-    The condition, always true, keeps this load from being prefetched with them: rows go through shared memory, past L1, and
-    so a weight that all tiles read stays in L1.
-    """
-    b_vector = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
-        cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
-        if p is None:
-            b = tl.full([1, cols.shape[0]], ABSENT, tl.float32)
-        else:
-            b_narrow = tl.zeros([1, cols.shape[0]], p.dtype.element_ty)
-            if tile >= 0:
-                b_narrow = tl.load(p + cols[None, :], mask=(cols < N)[None, :], other=0.0)
-            b = widen(b_narrow)
-            if OFFSET != 0.0:
-                b += OFFSET
-        b_vector += (b,)
-    return b_vector
-
-
-@triton.jit
 def fold_tail(b_row, SPAN: tl.constexpr):
     """The same sum over the columns in fewer of them: the columns of the first block that a thread holds, added to its tail.
 

@@ -42,10 +42,11 @@ def works(direction: str) -> list[Work]:
     """From the least to the most that a launch can read, all of it in the widest dtype."""
     tensors = {"forward": (1, 3), "backward": (2, 6)}[direction]
     return [
-        Work(rms, residual, dropout, vector, count * 16 // vector, splittable)
+        Work(rms, residual, dropout, vector, count * 16 // vector, weights, splittable)
         for rms, residual, dropout, splittable in product((False, True), repeat=4)
         for vector in (8, 4)
         for count in tensors
+        for weights in ((0,) if direction == "forward" else (0, 2, 4))
     ]
 
 
@@ -127,7 +128,8 @@ def test_on_the_gpu_it_was_measured_on_the_table_is_taken_as_it_is(key):
     direction, norm, kind, vector = key
     size = 16 // vector
     loaded = {"forward": 2 + size * (kind != "norm"), "backward": 2 + size + size * (kind != "norm")}[direction]
-    work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, loaded, True)
+    weights = {"forward": 0, "backward": 2}[direction]
+    work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, loaded, weights, True)
     for up_to, tile in TABLE[key]:
         assert TILE_OF[direction](up_to, work) == tile, up_to
 
@@ -148,7 +150,7 @@ def test_a_width_between_two_entries_takes_two_tiles_unless_the_wider_entry_foun
     entries, loaded = TABLE[key], 2
     for (below, _), (up_to, entry) in pairwise(entries):
         between = (below + up_to) // 2 // 16 * 16 + 16  # 1312 is 1024 + 512 although 1600 is 2048
-        tile = TILE_OF[key[0]](between, Work(key[1] == "rms", key[2] != "norm", key[2] == "dropout", key[3], loaded, True))
+        tile = TILE_OF[key[0]](between, Work(key[1] == "rms", key[2] != "norm", key[2] == "dropout", key[3], loaded, 0, True))
         if entry.slices == 1:
             one_was_faster = entry.tail_n == 0 and row_blocks(up_to)[1] > 0
             assert (tile.block_n, tile.tail_n) == ((entry.block_n, 0) if one_was_faster else row_blocks(between)), (
@@ -160,7 +162,7 @@ def test_a_width_between_two_entries_takes_two_tiles_unless_the_wider_entry_foun
 
 def test_a_smaller_gpu_gets_fewer_programs_and_stages_before_it_gets_neither():
     tile = Tile(rows=2, block_n=4096, tail_n=0, slices=1, warps=16, stages=4, programs_per_sm=4, hold_weights=True)
-    work = Work(False, True, False, 8, 8, True)
+    work = Work(False, True, False, 8, 8, 8, True)
     assert fit(tile, work, H200) == replace(tile, stages=1)
     assert fit(replace(tile, programs_per_sm=1), work, H200).stages == 4
     assert fit(tile, work, replace(H200, threads=1536)).programs_per_sm == 3

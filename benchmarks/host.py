@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ablation.statistics import paired_ratio, spread
 from benchmarks import command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
 from benchmarks.norms import Shape, functions_of
 from benchmarks.providers import PROVIDERS, Function
 from benchmarks.results import Record
-from benchmarks.stats import paired_ratio, spread
 
 KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
 DIRECTIONS = ("forward", "forward+backward")

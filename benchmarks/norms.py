@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ablation.statistics import paired_ratio, spread
 from benchmarks import command, plots, tables, timing
 from benchmarks.cases import (
     CASES,
@@ -28,7 +29,6 @@ from benchmarks.cases import (
 from benchmarks.contenders import contender
 from benchmarks.providers import PROVIDERS, Function
 from benchmarks.results import Record, Results
-from benchmarks.stats import paired_ratio, spread
 from benchmarks.warm import compile_in_processes, forget_tuning, run_once, share_of
 
 KEY = ("case", "direction", "residual_dtype", "weight_dtype", "M", "N", "provider")

@@ -193,6 +193,18 @@ class LoggingConfig:
     every: int = 10  # steps between lines of metrics
 
 
+@dataclass
+class AblateConfig:
+    """python ablate.py; train.py has no use for it."""
+
+    cycles: int = 10  # of the timed blocks: in each, every arm has two, in some order and then in its reverse
+    block_steps: int = 5  # optimizer steps in a block
+    warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
+    compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone
+    parity_seeds: int = 5  # runs of each arm of the parity protocol; 0: no parity
+    parity_steps: int = 20  # optimizer steps of such a run
+
+
 class Device(StrEnum):
     auto = "auto"  # cuda, else mps, else cpu
     cuda = "cuda"
@@ -212,6 +224,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    ablate: AblateConfig = field(default_factory=AblateConfig)
     device: Device = Device.auto
     seed: int = 1
     resume: str | None = None  # a run folder or a checkpoint file to go on from

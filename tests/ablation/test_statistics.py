@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.stats import paired_ratio, spread
+from ablation.statistics import paired_ratio, spread
 
 
 def test_spread_is_median_and_outer_tenths():

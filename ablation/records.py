@@ -1,0 +1,99 @@
+"""What an ablation finds, as plain data: timing, parity and attribution fill it, the report reads it, JSON keeps it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ablation.statistics import Interval
+
+TORCH, AGAIN, FUSED = "torch", "torch again", "fused"  # the timed arms; the second is the A/A control
+
+
+@dataclass(frozen=True)
+class ArmTimes:
+    """Step times of one arm of a cell."""
+
+    blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
+    forward_ms: float  # medians of a window of its own, since marks inside a step cost time
+    backward_ms: float
+    optimizer_ms: float
+    peak_gb: float | None  # GiB; None but on CUDA
+    launches: int | None  # kernels a step; None but on CUDA
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An arm with `torch`; pairs are neighbouring blocks."""
+
+    difference_ms: Interval  # arm − torch, below 0 where the arm is faster
+    speedup: Interval  # torch / arm, above 1 where the arm is faster
+
+
+@dataclass(frozen=True)
+class Share:
+    """GPU time of a step that goes into one kind of work."""
+
+    group: str  # GEMM, attention, norm, loss, optimizer, other
+    ms: float
+    launches: int
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Where the GPU time of a step goes, and what that leaves for any norm kernel to gain."""
+
+    torch: list[Share]
+    fused: list[Share]
+    norm_bytes: int  # the fewest that the norm sites of a step must move
+    copy_gb_per_s: float  # measured in the same process
+    bound: float  # Amdahl: the speed-up of a step whose norm sites run at copy bandwidth
+    realised: float  # of the time between torch's norms and that bound, the part that fused saves; 1 is all
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration, eager or compiled."""
+
+    overrides: dict[str, str]  # the swept keys and their values
+    mode: str  # eager or compiled
+    tokens_per_step: int
+    arms: dict[str, ArmTimes]  # by name: torch, torch again, fused
+    fused: Comparison
+    control: Comparison  # torch again: what no difference looks like
+    verdict: str
+    attribution: Attribution | None = None  # None but on CUDA
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One thing that parity compares between the arms."""
+
+    name: str  # loss, gradient norm, gradient of a layer, parameters
+    fused: Interval  # the fused arm's distance from fp32, over what rounding leads one to expect; geometric mean over seeds
+    reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Parity:
+    overrides: dict[str, str]
+    precision: str  # of the run
+    seeds: list[int]
+    steps: int
+    losses: dict[str, list[list[float]]]  # by arm: for each seed, for each step; nats per token
+    quantities: list[Quantity]
+    val_loss: dict[str, list[float]]  # by arm: for each seed
+    val_difference: Interval  # fused − torch, pairs are seeds
+    val_spread: float  # standard deviation of torch's over seeds
+    holds: bool
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Ablation:
+    cells: list[Cell]
+    parity: list[Parity]
+    environment: dict[str, Any]
+    command: str
+    config: str  # YAML
+    kernels: bool  # whether fused ran kernels; else the PyTorch reference
+    notes: list[str] = field(default_factory=list)  # what a reader must know beside the figures

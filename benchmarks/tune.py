@@ -1,7 +1,7 @@
 """Measures tile shapes on this GPU and prints TABLE of ops/tiling.py anew, to paste there.
 
     python -m benchmarks.tune                                    every width, tiles near those of the present table
-    python -m benchmarks.tune --all --width 4096                 every tile that may make sense
+    python -m benchmarks.tune --all --width 4096                 many more tiles
     python -m benchmarks.tune --direction backward --norm rms --work add
 
 A width's tile is the fastest of those that spill no registers. Cells that were not asked for stay as they are.
@@ -227,12 +227,12 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     if tiling.row_blocks(cell.width)[1]:
         whole = tiling.one_block(cell.width)
         near |= dict.fromkeys(replace(tile, block_n=whole, tail_n=0) for tile in list(near) if tile.slices == 1)
-    return (tile for tile in near if sensible(tile, cell))
+    return (tile for tile in near if tile == own or sensible(tile, cell))
 
 
 def all_tiles(cell: Cell) -> Iterator[Tile]:
-    """Every shape of tile, with the rows, warps, stages and programs that were the best of some cell, or nearly."""
-    return (tile for tile in _shapes(cell) if sensible(tile, cell))
+    """Every shape of tile, with most rows, warps, stages and programs that were the best of some cell, and the near ones."""
+    return iter(dict.fromkeys([*near_tiles(cell), *(tile for tile in _shapes(cell) if sensible(tile, cell))]))
 
 
 def _shapes(cell: Cell) -> Iterator[Tile]:
@@ -241,7 +241,8 @@ def _shapes(cell: Cell) -> Iterator[Tile]:
     if width <= 32768:
         shapes = dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
         for (block_n, tail_n), r, w, hold in itertools.product(shapes, rows, warps, (False, True)):
-            yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
+            if forward:
+                yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
             if hold or forward or width >= 2048:
                 for stages, programs in itertools.product((2, 3) if forward else (2, 3, 4), (1, 2, 4, 8, 16)):
                     if 8 <= w * programs <= (64 if forward else 32):
@@ -303,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS))
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--width", nargs="+", type=command.positive, default=list(WIDTHS), metavar="N")
-    parser.add_argument("--all", action="store_true", help="not only tiles near the present ones")
+    parser.add_argument("--all", action="store_true", help="many more tiles than those near the present ones")
     parser.add_argument("--processes", type=int, default=12, help="that compile in parallel (default: %(default)s)")
     return parser
 

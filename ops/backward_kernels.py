@@ -43,6 +43,7 @@ def norm_backward_kernel(
     share a row; they exchange its two sums over the columns on p_board.
     """
     if PDL:
+        # The sum over partials may take its place on the GPU now: it reads nothing before its own wait.
         gdc_launch_dependents()
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
@@ -290,7 +291,7 @@ def finish_weight_gradients_kernel(
 ):  # fmt: skip
     """out [WIDTH] = the sum over rows of partial [PARTIALS, WIDTH], in a fixed order."""
     if PDL:
-        gdc_wait()
+        gdc_wait()  # for all programs of backward; this kernel lets nobody begin early, so what follows it comes after both
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for first in tl.range(0, PARTIALS, BLOCK_P):

@@ -42,13 +42,13 @@ def check_buffers(
             raise ValueError(
                 f"{name}: {argument} is a leaf that requires a gradient and can't be overwritten; pass {argument}.detach()"
             )
-    if out is not None and residual_out is not None and (out is residual_out or _pdl(out, residual_out)):
+    if out is not None and residual_out is not None and (out is residual_out or _overlap(out, residual_out)):
         raise ValueError(
             f"{name}: out and residual_out are the same tensor or share memory; they hold y and the residual stream, pass two"
         )
 
 
-def _pdl(a: Tensor, b: Tensor) -> bool:
+def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors share memory. Graph capture, whose tensors have none, is taken at its word."""
     if torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor:
         return False

@@ -1,17 +1,17 @@
 """bf16 to fp32 and back in fewer instructions than the compiler takes, on NVIDIA GPUs; the same values everywhere."""
 
-import os
-
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() not in ("1", "true", "on", "yes"))
+from .backend import INTERPRET
+
+PTX = tl.constexpr(not INTERPRET)
 
 
 @triton.jit
 def widen(b):
-    """A block in fp32. Two neighbours in bf16 share a register: one instruction for each, where the compiler takes three."""
+    """A block in fp32. Two neighbours in bf16 share a register: two instructions for both, where the compiler takes three."""
     if PTX and b.dtype == tl.bfloat16 and cuda_capability_geq(8):
         b_wide = tl.inline_asm_elementwise(
             """{
@@ -29,7 +29,7 @@ def widen(b):
 
 @triton.jit
 def rounded(b, DTYPE: tl.constexpr):
-    """An fp32 block with the values that DTYPE has, in fp32. The compiler would round one bf16 at a time, at quarter speed."""
+    """An fp32 block with the values that DTYPE has, in fp32. The compiler would round one bf16 at a time, in the slow unit."""
     if PTX and tl.bfloat16 == DTYPE and cuda_capability_geq(8):
         b_rounded = tl.inline_asm_elementwise(
             """{

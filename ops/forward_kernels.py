@@ -54,15 +54,16 @@ def norm_forward_kernel(
     seed = 0
     if DROPOUT:
         seed = tl.load(p_seed)
-    share = 1.0 / N  # dividing by N would hold each tile up between its sums and its output
+    share = 1.0 / N  # of the squares; dividing them by N would hold each tile up between its sums and its output
 
     if not LOOPED:
         first_col = slice_id * BLOCK_N
-        share_here = 1.0 / tl.minimum(BLOCK_N + TAIL_N, N - first_col)
-        b_weight, b_bias = (), ()
+        count = tl.minimum(BLOCK_N + TAIL_N, N - first_col).to(tl.float32)
+        weights = ()
         if HOLD:
-            b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-            b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+            weights = load_weights(
+                p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
+            )
         if SLICES > 1:
             b_held = narrow_row(load_row(None, tl.arange(0, ROWS), None, 0, 0, N, BLOCK_N, 0, True, VECTOR), RESIDUAL_DTYPE)
             for tile in tl.range(group, tiles + groups, groups, num_stages=STAGES):
@@ -70,7 +71,7 @@ def norm_forward_kernel(
                 m_row = rows < M
                 b_r, b_mean, b_centred, b_m2 = begin_tile(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
-                    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share_here,
+                    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, count,
                     ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
                 )  # fmt: skip
                 # From here on rows and m_row are those of the tile before, whose sums have had the time to arrive.
@@ -83,7 +84,7 @@ def norm_forward_kernel(
                 b_mean, b_m2 = merge_moments(b_means, b_m2s, N, BLOCK_N, SLICES_POW2)
                 b_centred = centre(b_finish, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
                 finish_tile(
-                    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean,
+                    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean,
                     tl.rsqrt(b_m2 * share + eps), rows, m_row, slice_id == 0, first_col, M, N, stride_y, stride_y1,
                     BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD, IS_RMS, OFFSET,
                 )  # fmt: skip
@@ -91,7 +92,7 @@ def norm_forward_kernel(
             for tile in tl.range(group, tiles, groups, num_stages=STAGES):
                 whole_tile(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
-                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, b_weight, b_bias, tile,
+                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
                     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
                     ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
                     RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
@@ -100,7 +101,7 @@ def norm_forward_kernel(
             # Not a loop of one: that would take a quarter more registers.
             whole_tile(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
-                p_y, p_y1, p_r, p_stats, p_mask, p_mask1, b_weight, b_bias, group,
+                p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, group,
                 M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
                 ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
                 RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
@@ -164,7 +165,7 @@ def norm_forward_kernel(
 @triton.jit
 def whole_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
-    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, b_weight, b_bias, tile,
+    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
@@ -174,18 +175,17 @@ def whole_tile(
     rows = tile_rows(tile, ROWS, LONG)
     m_row = rows < M
     if EARLY:
-        b_weight = load_vector(p_weight, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-        b_bias = load_vector(p_bias, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+        weights = load_weights(p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET)
     _, b_mean, b_centred, b_m2 = begin_tile(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, 0,
-        N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share,
+        N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, N.to(tl.float32),
         ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
     )  # fmt: skip
-    # Always so, but it keeps the loads of weights from being prefetched with the next rows: rows go through shared memory,
-    # past L1, and so weights that all tiles read stay in L1.
+    # Always so, but it keeps the loads of weights in a loop over tiles from being prefetched with the next rows: they would
+    # take shared memory from them, and all tiles find them in L1.
     if tile >= 0:
         finish_tile(
-            p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean,
+            p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean,
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
             BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, IS_RMS, OFFSET,
         )  # fmt: skip
@@ -194,7 +194,7 @@ def whole_tile(
 @triton.jit
 def begin_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
-    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, share,
+    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, count,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
     SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -211,35 +211,52 @@ def begin_tile(
         store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
     b_mean = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
-        b_mean = row_sum(b_r, SPAN) * share
+        b_mean = row_sum(b_r, SPAN) / count  # a quotient, so that a constant row has exactly its own mean
     b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
     return b_r, b_mean, b_centred, dot_rows(b_centred, b_centred, SPAN)
 
 
 @triton.jit
 def finish_tile(
-    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, b_weight, b_bias, b_centred, b_mean, b_rstd,
+    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean, b_rstd,
     rows, m_row, first, first_col, M, N, stride_y, stride_y1,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
     LOADED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Stores y, y1 and the statistics. LOADED: weight and bias are in registers. first: these columns begin the row."""
+    """Stores y, y1 and the statistics. LOADED: weights are in registers. first: these columns begin the row."""
     if not LOADED:
-        b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-        b_bias = load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
+        weights = load_weights(
+            p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
+        )
     store_affine(
-        p_y, b_centred, b_rstd, b_weight, b_bias, p_weight is not None, p_bias is not None,
+        p_y, b_centred, b_rstd, weights[0], weights[1], p_weight is not None, p_bias is not None,
         rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
     )  # fmt: skip
     if p_y1 is not None:
-        b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-        b_bias1 = load_vector(p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0)
         store_affine(
-            p_y1, b_centred, b_rstd, b_weight1, b_bias1, p_weight1 is not None, p_bias1 is not None,
+            p_y1, b_centred, b_rstd, weights[2], weights[3], p_weight1 is not None, p_bias1 is not None,
             rows, m_row, stride_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
         )  # fmt: skip
     if p_stats is not None:
         store_stats(p_stats, b_rstd, b_mean, rows, m_row & first, M, IS_RMS)
+
+
+@triton.jit
+def load_weights(
+    p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """(weight, bias), and (weight1, bias1) behind them where there is a y1."""
+    weights = (
+        load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
+        load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+    )
+    if p_y1 is not None:
+        weights += (
+            load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
+            load_vector(p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+        )
+    return weights
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def _forward(
         dropout=options.dropout_p > 0.0,
         vector=_vector(*loaded, options.out_dtype, options.residual_dtype),
         loaded_bytes=_bytes(*loaded),
-        weight_bytes=0,  # forward's weights stay in L1
+        weight_bytes=0,  # forward reads its weights past the prefetch
         splittable=True,
     )
     facts = device_facts(device)
@@ -134,6 +134,7 @@ def _backward(
     tiles = triton.cdiv(M, tile.rows)
     programs = _programs(tile, tiles, device)
     width = sum(options.wanted) * N
+    early_finish = facts.pdl and width > 0
     gradients = Launcher(
         norm_backward_kernel,
         programs,
@@ -142,7 +143,7 @@ def _backward(
             drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
         ),
         device,
-        PDL=facts.pdl, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
+        PDL=early_finish, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     partials = programs // tile.slices
@@ -157,8 +158,8 @@ def _backward(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=4,
-        PDL=facts.pdl,
-        **({"launch_pdl": True} if facts.pdl else {}),
+        PDL=early_finish,
+        **({"launch_pdl": True} if early_finish else {}),
     )
     return _Backward(partials, tile.slices, gradients, finish)
 
@@ -181,10 +182,8 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         # From this width on a block repeats itself over the threads.
         "SPAN": device.warp_size * tile.warps * work.vector,
     }
-    if device.cooperative and (most := registers(tile)) is not None:
-        constants["maxnreg"] = most
     if tile.slices > 1:
-        constants["launch_cooperative_grid"] = True
+        constants |= {"launch_cooperative_grid": True, "maxnreg": registers(tile)}
     return constants
 
 

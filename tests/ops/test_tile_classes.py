@@ -49,6 +49,25 @@ def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
     assert_as_accurate_as_pytorch(case, device)
 
 
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("dtype", "n"), [(FP32, 640), (FP32, 768), (BF16, 1280), (BF16, 768)], ids=str)
+def test_two_blocks_whose_sums_share_a_reduction_are_as_accurate_as_pytorch(dtype, n, rows, rms, device, use_tile):
+    """640 = 512 + 128 and 1280 = 1024 + 256: one warp holds four columns of the first for each of the second."""
+    use_tile(tile_for(n, "two tiles", rows=rows, warps=1))
+    assert_as_accurate_as_pytorch(Case(x=dtype, residual=dtype, rms=rms, bias=not rms, m=3, n=n), device)
+
+
+@pytest.mark.parametrize("value", [1288.0, 1368.0, 3.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_constant_row_has_its_own_mean(shape, value, device, use_tile):
+    """Σ r / N is exact here and Σ r · (1 / N) is not; with a small eps, rstd makes the difference a thousand times larger."""
+    n = 1000
+    use_tile(tile_for(n, shape))
+    y = layer_norm_fn(torch.full((3, n), value, dtype=BF16, device=device), None, None, eps=1e-6)
+    assert torch.equal(y, torch.zeros_like(y))
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])  # a thread holds 4 or 8 neighbouring columns
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)

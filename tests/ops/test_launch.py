@@ -1,0 +1,87 @@
+"""What a launch asks of Triton and the driver, by the device: an option that a backend does not know is an error there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ops import launch
+from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
+from ops.tiling import H200
+
+from .cases import BF16
+
+DEVICES = {
+    "H200": H200,
+    "A100": replace(H200, multiprocessors=108, shared_memory=166912, pdl=False),
+    "MI300": replace(H200, multiprocessors=304, shared_memory=65536, warp_size=64, cooperative=False, pdl=False),
+}
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A function: launches are made for this device; nothing is started."""
+
+    def choose(name):
+        monkeypatch.setattr(launch, "device_facts", lambda device: DEVICES[name])
+        launch.forget()
+
+    yield choose
+    launch.forget()
+
+
+def forward(n):
+    options = Options(
+        eps=1e-5,
+        dropout_p=0.0,
+        zero_centered_weight=False,
+        is_rms_norm=False,
+        out_dtype=BF16,
+        residual_dtype=BF16,
+        store_residual=False,
+        store_stats=True,
+        return_mask=False,
+    )
+    return launch._forward(options, torch.Size((64, n)), torch.device("cpu"), dtypes(Inputs, "x", "weight"), None, False)
+
+
+def backward(n, wanted=(True, True, False, False)):
+    options = BackwardOptions(
+        dropout_p=0.0,
+        zero_centered_weight=False,
+        is_rms_norm=False,
+        dz_dtype=BF16,
+        dx_dtype=None,
+        dx1_dtype=None,
+        wanted=wanted,
+        weight_dtype=BF16,
+    )
+    given = dtypes(BackwardInputs, "dy", "r", "weight")
+    return launch._backward(options, torch.Size((64, n)), torch.device("cpu"), given, None)
+
+
+def dtypes(record, *present):
+    return tuple(BF16 if name in present else None for name in record._fields)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [768, 16384, 65536])
+def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, on):
+    on(device)
+    made = backward(n)
+    launches = {"forward": forward(n).start, "backward": made.gradients, "finish": made.finish}
+    for name, launcher in launches.items():
+        options = launcher.constants
+        assert options.get("launch_pdl", False) == (name == "finish" and DEVICES[device].pdl), name
+        cooperative = options.get("SLICES", 1) > 1
+        assert ("launch_cooperative_grid" in options) == ("maxnreg" in options) == cooperative, name
+        assert not cooperative or DEVICES[device].cooperative, name
+
+
+@pytest.mark.parametrize("device", ["H200", "A100"])
+def test_backward_lets_the_next_kernel_begin_only_where_that_is_its_own_sum(device, on):
+    on(device)
+    early = DEVICES[device].pdl
+    made = backward(768)
+    assert (made.gradients.constants["PDL"], made.finish.constants["PDL"]) == (early, early)
+    assert not backward(768, wanted=(False, False, False, False)).gradients.constants["PDL"]

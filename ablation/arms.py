@@ -82,17 +82,23 @@ def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
 
 
 class Snapshot:
-    """Weights and optimizer state of an arm, to be put back in place: what compiled code or a graph points to stays."""
+    """Weights and optimizer state of an arm, to be put into it or another one in place: what compiled code points to stays."""
 
     def __init__(self, arm: Arm) -> None:
-        self._live = [*arm.state.model.parameters(), *_optimizer_tensors(arm)]
-        self._kept = [tensor.detach().clone() for tensor in self._live]
+        self._kept = [tensor.detach().clone() for tensor in _tensors(arm)]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        torch._foreach_copy_(self._live, self._kept)
+    def restore(self, arm: Arm) -> None:
+        for live, kept in zip(_tensors(arm), self._kept, strict=True):
+            live.copy_(kept)
+
+    @staticmethod
+    def bytes_of(arm: Arm) -> int:
+        return sum(tensor.nbytes for tensor in _tensors(arm))
 
 
-def _optimizer_tensors(arm: Arm) -> list[Tensor]:
-    state = arm.state.optimizer.state_dict()["state"]
-    return [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
+def _tensors(arm: Arm) -> list[Tensor]:
+    """In an order that arms share; AdamW has no state before its first step."""
+    parameters = [p for group in arm.state.optimizer.param_groups for p in group["params"]]
+    state = arm.state.optimizer.state
+    return [*parameters, *(value for p in parameters for value in state[p].values() if isinstance(value, Tensor))]

@@ -5,7 +5,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from configs import keys
@@ -32,6 +32,22 @@ def check(cfg: Config, machine: Machine, ranks: int = 1) -> None:
         ConfigError: with every broken rule, one a line.
     """
     broken = [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg, ranks), *_device(cfg, machine)]
+    if broken:
+        raise ConfigError("\n".join(broken))
+
+
+def check_ablation(overrides: Sequence[str]) -> None:
+    """Passes the overrides of `python ablate.py`, which sets some keys itself.
+
+    Raises:
+        ConfigError: with every override that would take that out of its hands, one a line.
+    """
+    taken = {
+        "norm.impl": "is what ablate.py compares. Leave it out.",
+        "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
+        "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
+    }
+    broken = [f"{text}: {key} {taken[key]}" for text in overrides if (key := text.partition("=")[0].lstrip("+")) in taken]
     if broken:
         raise ConfigError("\n".join(broken))
 
@@ -106,6 +122,10 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield from bound(key, 1)
     for key in ("data.max_documents", "data.processes"):
         yield from bound(key, 1)
+    for key in ("ablate.block_steps", "ablate.warmup_steps", "ablate.parity_steps"):
+        yield from bound(key, 1)
+    yield from bound("ablate.cycles", 2)  # an interval needs two
+    yield from bound("ablate.parity_seeds", 0)
     if not 0 <= cfg.seed < 2**63:
         yield f"seed={cfg.seed}: must be at least 0 and less than 2**63."
     yield from bound("data.val_fraction", 0, 1, open_low=True)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -104,3 +105,48 @@ class StepClock:
         elif self._device.type == "mps":
             torch.mps.synchronize()
         return self._now()
+
+
+class PartClock:
+    """Times of the parts of a step: `with clock.step(): ...` and in it `clock.mark(part)` where each part ends.
+
+    Marks cost a few microseconds each, so a step that is timed for itself has none.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._now = device, now
+        self._steps: list[list[tuple[str, torch.cuda.Event | float]]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._steps.append([])
+        self.mark("")
+        yield
+
+    def mark(self, part: str) -> None:
+        """What has happened since the last mark was `part`."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._steps[-1].append((part, event))
+        else:
+            self._steps[-1].append((part, self._now()))
+
+    def read(self) -> dict[str, list[float]]:
+        """Milliseconds of each part, one number for each step: what was marked several times is added up. Synchronises."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        parts: dict[str, list[float]] = {}
+        for marks in self._steps:
+            total: dict[str, float] = {}
+            for (_, before), (part, after) in pairwise(marks):
+                total[part] = total.get(part, 0.0) + _between(before, after)
+            for part, ms in total.items():
+                parts.setdefault(part, []).append(ms)
+        return parts
+
+
+def _between(before: "torch.cuda.Event | float", after: "torch.cuda.Event | float") -> float:
+    if isinstance(before, float) and isinstance(after, float):
+        return 1000 * (after - before)
+    return before.elapsed_time(after)  # type: ignore[union-attr, arg-type]

@@ -20,8 +20,12 @@ def training_step(
     cfg: Config,
     precision: Precision,
     rank: int = 0,
+    mark: Callable[[str], None] = lambda part: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One update: the gradient of the mean loss over `batch`, gathered over micro-batches, clipped and applied.
+
+    Args:
+        mark: told "forward", "backward" and "optimizer" where each of these ends, once for each micro-batch.
 
     Returns:
         The mean loss in nats per token, and the gradient norm before clipping. Both stay on the device.
@@ -32,9 +36,11 @@ def training_step(
         seeds = seed_micro_batch(cfg.seed, step, micro_batch, rank, sites=state.model.dropout_sites)
         with precision.autocast():
             loss = forward(x, y, seeds=to_device(seeds, precision.device))
+        mark("forward")
         loss = loss / cfg.train.accumulation  # micro-batches are equal, so the mean of their means is the batch's
         state.scaler.scale(loss).backward()
         total += loss.detach()
+        mark("backward")
 
     set_learning_rate(state.optimizer, learning_rate(step, cfg.train.steps, cfg.optim))
     state.scaler.unscale_(state.optimizer)
@@ -42,6 +48,7 @@ def training_step(
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
+    mark("optimizer")
     return total, grad_norm
 
 

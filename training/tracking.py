@@ -84,6 +84,10 @@ class Tracker:
         if self._run is not None and path.is_file():
             self._run.log({name: wandb.Image(str(path))}, step=step)
 
+    def log_table(self, name: str, columns: list[str | int], rows: list[list[Any]]) -> None:
+        if self._run is not None:
+            self._run.log({name: wandb.Table(columns=columns, data=rows)}, step=0)
+
     def summarise(self, values: dict[str, Any]) -> None:
         if self._run is not None:
             self._run.summary.update(values)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.clock import StepClock
+from training.clock import PartClock, StepClock
 
 
 class FakeTime:
@@ -130,3 +130,16 @@ def test_cuda_steps_are_timed_by_events_without_counting_what_lies_between():
     torch.cuda.synchronize()
     assert clock.median_ms < one[0].elapsed_time(one[1]) / 5
     assert len(clock.steps_ms) == 4
+
+
+def test_parts_of_a_step_are_told_apart_and_added_up_over_micro_batches():
+    time = iter([0.0, 0.001, 0.003, 0.006, 0.010, 0.015])
+    clock = PartClock(torch.device("cpu"), now=lambda: next(time))
+    with clock.step():
+        for part in ("forward", "backward", "forward", "backward", "optimizer"):
+            clock.mark(part)
+    assert clock.read() == {
+        "forward": pytest.approx([1 + 3]),
+        "backward": pytest.approx([2 + 4]),
+        "optimizer": pytest.approx([5]),
+    }

@@ -1,0 +1,203 @@
+"""What do fused norms buy, and what do they cost? The same training step with PyTorch's norms and with ours, side by side.
+
+python ablate.py                                             the default run's model and data
+python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
+python ablate.py --help                                      what it measures, and the keys it has of its own
+
+Ends with exit code 1 if parity fails, 2 if the configuration is wrong.
+"""
+
+import itertools
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import configs
+import ops
+from ablation import parity, report, serialize, timing, tracking
+from ablation.arms import Arm, build, check_same
+from ablation.attribution import KernelTime, attribute, launches, norm_bytes, profile_step, shares
+from ablation.progress import Progress
+from ablation.records import AGAIN, FUSED, TORCH, Ablation, Cell, Parity
+from ablation.verdict import verdict_of
+from benchmarks.timing import copy_bandwidth, side_stream
+from configs import Config, ConfigError, command_line, machine, rules
+from configs.schema import NormImpl
+from data import Batches, Corpus, load_corpus
+from training.environment import environment
+from training.precision import Precision
+from training.run import claim, relative
+from training.step import training_step
+
+EAGER, COMPILED = "eager", "compiled"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the swept configurations, whose arms differ in norm.impl alone."""
+
+    cfg: Config
+    overrides: dict[str, str]  # the swept keys
+
+    def modes(self, device: torch.device) -> list[str]:
+        wanted = self.cfg.ablate.compile
+        return [EAGER, COMPILED] if wanted or (wanted is None and device.type == "cuda") else [EAGER]
+
+
+def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
+    """Times every variant and compares its losses; leaves the report, its data and its pictures in `folder`."""
+    cells: list[Cell] = []
+    parities: list[Parity] = []
+    configs.save(variants[0].cfg, folder / "config.yaml")
+    device = torch.device(machine.inspect(variants[0].cfg.device).device)
+    with Progress(sum(steps_of(variant, device) for variant in variants)) as progress:
+        for variant in variants:
+            cfg = variant.cfg
+            precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+            with command_line.as_config_errors():
+                corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+            for mode in variant.modes(device):
+                progress.now(variant.overrides, mode)
+                cells.append(measure(variant, mode, precision, corpus, progress))
+            if cfg.ablate.parity_seeds:
+                progress.now(variant.overrides, "parity")
+                parities.append(parity.parity(cfg, precision, corpus, overrides=variant.overrides, progress=progress.add))
+    found = Ablation(
+        cells=cells,
+        parity=parities,
+        environment=environment(device),
+        command=command,
+        config=(folder / "config.yaml").read_text(encoding="utf-8"),
+        kernels=ops.backend_for(device) != "PyTorch reference",
+    )
+    serialize.save(found, folder)
+    report.write(found, folder)
+    return found
+
+
+def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
+    """The cell of a variant, eager or compiled."""
+    cfg = variant.cfg
+    torch.compiler.reset()
+    arms = arms_of(variant, mode, precision, corpus)
+    check_same(list(arms.values()))
+    batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+    times = timing.time_arms(arms, batches, progress.add)
+    fused, control = timing.compare(times, FUSED), timing.compare(times, AGAIN)
+    attribution = None
+    if precision.device.type == "cuda":
+        kernels = {name: profiled(arm, batches, mode) for name, arm in arms.items()}
+        counts = {name: launches(found) for name, found in kernels.items()}
+        times = {name: replace(of, launches=counts[TORCH if name == AGAIN else name]) for name, of in times.items()}
+        torch_ms = statistics.median(timing.per_cycle(times[TORCH]))
+        attribution = attribute(
+            shares(kernels[TORCH]),
+            shares(kernels[FUSED]),
+            torch_ms,
+            norm_bytes(cfg, precision),
+            copy_gb_per_s(precision.device),
+        )
+    return Cell(
+        overrides=variant.overrides,
+        mode=mode,
+        tokens_per_step=cfg.train.batch_size * cfg.model.context,
+        arms=times,
+        fused=fused,
+        control=control,
+        verdict=verdict_of(fused, control),
+        attribution=attribution,
+    )
+
+
+def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
+    """The kernels of a training step. Where eager, norm sites are marked; compiled code names what it fused."""
+    step = arm.cfg.ablate.warmup_steps
+    batch = batches[step]
+
+    def one() -> None:
+        training_step(arm.forward, arm.state, batch, step, arm.cfg, arm.precision)
+
+    return profile_step(one, arm.precision.device, arm.state.model if mode == EAGER else None)
+
+
+@cache
+def copy_gb_per_s(device: torch.device) -> float:
+    """The card's own copy bandwidth, measured once in this process."""
+    with side_stream(device):
+        return copy_bandwidth(device)
+
+
+def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -> dict[str, Arm]:
+    vocabulary, compiled = corpus.tokenizer.vocab_size, mode == COMPILED
+    with command_line.as_config_errors():
+        return {
+            name: build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled)
+            for name, impl in ((TORCH, NormImpl.torch), (FUSED, NormImpl.fused))
+        }
+
+
+def steps_of(variant: Variant, device: torch.device) -> int:
+    plan = variant.cfg.ablate
+    timed = timing.steps_of(plan.cycles, plan.block_steps, plan.warmup_steps) * len(variant.modes(device))
+    return timed + (parity.steps_of(variant.cfg) if plan.parity_seeds else 0)
+
+
+def variants_of(arguments: Sequence[str]) -> list[Variant]:
+    """The configurations that a command line asks for: key=A,B is two of them.
+
+    Raises:
+        ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
+    """
+    found = []
+    swept = {o.get_key_element() for o in configs.parse(arguments) if o.is_sweep_override()}
+    for job in itertools.islice(command_line.jobs(arguments, sweep=True), 64):
+        cfg = configs.compose_only(job)
+        rules.check_ablation(job)
+        rules.check(cfg, machine.inspect(cfg.device))
+        pairs = (override.partition("=")[::2] for override in job)
+        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return 0
+    command_line.register_resolvers(arguments)
+    try:
+        variants = variants_of(arguments)
+        folder = claim(Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_ablation")
+        found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
+    except ConfigError as error:
+        return command_line.refuse(error)
+    except KeyboardInterrupt:
+        return 130
+    tracking.log(found, variants[0].cfg, folder)
+    print(report.table(found))
+    print(f"report: {relative(folder)}/report.md", flush=True)
+    return 0 if all(one.holds for one in found.parity) else 1
+
+
+def help_text() -> str:
+    return (
+        f"{__doc__}\nKeys of its own, with their defaults; all others are those of `python train.py --help`:\n"
+        f"{''.join(lines_of('ablate.'))}"
+    )
+
+
+def lines_of(prefix: str) -> Iterator[str]:
+    for line in command_line.describe_keys().splitlines():
+        if line.strip().startswith(prefix):
+            yield f"{line}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""Where the GPU time of a step goes, what of it belongs to the norm sites, and what that leaves for any norm kernel to gain.
+
+Kernels' names alone do not tell: in eager code a site's dropout, residual add and casts run the same elementwise kernels as the
+rest of the model. So a kernel is placed by the ranges of host code that launched it: norm sites are marked while the profiler
+runs, and what backward launches is traced to the forward operator that it differentiates. torch.compile fuses across these
+ranges, but names its kernels after the operators in them; there, the name decides.
+
+    GEMM       matrix products, forward and backward; not the casts of their weights, nor the sums that are bias gradients
+    attention  scaled_dot_product_attention, forward and backward; not its projections, rotary positions or copies around it
+    norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms of queries and keys
+    loss       log-softmax and likelihood; the head's product is a GEMM
+    optimizer  update, clipping, loss scaling
+    other      embeddings, activations, casts, copies to the GPU
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ablation.records import Attribution, Share
+from configs import Config
+from configs.schema import BlockLayout, ResidualDtype
+from model.norm import PreNorm
+from training.precision import Precision
+
+GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
+NORM_SITE = "prenorm norm site"  # the range around PreNorm.forward
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A GPU kernel, copy or fill; on a CPU an operator. One entry for each place that launches it."""
+
+    name: str
+    us: float  # a step, all launches together
+    launches: float  # a step; a fraction where not all steps are alike
+    within: tuple[str, ...] = ()  # the host's ranges around the launch (operators, marks, backward nodes), innermost first
+    forward: tuple[str, ...] = ()  # launched by backward: the ranges around the forward operator that it differentiates
+
+
+def profile_step(
+    step: Callable[[], None], device: torch.device, model: nn.Module | None = None, *, steps: int = 3, warmup: int = 2
+) -> list[KernelTime]:
+    """What a step launches and how long that runs: GPU time on CUDA, elsewhere the self time of CPU operators.
+
+    Args:
+        step: one training step.
+        model: the module whose norm sites are to be marked, by hooks for as long as the profiler runs. None where the step runs
+            compiled: there, hooks would make torch.compile start anew, and marks vanish in its kernels.
+        steps: profiled steps; results are their mean.
+        warmup: steps before them, unmarked.
+    """
+    on_gpu = device.type == "cuda"
+    for _ in range(warmup):
+        step()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    with marked_sites(model), profile(activities=activities) as profiler:
+        for _ in range(steps):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    events = list(profiler.events() or ())
+    return device_times(events, steps) if on_gpu else host_times(events, steps)
+
+
+def shares(kernels: Iterable[KernelTime]) -> list[Share]:
+    """The time of a step by kind of work: one Share for each of GROUPS, in that order. They sum to the kernels' total."""
+    members: dict[str, list[KernelTime]] = defaultdict(list)
+    for kernel in kernels:
+        members[group_of(kernel)].append(kernel)
+    return [Share(group, sum(k.us for k in members[group]) / 1000, launches(members[group])) for group in GROUPS]
+
+
+def launches(kernels: Iterable[KernelTime]) -> int:
+    """Kernels a step. Copies and fills that the driver does by itself are not among them, though their time is in `shares`."""
+    return round(sum(kernel.launches for kernel in kernels if not kernel.name.startswith(("Memcpy", "Memset"))))
+
+
+def norm_bytes(cfg: Config, precision: Precision) -> int:
+    """The fewest bytes that all norm sites of one step move, forward and backward: each large tensor read or written once.
+
+    With c bytes an element of the compute dtype, s of the residual stream, n branches that a site adds and feeds (2 in parallel
+    blocks, else 1), and tokens · width elements:
+
+                 forward                                         backward
+        first    x: s, y: n·c, with dropout r: s                 dy: n·c, r: s, dr: s, dx: s
+        others   x: n·c, residual: s, r: s, y: n·c               dy: n·c, r: s, dr: s, dresidual: s, dx: n·c or nothing
+        final    x: n·c, residual: s, y: c                       dy: c, r, dresidual: s, dx: n·c or nothing
+
+    The first site has no residual, and its x is the embeddings, which have the stream's dtype; without dropout they are the
+    stream. dx is dresidual itself where nothing is dropped and the dtypes are equal. The final norm returns no stream: its
+    backward gets no dr, and either reads an r that was kept for it (2·s in all) or x and residual again (n·c + s), whichever is
+    less. Norms of queries and keys move 5·c an element: x, y, dy, x, dx.
+
+    Weights, their gradients, statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
+    The accounting is that of benchmarks.cases.minimum_bytes, site by site.
+    """
+    model = cfg.model
+    compute = precision.dtype.itemsize
+    stream = torch.float32.itemsize if model.residual_dtype == ResidualDtype.fp32 else compute
+    parallel = model.block == BlockLayout.parallel
+    branches = (2 if parallel else 1) * compute
+    dx = branches if model.dropout or model.drop_path or compute != stream else 0
+
+    first = (stream + branches + (stream if model.dropout else 0)) + (branches + 3 * stream)
+    other = (2 * branches + 2 * stream) + (branches + 3 * stream + dx)
+    final = (branches + stream + compute) + (compute + min(2 * stream, branches + stream) + stream + dx)
+    sites = model.layers * (1 if parallel else 2)  # and the final norm
+    per_token = model.width * (first + (sites - 1) * other + final)
+    if model.qk_norm:
+        heads = model.heads + (model.kv_heads or model.heads)
+        per_token += model.layers * heads * (model.width // model.heads) * 5 * compute
+    return cfg.train.batch_size * model.context * per_token
+
+
+def attribute(
+    torch_shares: list[Share], fused_shares: list[Share], step_ms_torch: float, norm_bytes: int, copy_gb_per_s: float
+) -> Attribution:
+    """What the profile says that norm kernels can gain, and how much of it the fused ones have gained.
+
+    With t the step and n its norm sites, both with PyTorch's norms, and m the time in which the sites' bytes pass at copy
+    bandwidth:
+
+        bound    = t / (t − (n − m))         Amdahl (AFIPS 1967): 1 / ((1 − f) + f / k) with f = n/t and k = n/m
+        realised = (n − n_fused) / (n − m)
+
+    Where n ≤ m (sites that stay in cache) there is nothing to gain: bound 1, realised 0. The bound supposes that a step waits
+    for the GPU. In a launch-bound step it does not: GPU time saved is then not step time saved, and fewer launches may save
+    more than the bound.
+
+    Args:
+        step_ms_torch: ms, measured without a profiler.
+        copy_gb_per_s: 10^9 bytes a second, read plus written.
+
+    Raises:
+        ValueError: a step time, byte count or bandwidth that is not positive.
+    """
+    for name, value in (("step_ms_torch", step_ms_torch), ("norm_bytes", norm_bytes), ("copy_gb_per_s", copy_gb_per_s)):
+        if not value > 0:
+            raise ValueError(f"attribute: {name} must be more than 0, got {value}")
+    norm, fused = (next((s.ms for s in table if s.group == "norm"), 0.0) for table in (torch_shares, fused_shares))
+    least = norm_bytes / copy_gb_per_s / 1e6
+    gain = max(0.0, norm - least)
+    # A profile may find more norm time than the step took (streams that overlap); no step is faster than its norm sites.
+    bound = step_ms_torch / max(step_ms_torch - gain, least) if gain else 1.0
+    realised = (norm - fused) / gain if gain else 0.0
+    return Attribution(torch_shares, fused_shares, norm_bytes, copy_gb_per_s, max(1.0, bound), realised)
+
+
+# --- which group ---
+
+
+class Rule(NamedTuple):
+    group: str
+    where: Callable[[KernelTime], Sequence[str]]
+    pattern: re.Pattern[str]
+
+
+def _kernel(kernel: KernelTime) -> Sequence[str]:
+    return (kernel.name,)
+
+
+def _within(kernel: KernelTime) -> Sequence[str]:
+    return kernel.within
+
+
+def _site(kernel: KernelTime) -> Sequence[str]:
+    return kernel.within + kernel.forward
+
+
+def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str) -> Rule:
+    return Rule(group, where, re.compile(pattern, re.IGNORECASE))
+
+
+# The first that matches decides.
+RULES = (
+    # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
+    _rule("norm", _kernel, r"^(norm_forward|norm_backward|finish_weight_gradients|dropout)_kernel"),
+    # Under torch.compile they run inside our operators, with the fills that these need.
+    _rule("norm", _within, r"^prenorm_\w+::"),
+    # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before
+    # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
+    _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax)"),
+    _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
+    _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
+    # Before GEMM: the math backend is made of matrix products, flash kernels have cutlass types in their names.
+    _rule("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
+    _rule("attention", _kernel, r"flash|fmha|sdpa|attention"),
+    # Matrix products by operator, for the kernels around one (split-K sums, fills). Not by forward's operator: the sum of a
+    # bias gradient is launched by an addmm's backward and multiplies nothing.
+    _rule("GEMM", _within, r"^aten::(mm|addmm|bmm|baddbmm|_addmm_activation|_scaled_mm)$"),
+    _rule("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
+    # Everything else that a marked site or its backward launches: dropout, residual add, casts, the norm.
+    _rule("norm", _site, rf"^{NORM_SITE}$"),
+    _rule("loss", _site, r"^aten::_?(log_softmax|nll_loss|cross_entropy)"),
+    # Clipping and unscaling count as optimizer, as where a step is split in forward, backward and optimizer.
+    _rule("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),
+    # What no range has claimed, for instance since nothing was marked: eager kernels by name.
+    _rule("optimizer", _kernel, r"multi_tensor_apply|adam"),
+    _rule("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
+    _rule("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
+)
+
+
+def group_of(kernel: KernelTime) -> str:
+    """One of GROUPS."""
+    matches = (rule.group for rule in RULES if any(rule.pattern.search(text) for text in rule.where(kernel)))
+    return next(matches, "other")
+
+
+# --- what launched it ---
+
+
+@contextmanager
+def marked_sites(model: nn.Module | None) -> Iterator[None]:
+    """A range named NORM_SITE around each forward of the model's norm sites."""
+    open_ranges: list[record_function] = []
+
+    def enter(*_: Any) -> None:
+        open_ranges.append(record_function(NORM_SITE))
+        open_ranges[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    hooks = []
+    for site in () if model is None else (module for module in model.modules() if isinstance(module, PreNorm)):
+        hooks += [site.register_forward_pre_hook(enter), site.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
+    """GPU time by kernel and place."""
+    ran = [event for event in events if event.device_type != DeviceType.CPU]
+    # The profiler draws our ranges on the GPU's timeline too; there they span kernels that are counted by themselves.
+    ranges = {event.name for event in ran if event.is_user_annotation} | {NORM_SITE}
+    left = Counter((event.name, event.time_range.elapsed_us()) for event in ran if event.name not in ranges)
+    place = _places(events)
+    times = _Times(steps)
+    for event in events:
+        # A driver call's number may by chance be an operator's, and then that operator's kernels are listed at the call again.
+        if event.device_type != DeviceType.CPU or _DRIVER_CALL.match(event.name):
+            continue
+        for kernel in event.kernels:
+            if left[kernel.name, kernel.duration] > 0:
+                left[kernel.name, kernel.duration] -= 1
+                times.add(kernel.name, kernel.duration, *place(event))
+    # Kernels that no operator has launched are in no operator's list, but they ran.
+    for name, us in left.elements():
+        times.add(name, us, (), ())
+    return times.kernels()
+
+
+_DRIVER_CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, hipModuleLaunchKernel …
+
+
+def host_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
+    """The same of CPU operators, each with the time that is not its children's. Ranges count for nothing by themselves."""
+    place = _places(events)
+    times = _Times(steps)
+    for event in events:
+        if event.device_type == DeviceType.CPU and not event.is_async and not event.is_user_annotation:
+            times.add(event.name, event.self_cpu_time_total, *place(event))
+    return times.kernels()
+
+
+class _Times:
+    """Sums by name and place."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._us: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[float]] = defaultdict(list)
+
+    def add(self, name: str, us: float, within: tuple[str, ...], forward: tuple[str, ...]) -> None:
+        self._us[name, within, forward].append(us)
+
+    def kernels(self) -> list[KernelTime]:
+        """Longest first."""
+        kernels = [
+            KernelTime(name, sum(us) / self._steps, len(us) / self._steps, within, forward)
+            for (name, within, forward), us in self._us.items()
+        ]
+        return sorted(kernels, key=lambda kernel: -kernel.us)
+
+
+def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], tuple[tuple[str, ...], tuple[str, ...]]]:
+    """A function that gives `within` and `forward` of what a CPU event launches.
+
+    Autograd numbers its nodes as a forward thread makes them. The profiler notes the number on the node's backward, and on each
+    forward operator the number that the next node will get (`sequence_nr`, read when the operator starts: ATen's
+    Dispatcher::sequenceNumberForRunningRecordFunction). Several operators may carry one number, since many make no node; the
+    last to start with it is the one that made the node.
+    """
+    makers: dict[tuple[int, int], FunctionEvent] = {}
+    for event in events:
+        if event.device_type == DeviceType.CPU and event.sequence_nr >= 0 and not event.fwd_thread:
+            key = (event.thread, event.sequence_nr)
+            if key not in makers or event.time_range.start >= makers[key].time_range.start:
+                makers[key] = event
+
+    def place(event: FunctionEvent) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        within = tuple(_ancestors(event))
+        nodes = ((e.fwd_thread, e.sequence_nr) for e in within if e.fwd_thread and e.sequence_nr >= 0)
+        maker = makers.get(next(nodes, (0, -1)))
+        return tuple(e.name for e in within), () if maker is None else tuple(e.name for e in _ancestors(maker))
+
+    return place
+
+
+def _ancestors(event: FunctionEvent | None) -> Iterator[FunctionEvent]:
+    """The event and what is around it, outwards."""
+    while event is not None:
+        yield event
+        event = event.cpu_parent

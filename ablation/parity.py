@@ -1,0 +1,448 @@
+"""Loss parity: whether fused norms are wrong, or merely rounded elsewhere.
+
+No two correct programs give the same bits, so a tolerance is needed, and a tolerance that was tuned until tests pass proves
+nothing. Here it is measured. Four arms train from the same weights, on the same batches, with the same dropout masks:
+
+    a   reference   PyTorch's norms; weights, products and residual stream in fp32 (in fp64 where the run itself is in fp32)
+    b   torch       PyTorch's norms in the run's precision
+    c   fused       the fused norms in the run's precision; where no kernel runs, their PyTorch reference
+    d   reordered   as b, with the sums of its norms in another, just as legitimate order
+
+Compared are the loss and the gradient norm of every step; at the first step, where all arms still have the same weights, the
+gradient of every layer and the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the
+last. (The scale of a row is what its statistics decide. A mistake in them is the same all along the row, and would not be seen
+beside the rounding of single elements to bf16.) For each of these quantities, and each seed (other weights, other batches),
+over the elements of the quantity:
+
+    D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
+    S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise
+
+(No D, and no allowed shift, is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.)
+
+`expected` is what the run's rounding and a change of order lead one to expect, so R is near 1 (or below) for a correct norm.
+
+**Size.** The fused arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
+other places. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
+
+**Sign.** Rounding errors have random signs, a wrong formula has the same at every seed. The fused arm fails if the mean of S_c
+over seeds is farther from 0 than BIAS: a two-sided t-test, with a standard deviation no smaller than the rms of S_d, so that
+seeds which agree by chance don't make a verdict. Not for parameters: their a is mostly their initial value.
+
+Level: LEVEL for a run of the protocol, hence LEVEL / number of tests for each (Bonferroni); it holds whatever the tests have in
+common. A t-test and not a permutation or a bootstrap: five seeds have 2⁵ signs, so no permutation test could reach such a
+level. It takes log R to be near normal over seeds, which an rms over many elements is.
+
+Two guards without a level, since a t-test over few seeds can't see them. What fails at one seed of many hides in its own
+spread: a seed whose fused arm is GROSS times as far as the reordered one, or shifted by as much, fails. And FEW seeds or less
+have no spread to speak of: in place of the t-test, their mean must stay below GROSS_FEW.
+
+**Outcome.** The 95 % interval of the paired difference fused − torch of final validation losses must lie within ± the standard
+deviation of torch's over seeds. With one seed there is none, and this is left out.
+
+Dropout on attention weights is off in all arms. It draws from torch's generator, and what it draws depends on the dtype.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ablation.arms import Arm, build, check_same
+from ablation.records import FUSED, TORCH, Parity, Quantity
+from ablation.reordered import double, reorder
+from ablation.statistics import Interval, paired_difference
+from configs import Config
+from configs.schema import DropoutMasks, NormImpl, ResidualDtype
+from data import Batches, Corpus
+from model.norm import PreNorm
+from training.evaluation import evaluate
+from training.precision import Precision
+from training.step import training_step
+
+REFERENCE, REORDERED = "reference", "reordered"
+ARMS = (REFERENCE, TORCH, FUSED, REORDERED)
+
+LEVEL = 0.01
+MARGIN = 1.25
+BIAS = 0.1
+# A loss or a norm over two steps has a ratio of up to 6 by chance (40 seeds, a model of width 32, bf16); more steps have less.
+GROSS, GROSS_FEW = 30.0, 10.0
+FEW = 3  # seeds
+EVAL_BATCHES = 8  # unless the config says
+FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
+LARGEST = 1e9  # ratios stop here, so that JSON can hold what was divided by nothing or is no number
+
+
+@dataclass(frozen=True)
+class Distances:
+    """One quantity at one seed; see the head of this file."""
+
+    fused: float  # R_c
+    reordered: float  # R_d
+    fused_shift: float  # S_c
+    reordered_shift: float  # S_d
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """What the four arms did at one seed."""
+
+    seed: int
+    losses: dict[str, list[float]]  # by arm: for each step; nats per token
+    distances: dict[str, Distances]  # by quantity
+    val_loss: dict[str, float]  # by arm
+
+
+def parity(
+    cfg: Config, precision: Precision, corpus: Corpus, *, overrides: dict[str, str], progress: Callable[[int], None]
+) -> Parity:
+    """The protocol at the head of this file, over cfg.ablate.parity_seeds seeds from cfg.seed on.
+
+    Args:
+        precision: of the run.
+        overrides: the swept keys that led to cfg, for the record.
+        progress: called with a number of training steps after they are done, in all `steps_of(cfg)`.
+
+    Raises:
+        ValueError: cfg.ablate.parity_seeds is 0, the model's options do not fit together or the corpus is too short.
+    """
+    if cfg.ablate.parity_seeds < 1:
+        raise ValueError(f"parity: ablate.parity_seeds must be 1 or more, got {cfg.ablate.parity_seeds}")
+    runs = [measure(cfg, seed, precision, corpus, progress) for seed in range(cfg.seed, cfg.seed + cfg.ablate.parity_seeds)]
+    return judge(runs, precision, overrides)
+
+
+def steps_of(cfg: Config) -> int:
+    """Training steps that `parity` takes, over all arms and seeds."""
+    return len(ARMS) * cfg.ablate.parity_seeds * cfg.ablate.parity_steps
+
+
+def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None]) -> SeedRun:
+    """The four arms in lockstep for cfg.ablate.parity_steps steps, and how far apart they are."""
+    cfg = copy.deepcopy(cfg)
+    cfg.seed = seed
+    cfg.model = replace(cfg.model, attention_dropout=0.0)
+    arms = four_arms(cfg, precision, corpus.tokenizer.vocab_size)
+    batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=seed)
+
+    losses: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    norms: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    first: list[dict[str, Tensor]] = []
+    scales: list[dict[str, Tensor]] = []
+    rows: dict[str, Tensor] = {}  # what the reference's norms put out
+    for step in range(cfg.ablate.parity_steps):
+        for arm in arms:
+            with unclipped_gradients(arm, step == 0) as gradients, row_scales(arm, step == 0, rows) as row_scale:
+                loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
+            losses[arm.name].append(loss.item())
+            norms[arm.name].append(norm.item())
+            if step == 0:
+                first.append(gradients)
+                scales.append(row_scale)
+            progress(1)
+        if step == 0:
+            layers = {f"gradient of {layer}": distances for layer, distances in compare_tensors(first).items()}
+            layers |= {f"row scale of {layer}": distances for layer, distances in compare_tensors(scales).items()}
+            first.clear()  # four times the size of the model
+            rows.clear()
+
+    return SeedRun(
+        seed,
+        losses,
+        {
+            "loss": compare(list(losses.values())),
+            "gradient norm": compare(list(norms.values())),
+            **layers,
+            "parameters": compare_parameters(arms),
+        },
+        {arm.name: validate(arm, corpus) for arm in arms},
+    )
+
+
+# ---- arms --------------------------------------------------------------------------------------------------------------------
+
+
+def four_arms(cfg: Config, precision: Precision, vocab_size: int) -> list[Arm]:
+    """In the order of ARMS."""
+    # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
+    exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
+    wide = copy.deepcopy(cfg)
+    wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
+    arms = [
+        build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared),
+        build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared),
+        build(FUSED, cfg, NormImpl.fused, precision, vocab_size, masks=DropoutMasks.shared),
+        build(REORDERED, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared),
+    ]
+    check_same(arms if exact.device == precision.device else arms[1:])
+    if precision.dtype is torch.float32:
+        double(arms[0].state.model)
+    if precision.dtype is torch.float16:
+        for arm in arms[1:]:
+            arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
+    reorder(arms[3].state.model)
+    return arms
+
+
+@contextmanager
+def unclipped_gradients(arm: Arm, wanted: bool) -> Iterator[dict[str, Tensor]]:
+    """Gradients by parameter name, as the training step inside gathered them: before it clips them and sets them to None."""
+    gradients: dict[str, Tensor] = {}
+    scale = arm.state.scaler.get_scale()  # a power of two: dividing by it rounds nothing
+
+    def keep(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradients[name] = parameter.grad / scale  # with accumulation the last micro-batch's call has the sum, and overwrites
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: keep(name, parameter))
+        for name, parameter in (arm.state.model.named_parameters() if wanted else ())
+    ]
+    try:
+        yield gradients
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def row_scales(arm: Arm, wanted: bool, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row that a norm site puts out in the training step inside (its last micro-batch), by site.
+
+    Args:
+        rows: y_a by site; the first arm, the reference, fills it.
+    """
+    scales: dict[str, Tensor] = {}
+    fills = wanted and not rows
+
+    @torch.no_grad()
+    def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
+        y = (output if isinstance(output, Tensor) else output[0]).detach()
+        if fills:
+            rows[name] = y
+        a = rows[name]
+        y = y.to(a.device, a.dtype)
+        scales[name] = (y * a).sum(-1) / (a * a).sum(-1).clamp_min(1e-30)
+
+    sites = [(name, site) for name, site in arm.state.model.named_modules() if wanted and isinstance(site, PreNorm)]
+    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites]
+    try:
+        yield scales
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def validate(arm: Arm, corpus: Corpus) -> float:
+    """Nats per token."""
+    return evaluate(
+        arm.state.model,
+        corpus.val,
+        arm.precision,
+        context=arm.cfg.model.context,
+        batch_size=arm.cfg.train.batch_size // arm.cfg.train.accumulation,
+        batches=arm.cfg.eval.batches or EVAL_BATCHES,
+    ).loss
+
+
+# ---- distances ---------------------------------------------------------------------------------------------------------------
+
+
+class Sums:
+    """Sums over elements from which the distances of a quantity are made, so that its tensors can come one after the other."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.squares = np.zeros(5)  # of a, b − a, c − a, d − a, d − b
+        self.shifts = np.zeros(2)  # ⟨c − b, a⟩, ⟨d − b, a⟩
+
+    def add(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
+        a, b, c, d = (x.detach().to(a.device).double().flatten() for x in (a, b, c, d))
+        self.elements += a.numel()
+        self.squares += [float(x.dot(x)) for x in (a, b - a, c - a, d - a, d - b)]
+        self.shifts += [float(x.dot(a)) for x in (c - b, d - b)]
+
+    def distances(self) -> Distances:
+        size, torch_, fused, reordered, order = np.sqrt(self.squares / self.elements)
+        # No correct program need be nearer than one unit in the last place of fp32: two that differ by less are as good as the
+        # same bits, which a run may well have, and whose distance of 0 would have no logarithm.
+        unit = float(size) * torch.finfo(torch.float32).eps + 1e-30
+        expected = max(math.hypot(torch_, order), unit)
+        ratios = (max(fused, unit) / expected, max(reordered, unit) / expected)
+        shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
+        return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
+
+
+def compare(values: Sequence[Sequence[float]]) -> Distances:
+    """Of numbers, one for each step, in the order of ARMS."""
+    sums = Sums()
+    sums.add(*(torch.tensor(x, dtype=torch.float64) for x in values))
+    return sums.distances()
+
+
+def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Distances]:
+    """Of tensors by parameter or module name, in the order of ARMS; by layer. Norms are apart: matrices would drown them."""
+    sums: dict[str, Sums] = {}
+    for name in tensors[0]:
+        sums.setdefault(layer_of(name), Sums()).add(*(arm[name] for arm in tensors))
+    return {layer: total.distances() for layer, total in sums.items()}
+
+
+def compare_parameters(arms: Sequence[Arm]) -> Distances:
+    sums = Sums()
+    for group in zip(*(arm.state.model.parameters() for arm in arms), strict=True):
+        sums.add(*group)
+    return sums.distances()
+
+
+def layer_of(parameter: str) -> str:
+    """'blocks.3.mlp.up.weight' -> 'block 3', 'blocks.3.mlp_norm' -> 'norms of block 3', 'head.weight' -> 'the head'."""
+    head, *rest = parameter.split(".")
+    if head != "blocks":
+        return f"the {head}".replace("_", " ")
+    return f"norms of block {rest[0]}" if "norm" in parameter else f"block {rest[0]}"
+
+
+def _finite(x: float) -> float:
+    return LARGEST if math.isnan(x) else min(max(x, -LARGEST), LARGEST)
+
+
+# ---- verdict -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Result:
+    quantity: Quantity
+    excess: float  # how far beyond what is allowed; orders failures by how bad they are
+    failure: str  # in words
+
+
+def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, str]) -> Parity:
+    """The verdict over seeds, by the statistic at the head of this file."""
+    exact = "fp64" if precision.dtype is torch.float32 else "fp32"
+    names = list(runs[0].distances)
+    level = LEVEL / (2 * len(names) - 1)
+    tests = [judge_size(name, [run.distances[name] for run in runs], level, exact) for name in names]
+    tests += [judge_sign(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
+
+    val_loss = {arm: [run.val_loss[arm] for run in runs] for arm in ARMS}
+    difference = paired_difference(val_loss[FUSED], val_loss[TORCH])
+    spread = float(np.std(val_loss[TORCH], ddof=1)) if len(runs) > 1 else 0.0
+    outcome = len(runs) == 1 or (-spread <= difference.low and difference.high <= spread)
+    sick = [arm for arm in ARMS if not np.isfinite([run.losses[arm] for run in runs]).all()]
+
+    failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
+    setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision.name}"
+    val = f"final validation losses differ by {_in_words(difference)} nats"
+    spread_words = f"the seeds spread by {spread:.2g}" if len(runs) > 1 else "one seed has no spread to compare it with"
+    if sick:
+        verdict = f"Parity fails: the loss of {' and '.join(sick)} is not finite."
+    elif failures:
+        verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."
+    elif not outcome:
+        verdict = f"Parity fails: {val} (fused − torch), and {spread_words}."
+    else:
+        worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.fused.median / q.reordered.median)
+        verdict = (
+            f"Parity holds: {setting}, no quantity of the fused norms is farther from {exact} than rounding explains "
+            f"(nearest to it: {worst.name}, {worst.fused.median:.2f} ×; {_other_order(worst)}); {val} (fused − torch), "
+            f"{spread_words}."
+        )
+    return Parity(
+        overrides=overrides,
+        precision=precision.name,
+        seeds=[run.seed for run in runs],
+        steps=len(runs[0].losses[TORCH]),
+        losses={arm: [run.losses[arm] for run in runs] for arm in ARMS},
+        quantities=[test.quantity for test in tests],
+        val_loss=val_loss,
+        val_difference=difference,
+        val_spread=spread,
+        holds=not sick and not failures and outcome,
+        verdict=verdict,
+    )
+
+
+def judge_size(name: str, seeds: Sequence[Distances], level: float, exact: str) -> _Result:
+    fused, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("fused", "reordered"))
+    excess = fused - reordered
+    if len(seeds) <= FEW:
+        fails = excess.mean() > math.log(GROSS_FEW)
+    else:
+        fails = _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
+    fails = bool(fails or excess.max() > math.log(GROSS))
+    quantity = Quantity(name, _interval(fused, math.exp), _interval(reordered, math.exp), not fails)
+    failure = f"{name} is {quantity.fused.median:.3g} × as far from {exact} as rounding explains ({_other_order(quantity)})"
+    return _Result(quantity, float(excess.mean()), failure)
+
+
+def judge_sign(name: str, seeds: Sequence[Distances], level: float) -> _Result:
+    fused, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("fused_shift", "reordered_shift"))
+    towards = fused * np.sign(fused.mean())
+    if len(seeds) <= FEW:
+        fails = towards.mean() > GROSS_FEW
+    else:
+        deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
+        fails = _p_above(towards, BIAS, deviation) < level / 2
+    fails = bool(fails or abs(fused).max() > GROSS)
+    quantity = Quantity(f"{name}, shift", _interval(fused), _interval(reordered), not fails)
+    failure = (
+        f"{name} is shifted in one direction over the seeds, by {quantity.fused.median:+.2g} × what rounding explains "
+        f"({_other_order(quantity)})"
+    )
+    # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
+    return _Result(quantity, math.log(max(abs(float(fused.mean())), 1e-9)) - 100, failure)
+
+
+def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
+    """Chance of samples such as these if their mean is at most `bound`: Student's one-sided t-test."""
+    above = float(samples.mean()) - bound
+    if deviation == 0.0:
+        return 0.0 if above > 0 else 1.0
+    return t_tail(above / deviation * math.sqrt(len(samples)), len(samples) - 1)
+
+
+def t_tail(t: float, degrees: int) -> float:
+    """P(T > t) of Student's t: the finite sums for whole degrees of freedom, Abramowitz & Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term, total = cosine if odd else 1.0, 0.0
+    for k in range(1 + odd, degrees, 2):  # each term is the last one times cos² · k / (k + 1)
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    tail = max(0.0, 1 - inside) / 2
+    return tail if t > 0 else 1 - tail
+
+
+def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) -> Interval:
+    """Mean over seeds and its 95 % t-interval, taken back by `inverse`; of one seed, that seed."""
+    mean, half = float(samples.mean()), 0.0
+    if len(samples) > 1:
+        half = _t_quantile(0.025, len(samples) - 1) * float(samples.std(ddof=1)) / math.sqrt(len(samples))
+    most = math.log(LARGEST) if inverse is math.exp else LARGEST
+    return Interval(*(inverse(min(x, most)) for x in (mean, mean - half, mean + half)))
+
+
+@lru_cache
+def _t_quantile(tail: float, degrees: int) -> float:
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
+    return low
+
+
+def _in_words(interval: Interval) -> str:
+    return f"{interval.median:+.2g} [{interval.low:+.2g}, {interval.high:+.2g}]"
+
+
+def _other_order(quantity: Quantity) -> str:
+    return f"PyTorch's norms summed in another order: {quantity.reordered.median:.2g} ×"

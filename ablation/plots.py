@@ -1,0 +1,228 @@
+"""Plots of an ablation, narrow enough for a column and readable in greyscale."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")  # no display needed, and none opened
+from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
+
+from ablation.records import AGAIN, FUSED, TORCH, Cell, Parity
+from ablation.statistics import Interval, spread
+
+WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
+GREY, FILL = "#6b7280", {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
+HATCH = {TORCH: "", AGAIN: "....", FUSED: "////"}
+# Colours differ in lightness too; dash and width tell lines apart where colour does not.
+LINES: list[dict[str, Any]] = [
+    {"color": "#9ca3af", "linestyle": "-", "linewidth": 4.0},
+    {"color": "#c2410c", "linestyle": "--", "linewidth": 1.8},
+    {"color": "#111111", "linestyle": "-", "linewidth": 1.2},
+    {"color": "#2563eb", "linestyle": ":", "linewidth": 1.8},
+]
+GROUPS: dict[str, tuple[str, str]] = {  # fill and hatch; norms stand out, since they are what the arms differ in
+    "norm": ("#c2410c", ""),
+    "gemm": ("#d1d5db", ""),
+    "attention": ("#f3f4f6", "////"),
+    "loss": ("#9db8d2", "...."),
+    "optimizer": ("#ffffff", "xxxx"),
+    "other": ("#6b7280", ""),
+}
+
+
+def step_times(cells: Sequence[Cell], path: Path) -> None:
+    """A panel for each cell: steps of every arm as a box between quartiles, whiskers p10 to p90; medians of blocks as dots."""
+    figure, panels = _rows(len(cells), each=1.25)
+    for axes, cell in zip(panels, cells, strict=True):
+        arms = list(cell.arms)
+        boxes = axes.bxp(
+            [_box(cell.arms[name].blocks_ms) for name in arms],
+            positions=range(len(arms)), orientation="horizontal", widths=0.62, showfliers=False, patch_artist=True,
+            medianprops={"color": "#111111", "linewidth": 2.2},
+        )  # fmt: skip
+        for name, box in zip(arms, boxes["boxes"], strict=True):
+            box.set(facecolor=FILL.get(name, "white"), hatch=HATCH.get(name, ""), edgecolor=GREY)
+        scatter = np.random.default_rng(0)
+        for at, name in enumerate(arms):
+            blocks = [float(np.median(block)) for block in cell.arms[name].blocks_ms]
+            heights = at + scatter.uniform(-0.24, 0.24, len(blocks))
+            axes.plot(blocks, heights, "o", markersize=2.6, color="#111111", markerfacecolor="white", markeredgewidth=0.7)
+        axes.set_yticks(range(len(arms)), [_arm(name) for name in arms])
+        axes.invert_yaxis()
+        axes.set_title(label(cell.overrides, cell.mode), loc="left", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        _bare(axes, grid="x")
+    panels[-1].set_xlabel("ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots blocks")
+    _finish(figure, "Step time (axes need not begin at 0)", path)
+
+
+def speedups(cells: Sequence[Cell], path: Path) -> None:
+    """A forest plot: in each cell the speed-up of fused over torch, under it the A/A control, both with 95 % intervals."""
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.2 + 0.62 * len(cells)), dpi=DPI, layout="constrained")
+    axes.axvline(1.0, color="#111111", linewidth=1.0)
+    fused: dict[str, Any] = {"marker": "o", "color": "#111111", "markersize": 6, "linewidth": 2.0, "label": "fused"}
+    control: dict[str, Any] = {
+        "marker": "s",
+        "color": GREY,
+        "markersize": 5,
+        "linewidth": 1.2,
+        "markerfacecolor": "white",
+        "label": "A/A control",
+    }
+    for at, cell in enumerate(cells):
+        for comparison, height, style in ((cell.fused, at - 0.16, fused), (cell.control, at + 0.2, control)):
+            low, median, high = comparison.speedup.low, comparison.speedup.median, comparison.speedup.high
+            marker = {key: value for key, value in style.items() if key not in ("linewidth", "label")}
+            axes.plot(
+                [low, high], [height, height], color=style["color"], linewidth=style["linewidth"], marker="|", markersize=7
+            )
+            axes.plot([median], [height], linestyle="", **marker, label=style["label"] if at == 0 else None)
+            axes.text(
+                1.02, height, _short(comparison.speedup), transform=axes.get_yaxis_transform(), va="center", fontsize=8,
+                color=style["color"],
+            )  # fmt: skip
+    axes.set_yticks(range(len(cells)), [_folded(cell) for cell in cells])
+    axes.set_ylim(len(cells) - 0.45, -0.55)
+    axes.margins(x=0.06)
+    left, right = axes.get_xlim()
+    axes.set_xlim(min(left, 0.99), max(right, 1.01))  # a thousandth should not look like much
+    axes.set_xlabel("times as fast as PyTorch's norms, with 95 % interval")
+    _bare(axes, grid="x")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    _finish(figure, "Speed-up of fused norms beside the A/A control", path)
+
+
+def losses(parity: Parity, path: Path) -> None:
+    """Above, the loss of every arm, mean over seeds; below, how far each is from the first, the reference: root mean square."""
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(WIDTH, 5.4), dpi=DPI, layout="constrained", sharex=True)
+    steps = min(len(run) for runs in parity.losses.values() for run in runs)
+    runs = {name: np.asarray([run[:steps] for run in of], dtype=np.float64) for name, of in parity.losses.items()}
+    first, *others = runs
+    off = {name: np.sqrt(np.mean((runs[name] - runs[first]) ** 2, axis=0)) for name in others}
+    least = min((distance[distance > 0].min(initial=np.inf) for distance in off.values()), default=np.inf)
+    for at, (name, of) in enumerate(runs.items()):
+        above.plot(np.mean(of, axis=0), label=name, **LINES[at % len(LINES)])
+    for at, (name, distance) in enumerate(off.items(), start=1):
+        same = ": no difference" if (distance == 0).all() else ""
+        below.plot(distance, label=name + same, **LINES[at % len(LINES)])
+    if np.isfinite(least):
+        # Linear below the smallest distance: many a loss is the reference's to the bit, and a logarithm has no place for zero.
+        below.set_yscale("symlog", linthresh=least, linscale=0.5)
+        below.set_ylim(bottom=0)
+    else:
+        below.set_yticks([0.0])
+    above.set_ylabel("loss, nats per token", fontsize=9)
+    below.set_ylabel(f"distance from\n{first}, nats", fontsize=9)
+    below.set_xlabel("step")
+    below.set_xlim(0, max(1, steps - 1))
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (above, below):
+        _bare(axes, grid="both")
+        axes.legend(frameon=False, fontsize=8, loc="best", handlelength=3.2)
+    seeds = f"{len(parity.seeds)} seed{'' if len(parity.seeds) == 1 else 's'}"
+    _finish(figure, f"Parity over {seeds}, {parity.precision}: {label(parity.overrides)}", path)
+
+
+def attributions(cells: Sequence[Cell], path: Path) -> bool:
+    """GPU time of a step by kind of work, torch above fused, for each cell that was profiled; returns whether any was."""
+    profiled = [cell for cell in cells if cell.attribution is not None]
+    if not profiled:
+        return False
+    figure, panels = _rows(len(profiled), each=1.15, extra=1.0)
+    entries: dict[str, Any] = {}
+    for axes, cell in zip(panels, profiled, strict=True):
+        assert cell.attribution is not None
+        arms = {TORCH: cell.attribution.torch, FUSED: cell.attribution.fused}
+        whole = max(sum(share.ms for share in shares) for shares in arms.values())
+        for at, shares in enumerate(arms.values()):
+            left = 0.0
+            for share in sorted(shares, key=lambda share: _order(share.group)):
+                colour, hatch = GROUPS[_kind(share.group)]
+                bar = axes.barh(at, share.ms, 0.66, left=left, color=colour, hatch=hatch, edgecolor="#374151", linewidth=0.8)
+                entries.setdefault(share.group, bar[0])
+                if share.ms > 0.055 * whole:
+                    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.9}
+                    axes.text(left + share.ms / 2, at, _ms(share.ms), ha="center", va="center", fontsize=8, bbox=box)
+                left += share.ms
+            axes.text(left + 0.01 * whole, at, f"{_ms(left)} ms", va="center", fontsize=8)
+        axes.set_xlim(0, 1.12 * whole)
+        axes.set_yticks(range(len(arms)), list(arms))
+        axes.set_ylim(1.5, -0.5)
+        axes.set_title(label(cell.overrides, cell.mode), loc="left", fontsize=9)
+        _bare(axes, grid="")
+    panels[-1].set_xlabel("GPU time of a step, ms")
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _finish(figure, "Where the GPU time of a step goes", path)
+    return True
+
+
+def label(overrides: dict[str, str], mode: str = "") -> str:
+    """eager, model.dropout=0.1; or "this configuration", where nothing was swept and there is no mode."""
+    return (
+        ", ".join([*([mode] if mode else []), *(f"{key}={value}" for key, value in overrides.items())]) or "this configuration"
+    )
+
+
+def _folded(cell: Cell) -> str:
+    """The same, a line for each override: tick labels must leave room for what they label."""
+    return "\n".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
+
+
+def _short(interval: Interval) -> str:
+    return f"{interval.median:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+def _arm(name: str) -> str:
+    return f"{name}\n(A/A)" if name == AGAIN else name
+
+
+def _kind(group: str) -> str:
+    """Of a group's name, what GROUPS knows it by."""
+    lowered = group.lower()
+    return next((kind for kind in GROUPS if lowered.startswith(kind)), "other")
+
+
+def _order(group: str) -> int:
+    return list(GROUPS).index(_kind(group))
+
+
+def _box(blocks: Sequence[Sequence[float]]) -> dict[str, float]:
+    samples = [ms for block in blocks for ms in block]
+    whole = spread(samples)
+    low, high = np.percentile(samples, (25, 75))
+    return {"med": whole.median, "q1": float(low), "q3": float(high), "whislo": whole.p10, "whishi": whole.p90}
+
+
+def _rows(count: int, each: float, extra: float = 0.8) -> tuple[Any, list[Any]]:
+    """A figure of `count` panels one below the other."""
+    figure, grid = pyplot.subplots(
+        count, 1, figsize=(WIDTH, extra + each * count), dpi=DPI, layout="constrained", squeeze=False
+    )
+    return figure, list(grid.flat)
+
+
+def _bare(axes: Any, grid: str) -> None:
+    axes.tick_params(labelsize=8)
+    if axes.get_xscale() == "linear":
+        axes.ticklabel_format(axis="x", useOffset=False, style="plain")
+    axes.xaxis.label.set_size(9)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=GREY, alpha=0.2, linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _finish(figure: Any, title: str, path: Path) -> None:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,118 @@
+"""An ablation on disk: report.json, and what was measured one by one in steps.jsonl and parity.jsonl."""
+
+import dataclasses
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ablation.records import Ablation
+from ablation.statistics import spread
+
+REPORT, STEPS, PARITY = "report.json", "steps.jsonl", "parity.jsonl"
+
+
+def save(ablation: Ablation, folder: Path) -> None:
+    """Writes the three files, report.json last; each under another name first, so that none is ever seen half written.
+
+    report.json has the fields of records.py. In place of step times and losses it has how many there are: `block_steps`, for
+    each block of an arm, with `step_ms`, their spread in milliseconds; `loss_steps`, for each seed of an arm. A number that is
+    NaN or infinite is written as a string ("nan", "inf"), since JSON has none.
+    """
+    report = _plain(ablation)
+    steps: list[dict[str, Any]] = []
+    losses: list[dict[str, Any]] = []
+    for cell in report["cells"]:
+        for name, arm in cell["arms"].items():
+            blocks = arm.pop("blocks_ms")
+            arm["block_steps"] = [len(block) for block in blocks]
+            arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
+            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
+            steps += [of | {"block": b, "step": s, "ms": ms} for b, block in enumerate(blocks) for s, ms in enumerate(block)]
+    for parity in report["parity"]:
+        arms = parity.pop("losses")
+        parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
+        for name, runs in arms.items():
+            for seed, run in zip(parity["seeds"], runs, strict=True):
+                of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
+                losses += [of | {"step": step, "loss": loss} for step, loss in enumerate(run)]
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / STEPS, map(_line, steps))
+    _write(folder / PARITY, map(_line, losses))
+    _write(folder / REPORT, [json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"])
+
+
+def load(folder: Path) -> Ablation:
+    """What `save` wrote.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the files are not of one ablation, or of another version of records.py.
+    """
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    steps, losses = (
+        iter([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()])
+        for name in (STEPS, PARITY)
+    )
+    try:
+        for cell in report["cells"]:
+            for arm in cell["arms"].values():
+                del arm["step_ms"]
+                arm["blocks_ms"] = [[next(steps)["ms"] for _ in range(count)] for count in arm.pop("block_steps")]
+        for parity in report["parity"]:
+            arms = parity.pop("loss_steps")
+            parity["losses"] = {
+                name: [[next(losses)["loss"] for _ in range(count)] for count in counts] for name, counts in arms.items()
+            }
+        whole = next(steps, None) is None and next(losses, None) is None
+        ablation = _typed(Ablation, report)
+    except (KeyError, TypeError, StopIteration) as error:
+        raise ValueError(f"{folder}: not an ablation as this version writes it ({error!r}).") from error
+    if not whole:
+        raise ValueError(f"{folder}: {STEPS} or {PARITY} has lines that {REPORT} does not know of.")
+    return ablation
+
+
+def _write(path: Path, pieces: Iterable[str]) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(pieces)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, and what JSON has no number for as a string."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """The reverse of `_plain`, as the annotations of records.py say."""
+    if dataclasses.is_dataclass(kind):
+        kinds = typing.get_type_hints(kind)
+        return kind(**{name: _typed(kinds[name], entry) for name, entry in value.items()})  # type: ignore[operator]
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _typed(next(k for k in typing.get_args(kind) if k is not types.NoneType), value)
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        return {key: _typed(of[1], entry) for key, entry in value.items()}
+    if origin is list:
+        return [_typed(of[0], entry) for entry in value]
+    return float(value) if kind is float else value

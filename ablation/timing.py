@@ -1,0 +1,117 @@
+"""Step times of the arms of one cell: short blocks in turn, in one process, on the same weights and batches.
+
+A cycle gives every arm two blocks, in a random order and then in its reverse (ABBA): what drifts evenly through a cycle adds
+the same to all of them. Each block begins with the same weights and the same optimizer state, and takes the batches that the
+other arms take in that cycle. PyTorch's arm runs twice, under two names: what the two seem to differ by is what the protocol
+makes of no difference.
+
+Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
+the state back and reading the events are outside.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median
+
+from ablation.arms import Arm, Snapshot
+from ablation.records import AGAIN, FUSED, TORCH, ArmTimes, Comparison
+from ablation.statistics import paired_difference, paired_ratio
+from data import Batches
+from training.clock import PartClock, StepClock
+from training.step import training_step
+
+SPLIT_STEPS = 5  # of the window that tells forward, backward and optimizer apart
+LINEUP = (TORCH, AGAIN, FUSED)
+
+
+def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int], None]) -> dict[str, ArmTimes]:
+    """Times of `torch`, `torch again` and `fused`, from arms named torch and fused that have not taken a step.
+
+    Args:
+        progress: told after every so many steps.
+    """
+    cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
+    plan = cfg.ablate
+    for arm in arms.values():
+        run(arm, batches, range(plan.warmup_steps))
+        progress(plan.warmup_steps)
+    start = Snapshot(arms[TORCH])
+
+    blocks: dict[str, list[list[float]]] = {name: [] for name in LINEUP}
+    peaks: dict[str, list[float]] = {name: [] for name in LINEUP}
+    for cycle, order in enumerate(schedule(plan.cycles, cfg.seed)):
+        first = plan.warmup_steps + cycle * plan.block_steps
+        for name in order:
+            arm = arms[TORCH if name == AGAIN else name]
+            start.restore(arm)
+            clock = StepClock(device, warmup=0)
+            run(arm, batches, range(first, first + plan.block_steps), clock)
+            blocks[name].append(list(clock.steps_ms))
+            if clock.peak_gb is not None:
+                peaks[name].append(clock.peak_gb)
+            progress(plan.block_steps)
+
+    found = {}
+    for name in LINEUP:
+        arm = arms[TORCH if name == AGAIN else name]
+        start.restore(arm)
+        parts = PartClock(device)
+        run(arm, batches, range(plan.warmup_steps, plan.warmup_steps + SPLIT_STEPS), parts=parts)
+        progress(SPLIT_STEPS)
+        split = {part: median(times) for part, times in parts.read().items()}
+        found[name] = ArmTimes(
+            blocks_ms=blocks[name],
+            forward_ms=split["forward"],
+            backward_ms=split["backward"],
+            optimizer_ms=split["optimizer"],
+            peak_gb=max(peaks[name]) - others_gb(arms, arm) if peaks[name] else None,
+            launches=None,  # a profiler would tell
+        )
+    return found
+
+
+def steps_of(cycles: int, block_steps: int, warmup_steps: int) -> int:
+    """All the steps that time_arms takes."""
+    return 2 * warmup_steps + len(LINEUP) * (2 * cycles * block_steps + SPLIT_STEPS)
+
+
+def schedule(cycles: int, seed: int) -> Iterator[Sequence[str]]:
+    """For each cycle the arms in the order of their blocks: some order, and then its reverse."""
+    shuffle = random.Random(seed).shuffle
+    for _ in range(cycles):
+        order = list(LINEUP)
+        shuffle(order)
+        yield [*order, *reversed(order)]
+
+
+def compare(times: Mapping[str, ArmTimes], name: str) -> Comparison:
+    """An arm with `torch`, a pair for each cycle."""
+    torch_ms, arm_ms = per_cycle(times[TORCH]), per_cycle(times[name])
+    return Comparison(paired_difference(arm_ms, torch_ms), paired_ratio(torch_ms, arm_ms))
+
+
+def per_cycle(times: ArmTimes) -> list[float]:
+    """A step's time in each cycle: the mean of its two blocks, of each the median step."""
+    typical = [median(block) for block in times.blocks_ms]
+    return [fmean(pair) for pair in zip(typical[::2], typical[1::2], strict=True)]
+
+
+def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None, parts: PartClock | None = None) -> None:
+    """Steps of training; with a clock, timed one by one. The batches are drawn before."""
+    drawn = [batches[step] for step in steps]
+    for step, batch in zip(steps, drawn, strict=True):
+        arguments = (arm.forward, arm.state, batch, step, arm.cfg, arm.precision)
+        if clock is not None:
+            with clock.step():
+                training_step(*arguments)
+        elif parts is not None:
+            with parts.step():
+                training_step(*arguments, mark=parts.mark)
+        else:
+            training_step(*arguments)
+
+
+def others_gb(arms: Mapping[str, Arm], arm: Arm) -> float:
+    """What the weights and optimizer states of the other arms, and the snapshot, hold while this one runs; GiB."""
+    held = sum(Snapshot.bytes_of(other) for other in arms.values() if other is not arm) + Snapshot.bytes_of(arm)
+    return held / 2**30

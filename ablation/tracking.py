@@ -1,0 +1,46 @@
+"""The ablation in W&B: one group, a run for each arm of each cell, and a run with the summary and the plots."""
+
+from pathlib import Path
+
+import configs
+from ablation.records import Ablation, Cell
+from configs import Config
+from training.tracking import Tracker, settle_mode
+
+
+def log(found: Ablation, cfg: Config, folder: Path) -> None:
+    """Nothing where logging.wandb=disabled."""
+    mode, _ = settle_mode(cfg.logging)
+    group = cfg.logging.group or folder.name
+
+    def tracker(name: str, tags: list[str], facts: dict) -> Tracker:
+        return Tracker(
+            mode,
+            cfg.logging.without_key,
+            folder,
+            project=cfg.logging.project,
+            group=group,
+            name=f"{group}/{name}",
+            tags=[*cfg.logging.tags, "ablation", *tags],
+            config=configs.to_dict(cfg) | facts,
+        )
+
+    for cell in found.cells:
+        for arm, times in cell.arms.items():
+            facts = {"ablation": {"arm": arm, "mode": cell.mode, **cell.overrides}}
+            run = tracker("_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]), [arm, cell.mode], facts)
+            for step, ms in enumerate(ms for block in times.blocks_ms for ms in block):
+                run.log({"perf/step_ms": ms}, step)
+            run.finish(0)
+    summary = tracker("summary", ["summary"], {})
+    summary.summarise({"verdicts": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]})
+    summary.log_table("cells", ["cell", "speed-up", "low", "high", "A/A low", "A/A high"], [row(cell) for cell in found.cells])
+    for picture in sorted(folder.glob("*.png")):
+        summary.log_image(picture.stem, picture, 0)
+    summary.finish(0)
+
+
+def row(cell: Cell) -> list:
+    fused, control = cell.fused.speedup, cell.control.speedup
+    label = " ".join([*(f"{key}={value}" for key, value in cell.overrides.items()), cell.mode])
+    return [label, fused.median, fused.low, fused.high, control.low, control.high]

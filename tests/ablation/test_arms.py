@@ -1,0 +1,73 @@
+"""Arms differ in what runs at their norm sites, and in nothing else."""
+
+import pytest
+import torch
+
+import configs
+from ablation.arms import Snapshot, build, check_same
+from configs.machine import Machine
+from configs.schema import NormImpl
+from training.precision import Precision
+from training.step import training_step
+
+CPU = Machine("cpu")
+SMALL = ["model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "train.batch_size=2", "device=cpu"]
+
+
+@pytest.fixture
+def cfg():
+    return configs.load([*SMALL, "model.dropout=0.1"], on=CPU)
+
+
+@pytest.fixture
+def pair(cfg):
+    precision = Precision.settle(cfg.train.precision, CPU)
+    return [build(impl.value, cfg, impl, precision, vocab_size=64) for impl in (NormImpl.torch, NormImpl.fused)]
+
+
+def step(arm, number):
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(number))
+    return training_step(arm.forward, arm.state, (tokens[:, :-1], tokens[:, 1:]), number, arm.cfg, arm.precision)
+
+
+def weights(arm):
+    return [parameter.detach().clone() for parameter in arm.state.model.parameters()]
+
+
+def test_two_implementations_begin_with_the_same_everything(pair):
+    check_same(pair)
+    assert [arm.state.model.final_norm.impl for arm in pair] == [NormImpl.torch, NormImpl.fused]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda arm: torch.nn.init.zeros_(arm.state.model.final_norm.weight), "final_norm.weight differs"),
+        (lambda arm: arm.state.optimizer.param_groups[0].update(weight_decay=0.5), "optimizer groups"),
+        (lambda arm: arm.state.model.register_parameter("extra", torch.nn.Parameter(torch.ones(1))), "different parameters"),
+        (lambda arm: arm.state.model.add_module("extra", torch.nn.Identity()), "different modules"),
+    ],
+    ids=["value", "group", "parameter", "module"],
+)
+def test_any_other_difference_is_found(pair, spoil, message):
+    spoil(pair[1])
+    with pytest.raises(AssertionError, match=message):
+        check_same(pair)
+
+
+def test_a_snapshot_puts_weights_and_optimizer_state_back_into_either_arm(pair):
+    torch_arm = pair[0]
+    for arm in pair:
+        step(arm, 0)
+    start = Snapshot(torch_arm)
+    expected = weights(torch_arm)
+    step(torch_arm, 1)
+    after = weights(torch_arm)
+    for arm in pair:
+        step(arm, 2)
+        addresses = [parameter.data_ptr() for parameter in arm.state.model.parameters()]
+        start.restore(arm)
+        assert all(map(torch.equal, weights(arm), expected))
+        assert [parameter.data_ptr() for parameter in arm.state.model.parameters()] == addresses
+    step(torch_arm, 1)  # with the same moments, so the same bits
+    assert all(map(torch.equal, weights(torch_arm), after))

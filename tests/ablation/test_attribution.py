@@ -1,0 +1,305 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+
+from ablation.arms import Arm, build
+from ablation.attribution import (
+    GROUPS,
+    NORM_SITE,
+    KernelTime,
+    attribute,
+    device_times,
+    group_of,
+    launches,
+    norm_bytes,
+    profile_step,
+    shares,
+)
+from ablation.records import Share
+from configs import Config
+from configs.schema import BlockLayout, NormImpl, NormKind, ResidualDtype
+from training.precision import Precision
+from training.step import training_step
+
+VOCABULARY = 64
+NAMES = {
+    "norm": [
+        "norm_forward_kernel",
+        "norm_backward_kernel",
+        "finish_weight_gradients_kernel",
+        "dropout_kernel",
+        "triton_red_fused__to_copy_add_native_layer_norm_native_dropout_3",
+        "triton_per_fused__to_copy_add_native_dropout_backward_native_layer_norm_backward_sum_view_12",
+        "triton_per_fused_add_embedding_native_layer_norm_0",
+        "triton_poi_fused_native_dropout_1",
+        "triton_red_fused__fused_rms_norm__to_copy_add_view_7",
+        "triton_red_fused__fused_rms_norm_backward__to_copy_add_mul_select_slice_backward_view_12",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4",
+        "triton_red_fused__fused_rms_norm__scaled_dot_product_flash_attention_add_cat_mul_neg_5",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float, float const*)",
+        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float, float, false>(float const*)",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)",
+        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(...)",
+        "void at::native::(anonymous namespace)::masked_scale_kernel<...>",
+    ],
+    "GEMM": [
+        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
+        "nvjet_sm90_tst_64x24_64x16_4x1_v_bz_splitK_TNT",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_64x3_nn_align8>(Params)",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
+        "ampere_sgemm_128x64_tn",
+        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, false, true, false>(...)",
+        "triton_tem_fused_addmm_5",
+    ],
+    "attention": [
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, cutlass::bfloat16_t>>(...)",
+        "flash_fwd_kernel",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
+    ],
+    "loss": [
+        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float, LogSoftMaxForwardEpilogue>",
+        "triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward_nll_loss_forward_view_30",
+    ],
+    "optimizer": [
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMath>",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float>>",
+    ],
+    "other": [
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3>>",
+        "triton_poi_fused_addmm_gelu_4",
+        "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",
+        "triton_poi_fused__to_copy_2",
+        "Memcpy HtoD (Pinned -> Device)",
+    ],
+}
+
+
+def config(**model) -> Config:
+    cfg = Config()
+    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
+    for key, value in model.items():
+        setattr(cfg.model, key, value)
+    cfg.train.batch_size = 2
+    return cfg
+
+
+def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
+    return Precision(torch.device("cpu"), dtype)
+
+
+def stepping(cfg: Config, impl: NormImpl, dtype: torch.dtype = torch.bfloat16) -> tuple[Arm, Callable[[], None]]:
+    arm = build(impl.value, cfg, impl, precision(dtype), VOCABULARY)
+    batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
+
+    def step() -> None:
+        training_step(arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
+
+    return arm, step
+
+
+def profiled(cfg: Config, impl: NormImpl = NormImpl.torch, dtype: torch.dtype = torch.bfloat16) -> list[KernelTime]:
+    arm, step = stepping(cfg, impl, dtype)
+    return profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
+
+
+def count(kernels: list[KernelTime], name: str, group: str) -> float:
+    return sum(kernel.launches for kernel in kernels if kernel.name == name and group_of(kernel) == group)
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
+def test_a_kernels_name_alone_gives_its_group(group, name):
+    assert group_of(KernelTime(name, 1.0, 1)) == group
+
+
+def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
+    pytest.importorskip("triton")
+    from ops.backward_kernels import finish_weight_gradients_kernel, norm_backward_kernel
+    from ops.dropout_kernels import dropout_kernel
+    from ops.forward_kernels import norm_forward_kernel
+
+    for kernel in (norm_forward_kernel, norm_backward_kernel, finish_weight_gradients_kernel, dropout_kernel):
+        assert group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) == "norm"
+
+
+@pytest.mark.parametrize(
+    ("group", "within", "forward"),
+    [
+        ("norm", ("aten::add", NORM_SITE), ()),
+        ("norm", ("aten::mul", "MulBackward0"), ("aten::dropout", NORM_SITE)),
+        ("norm", ("aten::fill_", "prenorm_ops::norm_forward"), ()),
+        ("other", ("aten::copy_", "aten::to", "aten::linear"), ()),
+        ("other", ("aten::sum", "AddmmBackward0"), ("aten::addmm", "aten::linear")),
+        ("GEMM", ("aten::fill_", "aten::mm", "MmBackward0"), ("aten::mm",)),
+        ("attention", ("aten::bmm", "aten::matmul", "aten::scaled_dot_product_attention"), ()),
+        ("attention", ("aten::bmm", "BmmBackward0"), ("aten::bmm", "aten::scaled_dot_product_attention")),
+        ("loss", ("aten::copy_", "ToCopyBackward0"), ("aten::to", "aten::log_softmax")),
+        ("optimizer", ("aten::add_", "Optimizer.step#AdamW.step"), ()),
+        ("other", ("aten::add", "autograd::engine::evaluate_function: SliceBackward0"), ("aten::slice",)),
+    ],
+)
+def test_the_place_of_an_elementwise_kernel_gives_its_group(group, within, forward):
+    name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
+    assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", NormKind)
+def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(dtype, kind):
+    cfg = config(attention_dropout=0.0)
+    cfg.norm.kind = kind
+    kernels = profiled(cfg, dtype=dtype)
+    sites = 5
+    assert count(kernels, "aten::bernoulli_", "norm") == sites
+    # The positions are added outside a site, and CPU attention may add; each site but the first adds its residual.
+    adds = [k for k in kernels if k.name == "aten::add" and NORM_SITE in k.within and "aten::layer_norm" not in k.within]
+    assert all(group_of(k) == "norm" for k in adds) and sum(k.launches for k in adds) >= sites - 1
+    backward = [k for k in kernels if k.name == "MulBackward0" and NORM_SITE in k.forward and "aten::dropout" in k.forward]
+    assert sum(k.launches for k in backward) == sites and {group_of(k) for k in backward} == {"norm"}
+    if kind == NormKind.layernorm:
+        for name in ("aten::native_layer_norm", "aten::native_layer_norm_backward"):
+            assert count(kernels, name, "norm") == sum(k.launches for k in kernels if k.name == name) == sites
+    positions = [k for k in kernels if k.name == "aten::add" and k.within == ("aten::add",)]
+    assert positions and {group_of(k) for k in positions} == {"other"}
+
+
+def test_gradients_that_meet_at_a_site_are_added_in_norm():
+    kernels = profiled(config())
+    met = [k for k in kernels if k.name in ("aten::add", "aten::add_") and "NativeLayerNormBackward0" in k.within[-1]]
+    assert sum(k.launches for k in met) == 4 and {group_of(k) for k in met} == {"norm"}  # the final norm has no dr
+
+
+def test_products_loss_and_optimizer_are_in_their_groups():
+    kernels = profiled(config())
+    for name, group, least in (
+        ("aten::addmm", "GEMM", 8),
+        ("aten::_log_softmax", "loss", 1),
+        ("aten::_log_softmax_backward_data", "loss", 1),
+        ("aten::nll_loss_backward", "loss", 1),
+        ("aten::_fused_adamw_", "optimizer", 1),
+    ):
+        assert count(kernels, name, group) == sum(k.launches for k in kernels if k.name == name) >= least, name
+    assert not any(group_of(k) == "norm" for k in kernels if "gelu" in k.name or "embedding" in k.name)
+
+
+def test_groups_sum_to_the_total():
+    kernels = profiled(config())
+    table = shares(kernels)
+    assert tuple(share.group for share in table) == GROUPS
+    assert all(share.ms > 0 for share in table)
+    assert sum(share.ms for share in table) == pytest.approx(sum(kernel.us for kernel in kernels) / 1000)
+    assert sum(share.launches for share in table) == launches(kernels)
+
+
+def test_attention_of_a_step_holds_forward_and_backward():
+    kernels = [k for k in profiled(config()) if group_of(k) == "attention"]
+    assert any(k.forward for k in kernels) and any(not k.forward for k in kernels)
+
+
+@pytest.mark.parametrize("impl", NormImpl)
+def test_without_marks_nothing_is_placed_by_them_and_marks_go_with_the_window(impl):
+    arm, step = stepping(config(), impl)
+    marked = profile_step(step, torch.device("cpu"), arm.state.model, steps=1, warmup=0)
+    unmarked = profile_step(step, torch.device("cpu"), steps=1, warmup=0)
+    assert any(NORM_SITE in k.within for k in marked)
+    assert not any(NORM_SITE in k.within + k.forward for k in unmarked)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules())
+
+
+def event(id_, name, start, end, parent=None, *, device=DeviceType.CPU, thread=1, annotation=False, **more) -> FunctionEvent:
+    made = FunctionEvent(
+        id_, name, thread, start, end, device_type=device, is_user_annotation=annotation, use_device="cuda", **more
+    )
+    if parent is not None:
+        parent.append_cpu_child(made)
+        made.set_cpu_parent(parent)
+    return made
+
+
+def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice():
+    site = event(1, NORM_SITE, 0, 100, annotation=True)
+    drop = event(2, "aten::native_dropout", 10, 20, site, sequence_nr=7)
+    late = event(3, "aten::add", 110, 120, sequence_nr=8)
+    node = event(4, "NativeDropoutBackward0", 200, 220, thread=2, fwd_thread=1, sequence_nr=7)
+    back = event(5, "aten::native_dropout_backward", 205, 215, node, thread=2)
+    elementwise = "void at::native::vectorized_elementwise_kernel<4, Op, std::array<char*, 3ul> >"
+    launched = [
+        (drop, elementwise, 500, 530),
+        (late, elementwise, 540, 545),
+        (back, elementwise, 600, 640),
+        (None, "norm_forward_kernel", 700, 711),  # ours: no operator around it
+        (None, "Memcpy HtoD (Pinned -> Device)", 720, 722),
+    ]
+    events = [site, drop, late, node, back]
+    for launcher, name, start, end in launched:
+        events.append(event(0, name, start, end, device=DeviceType.CUDA))
+        if launcher is not None:
+            launcher.append_kernel(name, 0, end - start)
+    events.append(event(0, NORM_SITE, 500, 530, device=DeviceType.CUDA, annotation=True))  # the range on the GPU's timeline
+    site.append_kernel(NORM_SITE, 0, 30)
+    call = event(3, "cuLaunchKernelEx", 30, 31, site)  # numbered like `late`, so the profiler lists its kernels here too
+    call.append_kernel(elementwise, 0, 5)
+    events.insert(0, call)
+
+    kernels = device_times(events, steps=1)
+
+    found = {share.group: (share.ms, share.launches) for share in shares(kernels)}
+    assert found["norm"] == (pytest.approx((30 + 40 + 11) / 1000), 3)
+    assert found["other"] == (pytest.approx((5 + 2) / 1000), 1)
+    assert launches(kernels) == 4
+    assert sum(kernel.us for kernel in kernels) == pytest.approx(88)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "per_element"),
+    [
+        # bf16 beside an fp32 stream, dropout: first 10 + 14, three others of 12 + 16, final 8 + 14
+        ({}, torch.bfloat16, 24 + 3 * 28 + 22),
+        # fp32 everywhere, no dropout: r is x at the first site, dx is dresidual: 8 + 16, 16 + 16, 12 + 16
+        ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.float32, 24 + 3 * 32 + 28),
+        # bf16 stream, no dropout: half of that
+        ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 16 + 14),
+        # parallel, one site a layer: first 12 + 16, one other of 16 + 20, final 10 + 2 + 8 + 4 + 4
+        ({"block": BlockLayout.parallel}, torch.bfloat16, 28 + 36 + 28),
+        # with norms of q and of k (half as wide), 5 tensors of 2 bytes in each of 2 layers
+        ({"qk_norm": True, "kv_heads": 1}, torch.bfloat16, 130 + 2 * 10 * 1.5),
+    ],
+)
+def test_norm_bytes_are_those_of_a_count_by_hand(model, dtype, per_element):
+    elements = 2 * 16 * 32
+    assert norm_bytes(config(**model), precision(dtype)) == elements * per_element
+
+
+def share_table(norm_ms: float) -> list[Share]:
+    return [Share("GEMM", 60.0, 100), Share("norm", norm_ms, 50)]
+
+
+def test_bound_and_realised_part_are_amdahls():
+    # 16 GB at 4000 GB/s are 4 ms; a step of 100 ms with 24 ms of norms could take 80; fused norms of 9 ms save 15 of 20.
+    result = attribute(share_table(24.0), share_table(9.0), 100.0, 16 * 10**9, 4000.0)
+    assert result.bound == pytest.approx(100 / 80)
+    f, k = 24 / 100, 24 / 4
+    assert result.bound == pytest.approx(1 / ((1 - f) + f / k))
+    assert result.realised == pytest.approx(15 / 20)
+
+
+def test_norms_that_are_faster_than_a_copy_leave_nothing_to_gain():
+    result = attribute(share_table(3.0), share_table(2.0), 100.0, 16 * 10**9, 4000.0)
+    assert (result.bound, result.realised) == (1.0, 0.0)
+
+
+def test_a_profile_without_norms_or_with_more_norm_than_step_divides_by_nothing():
+    assert attribute([], [], 100.0, 16 * 10**9, 4000.0).bound == 1.0
+    assert attribute(share_table(24.0), share_table(9.0), 20.0, 16 * 10**9, 4000.0).bound == pytest.approx(20 / 4)
+
+
+@pytest.mark.parametrize(("step", "moved", "bandwidth"), [(0.0, 1, 1.0), (1.0, 0, 1.0), (1.0, 1, 0.0), (float("nan"), 1, 1.0)])
+def test_what_is_not_positive_is_refused_by_name(step, moved, bandwidth):
+    with pytest.raises(ValueError, match="must be more than 0, got"):
+        attribute(share_table(1.0), share_table(1.0), step, moved, bandwidth)

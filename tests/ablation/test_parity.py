@@ -1,0 +1,289 @@
+"""Parity: the true norms pass, wrong ones don't, and the statistic is what it says."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import configs
+import model.norm
+from ablation import parity as protocol
+from ablation.parity import Distances, judge, judge_sign, judge_size, measure, parity, steps_of, t_tail
+from ablation.records import FUSED, TORCH
+from configs.machine import Machine
+from data import load_corpus
+from ops import backend, launch  # noqa: F401  now, while TRITON_INTERPRET is set: it decides what kernels are when defined
+from tests.ablation import faults
+from tests.runs import corpus as tiny_corpus
+from training.precision import Precision
+
+CPU = Machine("cpu")
+PRECISION = {
+    "fp32": Precision(torch.device("cpu"), torch.float32),
+    "bf16": Precision(torch.device("cpu"), torch.bfloat16),
+    "fp16": Precision(torch.device("cpu"), torch.float16),
+}
+BOTH = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A function: overrides -> (config, corpus)."""
+    overrides = [
+        *tiny_corpus(tmp_path_factory.mktemp("corpus")),
+        *(
+            "train.batch_size=4",
+            "model.dropout=0.1",
+            "optim.warmup_steps=0",
+            "eval.batches=1",
+            "ablate.parity_seeds=5",
+            "ablate.parity_steps=2",
+        ),
+    ]
+
+    @cache  # composing takes as long as a run
+    def load(*more):
+        cfg = configs.load([*overrides, *more], on=CPU)
+        return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def found(loaded, dtype, progress=lambda steps: None):
+    cfg, corpus = loaded
+    return parity(cfg, PRECISION[dtype], corpus, overrides={}, progress=progress)
+
+
+# ---- the true norms ----------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_the_fused_norms_pass_over_twenty_seeds_and_over_any_five_of_them(tiny, dtype):
+    cfg, corpus = tiny("ablate.parity_steps=3")
+    runs = [measure(cfg, seed, PRECISION[dtype], corpus, lambda steps: None) for seed in range(20)]
+
+    assert judge(runs, PRECISION[dtype], {}).verdict.startswith("Parity holds: ")
+    assert all(judge(runs[first : first + 5], PRECISION[dtype], {}).holds for first in range(16))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["norm.kind=rmsnorm", "model.residual_dtype=compute"],
+        ["model.block=parallel", "model.drop_path=0.2", "model.positions=rotary", "model.qk_norm=true"],
+        ["train.accumulation=2", "model.dropout=0", "model.tie_embeddings=false"],
+    ],
+    ids=["rmsnorm", "parallel", "accumulation"],
+)
+def test_the_fused_norms_pass_with_the_options_of_the_model(tiny, dtype, options):
+    result = found(tiny(*options), dtype)
+
+    assert result.holds, result.verdict
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
+def test_the_kernels_pass_in_the_interpreter(tiny, monkeypatch):
+    # fp32 only: the interpreter rounds to bf16 towards zero, as no GPU does, and parity would rightly object
+    monkeypatch.setattr(backend, "INTERPRET", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = ("model.layers=1", "model.context=16", "train.batch_size=2", "ablate.parity_steps=1")
+    result = found(tiny(*small, "ablate.parity_seeds=4"), "fp32")
+
+    assert result.holds, result.verdict
+    gradient = next(q for q in result.quantities if q.name == "gradient of block 0")
+    assert gradient.fused != gradient.reordered  # so it was no comparison of a thing with itself
+
+
+@pytest.mark.gpu
+@BOTH
+def test_the_kernels_pass_on_a_gpu(tiny, dtype):
+    cfg, corpus = tiny()
+    precision = Precision(torch.device("cuda"), PRECISION[dtype].dtype)
+    result = parity(cfg, precision, corpus, overrides={}, progress=lambda steps: None)
+
+    assert result.holds, result.verdict
+
+
+@BOTH
+def test_a_norm_made_by_hand_as_the_faulty_ones_are_passes(tiny, dtype, monkeypatch):
+    monkeypatch.setattr(model.norm, "layer_norm_fn", faults.handmade)
+    result = found(tiny(), dtype)
+
+    assert result.holds, result.verdict
+
+
+# ---- planted faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fault"),
+    [
+        ("fp32", faults.wrong_eps(1e-3)),
+        ("fp32", faults.wrong_eps(1.001e-5)),  # of 1e-5
+        ("bf16", faults.wrong_eps(1e-3)),
+        ("bf16", faults.wrong_eps(1.2e-5)),
+        *((dtype, fault) for dtype in ("fp32", "bf16") for fault in (faults.bf16_statistics, faults.no_mean_term)),
+        *((dtype, faults.wrong_elements) for dtype in ("fp32", "bf16")),
+        ("bf16", faults.truncated),
+    ],
+    ids=[
+        *("eps of 1e-3, fp32", "eps off by a thousandth, fp32", "eps of 1e-3, bf16", "eps off by a fifth, bf16"),
+        *("bf16 statistics, fp32", "no mean term, fp32", "bf16 statistics, bf16", "no mean term, bf16"),
+        *("wrong elements, fp32", "wrong elements, bf16", "rounding towards zero, bf16"),
+    ],
+)
+def test_a_planted_fault_fails_parity(tiny, dtype, fault, monkeypatch):
+    monkeypatch.setattr(model.norm, "layer_norm_fn", fault)
+    result = found(tiny(), dtype)
+
+    assert not result.holds
+    assert result.verdict.startswith("Parity fails: ") and " × " in result.verdict
+
+
+@pytest.mark.parametrize("fault", [faults.wrong_eps(1e-3), faults.no_mean_term, faults.wrong_elements])
+def test_one_seed_shows_a_gross_fault(tiny, fault, monkeypatch):
+    assert found(tiny("ablate.parity_seeds=1"), "bf16").holds
+    monkeypatch.setattr(model.norm, "layer_norm_fn", fault)
+
+    assert not found(tiny("ablate.parity_seeds=1"), "bf16").holds
+
+
+def test_a_fault_at_one_seed_of_many_is_not_lost_in_its_spread(tiny, monkeypatch):
+    monkeypatch.setattr(protocol, "measure", measure_with_a_fault_at(3))
+    result = found(tiny(), "bf16")
+
+    assert not result.holds
+
+
+def measure_with_a_fault_at(seed):
+    def measured(cfg, at, *rest):
+        with pytest.MonkeyPatch.context() as patch:
+            if at == seed:
+                patch.setattr(model.norm, "layer_norm_fn", faults.wrong_elements)
+            return measure(cfg, at, *rest)
+
+    return measured
+
+
+def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
+    monkeypatch.setattr(model.norm, "layer_norm_fn", faults.no_number)
+    result = found(tiny(), "fp32")
+
+    assert not result.holds
+    assert result.verdict == "Parity fails: the loss of fused is not finite."
+    assert all(math.isfinite(x) for q in result.quantities for x in (q.fused.low, q.fused.median, q.fused.high))
+
+
+# ---- the protocol ------------------------------------------------------------------------------------------------------------
+
+
+def test_arms_share_weights_batches_and_masks(tiny):
+    result = found(tiny(), "bf16")
+
+    assert set(result.losses) == set(result.val_loss) == set(protocol.ARMS)
+    for first in zip(*(result.losses[arm] for arm in protocol.ARMS), strict=True):  # by seed
+        assert [losses[0] for losses in first] == pytest.approx([first[0][0]] * 4, rel=1e-4)
+    assert len({losses[0] for losses in result.losses[TORCH]}) == 5  # seeds differ
+    assert all(result.losses["reference"] != result.losses[arm] for arm in protocol.ARMS[1:])
+    assert (result.seeds, result.steps, result.precision) == ([1, 2, 3, 4, 5], 2, "bf16")
+
+
+def test_progress_counts_every_training_step(tiny):
+    done = []
+    cfg, corpus = tiny("ablate.parity_seeds=2", "ablate.parity_steps=3")
+    parity(cfg, PRECISION["bf16"], corpus, overrides={}, progress=done.append)
+
+    assert sum(done) == steps_of(cfg) == 4 * 2 * 3
+
+
+def test_the_callers_config_and_random_state_decide_nothing(tiny):
+    cfg, corpus = tiny("ablate.parity_seeds=2")
+    before = configs.to_dict(cfg)
+    first = parity(cfg, PRECISION["fp32"], corpus, overrides={"model.dropout": "0.1"}, progress=lambda steps: None)
+    torch.manual_seed(1234)
+    second = parity(cfg, PRECISION["fp32"], corpus, overrides={"model.dropout": "0.1"}, progress=lambda steps: None)
+
+    assert first == second and configs.to_dict(cfg) == before
+    assert first.overrides == {"model.dropout": "0.1"}
+
+
+def test_fp16_is_judged_without_skipped_steps(tiny):
+    result = found(tiny(), "fp16")
+
+    assert result.holds, result.verdict
+    moved = next(q for q in result.quantities if q.name == "parameters")
+    assert moved.fused.median < 2
+
+
+def test_no_seeds_is_an_error(tiny):
+    with pytest.raises(ValueError, match="parity_seeds must be 1 or more, got 0"):
+        found(tiny("ablate.parity_seeds=0"), "fp32")
+
+
+# ---- the statistic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("degrees", "t", "tail"),  # from tables of Student's t
+    [
+        (1, 1.0, 0.25),
+        (1, 31.821, 0.01),
+        (2, 9.925, 0.005),
+        (3, 5.841, 0.005),
+        (4, 2.132, 0.05),
+        (4, 7.173, 0.001),
+        (19, 2.093, 0.025),
+    ],
+)
+def test_the_tail_of_students_t_is_that_of_the_tables(degrees, t, tail):
+    assert t_tail(t, degrees) == pytest.approx(tail, rel=2e-3)
+    assert t_tail(-t, degrees) == pytest.approx(1 - tail, rel=2e-3)
+
+
+def made_up(draw, seeds, ratio=1.0, shift=0.0):
+    """Distances of a fused arm that is `ratio` times as far as the reordered one, and seeds that scatter by a fifth."""
+    return [
+        Distances(ratio * math.exp(draw.normal(0, 0.2)), 1.0, shift + draw.normal(0, 0.2), draw.normal(0, 0.2))
+        for _ in range(seeds)
+    ]
+
+
+def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
+    draw = np.random.default_rng(0)
+    repeats = [made_up(draw, seeds, protocol.MARGIN, protocol.BIAS) for _ in range(2000)]  # at the very edge
+
+    for judged in (lambda one: judge_size("loss", one, level, "fp32"), lambda one: judge_sign("loss", one, level)):
+        assert np.mean([not judged(one).quantity.holds for one in repeats]) < 1.8 * level
+
+
+def test_a_wrong_norm_fails_by_size_or_by_sign():
+    draw = np.random.default_rng(1)
+    far, shifted = made_up(draw, 5, ratio=6.0), made_up(draw, 5, shift=3.0)
+
+    assert not judge_size("loss", far, 1e-3, "fp32").quantity.holds and judge_sign("loss", far, 1e-3).quantity.holds
+    assert judge_size("loss", shifted, 1e-3, "fp32").quantity.holds and not judge_sign("loss", shifted, 1e-3).quantity.holds
+
+
+@pytest.mark.parametrize(("gap", "holds"), [(0.001, True), (0.5, False)])
+def test_validation_losses_must_differ_by_less_than_seeds_do(tiny, gap, holds):
+    cfg, corpus = tiny("ablate.parity_steps=1")
+    runs = [measure(cfg, seed, PRECISION["fp32"], corpus, lambda steps: None) for seed in range(4)]
+    runs = [
+        replace(run, val_loss=run.val_loss | {TORCH: 3.0 + 0.1 * i, FUSED: 3.0 + 0.1 * i + gap}) for i, run in enumerate(runs)
+    ]
+    result = judge(runs, PRECISION["fp32"], {})
+
+    assert result.holds == holds and result.val_spread == pytest.approx(0.129, abs=1e-3)
+    assert ("validation losses differ by +0.5" in result.verdict) != holds

@@ -1,0 +1,260 @@
+import dataclasses
+import json
+import re
+from itertools import product
+
+import pytest
+
+from ablation import plots, report, serialize
+from ablation.records import AGAIN, FUSED, TORCH, Comparison
+from ablation.statistics import Interval
+from ablation.verdict import differs, verdict_of
+from tests.ablation import results
+from tests.runs import corpus, train_here
+
+# ---- verdict ---------------------------------------------------------------------------------------------------------------
+
+
+def comparison(low: float, median: float, high: float) -> Comparison:
+    return Comparison(Interval(0.0, 0.0, 0.0), Interval(median, low, high))
+
+
+CONTROL = comparison(0.998, 1.000, 1.002)
+
+
+@pytest.mark.parametrize(
+    ("fused", "control", "said"),
+    [
+        (comparison(1.19, 1.20, 1.21), CONTROL, r"^fused norms 1.200 × \(95 % 1.190 to 1.210\) as fast as PyTorch's; A/A"),
+        (comparison(0.94, 0.95, 0.96), CONTROL, "^fused norms 0.950 × .* as fast as PyTorch's, that is slower; A/A"),
+        (comparison(0.99, 1.05, 1.11), CONTROL, "no difference found: fused norms 1.050 × .*, and its interval contains 1"),
+        (comparison(1.00, 1.05, 1.11), CONTROL, "no difference found"),
+        (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found: .*, and A/A shows as much"),
+        (comparison(0.997, 0.9985, 0.9995), CONTROL, "no difference found: .*, and A/A shows as much"),
+        (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found: .*, and A/A shows as much"),
+        (comparison(1.01, 1.02, 1.03), comparison(1.01, 1.02, 1.03), "no difference found: .*, and A/A shows as much"),
+        (comparison(*[float("nan")] * 3), CONTROL, "no difference found"),
+        (comparison(1.19, 1.20, 1.21), comparison(*[float("nan")] * 3), "no difference found"),
+    ],
+)
+def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, control, said):
+    assert re.search(said, verdict_of(fused, control))
+    assert differs(fused, control) == ("no difference" not in said)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_what_is_saved_is_what_is_loaded(tmp_path, kernels):
+    found = results.ablation(kernels=kernels)
+    serialize.save(found, tmp_path)
+    assert serialize.load(tmp_path) == found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parity.jsonl", "report.json", "steps.jsonl"]
+
+
+def test_raw_files_have_a_line_for_each_step(tmp_path):
+    found = results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager"], seeds=2)
+    serialize.save(found, tmp_path)
+    steps, losses = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("steps.jsonl", "parity.jsonl")
+    )
+    block = found.cells[0].arms[TORCH].blocks_ms[0]
+    assert steps[1] == {
+        "overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH, "block": 0, "step": 1, "ms": block[1],
+    }  # fmt: skip
+    assert len(steps) == sum(len(block) for arm in found.cells[0].arms.values() for block in arm.blocks_ms)
+    assert len(losses) == len(results.PARITY_ARMS) * 2 * found.parity[0].steps
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert "blocks_ms" not in kept["cells"][0]["arms"][TORCH] and "losses" not in kept["parity"][0]
+
+
+def test_numbers_that_json_lacks_survive(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    parity = found.parity[0]
+    losses = parity.losses | {results.PARITY_ARMS[2]: [[float("inf")] * parity.steps] * len(parity.seeds)}
+    found = dataclasses.replace(found, parity=[dataclasses.replace(parity, losses=losses)])
+    serialize.save(found, tmp_path)
+    assert serialize.load(tmp_path) == found
+
+
+def test_a_torn_raw_file_is_refused(tmp_path):
+    serialize.save(results.ablation(), tmp_path)
+    steps = tmp_path / "steps.jsonl"
+    whole = steps.read_text().splitlines(keepends=True)
+    for torn in (whole[:-1], [*whole, whole[-1]]):
+        steps.write_text("".join(torn))
+        with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+            serialize.load(tmp_path)
+
+
+# ---- report.md -------------------------------------------------------------------------------------------------------------
+
+
+def written(found, folder) -> str:
+    return report.write(found, folder).read_text(encoding="utf-8")
+
+
+def test_first_three_lines_are_the_verdict(tmp_path):
+    found = results.ablation(overrides=[{}])
+    first, timing, parity = written(found, tmp_path).splitlines()[:3]
+    assert re.search(r"1\.200 × as fast eager, 1\.0\d\d × compiled; parity holds", first)
+    assert all(cell.verdict in timing for cell in found.cells) and "A/A" in timing
+    assert parity.startswith("Parity holds: ")
+
+
+def test_report_has_every_section_and_its_pictures(tmp_path):
+    text = written(results.ablation(), tmp_path)
+    titles = re.findall(r"^## (.*)$", text, re.M)
+    assert titles == [
+        "Step times", "Fused against torch", "Forward, backward, optimizer", "What torch.compile buys, and what is left",
+        "Where the GPU time goes", "Parity", "Plots", "Notes", "Environment", "Command", "Configuration",
+    ]  # fmt: skip
+    pictures = re.findall(r"\]\((\S+)\)", text)
+    assert pictures == ["step_times.png", "speedup.png", "attribution.png", "parity_0.png", "parity_1.png"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in pictures)
+    assert "NVIDIA H200" in text and re.search(r"git\.dirty +yes", text) and "power_limit_w  700.0" in text
+
+
+def test_without_kernels_the_first_line_says_so(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"], kernels=False)
+    text = written(found, tmp_path)
+    assert text.startswith(f"# {report.NO_KERNEL}\n") and report.table(found).startswith(report.NO_KERNEL)
+    assert "Where the GPU time goes" not in text and "torch.compile" not in text
+    assert report.NO_KERNEL not in written(results.ablation(overrides=[{}], modes=["eager"]), tmp_path)
+
+
+def test_no_difference_and_broken_parity_are_in_the_first_line(tmp_path):
+    found = results.ablation(speedups={"compiled": 1.0}, parity=False)
+    text = written(found, tmp_path)
+    assert "no difference found compiled; parity FAILS" in text.splitlines()[0]
+    assert "What is left for fused norms after it: no difference found." in " ".join(text.split())
+
+
+def test_compile_alone_is_torch_eager_over_torch_compiled(tmp_path):
+    text = written(results.ablation(overrides=[{}]), tmp_path)
+    row = next(line for line in text.splitlines() if line.startswith("| this configuration"))
+    alone, after, both = (float(cell.split()[0]) for cell in row.split("|")[2:-1])
+    assert alone == pytest.approx(131.7 / 104.2, rel=0.01) and both == pytest.approx(alone * after, rel=0.01)
+
+
+def test_bound_of_norms_is_in_bytes_over_copy_bandwidth(tmp_path):
+    text = " ".join(written(results.ablation(overrides=[{}], modes=["eager"]), tmp_path).split())
+    assert "must move 40.00 GB, which takes 9.756 ms at the 4,100 GB/s" in text
+    assert "no norm kernel makes this step more than 1.250 ×" in text and "fused norms save 83 %" in text
+
+
+def test_report_without_timing_or_without_parity(tmp_path):
+    found = results.ablation(overrides=[{}])
+    assert "parity was not measured" in written(dataclasses.replace(found, parity=[]), tmp_path).splitlines()[0]
+    text = written(dataclasses.replace(found, cells=[]), tmp_path)
+    assert "not measured" in text.splitlines()[1] and "## Step times" not in text
+
+
+def test_tables_fit_a_terminal(tmp_path):
+    swept = [{"norm.kind": kind, "model.dropout": p} for kind, p in product(("layernorm", "rmsnorm"), ("0.0", "0.1"))]
+    found = results.ablation(overrides=swept)
+    lines = written(found, tmp_path).splitlines()[3:]
+    assert max(len(line) for line in lines if not line.startswith("![")) <= 128
+    assert max(len(line) for line in report.table(found).splitlines() if not line.startswith(("eager", "compiled"))) <= 128
+
+
+def test_table_for_the_terminal_has_arms_control_and_verdict():
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    text = report.table(found)
+    for words in (TORCH, f"{AGAIN} (A/A)", FUSED, "tokens/s", "1.200 (", found.cells[0].verdict, "Parity holds"):
+        assert words in text
+
+
+def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
+    parity = results.parity_of({})
+    first = next(iter(parity.losses.values()))
+    for runs in (first, [[float("nan")] * parity.steps] * len(parity.seeds)):
+        same = dataclasses.replace(parity, losses=dict.fromkeys(parity.losses, first) | {results.PARITY_ARMS[2]: runs})
+        plots.losses(same, tmp_path / "parity.png")
+        assert (tmp_path / "parity.png").stat().st_size > 5000
+
+
+# ---- finished training runs ------------------------------------------------------------------------------------------------
+
+
+def finished(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="train:\n  steps: 10\n", gpu="NVIDIA H200"):
+    """A folder as train.py leaves it."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"norm:\n  impl: {impl}\nseed: {seed}\nlogging:\n  name: {folder.name}\n{config}")
+    lines = [{"step": 5 * i, "train/loss": 3.0, "perf/step_ms": step_ms + i} for i in (-1, 0, 1)]
+    lines.insert(0, {"step": 1, "train/loss": 3.0, "perf/step_ms": None})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss, "bits_per_byte": 1.0}, "median_step_ms": step_ms}))
+    environment = {"gpu": {"name": gpu} if gpu else None, "versions": {"torch": "2.11.0"}, "git": None}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    return str(folder)
+
+
+def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        finished(tmp_path / f"torch{seed}", "torch", seed, 120.0 + seed, 3.0 + 0.1 * seed)
+        finished(tmp_path / f"fused{seed}", "fused", seed, 100.0, 3.002 + 0.1 * seed)
+    assert report.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert text == (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    first, second = text.splitlines()[:2]
+    assert "6 finished runs, unpaired: 1.220 × as fast (range 1.192 to 1.248)" in first and second.startswith("Unpaired")
+    difference = "fused − torch 0.00200 (0.00200 to 0.00200), median and 95 % interval, paired over 3 seeds"
+    assert difference in " ".join(text.split())
+    assert report.NO_KERNEL not in text
+
+
+def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
+    for size, impl in product((16, 32), ("torch", "fused")):
+        finished(tmp_path / f"{impl}{size}", impl, step_ms=float(size), config=f"train:\n  batch_size: {size}\n")
+    assert report.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "## train.batch_size=16" in text and "## train.batch_size=32" in text and "+0.00000 (seed 1)" in text
+    assert text.count("no difference found, 1.000 × as fast") == 4  # its range contains 1
+
+
+def test_what_else_differs_between_runs_is_noted(tmp_path, capsys):
+    folders = [finished(tmp_path / "a", "torch", gpu="NVIDIA A100"), finished(tmp_path / "b", "fused", gpu=None)]
+    assert report.main([*folders, "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert "differ in gpu.name: NVIDIA A100" in text and report.NO_KERNEL in text
+
+
+@pytest.mark.parametrize("missing", ["torch", "fused"])
+def test_an_impl_without_a_counterpart_is_an_error_that_names_it(tmp_path, capsys, missing):
+    only = finished(tmp_path / "run", "fused" if missing == "torch" else "torch")
+    assert report.main([only, "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no run") and f"norm.impl={missing}" in error and only in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    unfinished = tmp_path / "unfinished"
+    finished(unfinished)
+    (unfinished / "summary.json").unlink()
+    torn = tmp_path / "torn"
+    finished(torn)
+    (torn / "environment.json").write_text("{")
+    for folder, why in (
+        (tmp_path / "nowhere", "is no folder"),
+        (tmp_path / "empty", "no config.yaml"),
+        (unfinished, f"resume={unfinished}"),
+        (torn, "not as train.py writes it"),
+    ):
+        assert report.main([str(folder), "--output", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert str(folder) in error and why in error and "Traceback" not in error
+
+
+def test_report_of_runs_that_were_trained(tmp_path, capsys):
+    overrides = [*corpus(tmp_path), "train.steps=10", "eval.every=0", "logging.every=2", "sample.tokens=0"]
+    for impl in (TORCH, FUSED):
+        train_here([*overrides, f"norm.impl={impl}"], tmp_path / impl)
+    assert report.main([str(tmp_path / TORCH), str(tmp_path / FUSED), "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert report.NO_KERNEL in text
+    difference = re.search(r"fused − torch ([+−][\d.]+) \(seed", text)
+    assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3

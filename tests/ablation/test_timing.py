@@ -1,0 +1,100 @@
+"""The timing protocol: who runs when, on what, and what is made of it."""
+
+import pytest
+import torch
+
+import configs
+from ablation import timing
+from ablation.arms import build
+from ablation.records import AGAIN, FUSED, TORCH, ArmTimes
+from configs.machine import Machine
+from configs.schema import NormImpl
+from training.precision import Precision
+
+CPU = Machine("cpu")
+
+
+def times(*blocks):
+    return ArmTimes([list(block) for block in blocks], 1.0, 1.0, 1.0, None, None)
+
+
+def test_every_cycle_is_an_order_of_all_arms_and_its_reverse():
+    orders = list(timing.schedule(cycles=20, seed=1))
+    assert len(orders) == 20
+    for order in orders:
+        assert sorted(order[:3]) == sorted((TORCH, AGAIN, FUSED))
+        assert list(order[3:]) == list(reversed(order[:3]))
+    assert len({tuple(order) for order in orders}) > 3, "always the same order"
+    assert orders == list(timing.schedule(20, 1)) != list(timing.schedule(20, 2))
+
+
+def test_drift_through_a_cycle_cancels():
+    """Each block is 1 ms slower than the one before it; the arms are equally fast."""
+    order = next(iter(timing.schedule(1, seed=3)))
+    at = {name: [float(i) for i, who in enumerate(order) if who == name] for name in order}
+    found = {name: times(*([10 + when] * 3 for when in at[name])) for name in order}
+    assert timing.compare(found, FUSED).difference_ms.median == 0 == timing.compare(found, AGAIN).difference_ms.median
+
+
+def test_one_slow_step_of_a_block_moves_nothing():
+    found = {TORCH: times([10, 10, 10], [10, 10, 10]), FUSED: times([8, 8, 500], [8, 8, 8])}
+    comparison = timing.compare(found, FUSED)
+    assert comparison.speedup.median == 1.25 and comparison.difference_ms.median == -2
+
+
+@pytest.fixture
+def arms():
+    small = ["model.layers=1", "model.heads=1", "model.width=16", "model.context=8", "train.batch_size=2", "device=cpu"]
+    cfg = configs.load([*small, "ablate.cycles=2", "ablate.block_steps=2", "ablate.warmup_steps=1"], on=CPU)
+    precision = Precision.settle(cfg.train.precision, CPU)
+    return {name: build(name, cfg, NormImpl(name), precision, vocab_size=64) for name in (TORCH, FUSED)}
+
+
+class Batches:
+    """Random tokens, and a note of who asked for which step."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __getitem__(self, step):
+        self.asked.append(step)
+        tokens = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, monkeypatch):
+    begun, taken, real = [], [], timing.run
+
+    def run(arm, batches, steps, *arguments, **named):
+        if len(steps) == 2:
+            begun.append([parameter.detach().clone() for parameter in arm.state.model.parameters()])
+            taken.append((steps.start, arm.name))
+        real(arm, batches, steps, *arguments, **named)
+
+    monkeypatch.setattr(timing, "run", run)
+    told = []
+    found = timing.time_arms(arms, Batches(), told.append)
+    assert [start for start, _ in taken] == [1] * 6 + [3] * 6
+    assert sorted(name for _, name in taken) == [FUSED] * 4 + [TORCH] * 8
+    assert all(all(map(torch.equal, weights, begun[0])) for weights in begun)
+    assert {name: [len(block) for block in arm.blocks_ms] for name, arm in found.items()} == {
+        name: [2] * 4 for name in (TORCH, AGAIN, FUSED)
+    }
+    assert sum(told) == timing.steps_of(cycles=2, block_steps=2, warmup_steps=1)
+    for arm in found.values():
+        assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0
+        assert arm.peak_gb is None and arm.launches is None
+
+
+def test_batches_are_drawn_outside_the_clock(arms):
+    class Slow(Batches):
+        def __getitem__(self, step):
+            assert not self.clock._inside
+            return super().__getitem__(step)
+
+    from training.clock import StepClock
+
+    batches = Slow()
+    batches.clock = StepClock(torch.device("cpu"), warmup=0)
+    timing.run(arms[TORCH], batches, range(3), batches.clock)
+    assert len(batches.clock.steps_ms) == 3

@@ -1,0 +1,108 @@
+"""python ablate.py: what it leaves behind, what it says, how it ends."""
+
+import json
+
+import pytest
+import torch
+
+import ablate
+import model.norm
+from ablation import serialize
+from ablation.records import AGAIN, FUSED, TORCH
+from tests.runs import corpus
+
+SHORT = ["ablate.cycles=2", "ablate.block_steps=2", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return [*corpus(tmp_path_factory.mktemp("corpus")), *SHORT]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder that the program runs in; its run folder, once it has run."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda: next((tmp_path / "runs").iterdir())
+    torch.set_num_threads(threads)
+
+
+def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ran(tiny, here, capsys):
+    assert ablate.main(tiny) == 0
+    folder = here()
+    found = serialize.load(folder)
+    (cell,), (parity,) = found.cells, found.parity
+    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
+    assert parity.holds and parity.seeds == [1, 2]
+    assert not found.kernels and found.command.startswith("python ablate.py data=text")
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    assert "No kernel was measured" in report.splitlines()[0]
+    assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 4 * 2
+    assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in folder.iterdir()}
+    assert "report.md" in capsys.readouterr().out
+
+
+def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
+    swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0,0.1", "ablate.parity_seeds=0"]
+    assert ablate.main([*tiny, *swept]) == 0
+    cells = serialize.load(here()).cells
+    assert [cell.overrides for cell in cells] == [
+        {"norm.kind": kind, "model.dropout": p} for kind in ("layernorm", "rmsnorm") for p in ("0.0", "0.1")
+    ]
+
+
+def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
+    real = model.norm.layer_norm_fn
+    monkeypatch.setattr(model.norm, "layer_norm_fn", lambda *given, **named: real(*given, **{**named, "eps": 1e-2}))
+    assert ablate.main([*tiny, "ablate.cycles=2"]) == 1
+    assert "arity fails" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
+        ("train.compile=true", "Use ablate.compile=true"),
+        ("resume=runs/x", "trains from fresh weights"),
+        ("ablate.cycles=1", "ablate.cycles=1: must be at least 2"),
+        ("ablate.cicles=3", "ablate.cycles"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, tiny, here, tmp_path, capsys):
+    assert ablate.main([*tiny, override]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_lists_its_own_keys(capsys):
+    assert ablate.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "ablate.cycles=10" in text and "train.batch_size" not in text
+
+
+def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch):
+    started = []
+
+    class Run:
+        def __init__(self, **how):
+            self.how, self.summary, self.logged = how, {}, []
+            started.append(self)
+
+        def log(self, values, step):
+            self.logged.append((step, values))
+
+        def finish(self, exit_code):
+            self.exit_code = exit_code
+
+    monkeypatch.setattr("training.tracking.wandb.init", lambda **how: Run(**how))
+    assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline", "logging.tags=[mine]"]) == 0
+    assert {run.how["group"] for run in started} == {here().name}
+    assert [run.how["name"].split("/")[1] for run in started] == ["eager_torch", "eager_torch-again", "eager_fused", "summary"]
+    *arms, summary = started
+    assert all(len(run.logged) == 8 and run.logged[0][1].keys() == {"perf/step_ms"} for run in arms)
+    assert all({"mine", "ablation"} <= set(run.how["tags"]) for run in started)
+    assert {"cells", "speedup", "step_times"} <= {name for _, values in summary.logged for name in values}
+    assert json.dumps(summary.summary["verdicts"])

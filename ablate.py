@@ -31,7 +31,7 @@ from benchmarks.timing import copy_bandwidth, side_stream
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
-from training.environment import environment
+from training.environment import environment, gpu_state
 from training.precision import Precision
 from training.run import claim, relative
 from training.step import training_step
@@ -69,10 +69,13 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
             if cfg.ablate.parity_seeds:
                 progress.now(variant.overrides, "parity")
                 parities.append(parity.parity(cfg, precision, corpus, overrides=variant.overrides, progress=progress.add))
+    facts = environment(device)
+    if facts["gpu"] is not None:
+        facts["gpu"] |= {"at the end": gpu_state(device)}
     found = Ablation(
         cells=cells,
         parity=parities,
-        environment=environment(device),
+        environment=facts,
         command=command,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         kernels=ops.backend_for(device) != "PyTorch reference",

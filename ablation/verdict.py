@@ -3,6 +3,8 @@
 from ablation.records import Comparison
 from ablation.statistics import Interval
 
+NO_KERNEL = "No kernel was measured: fused norms took the CPU reference path, so the figures say nothing about the kernels"
+
 
 def differs(fused: Comparison, control: Comparison) -> bool:
     """Whether fused may be called faster or slower than torch at all.

@@ -39,6 +39,21 @@ def environment(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def gpu_state(device: torch.device) -> dict[str, str]:
+    """Clocks and power as nvidia-smi tells them now, with their units; nothing where it can't be asked."""
+    names = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+    query = [f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *query, *([f"--id=GPU-{uuid}"] if uuid else [])], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    values = done.stdout.strip().split(", ")
+    return dict(zip(names, values, strict=True)) if done.returncode == 0 and len(values) == len(names) else {}
+
+
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Revision, and whether tracked files differ from it; None outside a git repository."""
     revision = _git(folder, "rev-parse", "HEAD")

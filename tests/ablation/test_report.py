@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from ablation import plots, report, serialize
+from ablation import finished, plots, report, serialize
 from ablation.records import AGAIN, FUSED, TORCH, Comparison
 from ablation.statistics import Interval
-from ablation.verdict import differs, verdict_of
+from ablation.verdict import NO_KERNEL, differs, verdict_of
 from tests.ablation import results
 from tests.runs import corpus, train_here
 
@@ -119,9 +119,9 @@ def test_report_has_every_section_and_its_pictures(tmp_path):
 def test_without_kernels_the_first_line_says_so(tmp_path):
     found = results.ablation(overrides=[{}], modes=["eager"], kernels=False)
     text = written(found, tmp_path)
-    assert text.startswith(f"# {report.NO_KERNEL}\n") and report.table(found).startswith(report.NO_KERNEL)
+    assert text.startswith(f"# {NO_KERNEL}\n") and report.table(found).startswith(NO_KERNEL)
     assert "Where the GPU time goes" not in text and "torch.compile" not in text
-    assert report.NO_KERNEL not in written(results.ablation(overrides=[{}], modes=["eager"]), tmp_path)
+    assert NO_KERNEL not in written(results.ablation(overrides=[{}], modes=["eager"]), tmp_path)
 
 
 def test_no_difference_and_broken_parity_are_in_the_first_line(tmp_path):
@@ -178,7 +178,7 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
 # ---- finished training runs ------------------------------------------------------------------------------------------------
 
 
-def finished(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="train:\n  steps: 10\n", gpu="NVIDIA H200"):
+def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="train:\n  steps: 10\n", gpu="NVIDIA H200"):
     """A folder as train.py leaves it."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"norm:\n  impl: {impl}\nseed: {seed}\nlogging:\n  name: {folder.name}\n{config}")
@@ -193,38 +193,38 @@ def finished(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="trai
 
 def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, capsys):
     for seed in (1, 2, 3):
-        finished(tmp_path / f"torch{seed}", "torch", seed, 120.0 + seed, 3.0 + 0.1 * seed)
-        finished(tmp_path / f"fused{seed}", "fused", seed, 100.0, 3.002 + 0.1 * seed)
-    assert report.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+        finished_run(tmp_path / f"torch{seed}", "torch", seed, 120.0 + seed, 3.0 + 0.1 * seed)
+        finished_run(tmp_path / f"fused{seed}", "fused", seed, 100.0, 3.002 + 0.1 * seed)
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert text == (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     first, second = text.splitlines()[:2]
     assert "6 finished runs, unpaired: 1.220 × as fast (range 1.192 to 1.248)" in first and second.startswith("Unpaired")
     difference = "fused − torch 0.00200 (0.00200 to 0.00200), median and 95 % interval, paired over 3 seeds"
     assert difference in " ".join(text.split())
-    assert report.NO_KERNEL not in text
+    assert NO_KERNEL not in text
 
 
 def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
     for size, impl in product((16, 32), ("torch", "fused")):
-        finished(tmp_path / f"{impl}{size}", impl, step_ms=float(size), config=f"train:\n  batch_size: {size}\n")
-    assert report.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+        finished_run(tmp_path / f"{impl}{size}", impl, step_ms=float(size), config=f"train:\n  batch_size: {size}\n")
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
     assert "## train.batch_size=16" in text and "## train.batch_size=32" in text and "+0.00000 (seed 1)" in text
     assert text.count("no difference found, 1.000 × as fast") == 4  # its range contains 1
 
 
 def test_what_else_differs_between_runs_is_noted(tmp_path, capsys):
-    folders = [finished(tmp_path / "a", "torch", gpu="NVIDIA A100"), finished(tmp_path / "b", "fused", gpu=None)]
-    assert report.main([*folders, "--output", str(tmp_path / "out")]) == 0
+    folders = [finished_run(tmp_path / "a", "torch", gpu="NVIDIA A100"), finished_run(tmp_path / "b", "fused", gpu=None)]
+    assert finished.main([*folders, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert "differ in gpu.name: NVIDIA A100" in text and report.NO_KERNEL in text
+    assert "differ in gpu.name: NVIDIA A100" in text and NO_KERNEL in text
 
 
 @pytest.mark.parametrize("missing", ["torch", "fused"])
 def test_an_impl_without_a_counterpart_is_an_error_that_names_it(tmp_path, capsys, missing):
-    only = finished(tmp_path / "run", "fused" if missing == "torch" else "torch")
-    assert report.main([only, "--output", str(tmp_path / "out")]) == 2
+    only = finished_run(tmp_path / "run", "fused" if missing == "torch" else "torch")
+    assert finished.main([only, "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: no run") and f"norm.impl={missing}" in error and only in error
     assert not (tmp_path / "out").exists()
@@ -233,10 +233,10 @@ def test_an_impl_without_a_counterpart_is_an_error_that_names_it(tmp_path, capsy
 def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     unfinished = tmp_path / "unfinished"
-    finished(unfinished)
+    finished_run(unfinished)
     (unfinished / "summary.json").unlink()
     torn = tmp_path / "torn"
-    finished(torn)
+    finished_run(torn)
     (torn / "environment.json").write_text("{")
     for folder, why in (
         (tmp_path / "nowhere", "is no folder"),
@@ -244,7 +244,7 @@ def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, ca
         (unfinished, f"resume={unfinished}"),
         (torn, "not as train.py writes it"),
     ):
-        assert report.main([str(folder), "--output", str(tmp_path / "out")]) == 2
+        assert finished.main([str(folder), "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert str(folder) in error and why in error and "Traceback" not in error
 
@@ -253,8 +253,8 @@ def test_report_of_runs_that_were_trained(tmp_path, capsys):
     overrides = [*corpus(tmp_path), "train.steps=10", "eval.every=0", "logging.every=2", "sample.tokens=0"]
     for impl in (TORCH, FUSED):
         train_here([*overrides, f"norm.impl={impl}"], tmp_path / impl)
-    assert report.main([str(tmp_path / TORCH), str(tmp_path / FUSED), "--output", str(tmp_path / "out")]) == 0
+    assert finished.main([str(tmp_path / TORCH), str(tmp_path / FUSED), "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert report.NO_KERNEL in text
+    assert NO_KERNEL in text
     difference = re.search(r"fused − torch ([+−][\d.]+) \(seed", text)
     assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3

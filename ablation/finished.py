@@ -1,0 +1,219 @@
+"""The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it."""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from omegaconf import OmegaConf
+
+import configs
+from ablation.plots import label
+from ablation.records import FUSED, TORCH
+from ablation.statistics import Interval, paired_difference, spread
+from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
+from ablation.verdict import NO_KERNEL, plain
+from training.plot import read_metrics
+
+# What may differ between runs that are compared: the operator, the seed, and where and how a run is kept.
+FREE = ("norm.impl", "seed", "resume", "logging.", "ablate.", "data.cache_dir")
+MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What train.py left in a folder."""
+
+    folder: Path
+    config: dict[str, Any]  # by dotted name
+    environment: dict[str, Any]  # by dotted name
+    windows_ms: list[float]  # medians of step time between two lines of metrics
+    val_loss: float  # the last one, nats per token
+
+    @property
+    def impl(self) -> str:
+        return self.config["norm.impl"]
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report of finished runs and writes it to --output; returns the exit code, 2 for folders it can't use."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ablation.report",
+        description="Compares finished training runs with norm.impl=torch and norm.impl=fused.",
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run, or a folder of runs (a sweep)")
+    parser.add_argument("--output", type=Path, default=Path("report"), help="the folder for report.md (default: ./report)")
+    arguments = parser.parse_args(argv)
+    try:
+        text = of_runs([read_run(folder) for given in arguments.folders for folder in run_folders(given)])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "report.md").write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 0
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """The folder itself, or the runs in it.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    if (folder / "config.yaml").is_file():
+        return [folder]
+    inside = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if not inside:
+        why = "has no config.yaml, nor has a folder in it" if folder.is_dir() else "is no folder"
+        raise ValueError(f"{folder}: no training run: it {why}. Give folders that train.py wrote, such as runs/….")
+    return inside
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """A run from its files.
+
+    Raises:
+        ValueError: a file is missing or is not what train.py writes.
+    """
+    for name in ("metrics.jsonl", "environment.json", "summary.json"):
+        if not (folder / name).is_file():
+            resume = f" The run did not finish; to go on: python train.py resume={folder}" if name == "summary.json" else ""
+            raise ValueError(f"{folder}: no {name}.{resume}")
+    try:
+        stored = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        config = flat(configs.to_dict(configs.from_dict(stored)))  # type: ignore[arg-type]
+        environment, summary = (
+            json.loads((folder / name).read_text(encoding="utf-8")) for name in ("environment.json", "summary.json")
+        )
+        metrics = read_metrics(folder / "metrics.jsonl")
+        windows = [line["perf/step_ms"] for line in metrics if line.get("perf/step_ms") is not None]
+        return FinishedRun(folder, config, flat(environment), windows, float(summary["final"]["loss"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}: not as train.py writes it: {type(error).__name__}: {error}") from error
+
+
+def of_runs(runs: Sequence[FinishedRun]) -> str:
+    """The report of finished runs, as Markdown.
+
+    Raises:
+        ValueError: runs with only one of the two operators.
+    """
+    runs = list({run.folder.resolve(): run for run in runs}.values())
+    groups = _grouped(runs)
+    found = [(overrides, of, _ratio(of)) for overrides, of in groups]
+    outcomes = [_outcome(ratio) + (f" with {label(overrides)}" if overrides else "") for overrides, _, ratio in found]
+    heading = "; ".join(outcomes) if len(found) <= 2 else f"{len(found)} groups"
+    top = [
+        f"# Fused norms against PyTorch's, from {len(runs)} finished runs, unpaired: {heading}",
+        "Unpaired: whatever else changed from run to run is in these ratios, and no A/A control shows how much that is.  ",
+        "So they have a range and no interval, and prove no speed-up: `python ablate.py` measures in pairs.",
+    ]
+    if any(run.impl == FUSED and run.environment.get("gpu.name") is None for run in runs):
+        top[0] = f"# {NO_KERNEL}"
+        top += [f"Of the reference path: {heading}."]
+    parts = ["\n".join(top), *(_group(overrides, of, ratio) for overrides, of, ratio in found)]
+    notes = _unlike(runs)
+    parts.append(section("Notes", "\n".join(f"- {note}" for note in notes)))
+    parts.append(section("Environment of the first run", environment(runs[0].environment)))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _grouped(runs: Sequence[FinishedRun]) -> list[tuple[dict[str, str], list[FinishedRun]]]:
+    """Runs that differ in nothing but FREE, with the keys and values that set their group apart."""
+    kept = [{key: fact(value) for key, value in run.config.items() if not key.startswith(FREE)} for run in runs]
+    varied = [key for key in dict.fromkeys(chain(*kept)) if len({of.get(key) for of in kept}) > 1]
+    groups: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
+    for run, of in zip(runs, kept, strict=True):
+        groups[tuple(of.get(key, "not set") for key in varied)].append(run)
+    found = []
+    for values, members in groups.items():
+        overrides = dict(zip(varied, values, strict=True))
+        for impl in (TORCH, FUSED):
+            if all(run.impl != impl for run in members):
+                names = ", ".join(str(run.folder) for run in members)
+                which = f" with {label(overrides)}" if overrides else ""
+                raise ValueError(
+                    f"no run{which} has norm.impl={impl}, to compare with {names}. "
+                    "Runs are compared that differ in nothing but norm.impl and seed."
+                )
+        found.append((overrides, members))
+    return found
+
+
+def _ratio(runs: Sequence[FinishedRun]) -> Interval | None:
+    """Torch's step time over that of fused: of the medians of runs, and between the outer tenths of their windows."""
+    torch, fused = ([spread(run.windows_ms) for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED))
+    if not torch or not fused:
+        return None
+    return Interval(
+        median(one.median for one in torch) / median(one.median for one in fused),
+        min(one.p10 for one in torch) / max(one.p90 for one in fused),
+        max(one.p90 for one in torch) / min(one.p10 for one in fused),
+    )
+
+
+def _outcome(ratio: Interval | None) -> str:
+    if ratio is None:
+        return "not timed"
+    words = f"{ratio.median:.3f} × as fast (range {ratio.low:.3f} to {ratio.high:.3f})"
+    return f"no difference found, {words}" if ratio.holds(1) else words
+
+
+def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interval | None) -> str:
+    rows = []
+    for run in sorted(runs, key=lambda run: (run.impl != TORCH, run.seed)):
+        windows = spread(run.windows_ms) if run.windows_ms else None
+        figures = [number(ms) for ms in (windows.median, windows.p10, windows.p90)] if windows else ["–"] * 3
+        rows.append([run.folder.name, run.impl, str(run.seed), *figures, loss(run.val_loss)])
+    header = ["run", "norm.impl", "seed", "step ms", "p10", "p90", "final val loss"]
+    lines = [markdown(header, rows), ""]
+    lines.append(f"- Step time of fused over torch: {_outcome(ratio)}; unpaired.")
+    lines.append(wrapped(f"- {_validation(runs)}"))
+    note = (
+        "Step time: median, p10 and p90 over the windows between two lines of metrics, in ms. The range is from torch's least "
+        "p10 over fused's largest p90 to torch's largest p90 over fused's least p10. Loss in nats per token."
+    )
+    lines += ["", wrapped(note)]
+    return section(capital(label(overrides)), "\n".join(lines))
+
+
+def _validation(runs: Sequence[FinishedRun]) -> str:
+    """Final validation loss of runs with the same seed, hence the same initial weights and batches: those are pairs."""
+    by: dict[str, dict[int, float]] = {TORCH: {}, FUSED: {}}
+    for run in runs:
+        by[run.impl][run.seed] = run.val_loss
+    seeds = sorted(by[TORCH].keys() & by[FUSED].keys())
+    torch, fused = ([by[impl][seed] for seed in seeds] for impl in (TORCH, FUSED))
+    if not seeds:
+        difference = fmean(by[FUSED].values()) - fmean(by[TORCH].values())
+        return f"Final validation loss: fused − torch {signed(difference)}; no seed has both, so this includes their spread."
+    over = f"; standard deviation of torch's over seeds {stdev(torch):.5f}" if len(seeds) > 1 else ""
+    if len(seeds) < 3:
+        each = ", ".join(f"{signed(f - t)} (seed {s})" for s, t, f in zip(seeds, torch, fused, strict=True))
+        return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
+    interval = plain(paired_difference(fused, torch), 5)
+    return f"Final validation loss: fused − torch {interval}, median and 95 % interval, paired over {len(seeds)} seeds{over}."
+
+
+def _unlike(runs: Sequence[FinishedRun]) -> list[str]:
+    """What else could explain a difference."""
+    notes = []
+    for name in MACHINE:
+        values = list(dict.fromkeys(fact(run.environment.get(name)) for run in runs))
+        if len(values) > 1:
+            notes.append(f"The runs differ in {name}: {', '.join(values)}.")
+    resumed = [run.folder.name for run in runs if run.config.get("resume")]
+    if resumed:
+        notes.append(f"Resumed, so timed over a part of their steps: {', '.join(resumed)}.")
+    return notes

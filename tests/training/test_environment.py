@@ -1,0 +1,19 @@
+"""Facts about the machine that a run's numbers depend on."""
+
+import stat
+from types import SimpleNamespace
+
+import torch
+
+from training import environment
+
+
+def test_clocks_and_power_are_asked_of_nvidia_smi_and_missing_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.gpu_state(torch.device("cuda")) == {}
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\ntest "$3" = --id=GPU-1-2 && echo "1980 MHz, 1980 MHz, 3201 MHz, 89.8 W, 700 W, 31"\n')
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    state = environment.gpu_state(torch.device("cuda"))
+    assert state["clocks.sm"] == "1980 MHz" and state["power.limit"] == "700 W" and len(state) == 6

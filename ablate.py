@@ -4,10 +4,9 @@ python ablate.py                                             the default run's m
 python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
-Ends with exit code 1 if parity fails, 2 if the configuration is wrong.
+Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory.
 """
 
-import itertools
 import shlex
 import statistics
 import sys
@@ -25,18 +24,21 @@ from ablation import parity, report, serialize, timing, tracking
 from ablation.arms import Arm, build, check_same
 from ablation.attribution import KernelTime, attribute, launches, norm_bytes, profile_step, shares
 from ablation.progress import Progress
-from ablation.records import AGAIN, FUSED, TORCH, Ablation, Cell, Parity
+from ablation.records import AGAIN, FUSED, TORCH, Ablation, Cell
 from ablation.verdict import verdict_of
-from benchmarks.timing import copy_bandwidth, side_stream
+from benchmarks.timing import copy_bandwidth, free_memory, side_stream
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
+from model import GPT
 from training.environment import environment, gpu_state
 from training.precision import Precision
 from training.run import claim, relative
 from training.step import training_step
 
 EAGER, COMPILED = "eager", "compiled"
+OUT_OF_MEMORY = 3  # exit code
+SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,73 @@ class Variant:
 
 
 def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
-    """Times every variant and compares its losses; leaves the report, its data and its pictures in `folder`."""
-    cells: list[Cell] = []
-    parities: list[Parity] = []
+    """Times every variant and compares its losses.
+
+    `folder` gets the report, its data and its pictures, anew after each cell, so that what was measured stays if a later part
+    fails.
+
+    Raises:
+        ConfigError: the data or the model of some variant refuse what its config asks for; nothing has been measured.
+        torch.OutOfMemoryError: a model did not fit; the report so far says so.
+    """
     configs.save(variants[0].cfg, folder / "config.yaml")
     device = torch.device(machine.inspect(variants[0].cfg.device).device)
-    with Progress(sum(steps_of(variant, device) for variant in variants)) as progress:
-        for variant in variants:
-            cfg = variant.cfg
-            precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
-            with command_line.as_config_errors():
-                corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-            for mode in variant.modes(device):
-                progress.now(variant.overrides, mode)
-                cells.append(measure(variant, mode, precision, corpus, progress))
-            if cfg.ablate.parity_seeds:
-                progress.now(variant.overrides, "parity")
-                parities.append(parity.parity(cfg, precision, corpus, overrides=variant.overrides, progress=progress.add))
-    facts = environment(device)
-    if facts["gpu"] is not None:
-        facts["gpu"] |= {"at the end": gpu_state(device)}
     found = Ablation(
-        cells=cells,
-        parity=parities,
-        environment=facts,
+        cells=[],
+        parity=[],
+        environment=environment(device),
         command=command,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         kernels=ops.backend_for(device) != "PyTorch reference",
+        notes=[SWEPT] if len(variants) > 1 else [],
     )
+    with Progress(sum(steps_of(variant, device) for variant in variants)) as progress:
+        corpora = [corpus_of(variant.cfg) for variant in variants]  # before anything is measured
+        try:
+            for variant, corpus in zip(variants, corpora, strict=True):
+                cfg = variant.cfg
+                precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+                if (size := described(cfg, corpus, precision)) not in found.notes:
+                    found.notes.append(size)
+                for mode in variant.modes(device):
+                    progress.now(variant.overrides, mode)
+                    free_memory(device)
+                    found.cells.append(measure(variant, mode, precision, corpus, progress))
+                    if found.environment["gpu"] is not None:
+                        found.environment["gpu"]["after the last timed cell"] = gpu_state(device)
+                    keep(found, folder)
+                if cfg.ablate.parity_seeds:
+                    progress.now(variant.overrides, "parity")
+                    free_memory(device)
+                    found.parity.append(
+                        parity.parity(cfg, precision, corpus, overrides=variant.overrides, progress=progress.add)
+                    )
+                    keep(found, folder)
+        except torch.OutOfMemoryError:
+            found.notes.append("Out of memory: what is missing below was not measured.")
+            keep(found, folder)
+            raise
+    return found
+
+
+def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
+    """What a step is made of: the smaller the vocabulary and the batch, the more the norms weigh."""
+    with torch.device("meta"), command_line.as_config_errors():
+        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+    return (
+        f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
+        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
+    )
+
+
+def keep(found: Ablation, folder: Path) -> None:
     serialize.save(found, folder)
     report.write(found, folder)
-    return found
+
+
+def corpus_of(cfg: Config) -> Corpus:
+    with command_line.as_config_errors():
+        return load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
 
 def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
@@ -95,10 +133,10 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
     times = timing.time_arms(arms, batches, progress.add)
     fused, control = timing.compare(times, FUSED), timing.compare(times, AGAIN)
     attribution = None
-    if precision.device.type == "cuda":
+    if on_gpu(precision.device):
         kernels = {name: profiled(arm, batches, mode) for name, arm in arms.items()}
         counts = {name: launches(found) for name, found in kernels.items()}
-        times = {name: replace(of, launches=counts[TORCH if name == AGAIN else name]) for name, of in times.items()}
+        times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
         torch_ms = statistics.median(timing.per_cycle(times[TORCH]))
         attribution = attribute(
             shares(kernels[TORCH]),
@@ -130,6 +168,10 @@ def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
     return profile_step(one, arm.precision.device, arm.state.model if mode == EAGER else None)
 
 
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 @cache
 def copy_gb_per_s(device: torch.device) -> float:
     """The card's own copy bandwidth, measured once in this process."""
@@ -142,7 +184,7 @@ def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -
     with command_line.as_config_errors():
         return {
             name: build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled)
-            for name, impl in ((TORCH, NormImpl.torch), (FUSED, NormImpl.fused))
+            for name, impl in ((TORCH, NormImpl.torch), (AGAIN, NormImpl.torch), (FUSED, NormImpl.fused))
         }
 
 
@@ -160,9 +202,11 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     """
     found = []
     swept = {o.get_key_element() for o in configs.parse(arguments) if o.is_sweep_override()}
-    for job in itertools.islice(command_line.jobs(arguments, sweep=True), 64):
-        cfg = configs.compose_only(job)
+    for job in command_line.jobs(arguments, sweep=True):
         rules.check_ablation(job)
+        cfg = configs.compose_only(job)
+        # As the arms will have it, whatever the config says.
+        cfg.norm.impl, cfg.train.compile = NormImpl.fused, bool(cfg.ablate.compile)
         rules.check(cfg, machine.inspect(cfg.device))
         pairs = (override.partition("=")[::2] for override in job)
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
@@ -181,11 +225,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
         return command_line.refuse(error)
+    except torch.OutOfMemoryError as error:
+        hint = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
+        print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)
+        return OUT_OF_MEMORY
     except KeyboardInterrupt:
         return 130
-    tracking.log(found, variants[0].cfg, folder)
     print(report.table(found))
     print(f"report: {relative(folder)}/report.md", flush=True)
+    try:
+        tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder)
+    except Exception as error:  # the report is there
+        print(f"W&B got nothing: {type(error).__name__}: {error}", file=sys.stderr)
     return 0 if all(one.holds for one in found.parity) else 1
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from configs import Config
+from configs import Config, to_dict
 from configs.schema import DropoutMasks, NormImpl
 from model import GPT
 from training.checkpoint import TrainState
@@ -64,13 +64,31 @@ def check_same(arms: Sequence[Arm]) -> None:
     first, *others = arms
     for other in others:
         pair = f"{first.name} and {other.name}"
-        modules, theirs = ([(name, type(m)) for name, m in arm.state.model.named_modules()] for arm in (first, other))
-        assert modules == theirs, f"{pair} have different modules"
-        mine, yours = (dict(arm.state.model.named_parameters()) for arm in (first, other))
-        assert mine.keys() == yours.keys(), f"{pair} have different parameters"
-        for name, parameter in mine.items():
-            assert parameter.dtype == yours[name].dtype and torch.equal(parameter, yours[name]), f"{pair}: {name} differs"
-        assert _groups(first) == _groups(other), f"{pair} have different optimizer groups"
+        for what, of in (("configs", _config), ("modules", _modules), ("optimizer groups", _groups)):
+            if of(first) != of(other):
+                raise AssertionError(f"{pair} have different {what}")
+        for kind in ("named_parameters", "named_buffers"):
+            mine, yours = (dict(getattr(arm.state.model, kind)()) for arm in (first, other))
+            if mine.keys() != yours.keys():
+                raise AssertionError(f"{pair} have different {kind.removeprefix('named_')}")
+            for name, tensor in mine.items():
+                if tensor.dtype != yours[name].dtype or not torch.equal(tensor, yours[name]):
+                    raise AssertionError(f"{pair}: {name} differs")
+
+
+def _config(arm: Arm) -> dict:
+    plain = to_dict(arm.cfg)
+    del plain["norm"]["impl"]
+    return plain
+
+
+def _modules(arm: Arm) -> list[tuple]:
+    """Names, classes and every plain setting, training or evaluation among them; but for the operator of a norm site."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [
+        (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
+        for name, module in arm.state.model.named_modules()
+    ]
 
 
 def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
@@ -82,15 +100,18 @@ def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
 
 
 class Snapshot:
-    """Weights and optimizer state of an arm, to be put into it or another one in place: what compiled code points to stays."""
+    """Weights, optimizer state and loss scale of an arm, to be put into it or another one in place: what compiled code points
+    to stays."""
 
     def __init__(self, arm: Arm) -> None:
         self._kept = [tensor.detach().clone() for tensor in _tensors(arm)]
+        self._scale = arm.state.scaler.state_dict()  # empty but in fp16
 
     @torch.no_grad()
     def restore(self, arm: Arm) -> None:
-        for live, kept in zip(_tensors(arm), self._kept, strict=True):
-            live.copy_(kept)
+        torch._foreach_copy_(_tensors(arm), self._kept)
+        if self._scale:
+            arm.state.scaler.load_state_dict(self._scale)
 
     @staticmethod
     def bytes_of(arm: Arm) -> int:

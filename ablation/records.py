@@ -22,7 +22,7 @@ class ArmTimes:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm with `torch`; pairs are neighbouring blocks."""
+    """An arm with `torch`; a pair is a cycle, of each the mean of its two blocks."""
 
     difference_ms: Interval  # arm − torch, below 0 where the arm is faster
     speedup: Interval  # torch / arm, above 1 where the arm is faster

@@ -2,16 +2,20 @@
 
 A cycle gives every arm two blocks, in a random order and then in its reverse (ABBA): what drifts evenly through a cycle adds
 the same to all of them. Each block begins with the same weights and the same optimizer state, and takes the batches that the
-other arms take in that cycle. PyTorch's arm runs twice, under two names: what the two seem to differ by is what the protocol
-makes of no difference.
+other arms take in that cycle. A first cycle brings clocks and caches to where they stay, and is not counted. There are two arms
+with PyTorch's norms: what they seem to differ by is what the protocol makes of no difference.
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
 the state back and reading the events are outside.
 """
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean, median
+
+import torch
 
 from ablation.arms import Arm, Snapshot
 from ablation.records import AGAIN, FUSED, TORCH, ArmTimes, Comparison
@@ -25,7 +29,7 @@ LINEUP = (TORCH, AGAIN, FUSED)
 
 
 def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int], None]) -> dict[str, ArmTimes]:
-    """Times of `torch`, `torch again` and `fused`, from arms named torch and fused that have not taken a step.
+    """Times of the arms `torch`, `torch again` and `fused`, which have not taken a step.
 
     Args:
         progress: told after every so many steps.
@@ -39,21 +43,24 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int
 
     blocks: dict[str, list[list[float]]] = {name: [] for name in LINEUP}
     peaks: dict[str, list[float]] = {name: [] for name in LINEUP}
-    for cycle, order in enumerate(schedule(plan.cycles, cfg.seed)):
-        first = plan.warmup_steps + cycle * plan.block_steps
-        for name in order:
-            arm = arms[TORCH if name == AGAIN else name]
-            start.restore(arm)
-            clock = StepClock(device, warmup=0)
-            run(arm, batches, range(first, first + plan.block_steps), clock)
-            blocks[name].append(list(clock.steps_ms))
-            if clock.peak_gb is not None:
-                peaks[name].append(clock.peak_gb)
-            progress(plan.block_steps)
+    with collection_paused():
+        for cycle, order in enumerate(schedule(1 + plan.cycles, cfg.seed)):
+            first = plan.warmup_steps + cycle * plan.block_steps
+            for name in order:
+                start.restore(arms[name])
+                clock = StepClock(device, warmup=0)
+                before = allocated(device)
+                run(arms[name], batches, range(first, first + plan.block_steps), clock)
+                if cycle > 0:
+                    blocks[name].append(list(clock.steps_ms))
+                    # Whatever else is held, other arms above all, is not this one's.
+                    own = Snapshot.bytes_of(arms[name]) / 2**30
+                    peaks[name] += [] if clock.peak_gb is None else [clock.peak_gb - before + own]
+                progress(plan.block_steps)
 
     found = {}
     for name in LINEUP:
-        arm = arms[TORCH if name == AGAIN else name]
+        arm = arms[name]
         start.restore(arm)
         parts = PartClock(device)
         run(arm, batches, range(plan.warmup_steps, plan.warmup_steps + SPLIT_STEPS), parts=parts)
@@ -64,7 +71,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int
             forward_ms=split["forward"],
             backward_ms=split["backward"],
             optimizer_ms=split["optimizer"],
-            peak_gb=max(peaks[name]) - others_gb(arms, arm) if peaks[name] else None,
+            peak_gb=max(peaks[name], default=None),
             launches=None,  # a profiler would tell
         )
     return found
@@ -72,7 +79,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int
 
 def steps_of(cycles: int, block_steps: int, warmup_steps: int) -> int:
     """All the steps that time_arms takes."""
-    return 2 * warmup_steps + len(LINEUP) * (2 * cycles * block_steps + SPLIT_STEPS)
+    return len(LINEUP) * (warmup_steps + 2 * (1 + cycles) * block_steps + SPLIT_STEPS)
 
 
 def schedule(cycles: int, seed: int) -> Iterator[Sequence[str]]:
@@ -111,7 +118,17 @@ def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None
             training_step(*arguments)
 
 
-def others_gb(arms: Mapping[str, Arm], arm: Arm) -> float:
-    """What the weights and optimizer states of the other arms, and the snapshot, hold while this one runs; GiB."""
-    held = sum(Snapshot.bytes_of(other) for other in arms.values() if other is not arm) + Snapshot.bytes_of(arm)
-    return held / 2**30
+def allocated(device: torch.device) -> float:
+    """GiB of tensors on a GPU."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Python collects its garbage before, not inside a step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,19 +1,27 @@
 """The ablation in W&B: one group, a run for each arm of each cell, and a run with the summary and the plots."""
 
+import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import configs
-from ablation.records import Ablation, Cell
+from ablation.records import FUSED, Ablation, Cell
 from configs import Config
+from configs.schema import NormImpl
 from training.tracking import Tracker, settle_mode
 
 
-def log(found: Ablation, cfg: Config, folder: Path) -> None:
-    """Nothing where logging.wandb=disabled."""
+def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None:
+    """Nothing where logging.wandb=disabled.
+
+    Args:
+        variants: the configs by the items of their cells' overrides.
+    """
+    cfg = next(iter(variants.values()))
     mode, _ = settle_mode(cfg.logging)
     group = cfg.logging.group or folder.name
 
-    def tracker(name: str, tags: list[str], facts: dict) -> Tracker:
+    def tracker(name: str, tags: list[str], cfg: Config) -> Tracker:
         return Tracker(
             mode,
             cfg.logging.without_key,
@@ -22,17 +30,19 @@ def log(found: Ablation, cfg: Config, folder: Path) -> None:
             group=group,
             name=f"{group}/{name}",
             tags=[*cfg.logging.tags, "ablation", *tags],
-            config=configs.to_dict(cfg) | facts,
+            config=configs.to_dict(cfg),
         )
 
     for cell in found.cells:
         for arm, times in cell.arms.items():
-            facts = {"ablation": {"arm": arm, "mode": cell.mode, **cell.overrides}}
-            run = tracker("_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]), [arm, cell.mode], facts)
+            own = copy.deepcopy(variants[tuple(cell.overrides.items())])
+            own.norm.impl = NormImpl.fused if arm == FUSED else NormImpl.torch
+            own.train.compile = cell.mode == "compiled"
+            run = tracker("_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]), [arm, cell.mode], own)
             for step, ms in enumerate(ms for block in times.blocks_ms for ms in block):
                 run.log({"perf/step_ms": ms}, step)
             run.finish(0)
-    summary = tracker("summary", ["summary"], {})
+    summary = tracker("summary", ["summary"], cfg)
     summary.summarise({"verdicts": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]})
     summary.log_table("cells", ["cell", "speed-up", "low", "high", "A/A low", "A/A high"], [row(cell) for cell in found.cells])
     for picture in sorted(folder.glob("*.png")):

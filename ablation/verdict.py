@@ -19,6 +19,8 @@ def differs(fused: Comparison, control: Comparison) -> bool:
 
 def verdict_of(fused: Comparison, control: Comparison) -> str:
     """One sentence, without the full stop: faster, slower, or no difference found and why."""
+    if fused.speedup.median != fused.speedup.median:
+        return "no verdict: the step times are no numbers"
     speedup, unchanged = times(fused.speedup), f"A/A {plain(control.speedup)}"
     if not differs(fused, control):
         why = "its interval contains 1" if fused.speedup.holds(1) else "A/A shows as much"

@@ -11,7 +11,7 @@ from ablation import serialize
 from ablation.records import AGAIN, FUSED, TORCH
 from tests.runs import corpus
 
-SHORT = ["ablate.cycles=2", "ablate.block_steps=2", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
+SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     report = (folder / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0]
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
-    assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 4 * 2
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in folder.iterdir()}
     assert "report.md" in capsys.readouterr().out
 
@@ -57,7 +57,7 @@ def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
 def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
     real = model.norm.layer_norm_fn
     monkeypatch.setattr(model.norm, "layer_norm_fn", lambda *given, **named: real(*given, **{**named, "eps": 1e-2}))
-    assert ablate.main([*tiny, "ablate.cycles=2"]) == 1
+    assert ablate.main(tiny) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "Parity FAILS" in said
 
@@ -68,7 +68,7 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("resume=runs/x", "trains from fresh weights"),
-        ("ablate.cycles=1", "ablate.cycles=1: must be at least 2"),
+        ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),
     ],
 )
@@ -76,6 +76,33 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert ablate.main([*tiny, override]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch, capsys):
+    def parity(*given, **named):
+        raise torch.OutOfMemoryError("tried to allocate 100 GiB")
+
+    monkeypatch.setattr(ablate.parity, "parity", parity)
+    assert ablate.main(tiny) == ablate.OUT_OF_MEMORY
+    assert "ablate.parity_seeds=0" in capsys.readouterr().err
+    assert len(serialize.load(here()).cells) == 1
+    assert "Out of memory" in (here() / "report.md").read_text(encoding="utf-8")
+
+
+def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
+    """The branch that only CUDA takes, with the profiler played by the test: torch launches 7 kernels, fused 3."""
+    cfg = ablate.variants_of(tiny)[0].cfg
+    variant = ablate.Variant(cfg, {})
+    corpus_ = ablate.corpus_of(cfg)
+    precision = ablate.Precision.settle(cfg.train.precision, ablate.machine.inspect(cfg.device))
+    kernel = ablate.KernelTime
+    monkeypatch.setattr(ablate, "profiled", lambda arm, *_: [kernel("gemm", 5.0, 7.0 if "torch" in arm.name else 3.0)])
+    monkeypatch.setattr(ablate, "copy_gb_per_s", lambda device: 4000.0)
+    monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
+    with ablate.Progress(1) as progress:
+        cell = ablate.measure(variant, "eager", precision, corpus_, progress)
+    assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
+    assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
 
 
 def test_help_lists_its_own_keys(capsys):
@@ -103,7 +130,8 @@ def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, mo
     assert {run.how["group"] for run in started} == {here().name}
     assert [run.how["name"].split("/")[1] for run in started] == ["eager_torch", "eager_torch-again", "eager_fused", "summary"]
     *arms, summary = started
-    assert all(len(run.logged) == 8 and run.logged[0][1].keys() == {"perf/step_ms"} for run in arms)
+    assert [run.how["config"]["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
+    assert all(len(run.logged) == 12 and run.logged[0][1].keys() == {"perf/step_ms"} for run in arms)
     assert all({"mine", "ablation"} <= set(run.how["tags"]) for run in started)
     assert {"cells", "speedup", "step_times"} <= {name for _, values in summary.logged for name in values}
     assert json.dumps(summary.summary["verdicts"])

@@ -46,8 +46,13 @@ def test_two_implementations_begin_with_the_same_everything(pair):
         (lambda arm: arm.state.optimizer.param_groups[0].update(weight_decay=0.5), "optimizer groups"),
         (lambda arm: arm.state.model.register_parameter("extra", torch.nn.Parameter(torch.ones(1))), "different parameters"),
         (lambda arm: arm.state.model.add_module("extra", torch.nn.Identity()), "different modules"),
+        (lambda arm: setattr(arm.state.model.final_norm, "eps", 1e-3), "different modules"),
+        (lambda arm: setattr(arm.state.model.blocks[0].attention, "dropout", 0.9), "different modules"),
+        (lambda arm: arm.state.model.eval(), "different modules"),
+        (lambda arm: arm.state.model.register_buffer("extra", torch.ones(1)), "different buffers"),
+        (lambda arm: setattr(arm.cfg.optim, "lr", 0.5), "different configs"),
     ],
-    ids=["value", "group", "parameter", "module"],
+    ids=["value", "group", "parameter", "module", "eps", "attention dropout", "evaluation", "buffer", "learning rate"],
 )
 def test_any_other_difference_is_found(pair, spoil, message):
     spoil(pair[1])

@@ -1,5 +1,6 @@
 """The timing protocol: who runs when, on what, and what is made of it."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ import configs
 from ablation import timing
 from ablation.arms import build
 from ablation.records import AGAIN, FUSED, TORCH, ArmTimes
+from ablation.verdict import differs
 from configs.machine import Machine
 from configs.schema import NormImpl
 from training.precision import Precision
@@ -45,9 +47,10 @@ def test_one_slow_step_of_a_block_moves_nothing():
 @pytest.fixture
 def arms():
     small = ["model.layers=1", "model.heads=1", "model.width=16", "model.context=8", "train.batch_size=2", "device=cpu"]
-    cfg = configs.load([*small, "ablate.cycles=2", "ablate.block_steps=2", "ablate.warmup_steps=1"], on=CPU)
+    cfg = configs.load([*small, "ablate.cycles=6", "ablate.block_steps=2", "ablate.warmup_steps=1"], on=CPU)
     precision = Precision.settle(cfg.train.precision, CPU)
-    return {name: build(name, cfg, NormImpl(name), precision, vocab_size=64) for name in (TORCH, FUSED)}
+    impls = {TORCH: NormImpl.torch, AGAIN: NormImpl.torch, FUSED: NormImpl.fused}
+    return {name: build(name, cfg, impl, precision, vocab_size=64) for name, impl in impls.items()}
 
 
 class Batches:
@@ -74,16 +77,33 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
     monkeypatch.setattr(timing, "run", run)
     told = []
     found = timing.time_arms(arms, Batches(), told.append)
-    assert [start for start, _ in taken] == [1] * 6 + [3] * 6
-    assert sorted(name for _, name in taken) == [FUSED] * 4 + [TORCH] * 8
+    assert [start for start, _ in taken] == [1 + 2 * cycle for cycle in range(7) for _ in range(6)]
+    assert sorted(name for _, name in taken) == [FUSED] * 14 + [TORCH] * 14 + [AGAIN] * 14
     assert all(all(map(torch.equal, weights, begun[0])) for weights in begun)
     assert {name: [len(block) for block in arm.blocks_ms] for name, arm in found.items()} == {
-        name: [2] * 4 for name in (TORCH, AGAIN, FUSED)
+        name: [2] * 12
+        for name in (TORCH, AGAIN, FUSED)  # without those of the first cycle
     }
-    assert sum(told) == timing.steps_of(cycles=2, block_steps=2, warmup_steps=1)
+    assert sum(told) == timing.steps_of(cycles=6, block_steps=2, warmup_steps=1)
     for arm in found.values():
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0
         assert arm.peak_gb is None and arm.launches is None
+
+
+def test_equal_arms_are_seldom_called_different():
+    """Steps of 10 ms that vary by 5 %: of 200 ablations at the default number of cycles, few claim a difference."""
+    draw, claims = np.random.default_rng(0), 0
+    for _ in range(200):
+        found = {name: times(*draw.normal(10, 0.5, (20, 5))) for name in (TORCH, AGAIN, FUSED)}
+        claims += differs(timing.compare(found, FUSED), timing.compare(found, AGAIN))
+    assert claims <= 10
+
+
+def test_a_real_difference_is_found():
+    draw = np.random.default_rng(1)
+    found = {name: times(*draw.normal(ms, 0.1, (20, 5))) for name, ms in ((TORCH, 10), (AGAIN, 10), (FUSED, 9))}
+    fused, control = timing.compare(found, FUSED), timing.compare(found, AGAIN)
+    assert differs(fused, control) and fused.speedup.median == pytest.approx(10 / 9, abs=0.01)
 
 
 def test_batches_are_drawn_outside_the_clock(arms):

@@ -56,17 +56,28 @@ def build(
 
 
 def check_same(arms: Sequence[Arm]) -> None:
-    """That the arms differ in what runs at their norm sites and in nothing else: modules, parameters, initial values, groups.
+    """That the arms differ in what runs at their norm sites and in nothing else: configs, modules, initial values, groups.
 
     Raises:
         AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
     """
     first, *others = arms
     for other in others:
-        pair = f"{first.name} and {other.name}"
         for what, of in (("configs", _config), ("modules", _modules), ("optimizer groups", _groups)):
             if of(first) != of(other):
-                raise AssertionError(f"{pair} have different {what}")
+                raise AssertionError(f"{first.name} and {other.name} have different {what}")
+    check_same_weights(arms)
+
+
+def check_same_weights(arms: Sequence[Arm]) -> None:
+    """That parameters and buffers have the same names, dtypes and values.
+
+    Raises:
+        AssertionError: they don't.
+    """
+    first, *others = arms
+    for other in others:
+        pair = f"{first.name} and {other.name}"
         for kind in ("named_parameters", "named_buffers"):
             mine, yours = (dict(getattr(arm.state.model, kind)()) for arm in (first, other))
             if mine.keys() != yours.keys():

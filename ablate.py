@@ -103,26 +103,6 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     return found
 
 
-def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
-    """What a step is made of: the smaller the vocabulary and the batch, the more the norms weigh."""
-    with torch.device("meta"), command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
-    return (
-        f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
-        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
-    )
-
-
-def keep(found: Ablation, folder: Path) -> None:
-    serialize.save(found, folder)
-    report.write(found, folder)
-
-
-def corpus_of(cfg: Config) -> Corpus:
-    with command_line.as_config_errors():
-        return load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-
-
 def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
     """The cell of a variant, eager or compiled."""
     cfg = variant.cfg
@@ -177,6 +157,26 @@ def copy_gb_per_s(device: torch.device) -> float:
     """The card's own copy bandwidth, measured once in this process."""
     with side_stream(device):
         return copy_bandwidth(device)
+
+
+def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
+    """What a step is made of: the smaller the vocabulary and the batch, the more the norms weigh."""
+    with torch.device("meta"), command_line.as_config_errors():
+        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+    return (
+        f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
+        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
+    )
+
+
+def keep(found: Ablation, folder: Path) -> None:
+    serialize.save(found, folder)
+    report.write(found, folder)
+
+
+def corpus_of(cfg: Config) -> Corpus:
+    with command_line.as_config_errors():
+        return load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
 
 def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -> dict[str, Arm]:

@@ -160,7 +160,7 @@ def _comparisons(cells: Sequence[Cell]) -> str:
         return ""
     verdicts = "\n".join(wrapped(f"- {label(cell.overrides, cell.mode)}: {cell.verdict}.") for cell in cells)
     rule = (
-        "The A/A control is torch's arm under a second name in the same schedule: what the protocol makes of no difference. "
+        "The A/A control is a second arm with torch's norms in the same schedule: what the protocol makes of no difference. "
         "No speed-up and no slow-down is claimed where the interval of fused contains 1, or where it is no further from 1 than "
         "the far end of A/A's interval."
     )

@@ -197,7 +197,7 @@ class LoggingConfig:
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = 10  # of the timed blocks: in each, every arm has two, in some order and then in its reverse
+    cycles: int = 10  # of timed blocks, after one uncounted: every arm has two in each, in some order and in its reverse
     block_steps: int = 5  # optimizer steps in a block
     warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
     compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone

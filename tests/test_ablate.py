@@ -105,6 +105,21 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
 
 
+@pytest.mark.parametrize(
+    ("override", "device", "modes"),
+    [
+        ("null", "cpu", ["eager"]),
+        ("null", "cuda", ["eager", "compiled"]),
+        ("true", "cpu", ["eager", "compiled"]),
+        ("false", "cuda", ["eager"]),
+    ],
+)
+def test_ablate_compile_chooses_the_cells(override, device, modes, tiny, monkeypatch):
+    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cpu"))  # with a C++ compiler
+    (variant,) = ablate.variants_of([*tiny, f"ablate.compile={override}"])
+    assert variant.modes(torch.device(device)) == modes
+
+
 def test_help_lists_its_own_keys(capsys):
     assert ablate.main(["--help"]) == 0
     text = capsys.readouterr().out

@@ -111,7 +111,7 @@ def measure_shape(
             contender(name, function, shape.case, setting, direction, sets, shape.case.name in PROVIDERS[name].overwrites_dy)
             for name, function in functions.items()
         ]
-        outcomes = timing.measure(contenders, device, rounds=rounds)
+        outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=True)
         del contenders, sets
         timing.free_memory(device)
         cell = cell_of(shape, setting, direction)

@@ -4,6 +4,9 @@ On a GPU each contender is captured into a CUDA graph that calls it once on ever
 and no set is still in L2 when its turn comes again. Outputs stay alive until the capture ends: they rotate too. Contenders then
 take turns, in an order shuffled every round; a sample is the time of one call in one round.
 
+Where in memory a kernel's tensors lie moves its time by up to 6 % at some widths. So a comparison can capture anew for every
+round, with all outputs elsewhere: then intervals hold for any place, not for the one that the allocator happened to give.
+
 Without a GPU the same calls are timed by a clock; that is for trying the programs, not for numbers.
 """
 
@@ -11,8 +14,8 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,33 +40,44 @@ class Outcome:
 
 
 def measure(
-    contenders: Sequence[Contender], device: torch.device, *, rounds: int = 25, round_ms: float = 2.0, seed: int = 0
+    contenders: Sequence[Contender],
+    device: torch.device,
+    *,
+    rounds: int = 25,
+    round_ms: float = 2.0,
+    move_outputs: bool = False,
+    seed: int = 0,
 ) -> dict[str, Outcome]:
     """Times the contenders against each other.
 
     Args:
         round_ms: a contender's turn lasts about this long, at least one pass over all sets of inputs.
-        seed: of the order in which they take turns.
+        move_outputs: put the outputs of all contenders elsewhere in memory for each round.
+        seed: of the order in which they take turns, and of the places in memory.
     """
     timer = _GraphTimer(device) if device.type == "cuda" else _ClockTimer()
     outcomes = {contender.name: Outcome() for contender in contenders}
     befores = {contender.name: contender.before for contender in contenders}
-    passes: dict[str, Any] = {}
+    # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
     held: dict[str, Sequence[Call]] = {}
+    passes: dict[str, Any] = {}
     try:
         for contender in contenders:
             try:
-                # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
-                passes[contender.name], held[contender.name] = _prepared(contender, timer)
+                held[contender.name], passes[contender.name] = _prepared(contender, timer)
             except Exception as error:  # a library's failure is a result, not the end of the sweep
                 outcomes[contender.name].error = describe(error)
         repeats = {
             name: max(1, math.ceil(round_ms / max(timer.time_ms(prepared, 1), 1e-6))) for name, prepared in passes.items()
         }
-        order = list(passes)
-        shuffle = random.Random(seed).shuffle
+        order, draw = list(passes), random.Random(seed)
         for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
-            shuffle(order)
+            if move_outputs:
+                timer.release(passes)
+                with timer.aside(draw.randrange(1, 256)):
+                    for name in order:
+                        passes[name] = timer.prepare(held[name])
+            draw.shuffle(order)
             for name in order:
                 if (before := befores[name]) is not None:
                     before()
@@ -119,10 +133,12 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _prepared(contender: Contender, timer: Any) -> tuple[Any, Sequence[Call]]:
+def _prepared(contender: Contender, timer: Any) -> tuple[Sequence[Call], Any]:
     """A function of its own, so that after a failure nothing holds on to the contender's tensors."""
     calls = contender.build()
-    return timer.prepare(calls), calls
+    for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
+        call()
+    return calls, timer.prepare(calls)
 
 
 class _GraphTimer:
@@ -130,9 +146,15 @@ class _GraphTimer:
         self.device = device
         self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
 
+    @contextmanager
+    def aside(self, pages: int) -> Iterator[None]:
+        """What is captured meanwhile gets memory behind so many pages of 2 MiB that nobody else uses."""
+        torch.cuda.empty_cache()  # the places that the last graphs had
+        taken = torch.empty(pages << 21, dtype=torch.uint8, device=self.device)
+        yield
+        del taken
+
     def prepare(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-        for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
-            call()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
@@ -156,12 +178,15 @@ class _GraphTimer:
         for graph in graphs.values():
             graph.reset()
         graphs.clear()
+        self._pool = None
 
 
 class _ClockTimer:
+    @contextmanager
+    def aside(self, pages: int) -> Iterator[None]:
+        yield
+
     def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:
-        for call in calls:
-            call()
         return calls
 
     def time_ms(self, calls: Sequence[Call], repeats: int) -> float:

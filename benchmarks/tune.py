@@ -108,8 +108,9 @@ def fastest(cell: Cell, tiles: list[Tile], device: torch.device, copy: float) ->
     least = minimum_bytes(case, cell.direction, rows, cell.width, residual_bytes=residual_bytes)
     sets = make_inputs(case, cell.setting, rows, cell.width, rotating_sets(least, device, at_most=16), device)
     times: dict[Tile, float] = {}
-    for rounds, round_ms in ((5, 0.3), (21, 1.0)):
-        outcomes = measure([_contender(cell, tile, sets) for tile in tiles], device, rounds=rounds, round_ms=round_ms)
+    for rounds, round_ms, move_outputs in ((5, 0.3, False), (11, 0.7, True)):
+        contenders = [_contender(cell, tile, sets) for tile in tiles]
+        outcomes = measure(contenders, device, rounds=rounds, round_ms=round_ms, move_outputs=move_outputs)
         times = {tile: median(outcomes[str(tile)].us) for tile in tiles if outcomes[str(tile)].us}
         tiles = sorted(times, key=lambda tile: times[tile])[:5]
     del sets

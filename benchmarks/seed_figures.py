@@ -103,7 +103,8 @@ def norms_records(figure: str, rows: int, width: int, names: Sequence[str], devi
         assert function is not None, f"{name} offers LayerNorm"
         return calls(function, sets)
 
-    outcomes = timing.measure([Contender(name, partial(build, name)) for name in names], device, rounds=rounds, move_outputs=True)
+    contenders = [Contender(name, partial(build, name)) for name in names]
+    outcomes = timing.measure(contenders, device, rounds=rounds, move_outputs=True)
     cell: Record = {"figure": figure, "M": rows, "N": width, "dtype": "fp16"}
     records = [{**cell, "provider": name, **record_of(o, outcomes.get("ours"))} for name, o in outcomes.items()]
     for record in records:
@@ -134,7 +135,8 @@ def dropout_records(rows: int, width: int, names: Sequence[str], device: torch.d
         kept[name] = kept_bytes(function, x, device)
         return [partial(lambda x, dy: torch.autograd.grad(function(x), x, dy), x, dy) for x, dy in sets]
 
-    outcomes = timing.measure([Contender(name, partial(build, name)) for name in names], device, rounds=rounds, move_outputs=True)
+    contenders = [Contender(name, partial(build, name)) for name in names]
+    outcomes = timing.measure(contenders, device, rounds=rounds, move_outputs=True)
     cell: Record = {"figure": "d", "M": rows, "N": width, "dtype": "bf16"}
     return [
         {**cell, "provider": name, **record_of(o, outcomes.get("ours")), "kept": kept.get(name)} for name, o in outcomes.items()

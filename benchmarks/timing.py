@@ -73,10 +73,10 @@ def measure(
         order, draw = list(passes), random.Random(seed)
         for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
             if move_outputs:
-                timer.release(passes)
-                with timer.aside(draw.randrange(1, 256)):
-                    for name in order:
-                        passes[name] = timer.prepare(held[name])
+                last = passes  # held until the new ones have memory, which is then another
+                with timer.elsewhere(draw.randrange(1, 64)):
+                    passes = {name: timer.prepare(held[name]) for name in order}
+                timer.release(last)
             draw.shuffle(order)
             for name in order:
                 if (before := befores[name]) is not None:
@@ -147,10 +147,12 @@ class _GraphTimer:
         self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
 
     @contextmanager
-    def aside(self, pages: int) -> Iterator[None]:
-        """What is captured meanwhile gets memory behind so many pages of 2 MiB that nobody else uses."""
-        torch.cuda.empty_cache()  # the places that the last graphs had
-        taken = torch.empty(pages << 21, dtype=torch.uint8, device=self.device)
+    def elsewhere(self, blocks: int) -> Iterator[None]:
+        """What is captured meanwhile gets new memory, behind so many blocks of 12 MiB that nobody uses."""
+        torch.cuda.empty_cache()
+        self._pool = None
+        # In small blocks, because a large one would leave the gap in which the outputs were before the last.
+        taken = [torch.empty(6 << 21, dtype=torch.uint8, device=self.device) for _ in range(blocks)]
         yield
         del taken
 
@@ -178,12 +180,11 @@ class _GraphTimer:
         for graph in graphs.values():
             graph.reset()
         graphs.clear()
-        self._pool = None
 
 
 class _ClockTimer:
     @contextmanager
-    def aside(self, pages: int) -> Iterator[None]:
+    def elsewhere(self, blocks: int) -> Iterator[None]:
         yield
 
     def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:

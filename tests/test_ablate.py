@@ -41,6 +41,7 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     assert "No kernel was measured" in report.splitlines()[0]
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12
+    assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in folder.iterdir()}
     assert "report.md" in capsys.readouterr().out
 
@@ -68,6 +69,7 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("resume=runs/x", "trains from fresh weights"),
+        ("ablate.block_steps=0", "ablate.block_steps=0: must be at least 1"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),
     ],
@@ -76,6 +78,43 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert ablate.main([*tiny, override]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.files=[nowhere/*.txt]", "nowhere"),
+        ("model.vocab_size=3", "model.vocab_size is 3, less than the tokenizer's"),
+    ],
+)
+def test_refused_data_leave_no_folder(override, message, tiny, here, tmp_path, capsys):
+    assert ablate.main([*tiny, override]) == 2
+    assert message in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_size_that_only_a_later_cell_has_is_refused_before_the_first_is_measured(tiny, here, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    assert ablate.main([*tiny, "model.vocab_size=null,3"]) == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_ctrl_c_keeps_the_cells_that_were_measured_and_no_empty_folder(tiny, here, tmp_path, monkeypatch):
+    real, cells = ablate.measure, []
+
+    def measure(*given):
+        if len(cells) == wanted:
+            raise KeyboardInterrupt
+        cells.append(real(*given))
+        return cells[-1]
+
+    monkeypatch.setattr(ablate, "measure", measure)
+    wanted = 0
+    assert ablate.main(tiny) == 130
+    assert list((tmp_path / "runs").iterdir()) == []
+    wanted = 1
+    assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == 130
+    assert len(serialize.load(here()).cells) == 1
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch, capsys):
@@ -99,7 +138,7 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate, "profiled", lambda arm, *_: [kernel("gemm", 5.0, 7.0 if "torch" in arm.name else 3.0)])
     monkeypatch.setattr(ablate, "copy_gb_per_s", lambda device: 4000.0)
     monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
-    with ablate.Progress(1) as progress:
+    with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
         cell = ablate.measure(variant, "eager", precision, corpus_, progress)
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7

@@ -107,7 +107,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
 
 @contextmanager
 def unless_empty(folder: Path) -> Iterator[None]:
-    """Takes an ablation's folder away if it ends without a report: its data were refused, or it was stopped in its first cell."""
+    """Takes the folder away if there is no report in it: the data were refused, or the first cell was not finished."""
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
@@ -27,8 +27,8 @@ class Progress:
 
     def __init__(self, plan: Mapping[str, int], now: Callable[[], float] = time.monotonic) -> None:
         self._plan, self._now = plan, now
-        self._done: Counter[str] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._done: dict[str, int] = defaultdict(int)
+        self._seconds: dict[str, float] = defaultdict(float)
         self._began = self._last = now()
         self._bar: Any = tqdm(
             total=1.0, bar_format="{l_bar}{bar}|{postfix}", dynamic_ncols=True, disable=not sys.stderr.isatty()

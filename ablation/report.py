@@ -148,7 +148,8 @@ def _step_times(cells: Sequence[Cell]) -> str:
     ]
     if not rows:
         return ""
-    return f"{markdown(header, rows)}\n\n{wrapped(f'Milliseconds a step; tokens/s from the mean; kernel launches a step. {_blocks(cells)}')}"
+    note = f"Milliseconds a step; tokens/s from the mean; kernel launches a step. {_blocks(cells)}"
+    return f"{markdown(header, rows)}\n\n{wrapped(note)}"
 
 
 def _blocks(cells: Sequence[Cell]) -> str:
@@ -161,8 +162,8 @@ def _blocks(cells: Sequence[Cell]) -> str:
     if len(words) > 1:
         words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
     return (
-        f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. An arm's order in a cycle is "
-        "random, and reversed in the cycle's second half."
+        f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. The order of arms in a "
+        "cycle is random, and reversed in its second half."
     )
 
 

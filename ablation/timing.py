@@ -89,7 +89,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
 
 
 def settled_steps(warm_ms: Sequence[Sequence[float]]) -> int:
-    """Steps of a block, from the warm-up steps of each arm: the quickest of an arm is the one that neither compiled nor waited."""
+    """Steps of a block, from the times of each arm's warm-up steps. An arm's quickest is the one that did not compile."""
     slowest = max(min(steps) for steps in warm_ms)
     return min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS)
 

@@ -165,6 +165,14 @@ def test_help_lists_its_own_keys(capsys):
     assert "ablate.cycles=10" in text and "train.batch_size" not in text
 
 
+def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(tiny, here, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setattr("training.tracking.wandb.init", lambda **how: pytest.fail("started"))
+    assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline"]) == 0
+    assert "W&B got nothing: ConfigError: an ablation is several runs" in capsys.readouterr().err
+    assert (here() / "report.md").is_file()
+
+
 def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch):
     started = []
 

@@ -11,9 +11,11 @@ import torch
 import configs
 import model.norm
 from ablation import parity as protocol
+from ablation.arms import build, check_same_weights
 from ablation.parity import Distances, judge, judge_sign, judge_size, measure, parity, steps_of, t_tail
 from ablation.records import FUSED, TORCH
 from configs.machine import Machine
+from configs.schema import NormImpl
 from data import load_corpus
 from ops import backend, launch  # noqa: F401  now, while TRITON_INTERPRET is set: it decides what kernels are when defined
 from tests.ablation import faults
@@ -134,9 +136,12 @@ def test_initial_values_are_drawn_once_a_seed(tiny, monkeypatch):
 
     monkeypatch.setattr(torch.nn.init, "normal_", normal_)
     cfg, corpus = tiny()
-    arms = protocol.four_arms(cfg, PRECISION["bf16"], corpus.tokenizer.vocab_size)
-    assert sum(drawn) < arms[0].state.model.parameter_count()
-    protocol.check_same_weights(arms)
+    arguments = PRECISION["bf16"], corpus.tokenizer.vocab_size
+    build("one", cfg, NormImpl.torch, *arguments)
+    once = len(drawn)
+    arms = protocol.four_arms(cfg, *arguments)
+    assert once > 0 and len(drawn) == 2 * once
+    check_same_weights(arms)
 
 
 def test_where_memory_runs_out_all_arms_take_smaller_micro_batches_and_the_verdict_says_so(tiny, monkeypatch):

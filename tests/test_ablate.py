@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import ablate
 import model.norm
-from ablation import serialize
+from ablation import attribution, serialize
 from ablation.records import AGAIN, FUSED, TORCH
 from tests.runs import corpus
 
@@ -197,3 +198,63 @@ def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, mo
     assert all({"mine", "ablation"} <= set(run.how["tags"]) for run in started)
     assert {"cells", "speedup", "step_times"} <= {name for _, values in summary.logged for name in values}
     assert json.dumps(summary.summary["verdicts"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, monkeypatch):
+    profiles, windows = [], []
+    real_profiled, real_times = ablate.profiled, attribution.device_times
+
+    def profiled(arm, *given):
+        profiles.append((arm.name, real_profiled(arm, *given)))
+        return profiles[-1][1]
+
+    def device_times(events, steps):
+        windows.append((busy_us(events) / steps, real_times(events, steps)))
+        return windows[-1][1]
+
+    monkeypatch.setattr(ablate, "profiled", profiled)
+    monkeypatch.setattr(attribution, "device_times", device_times)
+    small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "ablate.parity_seeds=3"]
+    on_cpu = {"device=cpu", "ablate.block_steps=1", "ablate.parity_seeds=2"}
+    given = [override for override in tiny if override not in on_cpu]
+    assert ablate.main([*given, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
+
+    found = serialize.load(here())
+    eager, compiled = found.cells
+    assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
+    assert all(one.holds and one.verdict.startswith("Parity holds") for one in found.parity) and len(found.parity) == 1
+    for cell in found.cells:
+        assert all(arm.peak_gb > 0 and arm.launches > 0 for arm in cell.arms.values())
+        assert cell.arms[TORCH].launches == cell.arms[AGAIN].launches
+        for shares in (cell.attribution.torch, cell.attribution.fused):
+            assert tuple(share.group for share in shares) == attribution.GROUPS
+            assert all(share.ms > 0 and share.launches > 0 for share in shares if share.group != "other")
+        assert cell.attribution.bound >= 1 and cell.attribution.copy_gb_per_s > 10
+    assert eager.arms[FUSED].launches < eager.arms[TORCH].launches
+    assert compiled.arms[TORCH].launches < eager.arms[TORCH].launches
+
+    # Nothing is lost and nothing counted twice: the groups are the time in which the GPU had something to do.
+    assert len(windows) == 6
+    for busy, kernels in windows:
+        assert sum(share.ms for share in attribution.shares(kernels)) == pytest.approx(busy / 1000, rel=1e-6)
+    # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
+    for arm, kernels in profiles:
+        for name in ("norm_forward_kernel", "norm_backward_kernel"):
+            assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), (arm, name)
+
+    report = (here() / "report.md").read_text(encoding="utf-8")
+    heading, timing, parity = report.splitlines()[:3]
+    assert heading.startswith("# Fused norms against PyTorch's: ") and heading.endswith("; parity holds")
+    assert timing.startswith("Eager: ") and " Compiled: " in timing and parity.startswith("Parity holds: ")
+    assert "no kernel was measured" not in report.lower() and "attribution.png" in report
+
+
+def busy_us(events):
+    """The length of the union of all kernels, copies and fills."""
+    spans = [e.time_range for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    total, until = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return total

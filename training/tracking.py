@@ -45,7 +45,7 @@ def agent_job() -> tuple[str, str] | None:
     stored = OmegaConf.to_container(OmegaConf.load(parameters)) if parameters else {}
     assert isinstance(stored, dict)
     # {"wandb_version": 1, "norm.impl": {"value": "fused"}, ...}
-    swept = [f"{key}-{entry['value']}" for key, entry in stored.items() if isinstance(entry, dict)]
+    swept = [f"{key!s}-{entry['value']}" for key, entry in stored.items() if isinstance(entry, dict)]
     return f"sweep_{sweep}", "_".join(swept) or os.environ.get("WANDB_RUN_ID", "run")
 
 

@@ -262,8 +262,8 @@ def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime
         if event.device_type != DeviceType.CPU or _DRIVER_CALL.match(event.name):
             continue
         for kernel in event.kernels:
-            if alone := left.get((kernel.name, kernel.duration)):
-                times.add(kernel.name, alone.pop(0), *place(event))
+            if same := left.get((kernel.name, kernel.duration)):
+                times.add(kernel.name, same.pop(0), *place(event))
     # Kernels that no operator has launched are in no operator's list, but they ran.
     for (name, _), rest in left.items():
         for alone in rest:

@@ -243,6 +243,11 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
         for name in ("norm_forward_kernel", "norm_backward_kernel"):
             assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), (arm, name)
 
+    # Eager, what PyTorch's sites launch is known by the place that launched it: dropout, add and norm of each site, and backward.
+    site, eager_torch = attribution.NORM_SITE, profiles[0][1]
+    assert sum(k.launches for k in eager_torch if site in k.within) >= 3 * 3 - 1  # nothing to add to at the first
+    assert sum(k.launches for k in eager_torch if site in k.forward) >= 3 * 2
+
     report = (here() / "report.md").read_text(encoding="utf-8")
     heading, timing, parity = report.splitlines()[:3]
     assert heading.startswith("# Fused norms against PyTorch's: ") and heading.endswith("; parity holds")
@@ -252,7 +257,8 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
 
 def busy_us(events):
     """The length of the union of all kernels, copies and fills."""
-    spans = [e.time_range for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    ranges = {e.name for e in events if e.is_user_annotation}
+    spans = [e.time_range for e in events if e.device_type == DeviceType.CUDA and e.name not in ranges]
     total, until = 0.0, 0.0
     for span in sorted(spans, key=lambda span: span.start):
         total += max(0.0, span.end - max(span.start, until))

@@ -56,7 +56,7 @@ class Progress:
         left, elapsed = self.seconds_left, now - self._began
         self._bar.n = elapsed / (elapsed + left) if left else 1.0
         self._bar.set_postfix_str(f"{clock(elapsed)}, {clock(left)} left", refresh=False)
-        self._bar.update(0)
+        self._bar.refresh()
 
     @property
     def seconds_left(self) -> float:

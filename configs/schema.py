@@ -202,7 +202,7 @@ class AblateConfig:
     warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
     compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone
     parity_seeds: int = 5  # runs of each arm of the parity protocol; 0: no parity
-    parity_steps: int = 20  # optimizer steps of such a run
+    parity_steps: int = 10  # optimizer steps of such a run
 
 
 class Device(StrEnum):

@@ -243,7 +243,7 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
         for name in ("norm_forward_kernel", "norm_backward_kernel"):
             assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), (arm, name)
 
-    # Eager, what PyTorch's sites launch is known by the place that launched it: dropout, add and norm of each site, and backward.
+    # What PyTorch's sites launch is known by the place that launched it: dropout, add and norm of each, and their backward.
     site, eager_torch = attribution.NORM_SITE, profiles[0][1]
     assert sum(k.launches for k in eager_torch if site in k.within) >= 3 * 3 - 1  # nothing to add to at the first
     assert sum(k.launches for k in eager_torch if site in k.forward) >= 3 * 2

@@ -122,3 +122,12 @@ def test_wandb_gives_the_job_of_an_agent_the_agents_id_and_the_sweeps_project(ag
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["r1", "p", "s1", "g"], done.stderr
     assert [path.name for path in tmp_path.glob("wandb/offline-run-*/*.wandb")] == ["run-r1.wandb"]
+
+
+def test_the_tracker_leaves_id_and_project_to_the_agent(agent, monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(tracking.wandb, "init", lambda **arguments: seen.update(arguments))
+
+    Tracker(OFFLINE, DISABLED, tmp_path, project="mine", group="g", name="n", tags=[], config={})
+
+    assert (seen["id"], seen["project"], seen["group"], seen["name"]) == (None, None, "g", "n")

@@ -129,8 +129,8 @@ def measure_in_memory(
     """`measure` with the micro-batches of all arms cut in `cut`, or in more where memory runs out.
 
     The reference is what needs it: that of an fp32 run is in fp64, where no attention kernel spares it the [T, T] weights, and
-    GPT-2's 32 sequences of 1024 tokens would take about 170 GB, by a count of its activations. All arms are cut alike, since dropout masks belong to
-    micro-batches.
+    GPT-2's 32 sequences of 1024 tokens would take about 170 GB, by a count of its activations. All arms are cut alike, since
+    dropout masks belong to micro-batches.
 
     Raises:
         torch.OutOfMemoryError: single sequences do not fit.

@@ -10,10 +10,12 @@ Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the
 import shlex
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -37,6 +39,7 @@ from training.run import claim, relative
 from training.step import training_step
 
 EAGER, COMPILED = "eager", "compiled"
+PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
 OUT_OF_MEMORY = 3  # exit code
 SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
@@ -65,6 +68,9 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     """
     configs.save(variants[0].cfg, folder / "config.yaml")
     device = torch.device(machine.inspect(variants[0].cfg.device).device)
+    corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
+    precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
+    sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
     found = Ablation(
         cells=[],
         parity=[],
@@ -72,16 +78,11 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
         command=command,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         kernels=ops.backend_for(device) != "PyTorch reference",
-        notes=[SWEPT] if len(variants) > 1 else [],
+        notes=[*([SWEPT] if len(variants) > 1 else []), *dict.fromkeys(sizes)],
     )
-    with Progress(sum(steps_of(variant, device) for variant in variants)) as progress:
-        corpora = [corpus_of(variant.cfg) for variant in variants]  # before anything is measured
+    with Progress(work_of(variants, device)) as progress:
         try:
-            for variant, corpus in zip(variants, corpora, strict=True):
-                cfg = variant.cfg
-                precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
-                if (size := described(cfg, corpus, precision)) not in found.notes:
-                    found.notes.append(size)
+            for variant, corpus, precision in zip(variants, corpora, precisions, strict=True):
                 for mode in variant.modes(device):
                     progress.now(variant.overrides, mode)
                     free_memory(device)
@@ -89,11 +90,12 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     if found.environment["gpu"] is not None:
                         found.environment["gpu"]["after the last timed cell"] = gpu_state(device)
                     keep(found, folder)
-                if cfg.ablate.parity_seeds:
-                    progress.now(variant.overrides, "parity")
+                if variant.cfg.ablate.parity_seeds:
+                    progress.now(variant.overrides, PARITY)
                     free_memory(device)
+                    told = partial(progress.add, PARITY)
                     found.parity.append(
-                        parity.parity(cfg, precision, corpus, overrides=variant.overrides, progress=progress.add)
+                        parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=told)
                     )
                     keep(found, folder)
         except torch.OutOfMemoryError:
@@ -103,6 +105,18 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     return found
 
 
+@contextmanager
+def unless_empty(folder: Path) -> Iterator[None]:
+    """Takes the folder away if there is no report in it: the data were refused, or the first cell was not finished."""
+    try:
+        yield
+    finally:
+        if not (folder / "report.md").is_file():
+            (folder / "config.yaml").unlink(missing_ok=True)
+            with suppress(OSError):  # what others put there stays
+                folder.rmdir()
+
+
 def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
     """The cell of a variant, eager or compiled."""
     cfg = variant.cfg
@@ -110,11 +124,14 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
     arms = arms_of(variant, mode, precision, corpus)
     check_same(list(arms.values()))
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-    times = timing.time_arms(arms, batches, progress.add)
+    times = timing.time_arms(arms, batches, lambda kind: progress.add(f"{mode} {kind}"))
     fused, control = timing.compare(times, FUSED), timing.compare(times, AGAIN)
     attribution = None
     if on_gpu(precision.device):
-        kernels = {name: profiled(arm, batches, mode) for name, arm in arms.items()}
+        kernels = {}
+        for name, arm in arms.items():
+            kernels[name] = profiled(arm, batches, mode)
+            progress.add(f"{mode} {PROFILES}")
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
         torch_ms = statistics.median(timing.per_cycle(times[TORCH]))
@@ -181,17 +198,22 @@ def corpus_of(cfg: Config) -> Corpus:
 
 def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -> dict[str, Arm]:
     vocabulary, compiled = corpus.tokenizer.vocab_size, mode == COMPILED
+    arms: dict[str, Arm] = {}
     with command_line.as_config_errors():
-        return {
-            name: build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled)
-            for name, impl in ((TORCH, NormImpl.torch), (AGAIN, NormImpl.torch), (FUSED, NormImpl.fused))
-        }
+        for name, impl in ((TORCH, NormImpl.torch), (AGAIN, NormImpl.torch), (FUSED, NormImpl.fused)):
+            arms[name] = build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled, like=arms.get(TORCH))
+    return arms
 
 
-def steps_of(variant: Variant, device: torch.device) -> int:
-    plan = variant.cfg.ablate
-    timed = timing.steps_of(plan.cycles, plan.block_steps, plan.warmup_steps) * len(variant.modes(device))
-    return timed + (parity.steps_of(variant.cfg) if plan.parity_seeds else 0)
+def work_of(variants: Sequence[Variant], device: torch.device) -> Counter[str]:
+    """Units of work by kind, for the bar."""
+    work: Counter[str] = Counter()
+    for variant in variants:
+        for mode in variant.modes(device):
+            work.update({f"{mode} {kind}": units for kind, units in timing.work_of(variant.cfg.ablate.cycles).items()})
+            work[f"{mode} {PROFILES}"] += len(timing.LINEUP) if on_gpu(device) else 0
+        work[PARITY] += parity.steps_of(variant.cfg)
+    return work
 
 
 def variants_of(arguments: Sequence[str]) -> list[Variant]:
@@ -222,7 +244,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         variants = variants_of(arguments)
         folder = claim(Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_ablation")
-        found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
+        with unless_empty(folder):
+            found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
         return command_line.refuse(error)
     except torch.OutOfMemoryError as error:

@@ -13,8 +13,9 @@ ranges, but names its kernels after the operators in them; there, the name decid
     other      embeddings, activations, casts, copies to the GPU
 """
 
+import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class KernelTime:
     """A GPU kernel, copy or fill; on a CPU an operator. One entry for each place that launches it."""
 
     name: str
-    us: float  # a step, all launches together
+    us: float  # a step, all launches together; on a GPU without what overlaps with earlier kernels
     launches: float  # a step; a fraction where not all steps are alike
     within: tuple[str, ...] = ()  # the host's ranges around the launch (operators, marks, backward nodes), innermost first
     forward: tuple[str, ...] = ()  # launched by backward: the ranges around the forward operator that it differentiates
@@ -152,7 +153,7 @@ def attribute(
     norm, fused = (next((s.ms for s in table if s.group == "norm"), 0.0) for table in (torch_shares, fused_shares))
     least = norm_bytes / copy_gb_per_s / 1e6
     gain = max(0.0, norm - least)
-    # A profile may find more norm time than the step took (streams that overlap); no step is faster than its norm sites.
+    # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its norm sites.
     bound = step_ms_torch / max(step_ms_torch - gain, least) if gain else 1.0
     realised = (norm - fused) / gain if gain else 0.0
     return Attribution(torch_shares, fused_shares, norm_bytes, copy_gb_per_s, max(1.0, bound), realised)
@@ -191,12 +192,13 @@ RULES = (
     _rule("norm", _within, r"^prenorm_\w+::"),
     # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
-    _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax)"),
+    # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
+    _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
     _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
     _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Before GEMM: the math backend is made of matrix products, flash kernels have cutlass types in their names.
     _rule("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
-    _rule("attention", _kernel, r"flash|fmha|sdpa|attention"),
+    _rule("attention", _kernel, r"flash|fmha|sdpa|attention|cudnn::fusion"),
     # Matrix products by operator, for the kernels around one (split-K sums, fills). Not by forward's operator: the sum of a
     # bias gradient is launched by an addmm's backward and multiplies nothing.
     _rule("GEMM", _within, r"^aten::(mm|addmm|bmm|baddbmm|_addmm_activation|_scaled_mm)$"),
@@ -245,11 +247,14 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
 
 
 def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
-    """GPU time by kernel and place."""
-    ran = [event for event in events if event.device_type != DeviceType.CPU]
-    # The profiler draws our ranges on the GPU's timeline too; there they span kernels that are counted by themselves.
-    ranges = {event.name for event in ran if event.is_user_annotation} | {NORM_SITE}
-    left = Counter((event.name, event.time_range.elapsed_us()) for event in ran if event.name not in ranges)
+    """GPU time by kernel and place. All together, it is the time in which the GPU had something to do."""
+    # The profiler draws ranges (ours, the optimizer's, torch.compile's) on the GPU's timeline too; there they span kernels that
+    # are counted by themselves.
+    ranges = {event.name for event in events if event.is_user_annotation} | {NORM_SITE}
+    ran = [event for event in events if event.device_type != DeviceType.CPU and event.name not in ranges]
+    left: dict[tuple[str, float], list[float]] = defaultdict(list)  # what a kernel took alone, by what its launch knows of it
+    for event, alone in _alone(ran):
+        left[event.name, event.time_range.elapsed_us()].append(alone)
     place = _places(events)
     times = _Times(steps)
     for event in events:
@@ -257,13 +262,25 @@ def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime
         if event.device_type != DeviceType.CPU or _DRIVER_CALL.match(event.name):
             continue
         for kernel in event.kernels:
-            if left[kernel.name, kernel.duration] > 0:
-                left[kernel.name, kernel.duration] -= 1
-                times.add(kernel.name, kernel.duration, *place(event))
+            if same := left.get((kernel.name, kernel.duration)):
+                times.add(kernel.name, same.pop(0), *place(event))
     # Kernels that no operator has launched are in no operator's list, but they ran.
-    for name, us in left.elements():
-        times.add(name, us, (), ())
+    for (name, _), rest in left.items():
+        for alone in rest:
+            times.add(name, alone, (), ())
     return times.kernels()
+
+
+def _alone(ran: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, float]]:
+    """Each kernel with the microseconds in which none that began before it still ran.
+
+    With programmatic dependent launch a kernel begins to wait while the one before it ends: summed as they stand, both would
+    count that time, which the norms' own kernels do and PyTorch's do not.
+    """
+    busy_until = -math.inf
+    for event in sorted(ran, key=lambda event: event.time_range.start):
+        yield event, max(0.0, event.time_range.end - max(event.time_range.start, busy_until))
+        busy_until = max(busy_until, event.time_range.end)
 
 
 _DRIVER_CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx, hipModuleLaunchKernel …

@@ -57,6 +57,7 @@ from ablation.arms import Arm, build, check_same, check_same_weights
 from ablation.records import FUSED, TORCH, Parity, Quantity
 from ablation.reordered import double, reorder
 from ablation.statistics import Interval, paired_difference
+from benchmarks.timing import free_memory
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype
 from data import Batches, Corpus
@@ -97,6 +98,7 @@ class SeedRun:
     losses: dict[str, list[float]]  # by arm: for each step; nats per token
     distances: dict[str, Distances]  # by quantity
     val_loss: dict[str, float]  # by arm
+    cut: int = 1  # how many micro-batches one of the run's became, so that all arms fit in memory
 
 
 def parity(
@@ -114,8 +116,36 @@ def parity(
     """
     if cfg.ablate.parity_seeds < 1:
         raise ValueError(f"parity: ablate.parity_seeds must be 1 or more, got {cfg.ablate.parity_seeds}")
-    runs = [measure(cfg, seed, precision, corpus, progress) for seed in range(cfg.seed, cfg.seed + cfg.ablate.parity_seeds)]
+    runs: list[SeedRun] = []
+    while len(runs) < cfg.ablate.parity_seeds:
+        cut = runs[-1].cut if runs else 1
+        runs.append(measure_in_memory(cfg, cfg.seed + len(runs), precision, corpus, progress, cut))
     return judge(runs, precision, overrides)
+
+
+def measure_in_memory(
+    cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None], cut: int
+) -> SeedRun:
+    """`measure` with the micro-batches of all arms cut in `cut`, or in more where memory runs out.
+
+    The reference is what needs it: that of an fp32 run is in fp64, where no attention kernel spares it the [T, T] weights, and
+    GPT-2's 32 sequences of 1024 tokens would take about 170 GB, by a count of its activations. All arms are cut alike, since
+    dropout masks belong to micro-batches.
+
+    Raises:
+        torch.OutOfMemoryError: single sequences do not fit.
+    """
+    sequences = cfg.train.batch_size // cfg.train.accumulation
+    while True:
+        smaller = copy.deepcopy(cfg)
+        smaller.train.accumulation *= cut
+        try:
+            return replace(measure(smaller, seed, precision, corpus, progress), cut=cut)
+        except torch.OutOfMemoryError:
+            if cut == sequences:
+                raise
+        cut = next(n for n in range(cut + 1, sequences + 1) if sequences % n == 0)
+        free_memory(precision.device)  # out here: the error held on to the arms
 
 
 def steps_of(cfg: Config) -> int:
@@ -174,11 +204,12 @@ def four_arms(cfg: Config, precision: Precision, vocab_size: int) -> list[Arm]:
     exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     wide = copy.deepcopy(cfg)
     wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
+    torch_arm = build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared)
     arms = [
-        build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared),
-        build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared),
-        build(FUSED, cfg, NormImpl.fused, precision, vocab_size, masks=DropoutMasks.shared),
-        build(REORDERED, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared),
+        build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
+        torch_arm,
+        build(FUSED, cfg, NormImpl.fused, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
+        build(REORDERED, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
     ]
     check_same(arms[1:])
     if exact.device == precision.device:  # the reference also keeps its residual stream in fp32
@@ -341,6 +372,8 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
 
     failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision.name}"
+    if (cut := max(run.cut for run in runs)) > 1:
+        setting += f", micro-batches cut in {cut} so that the reference fits in memory"
     val = f"final validation losses differ by {_in_words(difference)} nats"
     spread_words = f"the seeds spread by {spread:.2g}" if len(runs) > 1 else "one seed has no spread to compare it with"
     if sick:

@@ -146,7 +146,25 @@ def _step_times(cells: Sequence[Cell]) -> str:
         for cell, name in zip(cells, _short_labels(cells), strict=True)
         for first, arm, of in firsts(cell.arms.items())
     ]
-    return f"{markdown(header, rows)}\n\nMilliseconds a step; tokens/s from the mean; kernel launches a step." if rows else ""
+    if not rows:
+        return ""
+    note = f"Milliseconds a step; tokens/s from the mean; kernel launches a step. {_blocks(cells)}"
+    return f"{markdown(header, rows)}\n\n{wrapped(note)}"
+
+
+def _blocks(cells: Sequence[Cell]) -> str:
+    """Each arm was timed in 20 blocks of 5 steps (eager), of 12 steps (compiled)."""
+    lengths: dict[tuple[int, int], list[str]] = defaultdict(list)  # by how many blocks and steps, which cells
+    for cell, name in zip(cells, _short_labels(cells), strict=True):
+        blocks = cell.arms[TORCH].blocks_ms
+        lengths[len(blocks), len(blocks[0])].append(name)
+    words = [f"{count} blocks of {steps} steps" for count, steps in lengths]
+    if len(words) > 1:
+        words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
+    return (
+        f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. The order of arms in a "
+        "cycle is random, and reversed in its second half."
+    )
 
 
 def _comparisons(cells: Sequence[Cell]) -> str:

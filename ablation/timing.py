@@ -7,9 +7,13 @@ with PyTorch's norms: what they seem to differ by is what the protocol makes of 
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
 the state back and reading the events are outside.
+
+All blocks of a cell have the same number of steps: ablate.block_steps, or as many of the slowest arm's as make a quarter of a
+second. Five steps of a model that waits for its host are over in 25 ms, and what they show is the host's noise.
 """
 
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,39 +28,46 @@ from data import Batches
 from training.clock import PartClock, StepClock
 from training.step import training_step
 
+BLOCK_MS = 250.0  # of a block whose length is left to the protocol
+LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
 SPLIT_STEPS = 5  # of the window that tells forward, backward and optimizer apart
 LINEUP = (TORCH, AGAIN, FUSED)
+WARM_UP, BLOCKS = "warm-up", "blocks"  # kinds of work; the window that is split counts as a block
 
 
-def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int], None]) -> dict[str, ArmTimes]:
+def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str], None]) -> dict[str, ArmTimes]:
     """Times of the arms `torch`, `torch again` and `fused`, which have not taken a step.
 
     Args:
-        progress: told after every so many steps.
+        progress: told the kind of each unit of work that is done, in all those of `work_of`.
     """
     cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
     plan = cfg.ablate
+    warm: list[list[float]] = []
     for arm in arms.values():
-        run(arm, batches, range(plan.warmup_steps))
-        progress(plan.warmup_steps)
+        clock = StepClock(device, warmup=0)
+        run(arm, batches, range(plan.warmup_steps), clock)
+        warm.append(list(clock.steps_ms))
+        progress(WARM_UP)
+    block_steps = plan.block_steps or settled_steps(warm)
     start = Snapshot(arms[TORCH])
 
     blocks: dict[str, list[list[float]]] = {name: [] for name in LINEUP}
     peaks: dict[str, list[float]] = {name: [] for name in LINEUP}
     with collection_paused():
         for cycle, order in enumerate(schedule(1 + plan.cycles, cfg.seed)):
-            first = plan.warmup_steps + cycle * plan.block_steps
+            first = plan.warmup_steps + cycle * block_steps
             for name in order:
                 start.restore(arms[name])
                 clock = StepClock(device, warmup=0)
                 before = allocated(device)
-                run(arms[name], batches, range(first, first + plan.block_steps), clock)
+                run(arms[name], batches, range(first, first + block_steps), clock)
                 if cycle > 0:
                     blocks[name].append(list(clock.steps_ms))
                     # Whatever else is held, other arms above all, is not this one's.
                     own = Snapshot.bytes_of(arms[name]) / 2**30
                     peaks[name] += [] if clock.peak_gb is None else [clock.peak_gb - before + own]
-                progress(plan.block_steps)
+                progress(BLOCKS)
 
     found = {}
     for name in LINEUP:
@@ -64,7 +75,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int
         start.restore(arm)
         parts = PartClock(device)
         run(arm, batches, range(plan.warmup_steps, plan.warmup_steps + SPLIT_STEPS), parts=parts)
-        progress(SPLIT_STEPS)
+        progress(BLOCKS)
         split = {part: median(times) for part, times in parts.read().items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
@@ -77,9 +88,15 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[int
     return found
 
 
-def steps_of(cycles: int, block_steps: int, warmup_steps: int) -> int:
-    """All the steps that time_arms takes."""
-    return len(LINEUP) * (warmup_steps + 2 * (1 + cycles) * block_steps + SPLIT_STEPS)
+def settled_steps(warm_ms: Sequence[Sequence[float]]) -> int:
+    """Steps of a block, from the times of each arm's warm-up steps. An arm's quickest is the one that did not compile."""
+    slowest = max(min(steps) for steps in warm_ms)
+    return min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS)
+
+
+def work_of(cycles: int) -> dict[str, int]:
+    """Units of work of time_arms by kind."""
+    return {WARM_UP: len(LINEUP), BLOCKS: len(LINEUP) * (2 * (1 + cycles) + 1)}
 
 
 def schedule(cycles: int, seed: int) -> Iterator[Sequence[str]]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import configs
 from ablation.records import FUSED, Ablation, Cell
-from configs import Config
-from configs.schema import NormImpl
-from training.tracking import Tracker, settle_mode
+from configs import Config, ConfigError
+from configs.schema import NormImpl, WandbMode
+from training.tracking import Tracker, agent_job, settle_mode
 
 
 def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None:
@@ -16,9 +16,14 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
 
     Args:
         variants: the configs by the items of their cells' overrides.
+
+    Raises:
+        ConfigError: this is the job of a W&B agent.
     """
     cfg = next(iter(variants.values()))
     mode, _ = settle_mode(cfg.logging)
+    if agent_job() and mode is not WandbMode.disabled:
+        raise ConfigError("an ablation is several runs, the job of a W&B agent is one. Sweep with ablate.py KEY=A,B instead.")
     group = cfg.logging.group or folder.name
 
     def tracker(name: str, tags: list[str], cfg: Config) -> Tracker:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import ablate
 import model.norm
-from ablation import serialize
+from ablation import attribution, serialize
 from ablation.records import AGAIN, FUSED, TORCH
 from tests.runs import corpus
 
@@ -41,6 +42,7 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     assert "No kernel was measured" in report.splitlines()[0]
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12
+    assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in folder.iterdir()}
     assert "report.md" in capsys.readouterr().out
 
@@ -68,6 +70,7 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("resume=runs/x", "trains from fresh weights"),
+        ("ablate.block_steps=0", "ablate.block_steps=0: must be at least 1"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),
     ],
@@ -76,6 +79,43 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert ablate.main([*tiny, override]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.files=[nowhere/*.txt]", "nowhere"),
+        ("model.vocab_size=3", "model.vocab_size is 3, less than the tokenizer's"),
+    ],
+)
+def test_refused_data_leave_no_folder(override, message, tiny, here, tmp_path, capsys):
+    assert ablate.main([*tiny, override]) == 2
+    assert message in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_size_that_only_a_later_cell_has_is_refused_before_the_first_is_measured(tiny, here, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    assert ablate.main([*tiny, "model.vocab_size=null,3"]) == 2
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_ctrl_c_keeps_the_cells_that_were_measured_and_no_empty_folder(tiny, here, tmp_path, monkeypatch):
+    real, cells = ablate.measure, []
+
+    def measure(*given):
+        if len(cells) == wanted:
+            raise KeyboardInterrupt
+        cells.append(real(*given))
+        return cells[-1]
+
+    monkeypatch.setattr(ablate, "measure", measure)
+    wanted = 0
+    assert ablate.main(tiny) == 130
+    assert list((tmp_path / "runs").iterdir()) == []
+    wanted = 1
+    assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == 130
+    assert len(serialize.load(here()).cells) == 1
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch, capsys):
@@ -99,7 +139,7 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate, "profiled", lambda arm, *_: [kernel("gemm", 5.0, 7.0 if "torch" in arm.name else 3.0)])
     monkeypatch.setattr(ablate, "copy_gb_per_s", lambda device: 4000.0)
     monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
-    with ablate.Progress(1) as progress:
+    with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
         cell = ablate.measure(variant, "eager", precision, corpus_, progress)
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
@@ -126,6 +166,14 @@ def test_help_lists_its_own_keys(capsys):
     assert "ablate.cycles=10" in text and "train.batch_size" not in text
 
 
+def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(tiny, here, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
+    monkeypatch.setattr("training.tracking.wandb.init", lambda **how: pytest.fail("started"))
+    assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline"]) == 0
+    assert "W&B got nothing: ConfigError: an ablation is several runs" in capsys.readouterr().err
+    assert (here() / "report.md").is_file()
+
+
 def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch):
     started = []
 
@@ -150,3 +198,69 @@ def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, mo
     assert all({"mine", "ablation"} <= set(run.how["tags"]) for run in started)
     assert {"cells", "speedup", "step_times"} <= {name for _, values in summary.logged for name in values}
     assert json.dumps(summary.summary["verdicts"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, monkeypatch):
+    profiles, windows = [], []
+    real_profiled, real_times = ablate.profiled, attribution.device_times
+
+    def profiled(arm, *given):
+        profiles.append((arm.name, real_profiled(arm, *given)))
+        return profiles[-1][1]
+
+    def device_times(events, steps):
+        windows.append((busy_us(events) / steps, real_times(events, steps)))
+        return windows[-1][1]
+
+    monkeypatch.setattr(ablate, "profiled", profiled)
+    monkeypatch.setattr(attribution, "device_times", device_times)
+    small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "ablate.parity_seeds=3"]
+    on_cpu = {"device=cpu", "ablate.block_steps=1", "ablate.parity_seeds=2"}
+    given = [override for override in tiny if override not in on_cpu]
+    assert ablate.main([*given, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
+
+    found = serialize.load(here())
+    eager, compiled = found.cells
+    assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
+    assert all(one.holds and one.verdict.startswith("Parity holds") for one in found.parity) and len(found.parity) == 1
+    for cell in found.cells:
+        assert all(arm.peak_gb > 0 and arm.launches > 0 for arm in cell.arms.values())
+        assert cell.arms[TORCH].launches == cell.arms[AGAIN].launches
+        for shares in (cell.attribution.torch, cell.attribution.fused):
+            assert tuple(share.group for share in shares) == attribution.GROUPS
+            assert all(share.ms > 0 and share.launches > 0 for share in shares if share.group != "other")
+        assert cell.attribution.bound >= 1 and cell.attribution.copy_gb_per_s > 10
+    assert eager.arms[FUSED].launches < eager.arms[TORCH].launches
+    assert compiled.arms[TORCH].launches < eager.arms[TORCH].launches
+
+    # Nothing is lost and nothing counted twice: the groups are the time in which the GPU had something to do.
+    assert len(windows) == 6
+    for busy, kernels in windows:
+        assert sum(share.ms for share in attribution.shares(kernels)) == pytest.approx(busy / 1000, rel=1e-6)
+    # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
+    for arm, kernels in profiles:
+        for name in ("norm_forward_kernel", "norm_backward_kernel"):
+            assert sum(k.launches for k in kernels if k.name == name) == pytest.approx(3 if arm == FUSED else 0), (arm, name)
+
+    # What PyTorch's sites launch is known by the place that launched it: dropout, add and norm of each, and their backward.
+    site, eager_torch = attribution.NORM_SITE, profiles[0][1]
+    assert sum(k.launches for k in eager_torch if site in k.within) >= 3 * 3 - 1  # nothing to add to at the first
+    assert sum(k.launches for k in eager_torch if site in k.forward) >= 3 * 2
+
+    report = (here() / "report.md").read_text(encoding="utf-8")
+    heading, timing, parity = report.splitlines()[:3]
+    assert heading.startswith("# Fused norms against PyTorch's: ") and heading.endswith("; parity holds")
+    assert timing.startswith("Eager: ") and " Compiled: " in timing and parity.startswith("Parity holds: ")
+    assert "no kernel was measured" not in report.lower() and "attribution.png" in report
+
+
+def busy_us(events):
+    """The length of the union of all kernels, copies and fills."""
+    ranges = {e.name for e in events if e.is_user_annotation}
+    spans = [e.time_range for e in events if e.device_type == DeviceType.CUDA and e.name not in ranges]
+    total, until = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return total

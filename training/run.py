@@ -14,11 +14,11 @@ import torch
 from tqdm import tqdm
 
 import configs
-from configs import Config
+from configs import Config, ConfigError
 from training.environment import environment
 from training.evaluation import bits_per_byte
 from training.plot import loss_curve
-from training.tracking import Tracker, settle_mode
+from training.tracking import Tracker, agent_job, settle_mode
 
 CONSOLE_LINES = 20  # of progress, about, where there is no terminal for a bar
 
@@ -39,17 +39,25 @@ class Run:
     _total: int = 0
 
     def start(self, facts: dict[str, Any], *, train_bytes_per_token: float, val_bytes_per_token: float) -> None:
-        """Prints the table of facts and starts W&B."""
+        """Prints the table of facts and starts W&B.
+
+        Raises:
+            ConfigError: one of several runs, in the job of a W&B agent, which is one run.
+        """
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
         mode, why = settle_mode(self.cfg.logging)
         logging = self.cfg.logging
+        agent = agent_job()
+        if agent and self.group:
+            raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
+        group, name = agent or (self.group, self.folder.name)
         self.tracker = Tracker(
             mode,
             logging.without_key,
             self.folder,
             project=logging.project,
-            group=logging.group or self.group,
-            name=logging.name or (f"{self.group}/{self.folder.name}" if self.group else self.folder.name),
+            group=logging.group or group,
+            name=logging.name or (f"{group}/{name}" if group else name),
             tags=logging.tags,
             config=configs.to_dict(self.cfg) | {"facts": facts},
         )

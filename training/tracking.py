@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import wandb
+from omegaconf import OmegaConf
 
 from configs.schema import LoggingConfig, WandbMode
 
@@ -35,6 +36,19 @@ def has_key() -> bool:
     return bool(getattr(wandb.setup().settings, "api_key", None))
 
 
+def agent_job() -> tuple[str, str] | None:
+    """Group and name of the run that a `wandb agent` started this process for, as in a Hydra multirun: the sweep, and what sets
+    the run apart in it. None where no agent did."""
+    sweep, parameters = (os.environ.get(name) for name in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"))
+    if not sweep:
+        return None
+    stored = OmegaConf.to_container(OmegaConf.load(parameters)) if parameters else {}
+    assert isinstance(stored, dict)
+    # {"wandb_version": 1, "norm.impl": {"value": "fused"}, ...}
+    swept = [f"{key!s}-{entry['value']}" for key, entry in stored.items() if isinstance(entry, dict)]
+    return f"sweep_{sweep}", "_".join(swept) or os.environ.get("WANDB_RUN_ID", "run")
+
+
 class Tracker:
     """A W&B run, or nothing where the mode is disabled."""
 
@@ -54,13 +68,16 @@ class Tracker:
         if mode is WandbMode.disabled:
             return
 
+        by_agent = agent_job() is not None
+
         def start(mode: WandbMode) -> Any:
             return wandb.init(
                 mode=mode.value,
                 dir=str(folder),
-                # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a sweep into one run.
-                id=secrets.token_hex(4),
-                project=project,
+                # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a multirun into one run. An agent
+                # gives its one job an id and a project in the environment, and reports to the sweep by them.
+                id=None if by_agent else secrets.token_hex(4),
+                project=None if by_agent else project,
                 group=group,
                 name=name,
                 tags=tags,

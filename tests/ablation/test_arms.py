@@ -39,6 +39,17 @@ def test_two_implementations_begin_with_the_same_everything(pair):
     assert [arm.state.model.final_norm.impl for arm in pair] == [NormImpl.torch, NormImpl.fused]
 
 
+@pytest.mark.parametrize("options", [[], ["model.positions=rotary", "model.tie_embeddings=false", "norm.kind=rmsnorm"]])
+def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
+    cfg = configs.load([*SMALL, *options], on=CPU)
+    precision = Precision.settle(cfg.train.precision, CPU)
+    first, drawn = (build("torch", cfg, NormImpl.torch, precision, vocab_size=64) for _ in range(2))
+    copied = build("fused", cfg, NormImpl.fused, precision, vocab_size=64, like=first)
+    check_same([drawn, copied])
+    assert all(map(torch.isfinite, step(copied, 0))) and not any(p.is_meta for p in copied.state.model.parameters())
+    assert all(map(torch.equal, weights(first), weights(drawn)))  # its values were copied, not shared
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -35,6 +35,8 @@ NAMES = {
         "triton_per_fused__to_copy_add_native_dropout_backward_native_layer_norm_backward_sum_view_12",
         "triton_per_fused_add_embedding_native_layer_norm_0",
         "triton_poi_fused_native_dropout_1",
+        "triton_poi_fused__to_copy_native_dropout_backward_9",
+        "triton_poi_fused_inductor_lookup_seed_inductor_random_2",
         "triton_red_fused__fused_rms_norm__to_copy_add_view_7",
         "triton_red_fused__fused_rms_norm_backward__to_copy_add_mul_select_slice_backward_view_12",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4",
@@ -60,11 +62,17 @@ NAMES = {
         "flash_fwd_kernel",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, cutlass::bfloat16_t>>",
+        "void pytorch_flash::flash_bwd_convert_dq_kernel<...>",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128, 64, 128>(...)",
+        "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<cutlass::arch::Sm80>::Params)",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
     ],
     "loss": [
         "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float, LogSoftMaxForwardEpilogue>",
+        "void at::native::(anonymous namespace)::cunn_SoftMaxBackwardSmem<8, float, float, float, LogSoftMaxBackwardEpilogue>",
+        "triton_red_fused__to_copy_prepare_softmax_online_view_33",
         "triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward_nll_loss_forward_view_30",
     ],
     "optimizer": [
@@ -254,6 +262,37 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     assert found["other"] == (pytest.approx((5 + 2) / 1000), 1)
     assert launches(kernels) == 4
     assert sum(kernel.us for kernel in kernels) == pytest.approx(88)
+
+
+def test_time_in_which_a_kernel_waits_for_the_one_before_it_is_counted_once():
+    """Programmatic dependent launch: the sum over programs takes its place while backward still runs."""
+    node = event(1, "NormBackward", 0, 50)
+    ran = [
+        ("norm_backward_kernel", 100, 160),
+        ("finish_weight_gradients_kernel", 140, 165),  # of which it works for 5
+        ("nvjet_tst_192x192", 165, 265),
+        ("Memcpy HtoD (Pinned -> Device)", 200, 220),  # of another stream
+    ]
+    events = [node, *(event(0, name, start, end, device=DeviceType.CUDA) for name, start, end in ran)]
+    for name, start, end in reversed(ran[:2]):
+        node.append_kernel(name, 0, end - start)
+    found = {kernel.name: (kernel.us, kernel.within) for kernel in device_times(events, steps=1)}
+    assert found["norm_backward_kernel"] == (60, ("NormBackward",))
+    assert found["finish_weight_gradients_kernel"] == (5, ("NormBackward",))
+    assert found["nvjet_tst_192x192"] == (100, ()) and found["Memcpy HtoD (Pinned -> Device)"][0] == 0
+    assert sum(us for us, _ in found.values()) == 265 - 100
+
+
+def test_ranges_of_the_host_are_no_work_of_the_gpu():
+    """Those of the optimizer and of torch.compile, drawn on the GPU's timeline, whether or not they are flagged there."""
+    names = ("Optimizer.step#AdamW.step", "## Call CompiledFxGraph f1 ##", NORM_SITE)
+    host = [event(i, name, 10 * i, 10 * i + 9, annotation=True) for i, name in enumerate(names)]
+    drawn = [event(0, name, 100, 150, device=DeviceType.CUDA, annotation=flag) for name in names for flag in (True, False)]
+    kernel = event(0, "triton_poi_fused_add_1", 100, 110, device=DeviceType.CUDA)
+    launcher = event(9, "triton_poi_fused_add_1", 60, 70)  # inductor names the launch after the kernel
+    launcher.append_kernel(kernel.name, 0, 10)
+    kernels = device_times([*host, launcher, *drawn, kernel], steps=1)
+    assert [(k.name, k.us, k.within) for k in kernels] == [("triton_poi_fused_add_1", 10, ("triton_poi_fused_add_1",))]
 
 
 @pytest.mark.parametrize(

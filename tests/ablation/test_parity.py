@@ -11,9 +11,11 @@ import torch
 import configs
 import model.norm
 from ablation import parity as protocol
+from ablation.arms import build, check_same_weights
 from ablation.parity import Distances, judge, judge_sign, judge_size, measure, parity, steps_of, t_tail
 from ablation.records import FUSED, TORCH
 from configs.machine import Machine
+from configs.schema import NormImpl
 from data import load_corpus
 from ops import backend, launch  # noqa: F401  now, while TRITON_INTERPRET is set: it decides what kernels are when defined
 from tests.ablation import faults
@@ -122,6 +124,42 @@ def test_a_norm_made_by_hand_as_the_faulty_ones_are_passes(tiny, dtype, monkeypa
     result = found(tiny(), dtype)
 
     assert result.holds, result.verdict
+
+
+def test_initial_values_are_drawn_once_a_seed(tiny, monkeypatch):
+    drawn, real = [], torch.nn.init.normal_
+
+    def normal_(tensor, *given, **named):
+        if not tensor.is_meta:
+            drawn.append(tensor.numel())
+        return real(tensor, *given, **named)
+
+    monkeypatch.setattr(torch.nn.init, "normal_", normal_)
+    cfg, corpus = tiny()
+    arguments = PRECISION["bf16"], corpus.tokenizer.vocab_size
+    build("one", cfg, NormImpl.torch, *arguments)
+    once = len(drawn)
+    arms = protocol.four_arms(cfg, *arguments)
+    assert once > 0 and len(drawn) == 2 * once
+    check_same_weights(arms)
+
+
+def test_where_memory_runs_out_all_arms_take_smaller_micro_batches_and_the_verdict_says_so(tiny, monkeypatch):
+    real, tried = protocol.measure, []
+
+    def measure(cfg, *given):
+        tried.append(cfg.train.accumulation)
+        if cfg.train.accumulation < 4:
+            raise torch.OutOfMemoryError("tried to allocate 12 GiB")
+        return real(cfg, *given)
+
+    monkeypatch.setattr(protocol, "measure", measure)
+    result = found(tiny("ablate.parity_seeds=2"), "fp32")
+    assert tried == [1, 2, 4, 4] and "micro-batches cut in 4" in result.verdict
+
+    monkeypatch.setattr(protocol, "measure", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError("still")))
+    with pytest.raises(torch.OutOfMemoryError):
+        found(tiny("ablate.parity_seeds=2"), "fp32")
 
 
 # ---- planted faults ----------------------------------------------------------------------------------------------------------

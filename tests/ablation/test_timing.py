@@ -1,5 +1,7 @@
 """The timing protocol: who runs when, on what, and what is made of it."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -84,10 +86,34 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
         name: [2] * 12
         for name in (TORCH, AGAIN, FUSED)  # without those of the first cycle
     }
-    assert sum(told) == timing.steps_of(cycles=6, block_steps=2, warmup_steps=1)
+    assert Counter(told) == timing.work_of(cycles=6)
     for arm in found.values():
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0
         assert arm.peak_gb is None and arm.launches is None
+
+
+@pytest.mark.parametrize(
+    ("warm_ms", "steps"),
+    [
+        ([[900, 5.0, 5.5], [6.0, 5.0, 4.9], [30_000, 4.0, 4.0]], 50),  # compilation is no step time
+        ([[9, 4.9], [6, 4.9], [9, 8.1]], 31),  # of the slowest arm: 250 / 8.1, rounded up
+        ([[60, 61]] * 3, 5),
+        ([[500]] * 3, 5),
+        ([[1.5]] * 3, 100),
+    ],
+)
+def test_a_block_lasts_a_quarter_of_a_second_between_5_and_100_steps(warm_ms, steps):
+    assert timing.settled_steps(warm_ms) == steps
+
+
+def test_blocks_of_all_arms_have_the_number_of_steps_that_warm_up_settles(arms, monkeypatch):
+    for arm in arms.values():
+        arm.cfg.ablate.block_steps = None
+    seen = []
+    monkeypatch.setattr(timing, "settled_steps", lambda warm: seen.append(warm) or 3)
+    found = timing.time_arms(arms, Batches(), lambda kind: None)
+    assert [len(steps) for steps in seen[0]] == [1, 1, 1] and min(min(seen[0])) > 0
+    assert {len(block) for arm in found.values() for block in arm.blocks_ms} == {3}
 
 
 def test_equal_arms_are_seldom_called_different():

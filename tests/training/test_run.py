@@ -1,6 +1,7 @@
 """A run's folder and what is in it."""
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import yaml
 
 import configs
 from configs.machine import Machine
+from configs.schema import WandbMode
 from training.environment import environment, git_state
 from training.plot import loss_curve, read_metrics
 from training.run import claim, open_run
@@ -149,3 +151,38 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
 
 def test_the_environment_of_a_cpu_has_no_gpu():
     assert environment(CPU)["gpu"] is None
+
+
+class Tracked:
+    """Stands for training.tracking.Tracker, and keeps how it was made."""
+
+    mode, note = WandbMode.offline, ""
+    made: ClassVar[list[dict]] = []
+
+    def __init__(self, *_, **how):
+        self.made.append(how)
+
+    def finish(self, exit_code): ...
+
+
+def test_a_run_has_the_group_and_name_of_its_agents_sweep_and_the_config_still_wins(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.run.Tracker", Tracked)
+    monkeypatch.setattr("training.run.agent_job", lambda: ("sweep_s1", "norm.impl-fused_seed-2"))
+    Tracked.made.clear()
+    for group, name in ((None, None), ("mine", "best")):
+        cfg.logging.group, cfg.logging.name = group, name
+        with open_run(cfg, tmp_path / "run", CPU) as run:
+            run.start({}, train_bytes_per_token=1.0, val_bytes_per_token=1.0)
+    assert [(how["group"], how["name"]) for how in Tracked.made] == [
+        ("sweep_s1", "sweep_s1/norm.impl-fused_seed-2"),
+        ("mine", "best"),
+    ]
+
+
+def test_several_runs_in_one_job_of_an_agent_are_refused(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr("training.run.agent_job", lambda: ("sweep_s1", "seed-2"))
+    with (
+        pytest.raises(configs.ConfigError, match="the job of a W&B agent is one run"),
+        open_run(cfg, tmp_path / "run", CPU, group="2026_sweep") as run,
+    ):
+        run.start({}, train_bytes_per_token=1.0, val_bytes_per_token=1.0)

@@ -1,10 +1,15 @@
 """The W&B mode is settled before the start, from what is on this machine."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from configs.schema import LoggingConfig, WandbMode
+from tests.runs import ROOT
 from training import tracking
-from training.tracking import Tracker, settle_mode
+from training.tracking import Tracker, agent_job, settle_mode
 
 ONLINE, OFFLINE, DISABLED = WandbMode.online, WandbMode.offline, WandbMode.disabled
 
@@ -84,3 +89,45 @@ def test_each_run_has_an_id_of_its_own(monkeypatch, tmp_path):
         Tracker(OFFLINE, DISABLED, tmp_path, project="p", group=None, name="n", tags=[], config={})
 
     assert len(set(ids)) == 3 and "shared" not in ids
+
+
+@pytest.fixture
+def agent(monkeypatch, tmp_path):
+    """The environment that a W&B agent gives a job of its sweep."""
+    parameters = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
+    parameters.parent.mkdir(parents=True)
+    parameters.write_text("wandb_version: 1\n\nnorm.impl:\n  value: fused\nseed:\n  value: 2\n")
+    names = {"SWEEP_ID": "s1", "RUN_ID": "r1", "SWEEP_PARAM_PATH": str(parameters), "PROJECT": "p", "DIR": str(tmp_path)}
+    for name, value in names.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
+def test_a_job_of_an_agent_is_named_after_its_sweep_and_what_is_swept(agent):
+    assert agent_job() == ("sweep_s1", "norm.impl-fused_seed-2")
+
+
+def test_without_an_agent_there_is_no_such_name(monkeypatch):
+    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+    assert agent_job() is None
+
+
+def test_wandb_gives_the_job_of_an_agent_the_agents_id_and_the_sweeps_project(agent, tmp_path):
+    code = (
+        "from pathlib import Path; from configs.schema import WandbMode; from training.tracking import Tracker\n"
+        "said = {'project': 'mine', 'group': 'g', 'name': 'n', 'tags': [], 'config': {}}\n"
+        "tracker = Tracker(WandbMode.offline, WandbMode.offline, Path.cwd(), **said)\n"
+        "run = tracker._run; print(run.id, run.project, run.settings.sweep_id, run.group); tracker.finish(0)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["r1", "p", "s1", "g"], done.stderr
+    assert [path.name for path in tmp_path.glob("wandb/offline-run-*/*.wandb")] == ["run-r1.wandb"]
+
+
+def test_the_tracker_leaves_id_and_project_to_the_agent(agent, monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(tracking.wandb, "init", lambda **arguments: seen.update(arguments))
+
+    Tracker(OFFLINE, DISABLED, tmp_path, project="mine", group="g", name="n", tags=[], config={})
+
+    assert (seen["id"], seen["project"], seen["group"], seen["name"]) == (None, None, "g", "n")

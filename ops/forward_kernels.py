@@ -10,6 +10,7 @@ import triton.language as tl
 from .conversion_kernels import rounded
 from .dropout_kernels import drop_block
 from .row_kernels import (
+    add_pairs,
     block_cols,
     block_mask,
     block_start,
@@ -106,60 +107,21 @@ def norm_forward_kernel(
                 ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
                 RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
             )  # fmt: skip
-    else:
+    elif PERSISTENT:
         for tile in tl.range(group, tiles, groups, num_stages=1):
-            rows = tile_rows(tile, ROWS, LONG)
-            m_row = rows < M
-            # Two passes over the inputs. Nothing is written before the second, so residual_out may be the residual's own
-            # buffer.
-            b_mean = tl.zeros([ROWS], tl.float32)
-            b_m2 = tl.zeros([ROWS], tl.float32)
-            for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
-                b_r = load_sum(
-                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, first_col,
-                    N, stride_x, stride_x1, stride_residual, threshold, scale,
-                    BLOCK_N, 0, False, VECTOR, RESIDUAL_DTYPE, DROPOUT,
-                )  # fmt: skip
-                if IS_RMS:
-                    b_m2 += dot_rows(b_r, b_r, SPAN)
-                else:
-                    # Chan, Golub & LeVeque 1979: the moments of two sets together, without cancellation.
-                    count = tl.minimum(BLOCK_N, N - first_col).to(tl.float32)
-                    part = count / (first_col + count)
-                    b_block_mean = row_sum(b_r, SPAN) / count
-                    b_centred = centre(b_r, b_block_mean, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
-                    b_delta = b_block_mean - b_mean
-                    b_m2 += dot_rows(b_centred, b_centred, SPAN) + b_delta * b_delta * (first_col * part)
-                    b_mean += b_delta * part
-            b_rstd = tl.rsqrt(b_m2 * share + eps)
-            for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
-                b_r = load_sum(
-                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
-                    N, stride_x, stride_x1, stride_residual, threshold, scale,
-                    BLOCK_N, 0, False, VECTOR, RESIDUAL_DTYPE, DROPOUT,
-                )  # fmt: skip
-                if IN_PLACE:
-                    tl.debug_barrier()
-                if p_r is not None:
-                    store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, False, VECTOR)
-                b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
-                store_affine(
-                    p_y, b_centred, b_rstd,
-                    load_vector(p_weight, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET),
-                    load_vector(p_bias, first_col, N, BLOCK_N, 0, False, VECTOR, 0.0, 0.0),
-                    p_weight is not None, p_bias is not None, rows, m_row, stride_y, first_col, N,
-                    BLOCK_N, 0, False, VECTOR,
-                )  # fmt: skip
-                if p_y1 is not None:
-                    store_affine(
-                        p_y1, b_centred, b_rstd,
-                        load_vector(p_weight1, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET),
-                        load_vector(p_bias1, first_col, N, BLOCK_N, 0, False, VECTOR, 0.0, 0.0),
-                        p_weight1 is not None, p_bias1 is not None, rows, m_row, stride_y1, first_col, N,
-                        BLOCK_N, 0, False, VECTOR,
-                    )  # fmt: skip
-            if p_stats is not None:
-                store_stats(p_stats, b_rstd, b_mean, rows, m_row, M, IS_RMS)
+            looped_tile(
+                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
+                p_y, p_y1, p_r, p_stats, p_mask, p_mask1, tile,
+                M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+                ROWS, BLOCK_N, LONG, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+            )  # fmt: skip
+    else:
+        looped_tile(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
+            p_y, p_y1, p_r, p_stats, p_mask, p_mask1, group,
+            M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+            ROWS, BLOCK_N, LONG, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -188,6 +150,71 @@ def whole_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean,
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
             BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, IS_RMS, OFFSET,
+        )  # fmt: skip
+
+
+@triton.jit
+def looped_tile(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
+    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, tile,
+    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+    SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows wider than it, in two passes, of which the second finds the rows in cache.
+
+    Nothing is written before the second, so that residual_out may be the residual's own buffer.
+    """
+    rows = tile_rows(tile, ROWS, LONG)
+    m_row = rows < M
+    # LayerNorm: sums of what is left when the first block's mean is taken off. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses
+    # little to cancellation: Σ d² is at most N / BLOCK_N times as large.
+    b_shift = tl.zeros([ROWS], tl.float32)
+    if not IS_RMS:
+        b_r = load_sum(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
+            N, stride_x, stride_x1, stride_residual, threshold, scale,
+            BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+        )  # fmt: skip
+        b_shift = row_sum(b_r, SPAN) / tl.minimum(BLOCK_N, N).to(tl.float32)
+    b_terms = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    b_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
+        b_r = load_sum(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, first_col,
+            N, stride_x, stride_x1, stride_residual, threshold, scale,
+            BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+        )  # fmt: skip
+        b_left = centre(b_r, b_shift, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)
+        b_squares += b_left[0] * b_left[0]
+        if not IS_RMS:
+            b_terms += b_left[0]
+    if IS_RMS:
+        b_mean = b_shift
+        b_m2 = tl.sum(b_squares, 1)
+    else:
+        b_m2, b_sum = tl.reduce((b_squares, b_terms), 1, add_pairs)
+        b_delta = b_sum / N
+        b_mean = b_shift + b_delta
+        b_m2 -= b_sum * b_delta
+    b_rstd = tl.rsqrt(b_m2 * share + eps)
+
+    for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
+        b_r = load_sum(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
+            N, stride_x, stride_x1, stride_residual, threshold, scale,
+            BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+        )  # fmt: skip
+        if IN_PLACE:
+            tl.debug_barrier()
+        if p_r is not None:
+            store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
+        b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)
+        finish_tile(
+            p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, (), b_centred, b_mean, b_rstd,
+            rows, m_row, first_col == 0, first_col, M, N, stride_y, stride_y1,
+            BLOCK_N, 0, EVEN_N, VECTOR, False, IS_RMS, OFFSET,
         )  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "SLICES_POW2": triton.next_power_of_2(tile.slices),
         "LONG": M + tile.rows >= 2**31,
         "LOOPED": tile.looped(N),
-        "EVEN_N": tile.width == N,
+        "EVEN_N": N % tile.width == 0,
         "VECTOR": work.vector,
         "STAGES": tile.stages,
         "HOLD": tile.hold_weights and tile.programs_per_sm > 0,

@@ -222,6 +222,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("programs_per_sm", (1, 2, 3, 4) if own.slices > 1 or cell.direction == BACKWARD else (0, 2, 4)),
         ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
+        ("max_registers", () if own.slices > 1 else (0, 32, 40, 48, 64, 80, 96, 112, 128)),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -265,6 +266,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
         and tile.warps * max(1, tile.programs_per_sm) <= 64
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))
+        and (tile.max_registers == 0 or tile.max_registers > elements)
         and (tile.slices == 1 or (4 <= tile.slices <= 128 and persistent and tile.stages > 1 and tile.hold_weights))
     )
 
@@ -287,6 +289,7 @@ def format_table(table: dict, shares: dict | None = None) -> str:
             fields = (
                 f"{t.rows}, {t.block_n}, {t.tail_n}, {t.slices}, {t.warps}, {t.stages}, {t.programs_per_sm}, {t.hold_weights}"
             )
+            fields += f", {t.max_registers}" if t.max_registers else ""
             share = (shares or {}).get((*key, width))
             lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")

@@ -177,7 +177,7 @@ def looped_tile(
             N, stride_x, stride_x1, stride_residual, threshold, scale,
             BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
         )  # fmt: skip
-        b_shift = row_sum(b_r, SPAN) / tl.minimum(BLOCK_N, N).to(tl.float32)
+        b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
     b_terms = tl.zeros([ROWS, BLOCK_N], tl.float32)
     b_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
@@ -238,7 +238,7 @@ def begin_tile(
         store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
     b_mean = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
-        b_mean = row_sum(b_r, SPAN) / count  # a quotient, so that a constant row has exactly its own mean
+        b_mean = quotient(row_sum(b_r, SPAN), count)
     b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
     return b_r, b_mean, b_centred, dot_rows(b_centred, b_centred, SPAN)
 
@@ -346,6 +346,17 @@ def scaled_rows(m_row, b_scale, p_rowscale):
     if p_rowscale is not None:
         m_row = m_row & (b_scale != 0.0)
     return m_row
+
+
+@triton.jit
+def quotient(b_sum, count):
+    """sum / count, exact where it is a float, so that a constant row has its own mean: GPUs' plain division may be 2 ulp off.
+
+    One Newton step from sum · (1 / count), whose remainder a fused multiply-add gives exactly.
+    """
+    share = 1.0 / count
+    b_estimate = b_sum * share
+    return tl.fma(tl.fma(-b_estimate, count, b_sum), share, b_estimate)
 
 
 @triton.jit

@@ -183,7 +183,9 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "SPAN": device.warp_size * tile.warps * work.vector,
     }
     if tile.slices > 1:
-        constants |= {"launch_cooperative_grid": True, "maxnreg": registers(tile)}
+        constants["launch_cooperative_grid"] = True
+    if (most := registers(tile)) is not None:
+        constants["maxnreg"] = most
     return constants
 
 

@@ -39,13 +39,13 @@ def test_the_printed_table_is_the_table():
 
 
 def test_what_was_found_takes_its_place_and_the_rest_stays():
-    cell, tile = Cell(FORWARD, "rms", "add", 8, 1024), Tile(7, 1024, 0, 1, 4, 1, 0, False)
+    cell, tile = Cell(FORWARD, "rms", "add", 8, 1024), Tile(7, 1024, 0, 1, 4, 1, 0, False, 96)
     table = tune.merged({cell: (tile, 0.9)})
     assert dict(table[cell.key])[1024] == tile
     assert {key: entries for key, entries in table.items() if key != cell.key} == {
         key: entries for key, entries in tiling.TABLE.items() if key != cell.key
     }
-    assert "# 0.90" in tune.format_table(table, {(*cell.key, 1024): 0.9})
+    assert "0, False, 96)),  # 0.90" in tune.format_table(table, {(*cell.key, 1024): 0.9})
 
 
 def test_backward_is_always_persistent():

@@ -168,3 +168,10 @@ def test_a_smaller_gpu_gets_fewer_programs_and_stages_before_it_gets_neither():
     assert fit(tile, work, replace(H200, threads=1536)).programs_per_sm == 3
     assert fit(tile, work, replace(H200, warp_size=64)).warps == 8
     assert fit(replace(tile, warps=1), work, replace(H200, warp_size=64)).warps == 1
+
+
+def test_registers_are_bounded_where_they_were_measured_and_on_amd_left_to_its_compiler():
+    work = Work(False, False, False, 8, 2, 0, True)
+    tile = forward_tile(12288, work)
+    assert registers(tile) == tile.max_registers == 80
+    assert registers(fit(tile, work, replace(H200, warp_size=64))) is None

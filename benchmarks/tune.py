@@ -215,7 +215,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     present = {key: entry(key, cell.width) for key in tiling.TABLE if key[0] == cell.direction}
     own = present[cell.key]
     near = dict.fromkeys([own, *present.values()])
-    near |= dict.fromkeys(tiling.over(cell.width, width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
+    near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
@@ -230,6 +230,14 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         whole = tiling.one_block(cell.width)
         near |= dict.fromkeys(replace(tile, block_n=whole, tail_n=0) for tile in list(near) if tile.slices == 1)
     return (tile for tile in near if tile == own or sensible(tile, cell))
+
+
+def over_row(width: int, tile: Tile) -> Tile:
+    """The tile of another width with the blocks of this one."""
+    if tile.slices > 1:
+        return replace(tile, slices=-(-width // tile.block_n))
+    block_n, tail_n = tiling.row_blocks(width)
+    return replace(tile, block_n=block_n, tail_n=tail_n)
 
 
 def all_tiles(cell: Cell) -> Iterator[Tile]:
@@ -299,7 +307,7 @@ def format_table(table: dict, shares: dict | None = None) -> str:
 def entry(key: tuple[str, str, str, int], width: int) -> Tile:
     """What the table has for this width."""
     entries = tiling.TABLE[key]
-    return tiling.over(width, *next((entry for entry in entries if width <= entry[0]), entries[-1]))
+    return tiling.over(width, *next((entry for entry in entries if width <= entry[0]), entries[-1]), key[-1])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -153,11 +153,20 @@ def test_a_width_between_two_entries_takes_two_tiles_unless_the_wider_entry_foun
         tile = TILE_OF[key[0]](between, Work(key[1] == "rms", key[2] != "norm", key[2] == "dropout", key[3], loaded, 0, True))
         if entry.slices == 1:
             one_was_faster = entry.tail_n == 0 and row_blocks(up_to)[1] > 0
-            assert (tile.block_n, tile.tail_n) == ((entry.block_n, 0) if one_was_faster else row_blocks(between)), (
-                between,
-                tile,
-            )
+            block_n, tail_n = (entry.block_n, 0) if one_was_faster else row_blocks(between)
+            if tail_n:
+                tail_n = max(tail_n, 32 * entry.warps * key[3])
+            expected = (block_n, tail_n) if tail_n < block_n else (2 * block_n, 0)
+            assert (tile.block_n, tile.tail_n) == expected, (between, tile)
         assert tile.rows == entry.rows and tile.warps == entry.warps
+
+
+def test_a_tail_between_two_entries_has_columns_for_every_thread():
+    work = Work(False, False, False, 8, 2, 0, True)
+    tiles = {n: forward_tile(n, work) for n in (8704, 9728, 2560, 4608)}
+    assert {n: (tile.block_n, tile.tail_n) for n, tile in tiles.items()} == {
+        8704: (8192, 2048), 9728: (8192, 2048), 2560: (2048, 1024), 4608: (4096, 1024),
+    }  # fmt: skip
 
 
 def test_a_smaller_gpu_gets_fewer_programs_and_stages_before_it_gets_neither():

@@ -91,20 +91,23 @@ def norms_text(records: Sequence[Record]) -> str:
     return "\n\n".join(blocks)
 
 
+NARROW = 512  # rows up to this wide have tables of their own: sixteen columns are too many to read
+
+
 def norms_markdown(records: Sequence[Record], weights: str = "bf16") -> str:
     """Ours and the best peer, a row for each case, a column for each width; the largest sweep."""
-    sweeps = by_rows(records)
+    sweep = [record for record in next(iter(by_rows(records).values()), []) if record["weight_dtype"] == weights]
+    widths = sorted({record["N"] for record in sweep})
     parts = []
-    for direction in DIRECTIONS:
-        sweep = [r for r in next(iter(sweeps.values()), []) if r["direction"] == direction and r["weight_dtype"] == weights]
-        if not sweep:
-            continue
-        columns = sorted({record["N"] for record in sweep})
-        lines = []
-        for (case, _, residual, _), widths in grouped(sweep).items():
-            cells = [norms_cell(widths[n]) if n in widths else "–" for n in columns]
-            lines.append([label(case, residual), *cells])
-        parts.append(markdown([f"{direction}, N =", *map(str, columns)], lines))
+    for columns in ([n for n in widths if n > NARROW], [n for n in widths if n <= NARROW]):
+        for direction in DIRECTIONS:
+            cases = grouped([r for r in sweep if r["direction"] == direction and r["N"] in columns])
+            lines = []
+            for (case, _, residual, _), found in cases.items():
+                cells = [norms_cell(found[n]) if n in found else "–" for n in columns]
+                lines.append([label(case, residual), *cells])
+            if lines:
+                parts.append(markdown([f"{direction}, N =", *map(str, columns)], lines))
     return "\n\n".join(parts)
 
 

@@ -153,8 +153,8 @@ def registers(tile: Tile) -> int | None:
 # The tile of every row up to a width, by direction, norm, kind of work and vector. A row between two widths takes the wider
 # one's rows, warps, stages and programs over blocks of its own.
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
-# bandwidth of the best of many candidates in short measurements, so a little flattering. No share: not measured. Those of rows
-# up to 512 and of backward tiles that do not hold their weights are older than the last changes to the kernels.
+# bandwidth of the best of many candidates in short measurements, so a little flattering. Those of rows up to 512 are older than
+# the last changes to the kernels.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (

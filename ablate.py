@@ -24,7 +24,7 @@ import configs
 import ops
 from ablation import parity, report, serialize, timing, tracking
 from ablation.arms import Arm, build, check_same
-from ablation.attribution import KernelTime, attribute, launches, norm_bytes, profile_step, shares
+from ablation.attribution import KernelTime, attribute, by_name, launches, norm_bytes, profile_step, shares
 from ablation.progress import Progress
 from ablation.records import AGAIN, FUSED, TORCH, Ablation, Cell
 from ablation.verdict import verdict_of
@@ -142,6 +142,7 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
             norm_bytes(cfg, precision),
             copy_gb_per_s(precision.device),
         )
+        attribution = replace(attribution, kernels={name: by_name(kernels[name]) for name in (TORCH, FUSED)})
     return Cell(
         overrides=variant.overrides,
         mode=mode,

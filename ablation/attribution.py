@@ -27,7 +27,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ablation.records import Attribution, Share
+from ablation.records import Attribution, Kernel, Share
 from configs import Config
 from configs.schema import BlockLayout, ResidualDtype
 from model.norm import PreNorm
@@ -81,6 +81,17 @@ def shares(kernels: Iterable[KernelTime]) -> list[Share]:
     for kernel in kernels:
         members[group_of(kernel)].append(kernel)
     return [Share(group, sum(k.us for k in members[group]) / 1000, launches(members[group])) for group in GROUPS]
+
+
+def by_name(kernels: Iterable[KernelTime]) -> list[Kernel]:
+    """What `shares` sums up, longest first: one Kernel for each name and group, from all places that launch it."""
+    found: dict[tuple[str, str], list[KernelTime]] = defaultdict(list)
+    for kernel in kernels:
+        found[kernel.name, group_of(kernel)].append(kernel)
+    merged = [
+        Kernel(name, group, sum(k.us for k in of) / 1000, sum(k.launches for k in of)) for (name, group), of in found.items()
+    ]
+    return sorted(merged, key=lambda kernel: -kernel.ms)
 
 
 def launches(kernels: Iterable[KernelTime]) -> int:
@@ -180,6 +191,14 @@ def _site(kernel: KernelTime) -> Sequence[str]:
     return kernel.within + kernel.forward
 
 
+def _summed_by_compiled_code(kernel: KernelTime) -> Sequence[str]:
+    """The outermost range of compiled code around a sum that it calls as an operator."""
+    called = kernel.within[:1] == ("aten::sum",)
+    return (
+        [name for name in kernel.within if name.startswith(("CompiledFunction", "## Call CompiledFxGraph"))] if called else ()
+    )
+
+
 def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str) -> Rule:
     return Rule(group, where, re.compile(pattern, re.IGNORECASE))
 
@@ -196,6 +215,9 @@ RULES = (
     _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
     _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
     _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
+    # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
+    # programs' partial sums of the latter up by an operator; it calls sum for nothing else.
+    _rule("norm", _summed_by_compiled_code, r""),
     # Before GEMM: the math backend is made of matrix products, flash kernels have cutlass types in their names.
     _rule("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
     _rule("attention", _kernel, r"flash|fmha|sdpa|attention|cudnn::fusion"),

@@ -38,6 +38,16 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A GPU kernel, copy or fill by name, and the kind of work that its time was counted as."""
+
+    name: str
+    group: str  # as in Share
+    ms: float  # a step, all launches together, without what overlaps with earlier kernels
+    launches: float  # a step; a fraction where not all steps are alike
+
+
+@dataclass(frozen=True)
 class Attribution:
     """Where the GPU time of a step goes, and what that leaves for any norm kernel to gain."""
 
@@ -47,6 +57,7 @@ class Attribution:
     copy_gb_per_s: float  # measured in the same process
     bound: float  # Amdahl: the speed-up of a step whose norm sites run at copy bandwidth
     realised: float  # of the time between torch's norms and that bound, the part that fused saves; 1 is all
+    kernels: dict[str, list[Kernel]] = field(default_factory=dict)  # by arm: what the shares are sums of, longest first
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Fused against torch", _comparisons(cells)),
         section("Forward, backward, optimizer", _split(cells)),
         section("What torch.compile buys, and what is left", _compile(cells)),
-        section("Where the GPU time goes", "\n\n".join(_attribution(cell) for cell in cells if cell.attribution)),
+        section("Where the GPU time goes", _attributions([cell for cell in cells if cell.attribution])),
         section("Parity", "\n\n".join([*map(_parity, ablation.parity), wrapped(PARITY_RULE)]) if ablation.parity else ""),
         section("Plots", _pictures(ablation, folder)),
         section("Notes", "\n".join(wrapped(f"- {note}") for note in ablation.notes)),
@@ -222,6 +222,13 @@ def _compile(cells: Sequence[Cell]) -> str:
         "unpaired: those cells ran one after the other."
     )
     return markdown(header, rows) + "\n\n" + "\n".join(sentences) + "\n\n" + wrapped(note)
+
+
+def _attributions(cells: Sequence[Cell]) -> str:
+    note = (
+        "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it was counted as."
+    )
+    return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
 
 
 def _attribution(cell: Cell) -> str:

@@ -1,6 +1,7 @@
-"""An ablation on disk: report.json, and what was measured one by one in steps.jsonl and parity.jsonl."""
+"""An ablation on disk: report.json, and what was measured one by one in steps.jsonl, parity.jsonl and kernels.jsonl."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -10,22 +11,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ablation.records import Ablation
+from ablation.records import Ablation, Kernel
 from ablation.statistics import spread
 
-REPORT, STEPS, PARITY = "report.json", "steps.jsonl", "parity.jsonl"
+REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
 
 
 def save(ablation: Ablation, folder: Path) -> None:
-    """Writes the three files, report.json last; each under another name first, so that none is ever seen half written.
+    """Writes the four files, report.json last; each under another name first, so that none is ever seen half written.
 
-    report.json has the fields of records.py. In place of step times and losses it has how many there are: `block_steps`, for
-    each block of an arm, with `step_ms`, their spread in milliseconds; `loss_steps`, for each seed of an arm. A number that is
-    NaN or infinite is written as a string ("nan", "inf"), since JSON has none.
+    report.json has the fields of records.py. In place of step times, losses and kernels it has how many there are:
+    `block_steps`, for each block of an arm, with `step_ms`, their spread in milliseconds; `loss_steps`, for each seed of an arm;
+    `kernel_count`, for each arm of a profile. A number that is NaN or infinite is written as a string ("nan", "inf"), since JSON
+    has none.
     """
     report = _plain(ablation)
     steps: list[dict[str, Any]] = []
     losses: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
     for cell in report["cells"]:
         for name, arm in cell["arms"].items():
             blocks = arm.pop("blocks_ms")
@@ -33,6 +36,12 @@ def save(ablation: Ablation, folder: Path) -> None:
             arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             steps += [of | {"block": b, "step": s, "ms": ms} for b, block in enumerate(blocks) for s, ms in enumerate(block)]
+        if attribution := cell["attribution"]:
+            profiles = attribution.pop("kernels")
+            attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
+            for name, found in profiles.items():
+                of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
+                kernels += [of | kernel for kernel in found]
     for parity in report["parity"]:
         arms = parity.pop("losses")
         parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
@@ -44,6 +53,7 @@ def save(ablation: Ablation, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / STEPS, map(_line, steps))
     _write(folder / PARITY, map(_line, losses))
+    _write(folder / KERNELS, map(_line, kernels))
     _write(folder / REPORT, [json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"])
 
 
@@ -55,26 +65,33 @@ def load(folder: Path) -> Ablation:
         ValueError: the files are not of one ablation, or of another version of records.py.
     """
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    steps, losses = (
+    steps, losses, kernels = (
         iter([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()])
-        for name in (STEPS, PARITY)
+        for name in (STEPS, PARITY, KERNELS)
     )
     try:
         for cell in report["cells"]:
             for arm in cell["arms"].values():
                 del arm["step_ms"]
                 arm["blocks_ms"] = [[next(steps)["ms"] for _ in range(count)] for count in arm.pop("block_steps")]
+            if attribution := cell["attribution"]:
+                counts = attribution.pop("kernel_count")
+                fields = [field.name for field in dataclasses.fields(Kernel)]
+                attribution["kernels"] = {
+                    name: [{field: line[field] for field in fields} for line in itertools.islice(kernels, count)]
+                    for name, count in counts.items()
+                }
         for parity in report["parity"]:
             arms = parity.pop("loss_steps")
             parity["losses"] = {
                 name: [[next(losses)["loss"] for _ in range(count)] for count in counts] for name, counts in arms.items()
             }
-        whole = next(steps, None) is None and next(losses, None) is None
+        whole = all(next(lines, None) is None for lines in (steps, losses, kernels))
         ablation = _typed(Ablation, report)
     except (KeyError, TypeError, StopIteration) as error:
         raise ValueError(f"{folder}: not an ablation as this version writes it ({error!r}).") from error
     if not whole:
-        raise ValueError(f"{folder}: {STEPS} or {PARITY} has lines that {REPORT} does not know of.")
+        raise ValueError(f"{folder}: {STEPS}, {PARITY} or {KERNELS} has lines that {REPORT} does not know of.")
     return ablation
 
 

@@ -6,7 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from ablation.records import AGAIN, FUSED, TORCH, Ablation, ArmTimes, Attribution, Cell, Comparison, Parity, Quantity, Share
+from ablation.records import (
+    AGAIN,
+    FUSED,
+    TORCH,
+    Ablation,
+    ArmTimes,
+    Attribution,
+    Cell,
+    Comparison,
+    Kernel,
+    Parity,
+    Quantity,
+    Share,
+)
 from ablation.statistics import Interval, paired_difference, paired_ratio
 from ablation.verdict import verdict_of
 
@@ -79,7 +92,11 @@ def attribution(torch_ms: float, speedup: float) -> Attribution:
     torch = [Share(group, share * torch_ms, 200) for group, share in shares.items()]
     saved = torch_ms - torch_ms / speedup
     fused = [replace(s, ms=s.ms - saved, launches=98) if s.group == "norm" else s for s in torch]
-    return Attribution(torch, fused, norm_bytes=40_000_000_000, copy_gb_per_s=4100.0, bound=1.25, realised=0.83)
+    kernels = {
+        name: [Kernel(f"{share.group}_kernel", share.group, share.ms, share.launches) for share in shares]
+        for name, shares in ((TORCH, torch), (FUSED, fused))
+    }
+    return Attribution(torch, fused, 40_000_000_000, copy_gb_per_s=4100.0, bound=1.25, realised=0.83, kernels=kernels)
 
 
 def parity_of(overrides: dict[str, str], seeds: int = 3, holds: bool = True, steps: int = 60) -> Parity:

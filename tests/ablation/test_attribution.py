@@ -11,6 +11,7 @@ from ablation.attribution import (
     NORM_SITE,
     KernelTime,
     attribute,
+    by_name,
     device_times,
     group_of,
     launches,
@@ -18,7 +19,7 @@ from ablation.attribution import (
     profile_step,
     shares,
 )
-from ablation.records import Share
+from ablation.records import Kernel, Share
 from configs import Config
 from configs.schema import BlockLayout, NormImpl, NormKind, ResidualDtype
 from training.precision import Precision
@@ -262,6 +263,18 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     assert found["other"] == (pytest.approx((5 + 2) / 1000), 1)
     assert launches(kernels) == 4
     assert sum(kernel.us for kernel in kernels) == pytest.approx(88)
+
+
+def test_partial_sums_that_compiled_code_adds_up_are_the_norms_and_eager_ones_are_not():
+    sums = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >"
+    compiled = ("aten::sum", "## Call CompiledFxGraph fxyz ##", "CompiledFunctionBackward")
+    kernels = [
+        KernelTime(sums, 30.0, 50, compiled),
+        KernelTime(sums, 20.0, 24, ("aten::sum", "AddmmBackward0")),  # of a bias
+        KernelTime(sums, 10.0, 1, ("aten::mean", "CompiledFunction")),
+    ]
+    assert [group_of(kernel) for kernel in kernels] == ["norm", "other", "other"]
+    assert by_name(kernels) == [Kernel(sums, "norm", 0.03, 50), Kernel(sums, "other", 0.03, 25)]
 
 
 def test_time_in_which_a_kernel_waits_for_the_one_before_it_is_counted_once():

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from ablation import finished, plots, report, serialize
+from ablation.attribution import GROUPS
 from ablation.records import AGAIN, FUSED, TORCH, Comparison
 from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
@@ -50,7 +51,9 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, kernels):
     found = results.ablation(kernels=kernels)
     serialize.save(found, tmp_path)
     assert serialize.load(tmp_path) == found
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["parity.jsonl", "report.json", "steps.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "kernels.jsonl", "parity.jsonl", "report.json", "steps.jsonl",
+    ]  # fmt: skip
 
 
 def test_raw_files_have_a_line_for_each_step(tmp_path):
@@ -65,6 +68,8 @@ def test_raw_files_have_a_line_for_each_step(tmp_path):
     }  # fmt: skip
     assert len(steps) == sum(len(block) for arm in found.cells[0].arms.values() for block in arm.blocks_ms)
     assert len(losses) == len(results.PARITY_ARMS) * 2 * found.parity[0].steps
+    kernels = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    assert {(line["arm"], line["group"]) for line in kernels} == {(arm, group) for arm in (TORCH, FUSED) for group in GROUPS}
     kept = json.loads((tmp_path / "report.json").read_text())
     assert "blocks_ms" not in kept["cells"][0]["arms"][TORCH] and "losses" not in kept["parity"][0]
 

@@ -10,7 +10,7 @@ eps follows from a row so small that it is all there is under the root. The modu
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -161,7 +161,7 @@ def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
             if weight is not None or not zero_centered:
                 formula = Formula(is_rms_norm, 0.0, zero_centered, weight, bias, width if names else None, "x", argument)
                 formula = replace(formula, eps=_eps(module, formula, values, _TINY * rows[:1]))
-                trials.append((_distance(y, _apply(formula, values, rows)), formula))
+                trials.append((_distance(y, compute(formula, values, rows)), formula))
         error, formula = min(trials, key=lambda trial: trial[0])
         if error > TOLERANCE:
             return f"it is neither LayerNorm nor RMSNorm of the last dimension: off by {error:.2g} from the nearer, relative"
@@ -170,7 +170,7 @@ def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
             if again.shape != (*lead, width) or _distance(again.flatten(0, -2), y) > TOLERANCE:
                 return "it gives rows other values in training, or in a tensor of more dimensions"
         zeros = torch.zeros(1, width)
-        if not torch.allclose(_run(module, values, zeros), _apply(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
+        if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # whatever their code raises is a reason to leave it alone
@@ -198,8 +198,8 @@ def _run(
     return type(module).forward(clone, x.to(device, copy=True)).cpu()
 
 
-def _apply(formula: Formula, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The formula in fp64."""
+def compute(formula: Formula, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The formula in fp64, for x (..., N) and parameters (N,) of any dtype."""
     x = x.double()
     if not formula.is_rms_norm:
         x = x - x.mean(-1, keepdim=True)

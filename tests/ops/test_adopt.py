@@ -220,9 +220,9 @@ def test_replacing_under_a_compiled_model_takes_effect(device):
 
 
 def test_only_modules_are_taken():
-    with pytest.raises(TypeError, match="replace_norms: model must be a torch.nn.Module, got list"):
+    with pytest.raises(TypeError, match=r"replace_norms: model must be a torch\.nn\.Module, got list"):
         replace_norms([nn.LayerNorm(N)])
-    with pytest.raises(TypeError, match="restore_norms: model must be a torch.nn.Module, got list"):
+    with pytest.raises(TypeError, match=r"restore_norms: model must be a torch\.nn\.Module, got list"):
         restore_norms([nn.LayerNorm(N)])
 
 

@@ -83,6 +83,7 @@ def check_parity(
     *,
     loss: Loss | None = None,
     autocast: torch.dtype | None = None,
+    seed: int | None = None,
 ) -> ParityCheck:
     """Whether model_b, which has other norms, is model_a but for rounding.
 
@@ -92,8 +93,8 @@ def check_parity(
     another order, as legitimate as the first. The statistic is stated at the head of `ablation/parity.py`. Up to 3 batches, an
     error of ten times what is expected fails; from 4 on, one that is larger by a quarter with confidence.
 
-    Dropout is off: both models are in evaluation mode meanwhile. In bf16, mistakes below a rounding step are below what can be
-    seen; check in fp32 too.
+    Dropout is off: both models are in evaluation mode meanwhile, unless there is a seed. In bf16, mistakes below a rounding
+    step are below what can be seen; check in fp32 too.
 
     Args:
         model_a: as it was. Four models' worth of memory is needed on its device.
@@ -101,6 +102,8 @@ def check_parity(
         batch: a mapping (keyword arguments), a tuple (arguments) or a tensor; or a list of such.
         loss: of the model's output, a scalar; by default its `loss`, a scalar in it, or else a fixed random projection of it.
         autocast: dtype of an autocast around both; None: no autocast.
+        seed: compare in training mode, torch's generators seeded with it before each forward; for models that draw the same
+            numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
         ValueError: the models differ in names, shapes or values of their parameters, or there is no batch.
@@ -121,7 +124,7 @@ def check_parity(
         (REORDERED, _reordered(model_a, norms)),
     ):
         sites = {site: module for site, module in model.named_modules() if site in norms}
-        how = _How(loss or default_loss, None, wide) if name == REFERENCE else _How(loss or default_loss, autocast, None)
+        how = _How(loss or default_loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
         arms.append(partial(_quantities, model, sites, how, rows))
 
     found: list[dict[str, Sums]] = []
@@ -272,6 +275,7 @@ def _patch(module: nn.Module, forward: Callable) -> None:
 @dataclass(frozen=True)
 class _How:
     loss: Loss
+    seed: int | None  # None: evaluation mode
     autocast: torch.dtype | None
     floats: torch.dtype | None  # what the floats of the batch become; None: they stay
 
@@ -288,7 +292,7 @@ def _quantities(
     if how.floats is not None:
         batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
     device = next(model.parameters()).device
-    with _evaluating(model), row_scales(sites, rows, how.autocast) as scales, _autocast(device, how.autocast):
+    with _mode(model, how.seed, device), row_scales(sites, rows, how.autocast) as scales, _autocast(device, how.autocast):
         output = _call(model, batch)
         value = how.loss(output)
     gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
@@ -310,15 +314,18 @@ def _float_tensors(output: Any) -> list[Tensor]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; then each module as it was."""
+def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[None]:
+    """Evaluation mode, or training mode with seeded generators; then modules and generators as they were."""
     training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    model.train(seed is not None)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for module, mode in training.items():
+                module.training = mode
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -19,6 +19,8 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
+from .backend import runs_kernels
+
 # rms of the error of a row, relative. fp32 arithmetic is good to 3e-7; the unbiased variance is off by 1/2N, so more than this
 # up to N = 160,000.
 TOLERANCE = 3e-6
@@ -113,6 +115,8 @@ def _obstacle(module: nn.Module) -> str:
             return (
                 f"its weights have shapes {', '.join(str(tuple(p.shape)) for p in parameters)}; a norm has vectors of one size"
             )
+        if p.dtype == torch.float64 and runs_kernels(p.device):
+            return "its weights are float64, which the kernels don't take"
     if len(parameters) > 2:
         return f"it has {len(parameters)} parameters; a norm has two at most"
     if parameters and parameters[0].numel() < 2:

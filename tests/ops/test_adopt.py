@@ -15,6 +15,7 @@ from . import lookalikes
 from .cases import BF16, FP16, FP32
 
 N = 24
+KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # in the interpreter
 
 TAKEN = {
     "LayerNorm": (lambda: nn.LayerNorm(N), "LayerNorm, eps 1e-05"),
@@ -47,6 +48,7 @@ LEFT_ALONE = {
     "channels": (lambda: lookalikes.LayerNorm2d(N), "raised|of more dimensions"),
     "buffers": (lambda: lookalikes.BuffersRMSNorm(N), "buffers"),
     "on meta": (lambda: nn.LayerNorm(N, device="meta"), "on meta"),
+    "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),
     "parametrized": (lambda: nn.utils.parametrize.register_parametrization(nn.LayerNorm(N), "weight", nn.ReLU()), "submodules"),
 }
 

@@ -101,7 +101,12 @@ def layer_norm_fn(
 
     inputs = Inputs(*tensors[:9], _seed_tensor(seed, x.device) if plan.drops else None)
     if kernels:
-        outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
+        try:
+            outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
+        except RuntimeError:
+            if eager:
+                make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
+            raise
     else:
         outputs = _run_reference(inputs, plan, out, residual_out)
 

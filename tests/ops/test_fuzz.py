@@ -94,3 +94,11 @@ def test_a_flag_that_is_no_bool_is_refused(flag):
     for name in ("prenorm", "residual_in_fp32", "zero_centered_weight", "is_rms_norm", "return_dropout_mask"):
         with pytest.raises(TypeError, match=re.escape(f"{name} must be True or False, got {type(flag).__name__}")):
             fuzz.ops.layer_norm_fn(x, None, None, **{name: flag})
+
+
+def test_a_sparse_tensor_is_refused_also_where_a_dense_one_of_its_shape_was_taken_before(device):
+    x = torch.eye(8, device=device)
+    for _ in range(2):
+        fuzz.ops.layer_norm_fn(x, None, None)
+        with pytest.raises(ValueError, match="x must be a dense tensor"):
+            fuzz.ops.layer_norm_fn(x.to_sparse(), None, None)

@@ -134,7 +134,7 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
             progress.add(f"{mode} {PROFILES}")
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
-        torch_ms = statistics.median(timing.per_cycle(times[TORCH]))
+        torch_ms = statistics.median(timing.per_cycle(times[TORCH].blocks_ms))
         attribution = attribute(
             shares(kernels[TORCH]),
             shares(kernels[FUSED]),

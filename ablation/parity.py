@@ -44,14 +44,14 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ablation.arms import Arm, build, check_same, check_same_weights
 from ablation.records import FUSED, TORCH, Parity, Quantity
@@ -168,7 +168,8 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
     rows: dict[str, Tensor] = {}  # what the reference's norms put out
     for step in range(cfg.ablate.parity_steps):
         for arm in arms:
-            with unclipped_gradients(arm, step == 0) as gradients, row_scales(arm, step == 0, rows) as row_scale:
+            sites = norm_sites(arm) if step == 0 else {}
+            with unclipped_gradients(arm, step == 0) as gradients, row_scales(sites, rows) as row_scale:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
             losses[arm.name].append(loss.item())
             norms[arm.name].append(norm.item())
@@ -245,14 +246,17 @@ def unclipped_gradients(arm: Arm, wanted: bool) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
-def row_scales(arm: Arm, wanted: bool, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row that a norm site puts out in the training step inside (its last micro-batch), by site.
+def row_scales(
+    sites: Mapping[str, nn.Module], rows: dict[str, Tensor], rounded_to: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row that a norm site puts out in the forward pass inside (its last), by site.
 
     Args:
         rows: y_a by site; the first arm, the reference, fills it.
+        rounded_to: what the layers fed by the sites round y to; None: they don't.
     """
     scales: dict[str, Tensor] = {}
-    fills = wanted and not rows
+    fills = not rows
 
     @torch.no_grad()
     def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -260,16 +264,19 @@ def row_scales(arm: Arm, wanted: bool, rows: dict[str, Tensor]) -> Iterator[dict
         if fills:
             rows[name] = y
         a = rows[name]
-        y = y.to(a.device, a.dtype)
+        y = y.to(rounded_to or y.dtype).to(a.device, a.dtype)
         scales[name] = (y * a).sum(-1) / (a * a).sum(-1).clamp_min(1e-30)
 
-    sites = [(name, site) for name, site in arm.state.model.named_modules() if wanted and isinstance(site, PreNorm)]
-    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites]
+    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites.items()]
     try:
         yield scales
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def norm_sites(arm: Arm) -> dict[str, nn.Module]:
+    return {name: site for name, site in arm.state.model.named_modules() if isinstance(site, PreNorm)}
 
 
 def validate(arm: Arm, corpus: Corpus) -> float:
@@ -310,6 +317,10 @@ class Sums:
         ratios = (max(fused, unit) / expected, max(reordered, unit) / expected)
         shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
         return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
+
+    def error(self) -> float:
+        """rms(c − a) / rms(a)."""
+        return _finite(float(np.sqrt(self.squares[2] / max(self.squares[0], 1e-300))))
 
 
 def compare(values: Sequence[Sequence[float]]) -> Distances:

@@ -21,10 +21,21 @@ def reorder(model: nn.Module) -> None:
 
 
 def _reordered(norm: Callable[..., Tensor], r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def in_order(rows: Tensor, order: Tensor) -> Tensor:
+        return norm(rows, weight.index_select(0, order), None if bias is None else bias.index_select(0, order))
+
+    return in_another_order(in_order, r)
+
+
+def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Tensor:
+    """norm(r), with rows and features of r shuffled before and put back behind it.
+
+    Args:
+        norm: called with rows [M, N] and the order int64 [N] in which their features stand, which its weights have to follow.
+    """
     rows = r.reshape(-1, r.shape[-1])
     row_order, column_order = (_shuffled(n, r.device) for n in rows.shape)
-    bias = None if bias is None else bias.index_select(0, column_order)
-    y = norm(rows.index_select(0, row_order).index_select(1, column_order), weight.index_select(0, column_order), bias)
+    y = norm(rows.index_select(0, row_order).index_select(1, column_order), column_order)
     return y.index_select(1, column_order.argsort()).index_select(0, row_order.argsort()).view(r.shape)
 
 

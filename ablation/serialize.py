@@ -20,10 +20,9 @@ REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "
 def save(ablation: Ablation, folder: Path) -> None:
     """Writes the four files, report.json last; each under another name first, so that none is ever seen half written.
 
-    report.json has the fields of records.py. In place of step times, losses and kernels it has how many there are:
-    `block_steps`, for each block of an arm, with `step_ms`, their spread in milliseconds; `loss_steps`, for each seed of an arm;
-    `kernel_count`, for each arm of a profile. A number that is NaN or infinite is written as a string ("nan", "inf"), since JSON
-    has none.
+    report.json has the fields of records.py. In place of step times, losses and kernels it has how many there are: for each
+    block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`; for each
+    arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
     """
     report = _plain(ablation)
     steps: list[dict[str, Any]] = []

@@ -52,23 +52,22 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
     block_steps = plan.block_steps or settled_steps(warm)
     start = Snapshot(arms[TORCH])
 
-    blocks: dict[str, list[list[float]]] = {name: [] for name in LINEUP}
     peaks: dict[str, list[float]] = {name: [] for name in LINEUP}
-    with collection_paused():
-        for cycle, order in enumerate(schedule(1 + plan.cycles, cfg.seed)):
-            first = plan.warmup_steps + cycle * block_steps
-            for name in order:
-                start.restore(arms[name])
-                clock = StepClock(device, warmup=0)
-                before = allocated(device)
-                run(arms[name], batches, range(first, first + block_steps), clock)
-                if cycle > 0:
-                    blocks[name].append(list(clock.steps_ms))
-                    # Whatever else is held, other arms above all, is not this one's.
-                    own = Snapshot.bytes_of(arms[name]) / 2**30
-                    peaks[name] += [] if clock.peak_gb is None else [clock.peak_gb - before + own]
-                progress(BLOCKS)
 
+    def block(name: str, cycle: int) -> list[float]:
+        start.restore(arms[name])
+        clock = StepClock(device, warmup=0)
+        before = allocated(device)
+        first = plan.warmup_steps + cycle * block_steps
+        run(arms[name], batches, range(first, first + block_steps), clock)
+        times = list(clock.steps_ms)
+        if cycle > 0 and clock.peak_gb is not None:
+            # Whatever else is held, other arms above all, is not this one's.
+            peaks[name].append(clock.peak_gb - before + Snapshot.bytes_of(arms[name]) / 2**30)
+        progress(BLOCKS)
+        return times
+
+    blocks = in_turn(block, plan.cycles, cfg.seed)
     found = {}
     for name in LINEUP:
         arm = arms[name]
@@ -86,6 +85,21 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
             launches=None,  # a profiler would tell
         )
     return found
+
+
+def in_turn(block: Callable[[str, int], list[float]], cycles: int, seed: int) -> dict[str, list[list[float]]]:
+    """The blocks of each arm, in the order in which they ran: step times as block(arm, cycle) returned them.
+
+    Cycle 0 is not counted.
+    """
+    blocks: dict[str, list[list[float]]] = {name: [] for name in LINEUP}
+    with collection_paused():
+        for cycle, order in enumerate(schedule(1 + cycles, seed)):
+            for name in order:
+                times = block(name, cycle)
+                if cycle > 0:
+                    blocks[name].append(times)
+    return blocks
 
 
 def settled_steps(warm_ms: Sequence[Sequence[float]]) -> int:
@@ -110,13 +124,18 @@ def schedule(cycles: int, seed: int) -> Iterator[Sequence[str]]:
 
 def compare(times: Mapping[str, ArmTimes], name: str) -> Comparison:
     """An arm with `torch`, a pair for each cycle."""
-    torch_ms, arm_ms = per_cycle(times[TORCH]), per_cycle(times[name])
+    return compare_blocks(times[TORCH].blocks_ms, times[name].blocks_ms)
+
+
+def compare_blocks(torch_blocks: Sequence[Sequence[float]], arm_blocks: Sequence[Sequence[float]]) -> Comparison:
+    """The same, of step times by block."""
+    torch_ms, arm_ms = per_cycle(torch_blocks), per_cycle(arm_blocks)
     return Comparison(paired_difference(arm_ms, torch_ms), paired_ratio(torch_ms, arm_ms))
 
 
-def per_cycle(times: ArmTimes) -> list[float]:
+def per_cycle(blocks_ms: Sequence[Sequence[float]]) -> list[float]:
     """A step's time in each cycle: the mean of its two blocks, of each the median step."""
-    typical = [median(block) for block in times.blocks_ms]
+    typical = [median(block) for block in blocks_ms]
     return [fmean(pair) for pair in zip(typical[::2], typical[1::2], strict=True)]
 
 

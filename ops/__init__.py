@@ -3,18 +3,27 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
+from .adopt import Pending, replace_norms, restore_norms
 from .backend import backend_for
 from .functional import dropout_mask, layer_norm_fn, rms_norm_fn, seeded_dropout
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
+from .prenorm_block import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, fuse_prenorm_block
 
 __all__ = [
+    "GPT2_BLOCK",
+    "LLAMA_BLOCK",
+    "BlockLayout",
     "LayerNorm",
+    "Pending",
     "RMSNorm",
     "backend_for",
     "dropout_mask",
+    "fuse_prenorm_block",
     "layer_norm_fn",
     "layer_norm_linear_fn",
+    "replace_norms",
+    "restore_norms",
     "rms_norm_fn",
     "seeded_dropout",
 ]

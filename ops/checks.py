@@ -1,6 +1,8 @@
 """What the operators accept. A mistake raises before anything is launched: which argument, what was given, what is accepted."""
 
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_out_dtype(name: str, out_dtype: torch.dtype | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    if out_dtype is not None and out_dtype not in accepted:
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in accepted):
         raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, accepted))}")
 
 
@@ -96,8 +98,27 @@ def check_eps(name: str, eps: float) -> None:
         raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps!r}")
 
 
+def check_flag(name: str, argument: str, flag: object) -> None:
+    # Whatever else is true or false, numpy's booleans among it, but nothing that may be neither.
+    if not (isinstance(flag, bool | int) or flag is None or type(flag).__name__ in ("bool", "bool_", "SymBool")):
+        raise TypeError(f"{name}: {argument} must be True or False, got {type(flag).__name__}")
+
+
+def check_size(name: str, argument: str, size: Any, least: int) -> None:
+    whole = isinstance(size, Integral | torch.SymInt) and not isinstance(size, bool)
+    if not whole or not least <= size < 2**63:
+        raise ValueError(f"{name}: {argument} must be an int of {least} or more, got {size!r}")
+
+
+def as_device(name: str, device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}: device must be a torch.device or its name, got {device!r}: {error}") from None
+
+
 def check_stream(name: str, stream: int) -> None:
-    if stream not in range(2**31):
+    if not isinstance(stream, int) or stream not in range(2**31):
         raise ValueError(
             f"{name}: stream must be 0 (what x drops), 1 (what x1 drops) or a larger int of your own, got {stream!r}"
         )
@@ -128,3 +149,5 @@ def check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:
 def check_tensor(name: str, argument: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise ValueError(f"{name}: {argument} must be a dense tensor, got one with layout {t.layout}")

@@ -9,7 +9,18 @@ from torch import Tensor
 from . import direct, reference, registration
 from .autograd import apply_eagerly
 from .backend import runs_kernels
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_buffers, check_dropout_p, check_input, check_seed, check_stream
+from .checks import (
+    KERNEL_DTYPES,
+    REFERENCE_DTYPES,
+    as_device,
+    check_buffers,
+    check_dropout_p,
+    check_flag,
+    check_input,
+    check_seed,
+    check_size,
+    check_stream,
+)
 from .plan import Plan, Request, known_plan, make_plan
 from .records import Inputs, Outputs
 
@@ -65,6 +76,9 @@ def layer_norm_fn(
     Returns:
         y [, y1] [, r] [, mask, mask1]: y alone, or a tuple in this order.
 
+    Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
+    runs, which has them all.
+
     Raises:
         ValueError, TypeError: shape, dtype, device, dropout_p or seed not as above; raised before anything is launched.
     """
@@ -72,18 +86,27 @@ def layer_norm_fn(
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
     tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
+    if prenorm is not True and prenorm is not False:
+        check_flag("rms_norm_fn" if is_rms_norm is True else "layer_norm_fn", "prenorm", prenorm)
     keeps_residual = prenorm or residual_out is not None
     request = Request(
         eps, dropout_p, zero_centered_weight, is_rms_norm, keeps_residual, residual_in_fp32, return_dropout_mask, out_dtype
     )
     eager = direct.is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
+    if kernels and not eager and direct.differentiated_by_func():
+        kernels = False
     plan = (known_plan if eager else make_plan)(tensors, request, kernels)
     if out is not None or residual_out is not None:
         check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
 
     inputs = Inputs(*tensors[:9], _seed_tensor(seed, x.device) if plan.drops else None)
     if kernels:
-        outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
+        try:
+            outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
+        except RuntimeError:
+            if eager:
+                make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
+            raise
     else:
         outputs = _run_reference(inputs, plan, out, residual_out)
 
@@ -136,7 +159,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
         seed: an int or a one-element int64 tensor on x's device.
     """
     name = "seeded_dropout"
-    kernels = runs_kernels(x.device) if isinstance(x, Tensor) else False
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not direct.differentiated_by_func()
     check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_dropout_p(name, "p", p)
     check_seed(name, seed, x.device, required=True)
@@ -160,14 +183,16 @@ def dropout_mask(
         p: in [0, 1).
         device: where the mask is made; by default the seed's, or the CPU for an int.
     """
-    device = torch.device(device or (seed.device if isinstance(seed, Tensor) else "cpu"))
+    if device is None:
+        device = seed.device if isinstance(seed, Tensor) else "cpu"
+    device = as_device("dropout_mask", device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     check_dropout_p("dropout_mask", "p", p)
     check_seed("dropout_mask", seed, device, required=True)
     check_stream("dropout_mask", stream)
-    if rows < 0 or cols < 1:
-        raise ValueError(f"dropout_mask: rows must be ≥ 0 and cols ≥ 1, got {rows} and {cols}")
+    check_size("dropout_mask", "rows", rows, 0)
+    check_size("dropout_mask", "cols", cols, 1)
     seed = _seed_tensor(seed, device)
     if runs_kernels(device):
         return registration.dropout_mask(seed, rows, cols, p, stream)

@@ -7,8 +7,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import direct
 from .backend import runs_kernels
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_device, check_dtype, check_input, check_tensor, check_weight
+from .checks import (
+    KERNEL_DTYPES,
+    REFERENCE_DTYPES,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_input,
+    check_tensor,
+    check_weight,
+)
 from .functional import layer_norm_fn
 
 
@@ -60,6 +70,8 @@ def layer_norm_linear_fn(
             f"{name}: linear_bias has shape {tuple(linear_bias.shape)}, expected {tuple(linear_weight.shape[:1])} "
             f"to match the rows of linear_weight {tuple(linear_weight.shape)}"
         )
+    for argument, flag in (("prenorm", prenorm), ("residual_in_fp32", residual_in_fp32), ("is_rms_norm", is_rms_norm)):
+        check_flag(name, argument, flag)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
     y, r = cast(
@@ -69,6 +81,9 @@ def layer_norm_linear_fn(
             is_rms_norm=is_rms_norm, out_dtype=dtype,
         ),
     )  # fmt: skip
+    if direct.differentiated_by_func():  # which wants plain operations
+        output = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
+        return (output, r) if prenorm else output
     output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm)
     return (output, r) if prenorm else output
 
@@ -95,7 +110,7 @@ class _LinearOfNorm(torch.autograd.Function):
             y = cast(
                 Tensor, layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
             )
-            dweight = (dout.flatten(0, -2).mT @ y.flatten(0, -2)).to(linear_weight.dtype)
+            dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
         if ctx.needs_input_grad[5]:
-            dbias = dout.flatten(0, -2).sum(0).to(ctx.linear_bias_dtype)
+            dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
         return dy, None, None, None, dweight, dbias, None, None

@@ -4,7 +4,7 @@ and code that looks for norm layers with isinstance (to exempt them from weight 
 import torch
 from torch import Tensor, nn
 
-from .checks import check_dropout_p
+from .checks import as_device, check_dropout_p, check_eps, check_flag, check_size
 from .functional import layer_norm_fn
 
 
@@ -31,7 +31,8 @@ class LayerNorm(nn.LayerNorm):
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        check_dropout_p("LayerNorm", "dropout_p", dropout_p)
+        _check("LayerNorm", hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine, bias)
+        device = None if device is None else as_device("LayerNorm", device)
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
 
@@ -63,7 +64,8 @@ class RMSNorm(nn.RMSNorm):
         *,
         elementwise_affine: bool = True,
     ) -> None:
-        check_dropout_p("RMSNorm", "dropout_p", dropout_p)
+        _check("RMSNorm", hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine)
+        device = None if device is None else as_device("RMSNorm", device)
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, elementwise_affine, device, dtype)
 
@@ -79,6 +81,17 @@ class RMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_extra_repr(self)}"
+
+
+def _check(name, hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine, bias=True):
+    check_size(name, "hidden_size", hidden_size, 1)
+    check_eps(name, eps)
+    check_dropout_p(name, "dropout_p", dropout_p)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name}: dtype must be a float dtype of torch, got {dtype!r}")
+    flags = {"zero_centered_weight": zero_centered_weight, "elementwise_affine": elementwise_affine, "bias": bias}
+    for argument, flag in flags.items():
+        check_flag(name, argument, flag)
 
 
 def _forward(module, x, bias, residual, prenorm, residual_in_fp32, *, is_rms_norm):

@@ -13,6 +13,7 @@ from .checks import (
     REFERENCE_DTYPES,
     check_dropout_p,
     check_eps,
+    check_flag,
     check_input,
     check_like_input,
     check_out_dtype,
@@ -83,6 +84,7 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     """
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = given
     eps, dropout_p, zero_centered_weight, is_rms_norm, keeps_residual, residual_in_fp32, return_mask, out_dtype = request
+    check_flag("layer_norm_fn", "is_rms_norm", is_rms_norm)
     name = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
     dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
     check_input(name, x, dtypes)
@@ -96,6 +98,12 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
     check_dropout_p(name, "dropout_p", dropout_p)
     check_eps(name, eps)
+    for argument, flag in (
+        ("zero_centered_weight", zero_centered_weight),
+        ("residual_in_fp32", residual_in_fp32),
+        ("return_dropout_mask", return_mask),
+    ):
+        check_flag(name, argument, flag)
     check_seed(name, seed, x.device)
     check_out_dtype(name, out_dtype, x, dtypes)
 

@@ -19,7 +19,14 @@ from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+try:
+    LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+except RuntimeError as error:
+    raise ImportError(
+        f"{__package__}: this process has operators called {NAMESPACE} already, from another import of this package or from a "
+        "copy whose name differs in dots and underscores only. Import it once, or call the copy something else; after a "
+        "reload, restart the process."
+    ) from error
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",

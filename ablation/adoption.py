@@ -1,0 +1,374 @@
+"""Two versions of somebody's model: do they compute the same, and which is faster?
+
+    check_parity(before, after, batch)      what parity.py asks of a training run, of one forward and backward pass
+    measure(before, after, batch)           what timing.py does with training steps, on forward and backward
+
+Statistics, planted order of summation, blocks in turn and verdicts are those of the ablation. They stand here and not in `ops`,
+which needs torch and triton alone.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ablation import timing, verdict
+from ablation.parity import FEW, FUSED, LEVEL, REFERENCE, REORDERED, TORCH, Distances, Sums, judge_sign, judge_size, row_scales
+from ablation.records import AGAIN, Comparison
+from ablation.reordered import in_another_order
+from ablation.text import aligned, number
+from ops import LayerNorm, RMSNorm
+from ops.recognise import Formula, compute, may_be_a_norm, recognise
+from training.clock import StepClock
+
+Loss = Callable[[Any], Tensor]
+SHOWN = 8  # rows of a table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of a parity check."""
+
+    name: str  # output, loss, gradient of a parameter, row scale of a norm
+    error: float  # rms(model_b − reference) / rms(reference), the worst of the batches
+    ratio: float  # that error over what two runs of model_a in its precision differ by; near 1 or below where all is well
+    reordered: float  # the same of model_a with the sums of its norms in another order
+    failure: str  # in words; empty if it holds
+
+
+@dataclass(frozen=True)
+class ParityCheck:
+    rows: list[Row]  # the worst first
+    precision: str
+    verdict: str
+
+    @property
+    def holds(self) -> bool:
+        return not any(row.failure for row in self.rows)
+
+    def __str__(self) -> str:
+        shown = [
+            [row.name, f"{row.error:.1e}", f"{row.ratio:.2f} ×", f"{row.reordered:.2f} ×", "NO" if row.failure else "yes"]
+            for row in self.rows[:SHOWN]
+        ]
+        header = [f"the {len(shown)} worst of {len(self.rows)}", "relative error", "of expected", "reordered", "holds"]
+        return f"{aligned(header, shown)}\n{self.verdict}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Forward and backward of the two models."""
+
+    a_ms: float  # median over cycles
+    b_ms: float
+    comparison: Comparison  # model_b with model_a
+    control: Comparison  # model_a with itself
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"forward + backward: {number(self.a_ms)} ms → {number(self.b_ms)} ms; {self.verdict}"
+
+
+def check_parity(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    autocast: torch.dtype | None = None,
+    seed: int | None = None,
+) -> ParityCheck:
+    """Whether model_b, which has other norms, is model_a but for rounding.
+
+    Compared with model_a in higher precision (fp64, or fp32 where the weights or autocast are bf16 or fp16), whose norms are
+    computed from their formula: the output, the loss, every parameter's gradient, and the scale of every row that a norm puts
+    out. What error may be expected is measured: model_a in its own precision, and once more with the sums of its norms in
+    another order, as legitimate as the first. The statistic is stated at the head of `ablation/parity.py`. Up to 3 batches, an
+    error of ten times what is expected fails; from 4 on, one that is larger by a quarter with confidence.
+
+    Dropout is off: both models are in evaluation mode meanwhile, unless there is a seed. In bf16, mistakes below a rounding
+    step are below what can be seen; check in fp32 too.
+
+    Args:
+        model_a: as it was. Four models' worth of memory is needed on its device.
+        model_b: with the same parameters, by name and value; e.g. a deepcopy after `replace_norms`.
+        batch: a mapping (keyword arguments), a tuple (arguments) or a tensor; or a list of such.
+        loss: of the model's output, a scalar; by default its `loss`, a scalar in it, or else a fixed random projection of it.
+        autocast: dtype of an autocast around both; None: no autocast.
+        seed: compare in training mode, torch's generators seeded with it before each forward; for models that draw the same
+            numbers in the same order, as those with drop path do, and those with dropout do not.
+
+    Raises:
+        ValueError: the models differ in names, shapes or values of their parameters, or there is no batch.
+    """
+    _check_same_parameters(model_a, model_b)
+    batches = batch if isinstance(batch, list) else [batch]
+    if not batches:
+        raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
+    dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
+    wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
+    norms = _norms(model_a)
+    arms: list[Callable[[Any], dict[str, Tensor]]] = []
+    rows: dict[str, Tensor] = {}
+    for name, model in (
+        (REFERENCE, _exact(model_a, norms, wide)),
+        (TORCH, model_a),
+        (FUSED, model_b),
+        (REORDERED, _reordered(model_a, norms)),
+    ):
+        sites = {site: module for site, module in model.named_modules() if site in norms}
+        how = _How(loss or default_loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
+        arms.append(partial(_quantities, model, sites, how, rows))
+
+    found: list[dict[str, Sums]] = []
+    for one in batches:
+        rows.clear()
+        quantities = [run(one) for run in arms]
+        shared = [name for name in quantities[0] if all(name in other for other in quantities)]
+        sums: dict[str, Sums] = {name: Sums() for name in shared}
+        for name in shared:
+            shapes = {tuple(other[name].shape) for other in quantities}
+            if len(shapes) > 1:
+                raise ValueError(f"check_parity: {name} has shape {' and '.join(map(str, sorted(shapes)))} in the two models")
+            sums[name].add(*(other[name] for other in quantities))
+        found.append(sums)
+    precision = ", ".join(str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=str))
+    return _judged(found, precision, "fp64" if wide is torch.float64 else "fp32")
+
+
+def measure(
+    model_a: nn.Module,
+    model_b: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    autocast: torch.dtype | None = None,
+    cycles: int = 10,
+    block_steps: int = 5,
+    warmup_steps: int = 3,
+) -> Timing:
+    """Times forward and backward of both models, in short blocks that take turns, with model_a against itself as the control.
+
+    The models run as they are, in training mode or not, compiled or not. Gradients are dropped after each step; those that
+    were there before are there again afterwards.
+
+    Args:
+        batch, loss, autocast: as for `check_parity`.
+        cycles, block_steps: each cycle gives each model two blocks of so many steps.
+        warmup_steps: of each model, before.
+    """
+    models = {timing.TORCH: model_a, AGAIN: model_a, timing.FUSED: model_b}
+    device = next(model_a.parameters()).device
+    before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
+    criterion = loss or default_loss
+
+    def step(model: nn.Module) -> None:
+        with _autocast(device, autocast):
+            value = criterion(_call(model, batch))
+        value.backward()
+        for p in model.parameters():
+            p.grad = None
+
+    def block(name: str, _: int) -> list[float]:
+        clock = StepClock(device, warmup=0)
+        for _step in range(block_steps):
+            with clock.step():
+                step(models[name])
+        return list(clock.steps_ms)
+
+    try:
+        for p in before:
+            p.grad = None  # else the first step would add to it
+        for model in models.values():
+            for _ in range(warmup_steps):
+                step(model)
+        blocks = timing.in_turn(block, cycles, seed=0)
+    finally:
+        for p, grad in before.items():
+            p.grad = grad
+    comparison, control = (timing.compare_blocks(blocks[timing.TORCH], blocks[name]) for name in (timing.FUSED, AGAIN))
+    a_ms, b_ms = (sorted(timing.per_cycle(blocks[name]))[cycles // 2] for name in (timing.TORCH, timing.FUSED))
+    return Timing(a_ms, b_ms, comparison, control, verdict.verdict_of(comparison, control))
+
+
+def default_loss(output: Any) -> Tensor:
+    """The output's `loss`, a scalar in it, or a fixed random projection of its first tensor."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors = _float_tensors(output)
+    scalars = [t for t in tensors if t.dim() == 0]
+    if scalars:
+        return scalars[0]
+    if not tensors:
+        raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
+    y = tensors[0]
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
+    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights).sum() / math.sqrt(y.numel())
+
+
+# ---- arms --------------------------------------------------------------------------------------------------------------------
+
+
+def _norms(model: nn.Module) -> dict[str, Formula | None]:
+    """The norms of a model by name, with their formula; None for those that are fused already."""
+    found: dict[str, Formula | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LayerNorm | RMSNorm):
+            found[name] = getattr(module, "formula", None)
+        elif may_be_a_norm(module) and isinstance(formula := recognise(module), Formula):
+            found[name] = formula
+    return found
+
+
+def _exact(model: nn.Module, norms: Mapping[str, Formula | None], dtype: torch.dtype) -> nn.Module:
+    """A copy in a wider dtype, whose norms, which may round to fp32 inside, are computed from their formula."""
+    model = copy.deepcopy(model).to(dtype)
+    for name, formula in norms.items():
+        module = model.get_submodule(name)
+        if formula is not None:
+            _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
+    return model
+
+
+def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], own: Callable, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return own(*args, **kwargs)
+    return compute(formula, parameters, args[0]).to(args[0].dtype)
+
+
+def _reordered(model: nn.Module, norms: Mapping[str, Formula | None]) -> nn.Module:
+    """A copy whose norms sum in another order."""
+    model = copy.deepcopy(model)
+    for name in norms:
+        module = model.get_submodule(name)
+        _patch(module, partial(_in_another_order, module))
+    return model
+
+
+def _in_another_order(module: nn.Module, own: Callable, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return own(*args, **kwargs)
+
+    def norm(rows: Tensor, order: Tensor) -> Tensor:
+        clone = object.__new__(type(module))
+        clone.__dict__.update(module.__dict__)
+        weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
+        clone.__dict__["_parameters"] = weights
+        return type(module).forward(clone, rows)
+
+    return in_another_order(norm, args[0])
+
+
+def _patch(module: nn.Module, forward: Callable) -> None:
+    """Puts forward(the module's own forward, its arguments …) in its place."""
+    module.forward = partial(forward, module.forward)
+
+
+@dataclass(frozen=True)
+class _How:
+    loss: Loss
+    seed: int | None  # None: evaluation mode
+    autocast: torch.dtype | None
+    floats: torch.dtype | None  # what the floats of the batch become; None: they stay
+
+
+def _quantities(
+    model: nn.Module,
+    sites: Mapping[str, nn.Module],
+    how: "_How",
+    rows: dict[str, Tensor],
+    batch: Any,
+) -> dict[str, Tensor]:
+    """All that is compared, of one model and batch, by name. sites, rows: as for `row_scales`."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if how.floats is not None:
+        batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+    device = next(model.parameters()).device
+    with _mode(model, how.seed, device), row_scales(sites, rows, how.autocast) as scales, _autocast(device, how.autocast):
+        output = _call(model, batch)
+        value = how.loss(output)
+    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    outputs = [t for t in _float_tensors(output) if t.dim() > 0]
+    found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
+    found["loss"] = value.detach()
+    found |= {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+    return found | {f"row scale of {name}": scale for name, scale in scales.items()}
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _float_tensors(output: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+@contextmanager
+def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[None]:
+    """Evaluation mode, or training mode with seeded generators; then modules and generators as they were."""
+    training = {module: module.training for module in model.modules()}
+    model.train(seed is not None)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
+    a, b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
+    if a.keys() != b.keys():
+        only = ", ".join(sorted(a.keys() ^ b.keys())[:5])
+        raise ValueError(f"check_parity: the models must have parameters of the same names; only one of them has {only}")
+    for name, p in a.items():
+        if p.shape != b[name].shape or p.dtype != b[name].dtype or not torch.equal(p, b[name].to(p.device)):
+            raise ValueError(f"check_parity: {name} differs between the models; load the state_dict of one into the other")
+
+
+# ---- verdict -----------------------------------------------------------------------------------------------------------------
+
+
+def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -> ParityCheck:
+    names = [name for name in batches[0] if all(name in sums for sums in batches)]
+    level = LEVEL / (2 * len(names))
+    rows = []
+    for name in names:
+        distances = [_no_luck(sums[name].distances()) for sums in batches]
+        results = [judge_size(name, distances, level, exact), judge_sign(name, distances, level)]
+        failed = [result.failure for result in results if not result.quantity.holds]
+        size = results[0].quantity
+        error = max(sums[name].error() for sums in batches)
+        rows.append(Row(name, error, size.fused.median, size.reordered.median, failed[0] if failed else ""))
+    rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
+    failures = [row for row in rows if row.failure]
+    few = f", {len(batches)} batches" if len(batches) > 1 else ""
+    if failures:
+        words = f"Parity fails in {precision}{few}: {failures[0].failure}; {len(failures)} of {len(rows)} quantities fail."
+    else:
+        words = (
+            f"Parity holds in {precision}{few}: none of {len(rows)} quantities is farther from {exact} than rounding explains "
+            f"({'a factor of 10 allowed' if len(batches) <= FEW else 'by a t-test over the batches'})."
+        )
+    return ParityCheck(rows, precision, words)
+
+
+def _no_luck(distances: Distances) -> Distances:
+    """A reordered run that is nearer than expected is lucky, and no reason to expect more; a single number often is."""
+    return replace(distances, reordered=max(distances.reordered, 1.0))

@@ -1,0 +1,158 @@
+"""A GPT written the usual way, adopted step by step.
+
+    python -m examples.nanogpt_block
+
+    0   the model as it was: nn.LayerNorm, dropout and + in every block
+    1   replace_norms: the same model, its norms fused; nothing else in the code changes
+    2   fuse_prenorm_block: dropout and + go into the norms' kernels too, the loop over blocks stays
+    3   the same written by hand, for blocks that no tool knows
+
+In your own project `from ops import …` is `from prenorm import …`, or the name of the folder that you copied.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ablation.adoption import check_parity, measure
+from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, layer_norm_fn, replace_norms
+
+# ---- 0: as it was ------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.resid_dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.resid_dropout(self.proj(y.transpose(1, 2).flatten(-2)))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.ln_2, self.mlp = nn.LayerNorm(width), MLP(width, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+        return x
+
+
+class GPT(nn.Module):
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        heads: int,
+        layers: int,
+        dropout: float = 0.1,
+        block: type[Block] = Block,
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.drop, self.dropout_p = nn.Dropout(dropout), dropout
+        self.blocks = nn.ModuleList(block(width, heads, dropout) for _ in range(layers))
+        self.ln_f, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and loss."""
+        x = self.drop(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.ln_f(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# ---- 3: by hand --------------------------------------------------------------------------------------------------------------
+
+
+class BlockByHand(Block):
+    """hidden: what the last sublayer put out, not dropped and not added yet. residual: the stream that it will be added to."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads, dropout=0.0)  # the norm that follows drops
+        self.dropout_p = dropout
+
+    def forward(self, hidden: Tensor, residual: Tensor | None, seeds: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        p = self.dropout_p if self.training else 0.0
+        # The embeddings open the stream, and were dropped before.
+        y, residual = norm(self.ln_1, hidden, residual, 0.0 if residual is None else p, seeds[0])
+        y, residual = norm(self.ln_2, self.attn(y), residual, p, seeds[1])
+        return self.mlp(y), residual
+
+
+class GPTByHand(GPT):
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.drop(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]), None
+        # Drawn once a forward, one for each norm: a seed that is not given is a launch of its own.
+        seeds = torch.randint(2**63 - 1, (2 * len(self.blocks) + 1, 1), device=tokens.device)
+        for i, block in enumerate(self.blocks):
+            hidden, residual = block(hidden, residual, seeds[2 * i : 2 * i + 2])
+        y, _ = norm(self.ln_f, hidden, residual, self.dropout_p if self.training else 0.0, seeds[-1])
+        logits = self.head(y)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def norm(ln: nn.LayerNorm, hidden: Tensor, residual: Tensor | None, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Dropout, add and norm in one kernel: y, and the new stream."""
+    # y in the dtype that the next Linear computes in: under autocast it would cast y in a kernel of its own.
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return layer_norm_fn(  # type: ignore[return-value]
+        hidden, ln.weight, ln.bias, residual=residual, eps=ln.eps, dropout_p=p, prenorm=True, seed=seed, out_dtype=dtype
+    )
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    gpu = torch.cuda.is_available()
+    device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
+    # vocabulary, context, width, heads, layers, dropout; cycles of the measurement, and steps in their blocks
+    sizes, effort = (GPT2_SMALL, (10, 5)) if gpu else (TINY, (2, 2))
+    tokens = torch.randint(sizes[0], (8 if gpu else 2, sizes[1] + 1), device=device)
+    batch = (tokens[:, :-1], tokens[:, 1:])
+
+    model = GPT(*sizes).to(device)
+
+    replaced = copy.deepcopy(model)
+    replace_norms(replaced)
+
+    fused = copy.deepcopy(replaced)
+    for block in fused.blocks:
+        fuse_prenorm_block(block, GPT2_BLOCK)
+
+    by_hand = GPTByHand(*sizes, block=BlockByHand).to(device)
+    by_hand.load_state_dict(model.state_dict())
+
+    print(f"\nfused norms run as: {backend_for(device)}")
+    for name, other in (("1: norms replaced", replaced), ("2: blocks fused", fused), ("3: by hand", by_hand)):
+        print(f"\n{name}")
+        print(check_parity(model, other, batch, autocast=autocast))
+        print(measure(model, other, batch, autocast=autocast, cycles=effort[0], block_steps=effort[1]))
+
+
+GPT2_SMALL = (50304, 1024, 768, 12, 12, 0.1)
+TINY = (256, 32, 32, 4, 2, 0.1)
+
+if __name__ == "__main__":
+    main()

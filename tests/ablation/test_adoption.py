@@ -1,0 +1,195 @@
+"""check_parity and measure: of models that this project has never seen."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ablation.adoption import check_parity, default_loss, measure
+from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
+
+WIDTH = 32
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.resid_dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.resid_dropout(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.final, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.final(x))
+        return logits if targets is None else (logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(seed=0):
+    tokens = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def adopted(model):
+    model = copy.deepcopy(model)
+    replace_norms(model, verbose=False)
+    for block in model.blocks:
+        fuse_prenorm_block(block, GPT2_BLOCK)
+    return model
+
+
+def with_norms(model, change):
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            change(module)
+    return model
+
+
+@pytest.mark.parametrize("how", ["fp32", "bf16", "autocast"])
+def test_fused_norms_and_blocks_are_at_parity(model, how):
+    model = model.to(torch.bfloat16 if how == "bf16" else torch.float32)
+    check = check_parity(model, adopted(model), batch(), autocast=torch.bfloat16 if how == "autocast" else None)
+    assert check.holds, check
+    assert {"output", "loss", "gradient of blocks.1.mlp.up.weight", "row scale of final"} <= {row.name for row in check.rows}
+    assert "Parity holds" in str(check)
+
+
+def test_over_several_batches_the_judgement_is_a_test(model):
+    check = check_parity(model, adopted(model), [batch(seed) for seed in range(5)])
+    assert check.holds and "5 batches" in check.verdict, check
+
+
+class Drift(torch.autograd.Function):
+    """The identity, with a gradient that is off by a thousandth."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 1.001
+
+
+def wrong_eps(norm):
+    norm.eps = 2e-5
+
+
+def wrong_backward(norm):
+    own = norm.forward
+    norm.forward = lambda x: own(Drift.apply(x))
+
+
+def low_precision_statistics(norm):
+    def forward(x):
+        mean, var = (s.bfloat16().float() for s in (x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)))
+        return (x - mean) * torch.rsqrt(var + norm.eps) * norm.weight + norm.bias
+
+    norm.forward = forward
+
+
+@pytest.mark.parametrize("change", [wrong_eps, wrong_backward, low_precision_statistics])
+def test_a_planted_mistake_fails_and_is_named(model, change):
+    check = check_parity(model, with_norms(model, change), batch())
+    assert not check.holds
+    assert check.verdict.startswith("Parity fails in float32: ") and check.rows[0].failure in check.verdict
+    assert "NO" in str(check)
+
+
+def test_a_wrong_norm_is_seen_in_bf16_too(model):
+    model = model.bfloat16()
+    assert not check_parity(model, with_norms(model, lambda norm: setattr(norm, "eps", 0.01)), batch()).holds
+
+
+def test_models_stay_as_they_were(model):
+    other = adopted(model)
+    model.train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    check_parity(model, other, batch())
+    measure(model, other, batch(), cycles=1, block_steps=1, warmup_steps=0)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.final.weight.grad is None and not model.final._forward_hooks
+
+
+def test_what_can_not_be_compared_is_refused(model):
+    other = copy.deepcopy(model)
+    other.final.weight.data += 1
+    with pytest.raises(ValueError, match=r"final\.weight differs between the models"):
+        check_parity(model, other, batch())
+    with pytest.raises(ValueError, match="only one of them has 0"):
+        check_parity(model, nn.Sequential(nn.Linear(2, 2)), batch())
+    with pytest.raises(ValueError, match="batch is an empty list"):
+        check_parity(model, model, [])
+
+
+def test_measure_times_both_models_in_turn_against_a_control(model):
+    calls = []
+    other = adopted(model)
+    model.register_forward_hook(lambda *call: calls.append("a"))
+    other.register_forward_hook(lambda *call: calls.append("b"))
+    timing = measure(model, other, batch(), cycles=3, block_steps=2, warmup_steps=1)
+    assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * 2 * (1 + 3))
+    assert timing.a_ms > 0 and timing.b_ms > 0
+    assert timing.verdict in str(timing) and "A/A" in timing.verdict
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ((torch.ones(2, 3), torch.tensor(4.0)), 4.0),
+        ({"logits": torch.ones(2), "loss": torch.tensor(5.0)}, 5.0),
+        (torch.tensor(6.0), 6.0),
+    ],
+)
+def test_the_loss_is_the_models_own_where_it_has_one(output, expected):
+    assert default_loss(output).item() == expected
+
+
+def test_without_a_loss_a_fixed_projection_of_the_output_stands_in():
+    y = torch.randn(3, 5)
+    assert default_loss(y).dim() == 0 and torch.equal(default_loss(y), default_loss((y, None)))
+    with pytest.raises(ValueError, match="no float tensor in the model's output, a list"):
+        default_loss([torch.ones(2).long()])

@@ -1,0 +1,270 @@
+"""Calls made at random, right ones and wrong ones.
+
+    python -m tests.ops.fuzz --minutes 5 --seed 0         on the GPU if there is one; without, on the PyTorch reference
+    python -m tests.ops.fuzz --seed 0 --only 1234         one call again
+
+`random_call` draws a call of a public function in which some arguments are not what they should be: another shape, dtype,
+device, layout or type, a number out of range. Every call must work, forward and backward, or raise a ValueError or TypeError
+that names the argument. `random_case` draws a right call, whose results must be as near to the reference in fp64 as PyTorch's.
+"""
+
+import argparse
+import inspect
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ops
+
+from .cases import BF16, FP16, FP32, Case, oracle, ours, pytorch
+from .cases import inputs as case_inputs
+
+DTYPES = (FP32, BF16, FP16)
+NOT_TENSORS = (None, 0, 1.5, "x", [1.0], (), object())
+NUMBERS = (0.0, 0.1, 0.5, 1.0, -0.1, 2, float("nan"), float("inf"), -float("inf"), 1e-45, True, "0.1", None, 1 << 70, [0.1])
+FUNCTIONS = (
+    ops.layer_norm_fn,
+    ops.rms_norm_fn,
+    ops.layer_norm_linear_fn,
+    ops.seeded_dropout,
+    ops.dropout_mask,
+    ops.LayerNorm,
+    ops.RMSNorm,
+)
+
+
+@dataclass
+class Call:
+    function: Callable
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        def shown(value: Any) -> str:
+            if isinstance(value, Tensor):
+                strides = f"strides {value.stride()}" if value.layout == torch.strided else value.layout
+                return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
+            return repr(value)
+
+        return f"{self.function.__name__}({', '.join(f'{name}={shown(value)}' for name, value in self.arguments.items())})"
+
+
+def random_call(draw: random.Random, device: torch.device) -> Call:
+    function = draw.choice(FUNCTIONS)
+    mistakes = draw.choice((0.0, 0.05, 0.2))  # the chance of each argument
+    lead = tuple(draw.randint(0 if draw.random() < 0.1 else 1, 5) for _ in range(draw.randint(0, 3)))
+    n = draw.choice((1, 2, 7, 8, 16, 33, 100))
+    call = Call(function)
+    for name in inspect.signature(function).parameters:
+        if draw.random() < mistakes:
+            call.arguments[name] = _odd(draw, device, lead, n)
+        elif name in ("x", "weight", "bias", "norm_weight", "norm_bias", "linear_weight", "linear_bias") or draw.random() < 0.4:
+            value = _right(name, draw, device, lead, n)
+            if value is not ...:
+                call.arguments[name] = value
+    for name, needed in (("seed", 3), ("p", 0.5), ("rows", 3), ("cols", 8), ("hidden_size", n)):
+        parameter = inspect.signature(function).parameters.get(name)
+        if parameter is not None and parameter.default is parameter.empty:
+            call.arguments.setdefault(name, needed)
+    return call
+
+
+def _right(name: str, draw: random.Random, device: torch.device, lead: tuple[int, ...], n: int) -> Any:
+    if name in ("x", "residual", "x1"):
+        return _tensor(draw, device, (*lead, n), layouts=True)
+    if name in ("out", "residual_out"):
+        return torch.empty((*lead, n), device=device, dtype=draw.choice(DTYPES)) if draw.random() < 0.3 else ...
+    if name in ("weight", "bias", "weight1", "bias1", "norm_weight", "norm_bias"):
+        return draw.choice((None, _tensor(draw, device, (n,))))
+    if name in ("rowscale", "rowscale1"):
+        return draw.choice((None, _tensor(draw, device, lead), _tensor(draw, device, (math.prod(lead),))))
+    if name == "linear_weight":
+        return _tensor(draw, device, (6, n))
+    if name == "linear_bias":
+        return draw.choice((None, _tensor(draw, device, (6,))))
+    if name in ("dropout_p", "p"):
+        return draw.choice((0.0, 0.1, 0.9999999))
+    if name == "eps":
+        return draw.choice((0.0, 1e-5, 1))
+    if name == "seed":
+        return draw.choice((0, -1, 1 << 80, torch.tensor([draw.getrandbits(62)], device=device)))
+    if name == "out_dtype":
+        return draw.choice((None, *DTYPES))
+    if name in ("rows", "cols", "hidden_size"):
+        return draw.choice((1, 8, 33))
+    if name == "stream":
+        return draw.choice((0, 1, 7))
+    if name == "device":
+        return draw.choice((str(device), device))
+    if name == "dtype":
+        return draw.choice(DTYPES)
+    return draw.random() < 0.5  # a flag
+
+
+def _odd(draw: random.Random, device: torch.device, lead: tuple[int, ...], n: int) -> Any:
+    """Something that may be right by accident."""
+    shapes = ((), (n,), (n + 1,), (*lead, n), (*lead, n, 1), (*lead, n + 1), (1, n), (0,), lead, (3, 1), (1,))
+    odd_tensors: tuple[Callable[[], Any], ...] = (
+        lambda: _tensor(draw, device, draw.choice(shapes), layouts=True),
+        lambda: torch.zeros(draw.choice(shapes), device=device, dtype=draw.choice((torch.int64, torch.bool, torch.float64))),
+        lambda: torch.zeros(draw.choice(shapes), device=device, dtype=draw.choice((torch.complex64, torch.uint8, torch.int32))),
+        lambda: torch.zeros((*lead, n), device="meta"),
+        lambda: torch.zeros((*lead, n)).to("cpu"),
+        lambda: torch.eye(n, device=device).to_sparse(),
+        lambda: torch.zeros((2, n)).numpy() if draw.random() < 0.5 else torch.float16,
+    )
+    return draw.choice((lambda: draw.choice(NOT_TENSORS), lambda: draw.choice(NUMBERS), *odd_tensors))()
+
+
+def _tensor(draw: random.Random, device: torch.device, shape: tuple[int, ...], layouts: bool = False) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(draw.getrandbits(32)))
+    values = values.to(device, draw.choice(DTYPES))
+    if layouts and values.dim():
+        values = draw.choice(LAYOUTS)(values)
+    return values.detach().requires_grad_(draw.random() < 0.5)
+
+
+def rows_apart(t: Tensor) -> Tensor:
+    return torch.cat([t, t], -1)[..., : t.shape[-1]]
+
+
+def columns_apart(t: Tensor) -> Tensor:
+    return t.repeat_interleave(2, -1)[..., ::2]
+
+
+def transposed(t: Tensor) -> Tensor:
+    return t.mT.contiguous().mT if t.dim() > 1 else t
+
+
+def off_by_one(t: Tensor) -> Tensor:
+    """Not aligned to 16 bytes."""
+    return torch.cat([t.flatten()[:1], t.flatten()])[1 if t.numel() else 0 :].view(t.shape)
+
+
+def broadcast(t: Tensor) -> Tensor:
+    """Every row the same memory."""
+    return t[:1].expand(t.shape) if t.dim() > 1 else t
+
+
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda t: t, rows_apart, columns_apart, transposed, off_by_one, broadcast
+)  # fmt: skip
+
+
+def problem(call: Call) -> str | None:
+    """What is wrong with how the call went; None if it worked or was refused as it should be."""
+    try:
+        result = call.function(**call.arguments)
+        if isinstance(result, torch.nn.Module):
+            return None
+    except (ValueError, TypeError) as error:
+        names = list(inspect.signature(call.function).parameters)
+        named = [name for name in names if name in str(error)]
+        return None if named else f"{type(error).__name__} that names no argument: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    try:
+        outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
+        total = sum(t.float().sum() for t in outputs if t.requires_grad)
+        if isinstance(total, Tensor):
+            total.backward()
+        for name, value in call.arguments.items():
+            if isinstance(value, Tensor) and value.is_leaf and value.grad is not None and value.grad.shape != value.shape:
+                return f"the gradient of {name} has shape {tuple(value.grad.shape)}"
+    except Exception as error:
+        return f"backward: {type(error).__name__}: {error}"
+    return None
+
+
+def random_case(draw: random.Random) -> Case:
+    n = draw.choice((4, 16, 40, 128, 255, 768, 1024, 4100))
+    return Case(
+        rms=draw.random() < 0.5,
+        x=draw.choice(DTYPES),
+        residual=draw.choice((None, *DTYPES)),
+        x1=draw.choice((None, None, *DTYPES)),
+        second=draw.random() < 0.3,
+        weight=draw.choice((None, *DTYPES)),
+        bias=draw.random() < 0.5,
+        rowscale=draw.choice(("none", "none", "fixed", "learned")),
+        dropout_p=draw.choice((0.0, 0.0, 0.1, 0.5)),
+        zero_centered=draw.random() < 0.3,
+        prenorm=draw.random() < 0.7,
+        residual_in_fp32=draw.random() < 0.3,
+        out=draw.choice((None, *DTYPES)),
+        m=draw.choice((1, 2, 5, 33, 300)),
+        n=n,
+    )
+
+
+def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Tensor], Tensor]]) -> str | None:
+    """What of a right call is farther from fp64 than twice what PyTorch's operations are, and a little.
+
+    The little: a unit in its last place, and what chance does to the rounding of few numbers.
+    """
+    tensors = {}
+    for name, t in case_inputs(case, device).items():
+        laid = layouts[name](t.detach()) if name in layouts else t.detach()
+        tensors[name] = laid.requires_grad_(t.requires_grad)
+    exact, mine, theirs = oracle(tensors, case), ours(tensors, case), pytorch(tensors, case)
+    coarsest = max(torch.finfo(t.dtype).eps for t in (*tensors.values(), *mine.values()))
+    for name, expected in exact.items():
+        if mine[name].dtype != theirs[name].dtype:
+            return f"{name} is {mine[name].dtype}, expected {theirs[name].dtype}"
+        # A gradient may be a small difference of large numbers: beside the upstream gradient, about 1, and drowscale, which
+        # a norm makes next to nothing, beside a sum of N such.
+        natural = 0.1 * math.sqrt(expected.numel() * (case.n if "rowscale" in name else 1))
+        scale = max(expected.norm().item(), natural)
+        error, allowed = ((found[name].double() - expected).norm().item() / scale for found in (mine, theirs))
+        chance = 4 * coarsest / math.sqrt(expected.numel())
+        if not error <= 2 * allowed + torch.finfo(mine[name].dtype).eps + chance:
+            return f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="the number of a call to make again")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{ops.backend_for(device)} on {device}, seed {options.seed}")
+    counts: Counter[str] = Counter()
+    end = time.monotonic() + 60 * options.minutes
+    number = options.only or 0
+    while time.monotonic() < end:
+        found, what = attempt(options.seed, number, device)
+        counts["wrong" if found else "fine"] += 1
+        if found:
+            print(f"#{number} {what}\n    {found}", flush=True)
+        if options.only is not None:
+            print(what)
+            break
+        number += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(f"{counts['fine'] + counts['wrong']} calls, {counts['wrong']} of them wrong")
+    raise SystemExit(counts["wrong"] > 0)
+
+
+def attempt(seed: int, number: int, device: torch.device) -> tuple[str | None, str]:
+    """What was wrong with call `number`, and what it was. Every fourth is a right one, compared with the reference."""
+    draw = random.Random(f"{seed}:{number}")
+    torch.manual_seed(number)
+    if number % 4:
+        call = random_call(draw, device)
+        return problem(call), str(call)
+    case = random_case(draw)
+    layouts = {name: draw.choice(LAYOUTS) for name in ("x", "residual", "x1")}
+    return inaccuracy(case, device, layouts), f"{case} {[f.__name__ for f in layouts.values()]}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Replaced norms and fused blocks inside DDP and FSDP2, one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ops import replace_norms
+
+from .test_prenorm_block import Model, N, fused
+
+
+@pytest.fixture
+def mesh(tmp_path, device):
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh(device.type, (1,))
+    dist.destroy_process_group()
+
+
+def gradients(model, x):
+    model(x).sin().sum().backward()
+    grads = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in grads.items()}
+
+
+def sharded(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrap", [lambda model, mesh: DistributedDataParallel(model), sharded], ids=["DDP", "FSDP2"])
+def test_fused_blocks_have_the_same_gradients_when_wrapped(wrap, mesh, device):
+    torch.manual_seed(0)
+    model = fused(Model()).to(device)
+    x = torch.randn(3, N, device=device)
+    expected = gradients(copy.deepcopy(model), x)
+    found = gradients(wrap(model, mesh), x)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], msg=name)
+
+
+def test_replacing_after_ddp_works_and_after_sharding_says_why_not(mesh, device):
+    ddp = DistributedDataParallel(Model().to(device))
+    assert all(site.fused and site.name.startswith("module.") for site in replace_norms(ddp, verbose=False))
+    sites = replace_norms(sharded(Model().to(device), mesh), verbose=False)
+    assert sites and all("DTensor; replace norms before a model is sharded" in site.why for site in sites)

@@ -1,0 +1,104 @@
+"""Calls made at random; `python -m tests.ops.fuzz` makes more."""
+
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from ops import backend, layer_norm_linear_fn
+
+from . import fuzz
+from .cases import BF16, FP16, FP32, Case
+
+
+def test_wrong_calls_are_refused_by_name_and_right_ones_work_on_the_reference(monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    wrong = []
+    for number in range(2500):
+        call = fuzz.random_call(random.Random(f"reference:{number}"), torch.device("cpu"))
+        if found := fuzz.problem(call):
+            wrong.append(f"{call}\n    {found}")
+    assert not wrong, "\n".join(wrong[:5])
+
+
+def test_wrong_calls_are_refused_by_name_and_right_ones_work_on_the_kernels(device):
+    wrong = []
+    for number in range(150 if backend.INTERPRET else 10_000):
+        call = fuzz.random_call(random.Random(f"kernels:{number}"), device)
+        if found := fuzz.problem(call):
+            wrong.append(f"{call}\n    {found}")
+    assert not wrong, "\n".join(wrong[:5])
+
+
+def test_random_calls_are_of_both_kinds_and_of_every_function(monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    calls = [fuzz.random_call(random.Random(number), torch.device("cpu")) for number in range(400)]
+    assert {call.function for call in calls} == set(fuzz.FUNCTIONS)
+    refused = 0
+    for call in calls:
+        try:
+            call.function(**call.arguments)
+        except (ValueError, TypeError):
+            refused += 1
+    assert 100 < refused < 300
+
+
+DTYPES = st.sampled_from([FP32, BF16, FP16])
+CASES = st.builds(
+    Case,
+    rms=st.booleans(),
+    x=DTYPES,
+    residual=st.none() | DTYPES,
+    x1=st.none() | DTYPES,
+    second=st.booleans(),
+    weight=st.none() | DTYPES,
+    bias=st.booleans(),
+    rowscale=st.sampled_from(["none", "fixed", "learned"]),
+    dropout_p=st.sampled_from([0.0, 0.1, 0.5]),
+    zero_centered=st.booleans(),
+    prenorm=st.booleans(),
+    residual_in_fp32=st.booleans(),
+    out=st.none() | DTYPES,
+    m=st.integers(1, 9),
+    n=st.integers(4, 150),
+)
+LAYOUTS: st.SearchStrategy[dict[str, Callable]] = st.fixed_dictionaries(
+    {name: st.sampled_from(fuzz.LAYOUTS) for name in ("x", "residual", "x1")}
+)
+
+
+@seed(20_240_229)
+@settings(max_examples=16, deadline=None, database=None)
+@given(case=CASES, layouts=LAYOUTS)
+def test_any_shape_dtype_layout_and_option_is_as_accurate_as_pytorch(case, layouts):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert fuzz.inaccuracy(case, device, layouts) is None
+
+
+def test_norm_and_linear_of_a_single_row_without_leading_dimensions(device):
+    """The fuzz found that backward took a row of shape (N,) for a matrix."""
+    x, matrix, bias = (torch.randn(shape, device=device, requires_grad=True) for shape in ((8,), (3, 8), (3,)))
+    layer_norm_linear_fn(x, None, None, matrix, bias).sum().backward()
+    expected = torch.nn.functional.layer_norm(x.detach(), (8,), eps=1e-6).expand(3, 8)
+    torch.testing.assert_close(matrix.grad, expected)
+    torch.testing.assert_close(bias.grad, torch.ones_like(bias))
+
+
+@pytest.mark.parametrize("flag", [torch.zeros(2), "yes", [True]])
+def test_a_flag_that_is_no_bool_is_refused(flag):
+    x = torch.randn(2, 8)
+    for name in ("prenorm", "residual_in_fp32", "zero_centered_weight", "is_rms_norm", "return_dropout_mask"):
+        with pytest.raises(TypeError, match=re.escape(f"{name} must be True or False, got {type(flag).__name__}")):
+            fuzz.ops.layer_norm_fn(x, None, None, **{name: flag})
+
+
+def test_a_sparse_tensor_is_refused_also_where_a_dense_one_of_its_shape_was_taken_before(device):
+    x = torch.eye(8, device=device)
+    for _ in range(2):
+        fuzz.ops.layer_norm_fn(x, None, None)
+        with pytest.raises(ValueError, match="x must be a dense tensor"):
+            fuzz.ops.layer_norm_fn(x.to_sparse(), None, None)

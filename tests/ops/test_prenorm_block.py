@@ -1,0 +1,227 @@
+"""fuse_prenorm_block: the (hidden, residual) form computes what the block computed."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ops import GPT2_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
+
+from . import lookalikes
+
+N = 16
+
+
+class Sublayer(nn.Module):
+    """A mixer or MLP that drops its output last, and takes what the block hands through."""
+
+    def __init__(self, p, name):
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+        setattr(self, name, nn.Dropout(p))
+        self.name = name
+
+    def forward(self, x, scale=1.0, **ignored):
+        return getattr(self, self.name)(torch.tanh(self.linear(x)) * scale)
+
+
+class Block(nn.Module):
+    def __init__(self, p=0.0, norm=nn.LayerNorm):
+        super().__init__()
+        self.ln_1, self.attn = norm(N), Sublayer(p, "resid_dropout")
+        self.ln_2, self.mlp = norm(N), Sublayer(p, "dropout")
+
+    def forward(self, x, scale=1.0):
+        x = x + self.attn(self.ln_1(x), scale=scale)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Model(nn.Module):
+    def __init__(self, p=0.0, norm=nn.LayerNorm, depth=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(p, norm) for _ in range(depth))
+        self.final = norm(N)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, 0.5)
+        return self.final(x)
+
+
+def fused(model, **how):
+    model = copy.deepcopy(model)
+    replace_norms(model, verbose=False)
+    for block in model.blocks:
+        fuse_prenorm_block(block, GPT2_BLOCK, **how)
+    return model
+
+
+def gradients(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lookalikes.Llama, lookalikes.Gemma])
+def test_a_fused_stack_computes_what_it_computed_forward_and_backward(norm, device):
+    torch.manual_seed(0)
+    model = Model(norm=norm).to(device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 4, N, device=device)
+    new = fused(model)
+    assert list(new.state_dict()) == list(model.state_dict())
+    for found, expected in zip(gradients(new, x), gradients(model, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(1.0, expected.abs().max().item()))
+
+
+def test_what_a_sublayer_dropped_is_dropped_by_the_next_norm_in_training_only(device):
+    model = fused(Model(p=0.5, depth=1)).to(device)
+    block = model.blocks[0]
+    for sublayer in (block.attn, block.mlp):
+        nn.init.zeros_(sublayer.linear.weight)
+        nn.init.constant_(sublayer.linear.bias, 100.0)  # tanh of it is 1
+    zeros = torch.zeros(64, N, device=device)
+    pending = block(zeros)
+    assert pending.dropout_p == 0.5 and torch.equal(pending.hidden, torch.ones_like(zeros))
+    assert set(pending.residual.unique().tolist()) == {0.0, 2.0}  # attention's output, dropped and added
+    _, stream = model.final(pending, prenorm=True)
+    assert set((stream - pending.residual).unique().tolist()) == {0.0, 2.0}  # and the MLP's
+    pending = block.eval()(zeros)
+    assert pending.dropout_p == 0.0 and torch.equal(pending.residual, torch.ones_like(zeros))
+
+
+def test_p_is_read_where_it_always_was(device):
+    model = fused(Model(p=0.5, depth=1)).to(device)
+    model.blocks[0].mlp.dropout.p = 0.25
+    assert model.blocks[0](torch.zeros(2, N, device=device)).dropout_p == 0.25
+
+
+def test_the_stream_stays_in_fp32_where_asked(device):
+    x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
+    pending = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True).blocks[0](x)
+    assert (pending.hidden.dtype, pending.residual.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_compiled_without_a_graph_break(device):
+    torch._dynamo.reset()
+    model, x = fused(Model(p=0.1)).to(device).eval(), torch.randn(3, N, device=device)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.train()(x).isfinite().all()
+
+
+def test_activation_checkpointing_around_a_fused_block(device):
+    model, x = fused(Model(p=0.5)).to(device), torch.randn(3, N, device=device)
+    torch.manual_seed(1)
+    expected = gradients(model, x)
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+    torch.manual_seed(1)
+    for found, wanted in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_restoring_gives_back_blocks_dropouts_and_norms(device):
+    model = Model(p=0.3).to(device)
+    new = fused(model)
+    restore_norms(new, verbose=False)
+    assert [type(module) for module in new.modules()] == [type(module) for module in model.modules()]
+    x = torch.randn(3, N, device=device)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(new(x), expected)
+
+
+class Scaling(Block):
+    def forward(self, x, scale=1.0):
+        x = x + 0.3 * self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class PostNorm(Block):
+    def forward(self, x, scale=1.0):
+        x = self.ln_1(x + self.attn(x))
+        return self.ln_2(x + self.mlp(x))
+
+
+class Parallel(Block):
+    def forward(self, x, scale=1.0):
+        return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
+
+
+class WithMore(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop_path = nn.Dropout1d(0.1)
+        self.gamma = nn.Parameter(torch.ones(N))
+
+
+class ReturnsTuple(Block):
+    def forward(self, x, scale=1.0):
+        return super().forward(x, scale), None
+
+
+def block_with_other_norm():
+    block = Block()
+    block.ln_2 = lookalikes.EpsOutsideRMSNorm(N)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (Scaling, "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x))"),
+        (PostNorm, "does not compute x + mixer(norm1(x))"),
+        (Parallel, "does not compute x + mixer(norm1(x))"),
+        (WithMore, "also has drop_path, gamma, of which layout says nothing"),
+        (ReturnsTuple, "returns a tuple, expected a tensor"),
+        (block_with_other_norm, "layout.norm2 can't be replaced: it is neither LayerNorm nor RMSNorm"),
+        (lambda: nn.Linear(2, 2), "block has no 'ln_1', layout.norm1"),
+    ],
+)
+def test_a_block_of_another_form_is_refused_and_stays_as_it_was(block, why):
+    block = block()
+    cls = type(block)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(block, GPT2_BLOCK)
+    assert type(block) is cls
+
+
+def test_a_fused_block_is_not_fused_again():
+    block = Block()
+    fuse_prenorm_block(block, GPT2_BLOCK)
+    with pytest.raises(ValueError, match="fused already"):
+        fuse_prenorm_block(block, GPT2_BLOCK)
+
+
+class DropsInBlock(Block):
+    """With a dropout of its own in place of the sublayers'."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x, scale=1.0):
+        x = x + self.drop(self.attn(self.ln_1(x)))
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+
+def test_a_dropout_of_the_block_itself_may_serve_both_branches(device):
+    block = DropsInBlock(0.5).to(device)
+    fuse_prenorm_block(block, BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop"))
+    pending = block(torch.zeros(2, N, device=device))
+    assert isinstance(pending, Pending) and pending.dropout_p == 0.5
+    block.attn.linear.reset_parameters()
+    restore_norms(block, verbose=False)
+    assert type(block.drop) is nn.Dropout
+
+
+def test_a_dropout_that_the_layout_leaves_out_is_noticed():
+    with pytest.raises(ValueError, match="also has drop,"):
+        fuse_prenorm_block(DropsInBlock(0.5), GPT2_BLOCK)

@@ -1,0 +1,126 @@
+"""Derivatives beyond one backward, torch.func, torch.export, and devices that have no kernels."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ops import RMSNorm, backend, layer_norm_fn, layer_norm_linear_fn, replace_norms, rms_norm_fn, seeded_dropout
+
+N = 12
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(3, N, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@pytest.fixture
+def w(device):
+    return (1 + torch.arange(N) / N).to(device)
+
+
+def ours(x, w):
+    return layer_norm_fn(x, w, w, eps=1e-5).sin().sum()
+
+
+def theirs(x, w):
+    return F.layer_norm(x, (N,), w, w, 1e-5).sin().sum()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: torch.func.grad(f, argnums=(0, 1)),
+        lambda f: torch.func.jacrev(f),
+        lambda f: torch.func.hessian(f),
+        lambda f: torch.func.vmap(torch.func.grad(f), in_dims=(0, None)),
+        lambda f: torch.func.grad(lambda x, w: torch.func.vmap(f, in_dims=(0, None))(x, w).sum()),
+        lambda f: lambda x, w: torch.func.jvp(lambda x: f(x, w), (x,), (x.cos(),)),
+    ],
+    ids=["grad", "jacrev", "hessian", "vmap of grad", "grad of vmap", "jvp"],
+)
+def test_torch_func_differentiates_the_norm(transform, x, w):
+    found, expected = transform(ours)(x, w), transform(theirs)(x, w)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_func_differentiates_dropout_rowscale_and_the_linear_layer_behind_a_norm(x, w):
+    rowscale, matrix = torch.rand(3, device=x.device), torch.randn(2, N, device=x.device)
+
+    def site(x, rowscale):
+        y = seeded_dropout(layer_norm_fn(x, w, None, x, dropout_p=0.5, rowscale=rowscale, seed=3), 0.5, 4)
+        return layer_norm_linear_fn(y, w, None, matrix, None).sin().sum()
+
+    x, rowscale = x.requires_grad_(), rowscale.requires_grad_()
+    expected = torch.autograd.grad(site(x, rowscale), (x, rowscale))
+    found = torch.func.grad(site, argnums=(0, 1))(x.detach(), rowscale.detach())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_gives_each_sample_what_it_gets_alone(x, w):
+    batch = torch.stack([x, 2 * x, x.cos()])
+    found = torch.func.vmap(lambda x: rms_norm_fn(x, w, None, dropout_p=0.5, seed=1))(batch)
+    assert torch.equal(found, torch.stack([rms_norm_fn(x, w, None, dropout_p=0.5, seed=1) for x in batch]))
+
+
+def test_kernels_refuse_a_gradient_of_a_gradient(x, w):
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(ours(x, w), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_the_reference_has_gradients_of_gradients(monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    x, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (5,)))
+
+    def site(x, w):
+        return layer_norm_fn(x, w, None, x, dropout_p=0.3, prenorm=True, seed=1)
+
+    assert torch.autograd.gradgradcheck(site, (x, w))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.last = nn.Linear(N, N), RMSNorm(N, dropout_p=0.5), nn.LayerNorm(N)
+
+    def forward(self, x):
+        y, r = self.norm(self.linear(x), x, prenorm=True)
+        return self.last(y) + r
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_with_the_norms_can_be_exported_saved_and_loaded(strict, x):
+    model = Model().to(x.device).eval()
+    replace_norms(model, verbose=False)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2)},), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for program in (exported, torch.export.load(file)):
+        for rows in (x, torch.cat([x, x])):
+            torch.testing.assert_close(program.module()(rows), model(rows))
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu", "mps", "hpu", "cpu"])
+def test_devices_without_kernels_take_the_reference(device, monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    assert not backend.runs_kernels(torch.device(device))
+    if device in ("meta", "cpu"):  # of the others, this torch has no tensors
+        x, w = torch.zeros(3, N, device=device, dtype=torch.bfloat16, requires_grad=True), torch.zeros(N, device=device)
+        y, r = layer_norm_fn(x, w, None, x, dropout_p=0.1, prenorm=True)
+        y.sum().backward()
+        assert (y.device.type, y.shape, r.dtype, x.grad.device.type) == (device, (3, N), torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_fake_tensors_of_a_gpu_that_is_not_there_go_through_the_operators(device):
+    with FakeTensorMode():
+        x, w = torch.empty(3, N, device=device, dtype=torch.bfloat16), torch.empty(N, device=device)
+        y, r = layer_norm_fn(x, w, None, x, dropout_p=0.1, prenorm=True)
+    assert (y.device, y.shape, r.dtype) == (x.device, (3, N), torch.bfloat16)

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 import configs
+from configs.keys import groups
 from configs.machine import Machine
 from training.plot import read_metrics
+from training.resume import settle
 from training.run import open_run
 
 ROOT = Path(__file__).parent.parent
@@ -39,10 +41,12 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False):
     import train
 
     cfg = configs.load(overrides, on=Machine("cpu"))
-    with open_run(cfg, folder, torch.device("cpu")) as run:
+    keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in groups()]
+    origin = settle(cfg, folder, keys, chosen=True)
+    with open_run(origin, torch.device("cpu")) as run:
         if not plot:
             run.plot = lambda: None  # type: ignore[method-assign]
-        summary = train.train(cfg, run, Machine("cpu"))
+        summary = train.train(origin.cfg, run, Machine("cpu"))
     return summary, read_metrics(run.folder / "metrics.jsonl")
 
 

@@ -21,6 +21,7 @@ from training.evaluation import Validation
 from training.health import NonFiniteError
 from training.optimizer import adamw
 from training.precision import Precision
+from training.resume import Start
 from training.run import open_run
 from training.step import training_step
 
@@ -556,7 +557,7 @@ def test_bf16_autocast_trains_on_a_cpu(tiny, tmp_path):
 
 def test_open_run_closes_a_run_that_crashes(tiny, tmp_path):
     cfg = configs.load(tiny, on=CPU)
-    with pytest.raises(RuntimeError), open_run(cfg, tmp_path / "run", torch.device("cpu")) as run:
+    with pytest.raises(RuntimeError), open_run(Start(cfg, tmp_path / "run"), torch.device("cpu")) as run:
         run.log(1, {"train/loss": 3.0})
         run.log(2, {"train/loss": 2.0})
         raise RuntimeError

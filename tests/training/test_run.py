@@ -10,6 +10,7 @@ import configs
 from configs.machine import Machine
 from training.environment import environment, git_state
 from training.plot import loss_curve, read_metrics
+from training.resume import Start
 from training.run import claim, open_run
 
 CPU = torch.device("cpu")
@@ -27,14 +28,14 @@ def test_no_two_runs_share_a_folder(tmp_path):
 
 
 def test_the_config_is_kept_and_loads_again(cfg, tmp_path):
-    with open_run(cfg, tmp_path / "run", CPU):
+    with open_run(Start(cfg, tmp_path / "run"), CPU):
         pass
 
     assert configs.from_dict(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == cfg
 
 
 def test_the_environment_is_kept(cfg, tmp_path):
-    with open_run(cfg, tmp_path / "run", CPU):
+    with open_run(Start(cfg, tmp_path / "run"), CPU):
         pass
     facts = json.loads((tmp_path / "run" / "environment.json").read_text())
 
@@ -65,7 +66,7 @@ def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
 
 
 def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
-    with open_run(cfg, tmp_path / "run", CPU) as run:
+    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
         run.log(10, {"train/loss": 2.0, "perf/mfu": None})
         run.log(20, {"train/loss": 1.0})
 
@@ -74,7 +75,7 @@ def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_left_out_of_the_metrics(cfg, tmp_path, bad):
-    with open_run(cfg, tmp_path / "run", CPU) as run:
+    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
         run.log(10, {"train/loss": 2.0, "train/grad_norm": bad})
 
     assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}]
@@ -92,7 +93,7 @@ def test_a_plot_that_fails_closes_wandb_and_hides_no_error(cfg, tmp_path, capsys
 
     raised = None
     try:
-        with open_run(cfg, tmp_path / "run", CPU) as run:
+        with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
             run.tracker, run.plot = FakeTracker(), fails
             if error:
                 raise error
@@ -137,7 +138,7 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
         finish = staticmethod(codes.append)
 
     try:
-        with open_run(cfg, tmp_path / "run", CPU) as run:
+        with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
             run.tracker = FakeTracker()
             if error:
                 raise error

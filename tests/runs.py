@@ -50,6 +50,23 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False):
     return summary, read_metrics(run.folder / "metrics.jsonl")
 
 
+def bits(folder: Path) -> dict[str, object]:
+    """All that a run gives, to be compared bit for bit: its last checkpoint and its metrics, but for times and its own name."""
+    newest = folder / "last"
+    state = read_json(newest / "state.json")
+    for key in ("folder", "resume"):
+        del state["config"][key]
+    metrics = [
+        {key: value for key, value in line.items() if not key.startswith("perf/")}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+    files = {name: (newest / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
+    results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}
+    best = (folder / "best" / "model.safetensors").read_bytes()
+    sample = (folder / "sample.txt").read_text(encoding="utf-8")
+    return files | {"state": state, "metrics": metrics, "results": results, "best": best, "sample": sample}
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *arguments]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from configs import Config, ConfigError, to_dict
+from configs import ConfigError
 from model import GPT
 from training import safetensors, storage
 from training.evaluation import Validation
@@ -45,10 +45,11 @@ class TrainState:
     best_step: int | None = None
     owes_validation: bool = False  # a signal cut the evaluation of this step short
 
-    def parts(self, cfg: Config, *, copied: bool) -> dict[str, Callable[[Sink], object]]:
+    def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[Sink], object]]:
         """The files of a checkpoint, each as what writes it.
 
         Args:
+            config: of the run, as `configs.to_dict` gives it.
             copied: copy tensors to host memory now, so that training may go on while they are written.
         """
         model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
@@ -64,7 +65,7 @@ class TrainState:
             "best": self.best and asdict(self.best),
             "best_step": self.best_step,
             "owes_validation": self.owes_validation,
-            "config": to_dict(cfg),
+            "config": config,
         }
         return {
             MODEL: partial(safetensors.write, tensors=model, metadata={"format": "pt"}),

@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from configs import Config
+from configs import Config, to_dict
 from training import storage
 from training.checkpoint import TrainState
 
@@ -17,7 +17,7 @@ class Saver:
     """
 
     def __init__(self, run: Path, cfg: Config) -> None:
-        self._run, self._cfg = run, cfg
+        self._run, self._keep_newest, self._config = run, cfg.checkpoint.keep, to_dict(cfg)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background else None
         self._pending: Future[None] | None = None
 
@@ -28,7 +28,7 @@ class Saver:
             StorageError: this checkpoint, or the one before it that was on its way, can't be written.
         """
         self.wait()
-        parts = state.parts(self._cfg, copied=self._thread is not None)
+        parts = state.parts(self._config, copied=self._thread is not None)
         if self._thread is None:
             self._keep(state.step, parts, state.best_step)
         else:
@@ -44,7 +44,7 @@ class Saver:
         if not (self._run / storage.FOLDER / storage.name(step)).exists():
             storage.commit(self._run, step, parts)
         self.point(best)
-        storage.prune(self._run, self._cfg.checkpoint.keep, best)
+        storage.prune(self._run, self._keep_newest, best)
 
     def point(self, best: int | None) -> None:
         """Points the run's links last and best to its newest checkpoint and to that of step `best`."""

@@ -58,9 +58,9 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size).to(device)
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json())
+    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
     if origin := run.origin.stored:
-        state.restore(origin)
+        state.restore(origin, with_changes=cfg.resume_with_changes)
         if not run.origin.in_place:
             # in another folder: its best checkpoint is its own, and its first line of validation its first evaluation
             state.best, state.best_step, state.owes_validation = None, None, False

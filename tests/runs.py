@@ -67,6 +67,27 @@ def bits(folder: Path) -> dict[str, object]:
     return files | {"state": state, "metrics": metrics, "results": results, "best": best, "sample": sample}
 
 
+class FakeWandb:
+    """Stands for the run that wandb.init returns, and keeps what it is told."""
+
+    def __init__(self, monkeypatch):
+        self.logged, self.summary, self.exit_code = [], {}, None
+        import wandb
+
+        monkeypatch.setattr(wandb, "init", self._init)
+        monkeypatch.setattr(wandb, "Image", lambda path: f"image {path}")
+
+    def _init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
 def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *arguments]
 

@@ -1,12 +1,13 @@
 """kill -9 at any moment: the run goes on from a checkpoint at most one interval old and ends with the same bits."""
 
 import random
+import signal
 import time
 
 import pytest
 
 from tests.kills import Killer
-from tests.runs import bits, corpus
+from tests.runs import bits, corpus, finish, start
 from training import storage
 from training.plot import read_metrics
 
@@ -63,3 +64,30 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(kill
     assert not killer.run(overrides, folder)
     assert bits(folder) == wanted
     assert len(steps) > 5, f"the kills were only at the steps {steps}"
+
+
+def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tiny, tmp_path):
+    """As a scheduler that preempts gives it: kill -9 twice, SIGTERM once, then to the end."""
+    command = [*tiny, "resume=auto", "logging.every=1", "checkpoint.every=20", "eval.every=90", "train.steps=400"]
+    command += ["model.dropout=0.1", "logging.wandb=offline"]
+    whole = start([*command, "folder=whole"], tmp_path)
+    choose, folder = random.Random(0), tmp_path / "mine"
+
+    for number, low in ((signal.SIGKILL, 40), (signal.SIGKILL, 140), (signal.SIGTERM, 240)):
+        process, wanted = start([*command, "folder=mine"], tmp_path), low + choose.randrange(60)
+        deadline = time.monotonic() + 100
+        while process.poll() is None and reached(folder) < wanted and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        done = finish(process)
+
+        assert done.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), done.stderr
+        assert "Traceback" not in done.stderr
+        assert reached(folder) - newest_step(folder) <= 20
+    assert "resume=auto: goes on from mine/checkpoints/step_" in done.stdout and "stopped after step" in done.stdout
+    last = finish(start([*command, "folder=mine"], tmp_path))
+
+    assert last.returncode == finish(whole).returncode == 0, last.stderr
+    assert bits(folder) == bits(tmp_path / "whole")
+    names = [path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")]
+    assert len(names) == 4 and len(set(names)) == 1, "each start is the same run to W&B"

@@ -37,6 +37,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     tokenizer: str  # text of the run's tokenizer.json
+    corpus: str = ""  # Corpus.identity
     step: int = 0  # optimizer steps done
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
     losses: int = 0  # in that sum
@@ -60,6 +61,7 @@ class TrainState:
             "format": FORMAT,
             "step": self.step,
             "losses": self.losses,
+            "corpus": self.corpus,
             "scaler": self.scaler.state_dict(),
             "validation": self.validation and asdict(self.validation),
             "best": self.best and asdict(self.best),
@@ -74,16 +76,24 @@ class TrainState:
             TOKENIZER: partial(_write_text, text=self.tokenizer),
         }
 
-    def restore(self, stored: "Stored") -> None:
+    def restore(self, stored: "Stored", *, with_changes: bool = False) -> None:
         """Goes on from a checkpoint. Weight decay, betas and eps stay those of this run's config, which may differ.
 
+        Args:
+            with_changes: accept other documents.
+
         Raises:
-            ConfigError: the stored weights belong to a model of another shape or to another tokenizer.
+            ConfigError: the stored weights belong to a model of another shape, to another tokenizer or to other documents.
         """
         if stored.tokenizer != self.tokenizer:
             raise ConfigError(
                 f"resume: {relative(stored.path)} was trained with another tokenizer, so its token ids mean other text. "
                 "Use the tokenizer.* and data.* of that run."
+            )
+        if stored.state["corpus"] != self.corpus and not with_changes:
+            raise ConfigError(
+                f"resume: {relative(stored.path)} was trained on other documents: the files or the data set have changed "
+                "since, and its batches with them. Bring them back, or accept that with resume_with_changes=true."
             )
         load_weights(self.model, stored)
         training = stored.training()

@@ -71,6 +71,9 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     header, first = _header(path)
     size = path.stat().st_size - first
     data = torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=first)) if size else torch.empty(0, dtype=torch.uint8)
+    told = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if told != size:
+        raise ValueError(f"{path} has {size:,} bytes of tensors, its header tells of {told:,}: it was cut short")
     tensors, expected = {}, 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -80,10 +83,6 @@ def read(path: Path) -> dict[str, torch.Tensor]:
         if (first + begin) % dtype.itemsize:
             raw = raw.clone()
         tensors[name] = raw.view(dtype).view(shape)
-    if expected != size:
-        raise ValueError(
-            f"{path} has {size:,} bytes of tensors, its header tells of {expected:,}: cut short, or not safetensors"
-        )
     return tensors
 
 

@@ -94,8 +94,10 @@ def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
         DamagedError: a file is missing, cut short or changed.
     """
     try:
-        lines = (checkpoint / SUMS).read_text(encoding="utf-8").splitlines()
-        sums = {part: digest for digest, part in (line.split("  ") for line in lines)}
+        text = (checkpoint / SUMS).read_text(encoding="utf-8")
+        sums = {part: digest for digest, part in (line.split("  ") for line in text.splitlines())}
+        if not text.endswith("\n") or {path.name for path in checkpoint.iterdir()} != {*sums, SUMS}:
+            raise DamagedError(f"{relative(checkpoint)} is damaged: {SUMS} and its files are not the same")
         for part in sums if parts is None else parts:
             with (checkpoint / part).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != sums[part]:

@@ -20,7 +20,7 @@ from configs import Config, ConfigError, command_line, machine, rules
 from configs.machine import Machine
 from data import Batches, load_corpus
 from model import GPT
-from training import resume
+from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
 from training.evaluation import Validation, evaluate
@@ -57,7 +57,10 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     # ---- model -------------------------------------------------------------------------------------------------------------
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size).to(device)
+        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+        if cfg.init_from and not run.origin.stored:
+            pretrained.load(model, cfg.init_from)
+        model = model.to(device)
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
     if origin := run.origin.stored:
         state.restore(origin, with_changes=cfg.resume_with_changes)

@@ -106,8 +106,8 @@ def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
         raise
     except FileNotFoundError as error:
         raise DamagedError(f"{relative(checkpoint)} is damaged: {Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError) as error:  # unreadable, or SHA256SUMS itself is torn
-        raise DamagedError(f"{relative(checkpoint)} is damaged: {type(error).__name__}: {error}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise DamagedError(f"{relative(checkpoint)} is damaged, {SUMS} or what it lists: {error}") from error
 
 
 def set_aside(run: Path, after: int) -> None:
@@ -139,9 +139,14 @@ def link(run: Path, name: str, checkpoint: Path) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Replaces a small file in one step."""
+    replace(path, lambda file: file.write(text.encode()))
+
+
+def replace(path: Path, write: Callable[[Sink], object]) -> None:
+    """Replaces a file by what `write` writes, in one step."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
-        _write(temporary, lambda file: file.write(text.encode()))
+        _write(temporary, write)
         temporary.replace(path)
         sync_folder(path.parent)
 

@@ -43,7 +43,7 @@ def newest_step(folder):
 @pytest.mark.parametrize(("background", "intervals"), [("false", 1), ("true", 2)])
 def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(killer, tiny, tmp_path, background, intervals):
     overrides = [*tiny, "model.dropout=0.1", "resume=auto", "logging.every=1", f"checkpoint.every={EVERY}", "eval.every=7"]
-    overrides += [f"checkpoint.background={background}", "checkpoint.keep=1", "train.steps=24"]
+    overrides += [f"checkpoint.background={background}", "checkpoint.keep=1", "train.steps=20"]
     began = time.monotonic()
     assert not killer.run(overrides, tmp_path / "whole")
     whole_s = time.monotonic() - began
@@ -66,15 +66,16 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(kill
     assert len(steps) > 5, f"the kills were only at the steps {steps}"
 
 
-def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tiny, tmp_path):
+def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(killer, tiny, tmp_path):
     """As a scheduler that preempts gives it: kill -9 twice, SIGTERM once, then to the end."""
     command = [*tiny, "resume=auto", "logging.every=1", "checkpoint.every=20", "eval.every=90", "train.steps=400"]
-    command += ["model.dropout=0.1", "logging.wandb=offline"]
-    whole = start([*command, "folder=whole"], tmp_path)
+    command += ["model.dropout=0.1"]
+    assert not killer.run(command, tmp_path / "whole")
+    command += ["folder=mine", "logging.wandb=offline"]
     choose, folder = random.Random(0), tmp_path / "mine"
 
     for number, low in ((signal.SIGKILL, 40), (signal.SIGKILL, 140), (signal.SIGTERM, 240)):
-        process, wanted = start([*command, "folder=mine"], tmp_path), low + choose.randrange(60)
+        process, wanted = start(command, tmp_path), low + choose.randrange(60)
         deadline = time.monotonic() + 100
         while process.poll() is None and reached(folder) < wanted and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -85,9 +86,9 @@ def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tin
         assert "Traceback" not in done.stderr
         assert reached(folder) - newest_step(folder) <= 20
     assert "resume=auto: goes on from mine/checkpoints/step_" in done.stdout and "stopped after step" in done.stdout
-    last = finish(start([*command, "folder=mine"], tmp_path))
+    last = finish(start(command, tmp_path))
 
-    assert last.returncode == finish(whole).returncode == 0, last.stderr
+    assert last.returncode == 0, last.stderr
     assert bits(folder) == bits(tmp_path / "whole")
     names = [path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")]
     assert len(names) == 4 and len(set(names)) == 1, "each start is the same run to W&B"

@@ -64,9 +64,9 @@ def _fill(model: GPT, layout: str, tensors: dict[str, torch.Tensor], source: str
         if entry.ours in ("embedding.weight", "head.weight"):
             if len(value) != model.tokenizer_vocab_size:
                 raise ConfigError(
-                    f"init_from={source} has a vocabulary of {len(value):,}, the tokenizer one of {model.tokenizer_vocab_size:,}: "
-                    "the ids would mean other text. Use the model's own tokenizer: tokenizer=gpt2, or tokenizer.kind=pretrained with "
-                    "tokenizer.pretrained=owner/name."
+                    f"init_from={source} has a vocabulary of {len(value):,}, the tokenizer one of "
+                    f"{model.tokenizer_vocab_size:,}: the ids would mean other text. Use the model's own tokenizer: "
+                    "tokenizer=gpt2, or tokenizer.kind=pretrained with tokenizer.pretrained=owner/name."
                 )
             padding = value.float().mean(dim=0, keepdim=True).expand(len(target) - len(value), -1)
             value = torch.cat((value.float(), padding))

@@ -26,7 +26,7 @@ from training.clock import StepClock
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
 from training.health import Health, NonFiniteError
-from training.interrupt import Interrupt, Stopped
+from training.interrupt import Interrupt, Stopped, exit_on_sigterm
 from training.optimizer import adamw
 from training.precision import Precision
 from training.report import Summary, describe, facts, report
@@ -54,6 +54,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
         prompt = encode_prompt(corpus.tokenizer, cfg.sample.prompt) if cfg.sample.tokens else []  # now, not after training
+
     # ---- model -------------------------------------------------------------------------------------------------------------
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with command_line.as_config_errors():
@@ -138,12 +139,13 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
 
                 if last or due(done, cfg.eval.every):
                     look(done)
-                if last or interrupt.requested or due(done, cfg.checkpoint.every) or state.best_step == done:
+                stopping = interrupt.requested is not None  # asked once: where the run stops, it has saved
+                if last or stopping or due(done, cfg.checkpoint.every) or state.best_step == done:
                     with clock.paused():
                         health.check_weights(model, done)
                         run.sync()
                         saver.save(state)
-                if interrupt.requested:
+                if stopping:
                     break
             if interrupt.requested and (state.owes_validation or state.step < cfg.train.steps):
                 saver.wait()
@@ -201,7 +203,7 @@ def unless_refused(run: Run) -> Iterator[None]:
     """Takes a new run's folder away if it ends before it starts; what others put there stays."""
     try:
         yield
-    except (ConfigError, KeyboardInterrupt):
+    except (ConfigError, KeyboardInterrupt, Stopped):
         if run.tracker is None and not run.origin.in_place:
             for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
                 (run.folder / name).unlink(missing_ok=True)
@@ -216,6 +218,7 @@ def main() -> int:
     def run(composed: DictConfig) -> None:
         codes.append(job(composed))
 
+    exit_on_sigterm()
     try:
         command_line.check(sys.argv[1:])
         command_line.register_resolvers(sys.argv[1:])

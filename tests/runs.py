@@ -51,7 +51,7 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False):
 
 
 def bits(folder: Path) -> dict[str, object]:
-    """All that a run gives, to be compared bit for bit: its last checkpoint and its metrics, but for times and where it is kept."""
+    """All that a run gives, to be compared bit for bit; but for times and for where it is kept."""
     newest = folder / "last"
     state = read_json(newest / "state.json")
     for key in ("folder", "resume", "logging"):

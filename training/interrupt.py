@@ -11,6 +11,15 @@ class Stopped(SystemExit):
     """A signal ended what can be done again; its code is that of the process."""
 
 
+def exit_on_sigterm() -> None:
+    """Has SIGTERM unwind the process as Ctrl-C does, so that what is open is closed; `Interrupt` replaces it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 class Interrupt:
     """Within the block, the first SIGINT or SIGTERM only sets `requested`; a second one ends the process at once."""
 

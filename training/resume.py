@@ -88,7 +88,8 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
             raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
     assert found is not None  # where there are none, locate has said so
     stored = checkpoint.read(found, verified=True)
-    cfg = configs.from_dict(stored.config, overrides)
+    # changes that were accepted before are this run's by now; others need the command's word
+    cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
     changed = rules.check_resumed(configs.from_dict(stored.config), cfg)
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
     if in_place := own_folder and bool(storage.kept(path)):

@@ -59,7 +59,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
             self.wait()
-        except storage.StorageError as failed:
+        except Exception as failed:
             if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run would say that all is kept
                 raise
             error.add_note(str(failed))  # may not hide why the run ended

@@ -96,7 +96,8 @@ def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
     try:
         text = (checkpoint / SUMS).read_text(encoding="utf-8")
         sums = {part: digest for digest, part in (line.split("  ") for line in text.splitlines())}
-        if not text.endswith("\n") or {path.name for path in checkpoint.iterdir()} != {*sums, SUMS}:
+        files = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
+        if not text.endswith("\n") or files != {*sums, SUMS}:
             raise DamagedError(f"{relative(checkpoint)} is damaged: {SUMS} and its files are not the same")
         for part in sums if parts is None else parts:
             with (checkpoint / part).open("rb") as file:
@@ -123,8 +124,9 @@ def prune(run: Path, keep: int, best: int | None) -> None:
     """Deletes all checkpoints but the newest `keep` and that of step `best`."""
     for checkpoint in kept(run)[keep:]:
         if step_of(checkpoint) != best:
-            # under another name first: what is half deleted is no checkpoint
-            checkpoint.rename(trash := checkpoint.with_name(f".{checkpoint.name}.tmp"))
+            with explained(checkpoint):
+                # under another name first: what is half deleted is no checkpoint
+                checkpoint.rename(trash := checkpoint.with_name(f".{checkpoint.name}.tmp"))
             _discard(trash)
 
 

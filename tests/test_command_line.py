@@ -104,7 +104,8 @@ def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
     assert all((folder / "last/state.json").is_file() for folder in run_folders(tmp_path))
 
 
-def test_ctrl_c_before_the_first_step_ends_with_130_and_nothing_else(tiny, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path, number):
     pipe = tmp_path / "slow.txt"  # reading it waits for somebody to write
     os.mkfifo(pipe)
     (tmp_path / "data").mkdir()
@@ -114,10 +115,10 @@ def test_ctrl_c_before_the_first_step_ends_with_130_and_nothing_else(tiny, tmp_p
     while process.poll() is None and time.monotonic() < deadline and not list(tmp_path.glob("runs/*/environment.json")):
         time.sleep(0.05)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     done = finish(process)
 
-    assert done.returncode == 130, done.stderr
+    assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 

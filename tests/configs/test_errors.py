@@ -2,6 +2,7 @@
 
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -267,3 +268,28 @@ def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(s
 
     with pytest.raises(ConfigError, match=r"train\.steps") if refused else nullcontext():
         configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))
+
+
+def test_a_place_where_no_run_can_be_kept_is_refused_before_it_is_made(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        command_line.check([f"folder={tmp_path / 'file' / 'run'}"])
+    assert stop.value.code == 2
+    assert f"{tmp_path / 'file'} is no folder. Choose another place with folder=PATH" in capsys.readouterr().err
+
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path / "locked")  # as root, everything is writable
+    with pytest.raises(SystemExit) as stop:
+        command_line.check([f"folder={tmp_path / 'locked' / 'run'}"])
+    assert stop.value.code == 2
+    assert f"{tmp_path / 'locked'} is not writable" in capsys.readouterr().err
+    assert list((tmp_path / "locked").iterdir()) == []
+
+
+def test_a_fixed_folder_is_one_that_the_command_names():
+    cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
+
+    assert not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
+    assert command_line.chooses_folder(named, [])
+    assert command_line.chooses_folder(cfg, ["hydra.run.dir=runs/mine"])
+    assert command_line.chooses_folder(cfg, ["hydra.sweep.dir=runs/mine"])

@@ -1,17 +1,21 @@
 """A run's folder and what is in it."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 import configs
+from configs import ConfigError
 from configs.machine import Machine
 from training.environment import environment, git_state
 from training.plot import loss_curve, read_metrics
 from training.resume import Start
 from training.run import claim, open_run
+from training.storage import StorageError
 
 CPU = torch.device("cpu")
 
@@ -150,3 +154,27 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
 
 def test_the_environment_of_a_cpu_has_no_gpu():
     assert environment(CPU)["gpu"] is None
+
+
+def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"file.*(Choose another folder|folder=PATH)"), open_run(Start(cfg, folder), CPU):
+            pass
+
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with (
+        pytest.raises(ConfigError, match="a run can't be kept there: Permission denied"),
+        open_run(Start(cfg, tmp_path / "a"), CPU),
+    ):
+        pass
+
+
+def test_metrics_that_can_not_be_written_are_named(cfg, tmp_path):
+    message = r"metrics\.jsonl can't be written: Is a directory"
+    with pytest.raises(StorageError, match=message), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+        (run.folder / "metrics.jsonl").mkdir()
+        run.log(1, {"train/loss": 1.0})

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from tests.runs import ROOT, train_here
@@ -41,7 +40,7 @@ class Killer:
         """Trains, and returns whether it was killed; False: it came to its end before.
 
         Args:
-            after_s: seconds after the beginning of the run.
+            after_s: seconds after the beginning of its first step.
             operation: the operation on files in which to kill it, counted from 1.
         """
         asked = json.dumps({"overrides": overrides, "folder": str(folder), "after_s": after_s, "operation": operation})
@@ -80,10 +79,23 @@ def serve() -> None:
 
 def _train(overrides: list[str], folder: str, after_s: float | None, operation: int | None) -> None:
     if after_s is not None:
-        threading.Thread(target=lambda: (time.sleep(after_s), _kill()), daemon=True).start()
+        _kill_after(after_s)
     if operation is not None:
         _kill_in_operation(operation)
     train_here(overrides, Path(folder))
+
+
+def _kill_after(seconds: float) -> None:
+    import train
+
+    first_step = train.training_step
+
+    def starts_the_clock(*args):
+        train.training_step = first_step
+        threading.Timer(seconds, _kill).start()
+        return first_step(*args)
+
+    train.training_step = starts_the_clock
 
 
 def _kill() -> None:

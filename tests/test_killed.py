@@ -53,7 +53,7 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(kill
     while kills < KILLS // 2:
         folder = tmp_path / f"run_{number}"
         saving = choose.random() < 0.5
-        when = {"operation": choose.randrange(1, 120)} if saving else {"after_s": choose.uniform(0, 0.6 * whole_s)}
+        when = {"operation": choose.randrange(1, 200)} if saving else {"after_s": choose.uniform(0, 0.5 * whole_s)}
         if killer.run(overrides, folder, **when):
             kills += 1
             assert reached(folder) - newest_step(folder) <= intervals * EVERY, when

@@ -110,7 +110,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
         with Interrupt() as interrupt, Saver(run.folder, cfg) as saver:
             if state.owes_validation:
                 look(state.step)
-                saver.point(state.best_step)
+            saver.point(state.best_step)  # of a run that goes on, whose newest checkpoint may have been damaged
             for step in run.progress(range(state.step, cfg.train.steps)):
                 with clock.step():
                     loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision)

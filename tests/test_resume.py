@@ -346,6 +346,26 @@ def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
         train_here([f"resume={done.folder}"], tmp_path / "run")
 
 
+@pytest.mark.parametrize("choice", ["auto", "PATH"])
+def test_fewer_steps_than_were_done_are_refused(tiny, tmp_path, choice):
+    train_until(8, [*tiny, *AUTO], tmp_path / "run")
+    resume = f"resume={tmp_path / 'run' if choice == 'PATH' else 'auto'}"
+
+    for steps in (5, 6):  # the checkpoint is of step 6, which was not evaluated
+        with pytest.raises(ConfigError, match=rf"is at step 6: raise train\.steps={steps}"):
+            train_here([*tiny, resume, f"train.steps={steps}", "resume_with_changes=true"], tmp_path / "run")
+
+
+def test_weights_of_the_hub_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(train.pretrained, "load", lambda model, source: loaded.append(source))
+    overrides = [*tiny, *AUTO, "init_from=owner/name"]
+    train_until(8, overrides, tmp_path / "run")
+    train_here(overrides, tmp_path / "run")
+
+    assert loaded == ["owner/name"]
+
+
 def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
     cfg = configs.load([*tiny, *AUTO, "train.steps=5"], on=Machine("cpu"))
     assert not settle(cfg, tmp_path / "run", [], chosen=True).finished

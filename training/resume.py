@@ -73,7 +73,10 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
     stored = checkpoint.read(found, verified=True)
     rules.check_resumed(configs.from_dict(stored.config), cfg)
     notes.append(f"resume=auto: goes on from {relative(found)}.")
-    return Start(cfg, folder, stored, in_place=True, exact=True, notes=notes)
+    start = Start(cfg, folder, stored, in_place=True, exact=True, notes=notes)
+    if not start.finished:
+        _check_left(start)
+    return start
 
 
 def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) -> Start:
@@ -95,13 +98,20 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
     if in_place := own_folder and bool(storage.kept(path)):
         cfg.resume = stored.config["resume"]  # the folder's config tells how the run began
     start = Start(cfg, path, stored, in_place=True, exact=True) if in_place else Start(cfg, folder, stored)
-    if stored.step >= cfg.train.steps and (start.finished or not start.in_place):
-        raise ConfigError(
-            f"resume={path} is at step {stored.step}: raise train.steps={cfg.train.steps} to go on. As that changes the "
-            "learning rates of the steps before it, most schedules also need resume_with_changes=true."
-        )
+    _check_left(start)
     start.notes.extend([*notes, f"resume={path}: goes on from {relative(found)}."])
     return start
+
+
+def _check_left(start: Start) -> None:
+    """Raises ConfigError: the run has no steps left, nor results of its last one to make up for."""
+    stored, steps = start.stored, start.cfg.train.steps
+    unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
+    if stored is not None and stored.step >= steps and not unfinished:
+        raise ConfigError(
+            f"resume: {relative(stored.path)} is at step {stored.step}: raise train.steps={steps} to go on. That changes the "
+            "learning rates of the steps before it, so most schedules also need resume_with_changes=true."
+        )
 
 
 def _newest(run: Path) -> tuple[Path | None, list[str]]:

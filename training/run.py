@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import configs
@@ -147,7 +146,7 @@ class Run:
         """Keeps what the run depends on."""
         facts = json.dumps(environment(self.device), indent=2) + "\n"
         storage.replace_text(self.folder / "environment.json", facts)
-        storage.replace_text(self.folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(configs.to_dict(self.cfg))))
+        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))
 
     def _take_up(self) -> None:
         """Brings the folder to where its checkpoint was made: lines of metrics after that, and results, belong to no step."""
@@ -211,6 +210,7 @@ def open_run(origin: Start, device: torch.device, group: str | None = None) -> I
 
 
 def _closing(run: Run) -> Iterator[Run]:
+    """The run, and at the end of the block its plot and the exit code for W&B."""
     exit_code = 1
     try:
         yield run

@@ -111,7 +111,10 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
             if state.owes_validation:
                 look(state.step)
             saver.point(state.best_step)  # of a run that goes on, whose newest checkpoint may have been damaged
-            for step in run.progress(range(state.step, cfg.train.steps)):
+            todo = range(
+                state.step, state.step if state.owes_validation else cfg.train.steps
+            )  # cut short again: no step after it
+            for step in run.progress(todo):
                 with clock.step():
                     loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision)
                 state.step = done = step + 1

@@ -166,6 +166,9 @@ def test_sigterm_in_an_evaluation_cuts_it_short_and_it_is_made_up_for(tiny, tmp_
     monkeypatch.setattr(train, "evaluate", signalled)
     with pytest.raises(SystemExit) as stop:
         train_here(overrides, tmp_path / "cut")
+    assert stop.value.code == 143
+    with pytest.raises(SystemExit) as stop:  # and once more, in the evaluation that is made up for
+        train_here(overrides, tmp_path / "cut")
     monkeypatch.setattr(train, "evaluate", original)
     monkeypatch.setattr(GPT, "forward", forward)
 

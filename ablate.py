@@ -35,8 +35,9 @@ from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.environment import environment, gpu_state
 from training.precision import Precision
-from training.run import claim, relative
+from training.run import claim
 from training.step import training_step
+from training.storage import relative
 
 EAGER, COMPILED = "eager", "compiled"
 PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing

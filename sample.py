@@ -24,21 +24,18 @@ def sample(
     """The prompt and `tokens` more.
 
     Args:
-        path: a run folder (its last.pt), or a checkpoint file in one: the tokenizer stands beside it.
+        path: a run folder (its newest checkpoint), or a checkpoint, such as a run folder's link `best`.
 
     Raises:
-        ConfigError: no checkpoint or tokenizer there, or a prompt that the tokenizer can't encode.
+        ConfigError: no whole checkpoint there, or a prompt that the tokenizer can't encode.
     """
-    stored = checkpoint.read(path, mmap=True)  # the optimizer's state stays on disk
-    cfg = configs.from_dict(stored["config"])
+    stored = checkpoint.read(path)  # the optimizer's state stays on disk
+    cfg = configs.from_dict(stored.config)
     on = machine.inspect(device)
     if on.device == "mps":
         cfg.norm.impl = NormImpl.torch  # the same weights and the same function, without Triton
 
-    tokenizer_path = checkpoint.locate(path).parent / "tokenizer.json"
-    if not tokenizer_path.is_file():
-        raise ConfigError(f"{tokenizer_path}: no such file. A checkpoint is read together with its run's tokenizer.")
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = Tokenizer.load(stored.path / checkpoint.TOKENIZER)
     ids = encode_prompt(tokenizer, prompt, key="--prompt")
 
     model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
@@ -52,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="a run folder, or a checkpoint file in one")
+    parser.add_argument("path", type=Path, help="a run folder, or a checkpoint such as runs/FOLDER/best")
     parser.add_argument("--prompt", default="\n", help="the text to go on from")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")

@@ -20,20 +20,22 @@ from configs import Config, ConfigError, command_line, machine, rules
 from configs.machine import Machine
 from data import Batches, load_corpus
 from model import GPT
-from training import checkpoint
+from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
 from training.health import Health, NonFiniteError
-from training.interrupt import Interrupt
+from training.interrupt import Interrupt, Stopped, exit_on_sigterm
 from training.optimizer import adamw
 from training.precision import Precision
 from training.report import Summary, describe, facts, report
-from training.run import Run, open_run, relative
+from training.run import Run, open_run
 from training.sampling import continue_text, encode_prompt
+from training.saver import Saver
 from training.schedule import learning_rate
 from training.step import training_step
+from training.storage import StorageError, relative
 
 
 def train(cfg: Config, run: Run, on: Machine) -> Summary:
@@ -42,7 +44,8 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     Raises:
         ConfigError: the data or the model refuse what the config asks for; nothing has been trained.
         NonFiniteError: the loss, the gradient or a weight became NaN or infinite; the last good checkpoint stands.
-        SystemExit: Ctrl-C, after a checkpoint; 130.
+        StorageError: a checkpoint or a line of metrics can't be written; the last good checkpoint stands.
+        SystemExit: Ctrl-C (130) or SIGTERM (143), after a checkpoint.
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
@@ -51,18 +54,20 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
         batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
         prompt = encode_prompt(corpus.tokenizer, cfg.sample.prompt) if cfg.sample.tokens else []  # now, not after training
-    tokenizer = run.folder / "tokenizer.json"
-    corpus.tokenizer.save(tokenizer)
 
     # ---- model -------------------------------------------------------------------------------------------------------------
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size).to(device)
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), checkpoint.fingerprint(tokenizer))
-    if cfg.resume:
-        state.restore(checkpoint.read(Path(cfg.resume)))
-        if state.step >= cfg.train.steps:
-            raise ConfigError(f"resume={cfg.resume} is at step {state.step}: raise train.steps={cfg.train.steps} to go on.")
+        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+        if cfg.init_from and not run.origin.stored:
+            pretrained.load(model, cfg.init_from)
+        model = model.to(device)
+    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
+    if origin := run.origin.stored:
+        state.restore(origin, with_changes=cfg.resume_with_changes)
+        if not run.origin.in_place:
+            # in another folder: its best checkpoint is its own, and its first line of validation its first evaluation
+            state.best, state.best_step, state.owes_validation = None, None, False
     forward: Callable[..., torch.Tensor] = model
     if cfg.train.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
@@ -77,27 +82,44 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
     run.start(
-        facts(cfg, precision, corpus, model),
+        facts(run.origin, precision, corpus, model),
+        tokenizer=state.tokenizer,
         train_bytes_per_token=corpus.train.bytes_per_token,
         val_bytes_per_token=corpus.val.bytes_per_token,
     )
     clock, health, peak = StepClock(device), Health(device, state.scaler), peak_flops(device, precision.dtype)
     batch_tokens = cfg.train.batch_size * cfg.model.context
-    loss_sum, losses = torch.zeros((), device=device), 0  # since the last line of metrics; on the device until then
-    best: Validation | None = None  # of this folder: a resumed run begins anew, so that its best.pt is its own
+    state.loss_sum = state.loss_sum.to(device)  # since the last line of metrics; on the device until then
 
-    def save(name: str = "last.pt") -> None:
-        health.check_weights(model, state.step)
-        state.save(run.folder / name, cfg)
+    def look(done: int) -> None:
+        """Evaluates after step `done`; a signal cuts that short, and the run does it again when it goes on."""
+        state.owes_validation = True
+        with clock.paused():
+            health.check()
+            with suppress(Stopped), interrupt.at_once():
+                state.validation = validation = validate()
+                state.owes_validation = False
+        if state.owes_validation:
+            return
+        health.check_validation(validation.loss, done)
+        run.log(done, {"val/loss": validation.loss, "val/bits_per_byte": validation.bits_per_byte})
+        if state.best is None or validation.loss < state.best.loss:
+            state.best, state.best_step = validation, done
 
     try:
-        with Interrupt() as interrupt:
-            for step in run.progress(range(state.step, cfg.train.steps)):
+        with Interrupt() as interrupt, Saver(run.folder, cfg) as saver:
+            if state.owes_validation:
+                look(state.step)
+            saver.point(state.best_step)  # of a run that goes on, whose newest checkpoint may have been damaged
+            todo = range(
+                state.step, state.step if state.owes_validation else cfg.train.steps
+            )  # cut short again: no step after it
+            for step in run.progress(todo):
                 with clock.step():
                     loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision)
                 state.step = done = step + 1
                 health.watch(done, loss, grad_norm)
-                loss_sum, losses = loss_sum + loss, losses + 1
+                state.loss_sum, state.losses = state.loss_sum + loss, state.losses + 1
                 last = done == cfg.train.steps
 
                 if last or due(done, cfg.logging.every):
@@ -107,7 +129,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
                     run.log(
                         done,
                         {
-                            "train/loss": (loss_sum / losses).item(),
+                            "train/loss": (state.loss_sum / state.losses).item(),
                             "train/grad_norm": grad_norm.item(),
                             "train/lr": learning_rate(step, cfg.train.steps, cfg.optim),
                             "perf/step_ms": window.median_ms if window else None,
@@ -116,35 +138,34 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
                             "perf/peak_gb": clock.peak_gb,
                         },
                     )
-                    loss_sum, losses = torch.zeros((), device=device), 0
+                    state.loss_sum, state.losses = torch.zeros((), device=device), 0
 
                 if last or due(done, cfg.eval.every):
+                    look(done)
+                stopping = interrupt.requested is not None  # asked once: where the run stops, it has saved
+                if last or stopping or due(done, cfg.checkpoint.every) or state.best_step == done:
                     with clock.paused():
-                        health.check()
-                        validation = validate()
-                        health.check_validation(validation.loss, done)
-                        run.log(done, {"val/loss": validation.loss, "val/bits_per_byte": validation.bits_per_byte})
-                        if best is None or validation.loss < best.loss:
-                            best = validation
-                            save("best.pt")
+                        health.check_weights(model, done)
+                        run.sync()
+                        saver.save(state)
+                if stopping:
+                    break
+            if interrupt.requested and (state.owes_validation or state.step < cfg.train.steps):
+                saver.wait()
+                run.say(f"stopped after step {state.step}; to go on: python train.py resume={relative(run.folder)}")
+                raise Stopped(interrupt.exit_code)
 
-                if last or interrupt.requested or due(done, cfg.checkpoint.every):
-                    with clock.paused():
-                        save()
-                if interrupt.requested and not last:
-                    run.say(f"stopped after step {done}; to go on: python train.py resume={relative(run.folder)}")
-                    raise SystemExit(interrupt.exit_code)
+            # ---- results -----------------------------------------------------------------------------------------------------
+            saver.wait()
+            assert state.validation is not None and state.best is not None  # the last step was evaluated
+            results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
+            run.finish(results)
+            with interrupt.at_once():  # all but the sample is kept
+                text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if prompt else ""
+            run.keep_sample(text)
     except NonFiniteError as error:
         raise NonFiniteError(describe(error, run, batches), error.step) from None
-
-    assert best is not None  # the last step was evaluated
-    run.finish({"final": vars(validation), "best": vars(best), "median_step_ms": clock.median_ms})
-    try:
-        text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if prompt else ""
-    except KeyboardInterrupt:  # all but the sample is kept
-        raise SystemExit(130) from None
-    run.keep_sample(text)
-    return Summary(run.folder, validation, best, clock.median_ms, text)
+    return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
 
 
 def due(step: int, every: int) -> bool:
@@ -157,20 +178,23 @@ def job(composed: DictConfig) -> int:
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
         cfg = configs.typed(composed)
-        if cfg.resume:  # goes on with that run's config; the command line says what changes
-            stored = checkpoint.read(Path(cfg.resume), mmap=True)["config"]
-            cfg = configs.from_dict(stored, overrides)
-            rules.check_resumed(configs.from_dict(stored), cfg)
-        on = machine.inspect(cfg.device)
-        rules.check(cfg, on)
+        origin = resume.settle(cfg, folder, overrides, chosen=command_line.chooses_folder(cfg, context.overrides.hydra))
+        if origin.folder != folder:
+            with suppress(OSError):  # Hydra made it before it called
+                folder.rmdir()
+        if origin.finished:
+            print(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+            return 0
+        on = machine.inspect(origin.cfg.device)
+        rules.check(origin.cfg, on)
         group = Path(context.sweep.dir).name if sweep else None
-        with open_run(cfg, folder, torch.device(on.device), group) as run, unless_refused(run):
-            summary = train(cfg, run, on)
-    except NonFiniteError as error:
+        with open_run(origin, torch.device(on.device), group) as run, unless_refused(run):
+            summary = train(origin.cfg, run, on)
+    except (NonFiniteError, StorageError) as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except ConfigError as error:
-        with suppress(OSError):  # Hydra made it before it called
+        with suppress(OSError):
             folder.rmdir()
         return command_line.refuse(error, overrides if sweep else None)
     print(report(summary), flush=True)
@@ -179,12 +203,12 @@ def job(composed: DictConfig) -> int:
 
 @contextmanager
 def unless_refused(run: Run) -> Iterator[None]:
-    """Takes a run's folder away if it ends before it starts; what others put there stays."""
+    """Takes a new run's folder away if it ends before it starts; what others put there stays."""
     try:
         yield
-    except (ConfigError, KeyboardInterrupt):
-        if run.tracker is None:
-            for name in ("config.yaml", "environment.json", "tokenizer.json"):
+    except (ConfigError, KeyboardInterrupt, Stopped):
+        if run.tracker is None and not run.origin.in_place:
+            for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
                 (run.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
                 run.folder.rmdir()
@@ -197,6 +221,7 @@ def main() -> int:
     def run(composed: DictConfig) -> None:
         codes.append(job(composed))
 
+    exit_on_sigterm()
     try:
         command_line.check(sys.argv[1:])
         command_line.register_resolvers(sys.argv[1:])

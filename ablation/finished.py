@@ -22,7 +22,7 @@ from ablation.verdict import NO_KERNEL, plain
 from training.plot import read_metrics
 
 # What may differ between runs that are compared: the operator, the seed, and where and how a run is kept.
-FREE = ("norm.impl", "seed", "resume", "logging.", "ablate.", "data.cache_dir")
+FREE = ("norm.impl", "seed", "folder", "resume", "logging.", "ablate.", "data.cache_dir")
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
 
 
@@ -213,7 +213,7 @@ def _unlike(runs: Sequence[FinishedRun]) -> list[str]:
         values = list(dict.fromkeys(fact(run.environment.get(name)) for run in runs))
         if len(values) > 1:
             notes.append(f"The runs differ in {name}: {', '.join(values)}.")
-    resumed = [run.folder.name for run in runs if run.config.get("resume")]
+    resumed = [run.folder.name for run in runs if run.config.get("resume") not in ("never", "auto")]
     if resumed:
         notes.append(f"Resumed, so timed over a part of their steps: {', '.join(resumed)}.")
     return notes

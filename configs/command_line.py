@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
+from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as of argparse
 MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets wrong, it almost surely gets wrong here
@@ -29,7 +30,9 @@ def check(arguments: Sequence[str]) -> None:
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
             checked = overrides if sweep else None
             cfg = compose.compose_only(overrides)
-            if not cfg.resume:  # whose config is the resumed run's, checked once it is read
+            if cfg.folder or not chooses_folder(cfg, args.overrides):
+                check_writable(Path(cfg.folder or "runs"))
+            if cfg.resume in ("never", "auto"):  # else the config is the resumed run's, checked once it is read
                 rules.check(cfg, machine.inspect(cfg.device))
     except ConfigError as error:
         raise SystemExit(refuse(error, checked)) from None
@@ -63,9 +66,25 @@ class as_config_errors:
             raise ConfigError(str(error)) from error
 
 
+def check_writable(folder: Path) -> None:
+    """Before Hydra makes it. Raises ConfigError: a run's folder can't be made or written there."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not there.is_dir() else "is not writable"
+        raise ConfigError(f"a run can't be kept in {folder}: {there} {why}. Choose another place with folder=PATH.")
+
+
+def chooses_folder(cfg: Config, hydra_overrides: Sequence[str]) -> bool:
+    """Whether a command says where its run is kept."""
+    return cfg.folder is not None or any(
+        override.lstrip("+").startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for override in hydra_overrides
+    )
+
+
 def register_resolvers(arguments: Sequence[str] = ()) -> None:
     """What config.yaml interpolates, in a command with these arguments."""
     swept = _swept(arguments)
+    OmegaConf.register_new_resolver("or", lambda chosen, default: chosen or default, replace=True)
     OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
     OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)
     OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
@@ -95,12 +114,15 @@ def _values(override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
-def _folder_name(name: str | None, resume: str | None, *what: object) -> str:
+def _folder_name(name: str | None, resume: str, *what: object) -> str:
     """A run's folder after the time: logging.name, the run that it goes on from, or what it trains."""
-    if name or not resume:
+    if name or resume in ("never", "auto"):
         return _safe(name or "_".join(map(str, what)))
     path = Path(resume)
-    former = path.parent.name if path.suffix == ".pt" else path.name
+    if path.name in ("last", "best"):
+        former = path.parent.name
+    else:  # runs/NAME/checkpoints/step_00000200, or runs/NAME
+        former = path.parent.parent.name if path.name.startswith("step_") else path.name
     return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", former).removeprefix("resumed_"))
 
 

@@ -102,8 +102,12 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     return typed(base)
 
 
+def to_yaml(cfg: Config) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
+
+
 def save(cfg: Config, path: Path) -> None:
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))), encoding="utf-8")
+    path.write_text(to_yaml(cfg), encoding="utf-8")
 
 
 def _check_names(override: Override) -> None:

@@ -46,6 +46,8 @@ def check_ablation(overrides: Sequence[str]) -> None:
         "norm.impl": "is what ablate.py compares. Leave it out.",
         "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
         "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
+        "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
+        "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
     }
     broken = [f"{text}: {key} {taken[key]}" for text in overrides if (key := text.partition("=")[0].lstrip("+")) in taken]
     if broken:
@@ -63,29 +65,44 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
         raise ConfigError("\n".join(broken))
 
 
-# What may change about the data and the tokenizer of a resumed run.
-UNSEEN_BY_BATCHES = {"data.processes", "data.cache_dir"}
+# What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
+# Any other key decides which numbers the run gives.
+FREE_ON_RESUME = {
+    *("norm.impl", "norm.dropout_masks", "train.compile", "device", "data.processes", "data.cache_dir"),
+    *("folder", "resume", "resume_with_changes"),
+}
+FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}
 
 
-def check_resumed(before: Config, cfg: Config) -> None:
-    """Passes a config that goes on where `before` stopped: the batches it has seen are a function of these keys.
+def check_resumed(before: Config, cfg: Config) -> list[str]:
+    """Passes a config that goes on where `before` stopped as if it had never stopped.
+
+    Returns:
+        The keys that differ in spite of that, which resume_with_changes=true allows.
 
     Raises:
-        ConfigError: with every key that would repeat or skip data.
+        ConfigError: with every such key, one a line.
     """
     changed = [
         (name, then, now)
         for name in keys.schema()
-        if name in ("train.batch_size", "model.context", "seed") or name.startswith(("data.", "tokenizer."))
-        if name not in UNSEEN_BY_BATCHES and (then := attrgetter(name)(before)) != (now := attrgetter(name)(cfg))
+        if name not in FREE_ON_RESUME and name.partition(".")[0] not in FREE_SECTIONS_ON_RESUME
+        if (then := attrgetter(name)(before)) != (now := attrgetter(name)(cfg))
+        if name != "train.steps" or before.optim.schedule is not Schedule.constant  # whose rates don't depend on them
     ]
-    if changed:
+    if changed and not cfg.resume_with_changes:
+        shown = (f"{name}={_shown(now)}: the checkpoint was made with {name}={_shown(then)}." for name, then, now in changed)
         raise ConfigError(
-            "\n".join(
-                f"{name}={now}: a resumed run keeps its {name}={then}, or it would repeat or skip data. Leave {name} out."
-                for name, then, now in changed
-            )
+            "\n".join(shown) + "\nA run that goes on with these would not be the one that was stopped. "
+            "Leave them out, or accept them with resume_with_changes=true."
         )
+    return [name for name, _, _ in changed]
+
+
+def _shown(value: object) -> str:
+    """As on the command line."""
+    literal = {None: "null", True: "true", False: "false"}
+    return literal[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -120,7 +137,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield from bound(key, 0)
     for key in ("train.steps", "train.batch_size", "train.accumulation", "eval.batches", "logging.every", "sample.top_k"):
         yield from bound(key, 1)
-    for key in ("data.max_documents", "data.processes"):
+    for key in ("data.max_documents", "data.processes", "checkpoint.keep"):
         yield from bound(key, 1)
     for key in ("ablate.block_steps", "ablate.warmup_steps", "ablate.parity_steps"):
         yield from bound(key, 1)
@@ -195,6 +212,8 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={optim.lr / 10:g}."
     if cfg.logging.without_key is WandbMode.online:
         yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
+    if cfg.resume == "":
+        yield "resume is empty. Use never, auto, or the path of a run or of a checkpoint."
     if cfg.sample.tokens and not cfg.sample.prompt:
         yield 'sample.prompt is empty: the model needs a token to go on from. Use sample.prompt="\\n", or sample.tokens=0.'
 

@@ -163,7 +163,11 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
+    """A checkpoint is also made where the validation loss is the best so far, and when a signal stops the run."""
+
     every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # how many of the newest stay, beside the best one
+    background: bool = False  # steps wait for the copy to host memory alone; a crash may cost two intervals instead of one
 
 
 @dataclass
@@ -227,4 +231,9 @@ class Config:
     ablate: AblateConfig = field(default_factory=AblateConfig)
     device: Device = Device.auto
     seed: int = 1
-    resume: str | None = None  # a run folder or a checkpoint file to go on from
+    folder: str | None = None  # where the run is kept; null: runs/ and a name with the time
+    resume: str = "never"  # auto: goes on if a run was stopped in `folder`; PATH: goes on from that run or checkpoint
+    resume_with_changes: bool = False  # go on with a config that differs in what matters; the differences are refused otherwise
+    init_from: str | None = (
+        None  # weights of a new run, in GPT-2's or Llama's layout: owner/name on the Hub, a folder or a file
+    )

@@ -48,6 +48,7 @@ class Corpus:
     tokenizer: Tokenizer
     train: Split
     val: Split
+    identity: str  # equal for equal tokens: of the documents' content and of all settings that the tokens depend on
 
 
 def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -> Corpus:
@@ -140,7 +141,8 @@ def _open(folder: Path, name: str) -> Corpus:
             )
         return Split(tokens, counts["bytes"], counts["documents"])
 
-    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"))
+    identity = sha256(json.dumps(facts["settings"], sort_keys=True).encode()).hexdigest()
+    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), identity)
 
 
 def _check_length(name: str, split: Split, data: DataConfig, context: int) -> None:

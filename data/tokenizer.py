@@ -70,7 +70,11 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer.json."""
-        Path(path).write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """Text of the tokenizer.json."""
+        return self._tokenizer.to_str(pretty=True)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":

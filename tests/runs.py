@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 import configs
+from configs.keys import groups
 from configs.machine import Machine
 from training.plot import read_metrics
+from training.resume import settle
 from training.run import open_run
 
 ROOT = Path(__file__).parent.parent
@@ -39,11 +41,51 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False):
     import train
 
     cfg = configs.load(overrides, on=Machine("cpu"))
-    with open_run(cfg, folder, torch.device("cpu")) as run:
+    keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in groups()]
+    origin = settle(cfg, folder, keys, chosen=True)
+    with open_run(origin, torch.device("cpu")) as run:
         if not plot:
             run.plot = lambda: None  # type: ignore[method-assign]
-        summary = train.train(cfg, run, Machine("cpu"))
+        summary = train.train(origin.cfg, run, Machine("cpu"))
     return summary, read_metrics(run.folder / "metrics.jsonl")
+
+
+def bits(folder: Path) -> dict[str, object]:
+    """All that a run gives, to be compared bit for bit; but for times and for where it is kept."""
+    newest = folder / "last"
+    state = read_json(newest / "state.json")
+    for key in ("folder", "resume", "logging"):
+        del state["config"][key]
+    metrics = [
+        {key: value for key, value in line.items() if not key.startswith("perf/")}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+    files = {name: (newest / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
+    results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}
+    best = (folder / "best" / "model.safetensors").read_bytes()
+    sample = (folder / "sample.txt").read_text(encoding="utf-8")
+    return files | {"state": state, "metrics": metrics, "results": results, "best": best, "sample": sample}
+
+
+class FakeWandb:
+    """Stands for the run that wandb.init returns, and keeps what it is told."""
+
+    def __init__(self, monkeypatch):
+        self.logged, self.summary, self.exit_code = [], {}, None
+        import wandb
+
+        monkeypatch.setattr(wandb, "init", self._init)
+        monkeypatch.setattr(wandb, "Image", lambda path: f"image {path}")
+
+    def _init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
 
 
 def command(*arguments: str) -> list[str]:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import wandb
 
 import configs
 import train
@@ -13,7 +12,7 @@ import training.step as step_module
 from configs import ConfigError
 from configs.machine import Machine
 from model import GPT
-from tests.runs import corpus, read_json, train_here
+from tests.runs import FakeWandb, corpus, train_here
 from training import checkpoint
 from training.checkpoint import TrainState
 from training.clock import StepClock, Window
@@ -21,7 +20,9 @@ from training.evaluation import Validation
 from training.health import NonFiniteError
 from training.optimizer import adamw
 from training.precision import Precision
+from training.resume import Start
 from training.run import open_run
+from training.saver import Saver
 from training.step import training_step
 
 CPU = Machine("cpu")
@@ -62,7 +63,7 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     files = {path.name for path in summary.folder.iterdir()}
     assert files == {
         *("config.yaml", "environment.json", "metrics.jsonl", "summary.json"),
-        *("tokenizer.json", "sample.txt", "last.pt", "best.pt", "loss.png"),
+        *("tokenizer.json", "sample.txt", "checkpoints", "last", "best", "loss.png", "run.json", ".lock"),
     }
 
 
@@ -106,88 +107,7 @@ def test_fused_and_torch_norms_train_alike_with_shared_masks(tiny, tmp_path, dro
     assert losses(fused, "val/loss") == pytest.approx(losses(plain, "val/loss"), rel=1e-5)
 
 
-def test_a_checkpoint_of_one_implementation_goes_on_with_the_other(tiny, tmp_path):
-    half, _ = train_here([*tiny, "train.steps=15"], tmp_path / "half")
-    _, fused = train_here([*tiny, "logging.every=1", f"resume={half.folder}"], tmp_path / "run")
-    _, plain = train_here([*tiny, "logging.every=1", f"resume={half.folder}", "norm.impl=torch"], tmp_path / "run")
-
-    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
-
-
-@pytest.mark.parametrize("masks", ["native", "shared"])
-def test_a_resumed_run_gives_the_same_bits_as_one_that_never_stopped(tiny, tmp_path, masks):
-    overrides = [
-        *tiny,
-        "norm.impl=torch",
-        f"norm.dropout_masks={masks}",
-        "model.dropout=0.1",
-        "logging.every=1",
-        "checkpoint.every=12",
-    ]
-    whole, metrics = train_here(overrides, tmp_path / "whole")
-    # stops where the checkpoint of step 12 is the last one; its schedule is that of the whole run
-    with pytest.raises(KeyboardInterrupt):
-        interrupted(overrides, tmp_path / "cut", after=17)
-    rest, rest_metrics = train_here([*overrides, f"resume={tmp_path / 'cut'}"], tmp_path / "rest")
-
-    assert next(line["step"] for line in rest_metrics if "train/loss" in line) == 13
-    assert losses(rest_metrics) == losses(metrics)[12:]
-    assert rest.final == whole.final
-    ours, theirs = (checkpoint.read(folder)["model"] for folder in (whole.folder, rest.folder))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def interrupted(overrides, folder, after):
-    """A run that dies in step `after`, with no chance to write anything."""
-    original = train.training_step
-
-    def dies(forward, state, batch, step, *rest):
-        if step == after:
-            raise KeyboardInterrupt
-        return original(forward, state, batch, step, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "training_step", dies)
-        train_here(overrides, folder)
-
-
-def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
-    done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
-
-    with pytest.raises(ConfigError, match=r"is at step 5: raise train\.steps=5"):
-        train_here([*tiny, "train.steps=5", f"resume={done.folder}"], tmp_path / "run")
-
-
-def test_weights_alone_are_sampled_from_and_not_resumed(tiny, tmp_path):
-    done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
-    stored = checkpoint.read(done.folder)
-    del stored["optimizer"]
-    checkpoint.write(tmp_path / "weights.pt", stored)
-
-    with pytest.raises(ConfigError, match=r"Resume from last\.pt"):
-        train_here([*tiny, f"resume={tmp_path / 'weights.pt'}"], tmp_path / "run")
-
-
 # ---- from the config to what uses it ---------------------------------------------------------------------------------------
-
-
-class FakeWandb:
-    """Stands for the run that wandb.init returns, and keeps what it is told."""
-
-    def __init__(self, monkeypatch):
-        self.logged, self.summary, self.exit_code = [], {}, None
-        monkeypatch.setattr(wandb, "init", self._init)
-        monkeypatch.setattr(wandb, "Image", lambda path: f"image {path}")
-
-    def _init(self, **arguments):
-        self.arguments = arguments
-        return self
-
-    def log(self, values, step):
-        self.logged.append((step, values))
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
 
 
 def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
@@ -288,13 +208,13 @@ def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch
                 yield
                 paused.pop()
 
-    evaluate, save = train.evaluate, TrainState.save
+    evaluate, save = train.evaluate, Saver.save
     monkeypatch.setattr(train, "StepClock", Watched)
     monkeypatch.setattr(train, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1])
-    monkeypatch.setattr(TrainState, "save", lambda *a: (during.append((a[1].name, len(paused))), save(*a))[1])
+    monkeypatch.setattr(Saver, "save", lambda *a: (during.append(("save", len(paused))), save(*a))[1])
     train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
 
-    assert during == [("last.pt", 1), ("evaluate", 1), ("best.pt", 1), ("last.pt", 1)]
+    assert during == [("save", 1), ("evaluate", 1), ("save", 1)]
 
 
 def test_a_run_that_compiles_forgets_what_earlier_ones_compiled(tiny, tmp_path, monkeypatch):
@@ -415,7 +335,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step(tiny, tmp_pat
     assert message.count(f"at step {error.value.step}") == message.count("at step") == 1
     assert "Batch: epoch 0, window" in message
     assert "Last good checkpoint: none" in message
-    assert not (tmp_path / "run" / "last.pt").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def goes_bad_at(step, monkeypatch):
@@ -433,16 +353,8 @@ def goes_bad_at(step, monkeypatch):
 def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path, monkeypatch):
     goes_bad_at(9, monkeypatch)
 
-    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*best\.pt"):  # of step 8; last.pt is of step 5
+    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*step_00000008"):  # the best so far
         train_here([*tiny, "checkpoint.every=5", "eval.every=8", "logging.every=30"], tmp_path / "run")
-
-
-def test_a_resumed_run_that_goes_bad_at_once_names_what_it_went_on_from(tiny, tmp_path, monkeypatch):
-    train_here([*tiny, "train.steps=5"], tmp_path / "good")
-    goes_bad_at(7, monkeypatch)
-
-    with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*good.last\.pt"):
-        train_here([*tiny, f"resume={tmp_path / 'good'}"], tmp_path / "run")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -451,42 +363,8 @@ def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best
 
     with pytest.raises(NonFiniteError, match="the validation loss is NaN or infinite at step 10"):
         train_here(tiny, tmp_path / "run")
-    assert not (tmp_path / "run" / "best.pt").exists()
+    assert not (tmp_path / "run" / "best").exists()
     assert "val/" not in (tmp_path / "run" / "metrics.jsonl").read_text()
-
-
-def test_a_resumed_run_has_a_best_checkpoint_of_its_own(tiny, tmp_path, monkeypatch):
-    values = iter([1.0, 3.0, 2.0])  # the first is of the run that is resumed, and better than what follows
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
-    train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")
-
-    summary, _ = train_here([*tiny, "train.steps=15", "eval.every=10", f"resume={tmp_path / 'half'}"], tmp_path / "rest")
-
-    assert summary.best.loss == 2.0
-    assert checkpoint.read(summary.folder / "best.pt")["step"] == 15
-
-
-def test_another_tokenizer_is_refused_before_training(tiny, tmp_path):
-    half, _ = train_here([*tiny, "train.steps=5"], tmp_path / "half")
-    text = tmp_path / "text.txt"
-    text.write_text("the king and the queeN of night are come to see what morning brings us\n" * 300)  # one letter differs
-
-    with pytest.raises(ConfigError, match="another tokenizer"):
-        train_here([*tiny, f"data.files=[{text}]", f"resume={half.folder}"], tmp_path / "run")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_ctrl_c_in_the_final_sample_leaves_the_summary_and_ends_with_130(tiny, tmp_path, monkeypatch):
-    def interrupts(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(GPT, "generate", interrupts)
-    with pytest.raises(SystemExit) as stop:
-        train_here([*tiny, "train.steps=5"], tmp_path / "run")
-
-    assert stop.value.code == 130
-    assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
-    assert (tmp_path / "run" / "last.pt").is_file()
 
 
 def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monkeypatch):
@@ -502,12 +380,12 @@ def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monke
 
 def test_a_bad_run_names_and_keeps_its_last_good_checkpoint(tiny, tmp_path, monkeypatch):
     goes_bad_at(14, monkeypatch)
-    with pytest.raises(NonFiniteError, match=r"at step 14\.(.|\n)*Last good checkpoint: .*last\.pt"):
+    with pytest.raises(NonFiniteError, match=r"at step 14\.(.|\n)*Last good checkpoint: .*step_00000012"):
         train_here([*tiny, "checkpoint.every=4", "logging.every=30", "eval.every=30"], tmp_path / "run")
 
     stored = checkpoint.read(tmp_path / "run")
-    assert stored["step"] == 12
-    assert all(torch.isfinite(weight).all() for weight in stored["model"].values())
+    assert stored.step == 12
+    assert all(torch.isfinite(weight).all() for weight in stored.model().values())
 
 
 def test_what_the_data_refuses_is_a_config_error_and_leaves_no_checkpoint(tiny, tmp_path):
@@ -532,7 +410,7 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     assert asked == [{"fullgraph": True}]
     assert losses(metrics) == pytest.approx(losses(eager), rel=1e-5)
     # the checkpoint has the names of the model, not of its compiled wrapper
-    assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder)["model"])
+    assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder).model())
 
 
 def test_a_run_says_what_runs_its_norms(tiny, tmp_path, capsys):
@@ -551,12 +429,12 @@ def test_bf16_autocast_trains_on_a_cpu(tiny, tmp_path):
     summary, metrics = train_here([*tiny, "train.precision=bf16", "train.steps=20"], tmp_path / "run")
 
     assert summary.final.loss < losses(metrics)[0]
-    assert all(weight.dtype is torch.float32 for weight in checkpoint.read(summary.folder)["model"].values())
+    assert all(weight.dtype is torch.float32 for weight in checkpoint.read(summary.folder).model().values())
 
 
 def test_open_run_closes_a_run_that_crashes(tiny, tmp_path):
     cfg = configs.load(tiny, on=CPU)
-    with pytest.raises(RuntimeError), open_run(cfg, tmp_path / "run", torch.device("cpu")) as run:
+    with pytest.raises(RuntimeError), open_run(Start(cfg, tmp_path / "run"), torch.device("cpu")) as run:
         run.log(1, {"train/loss": 3.0})
         run.log(2, {"train/loss": 2.0})
         raise RuntimeError

@@ -34,11 +34,13 @@ def evaluate(
     model.eval()
     total, tokens = torch.zeros((), device=precision.device), 0
     windows = ValidationWindows(split.tokens, context=context, batch_size=batch_size, batches=batches)
-    for inputs, targets in windows:
-        with precision.autocast():
-            loss = model(inputs.to(precision.device), targets.to(precision.device))
-        total += loss * targets.numel()  # the last batch may have fewer rows
-        tokens += targets.numel()
-    model.train(was_training)
-    mean = total.item() / tokens
+    try:
+        for inputs, targets in windows:
+            with precision.autocast():
+                loss = model(inputs.to(precision.device), targets.to(precision.device))
+            total += loss * targets.numel()  # the last batch may have fewer rows
+            tokens += targets.numel()
+        mean = total.item() / tokens
+    finally:  # a signal may cut it short
+        model.train(was_training)
     return Validation(mean, bits_per_byte(mean, split.bytes_per_token))

@@ -1,8 +1,23 @@
-"""Ctrl-C that lets the current step finish."""
+"""Ctrl-C and SIGTERM that let the current step finish."""
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+
+
+class Stopped(SystemExit):
+    """A signal ended what can be done again; its code is that of the process."""
+
+
+def exit_on_sigterm() -> None:
+    """Has SIGTERM unwind the process as Ctrl-C does, so that what is open is closed; `Interrupt` replaces it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 class Interrupt:
@@ -12,6 +27,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
+        self._at_once = False
 
     def __enter__(self) -> "Interrupt":
         self._before = {number: signal.signal(number, self._first) for number in self.SIGNALS}
@@ -21,9 +37,20 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this block a signal raises Stopped, also one that came before: for what takes long and can be done again."""
+        try:
+            self._at_once = True
+            if self.requested:
+                raise Stopped(self.exit_code)
+            yield
+        finally:
+            self._at_once = False
+
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that a signal ended: 130 for Ctrl-C."""
+        """What a shell reports for a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
         assert self.requested is not None
         return 128 + self.requested
 
@@ -32,3 +59,5 @@ class Interrupt:
         for each in self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         print("\nFinishing this step, then a checkpoint. Ctrl-C again quits at once.", file=sys.stderr, flush=True)
+        if self._at_once:
+            raise Stopped(self.exit_code)

@@ -6,15 +6,16 @@ from pathlib import Path
 import torch
 
 import ops
-from configs import Config
 from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Corpus
 from model import GPT
-from training import checkpoint
+from training import storage
 from training.evaluation import Validation
 from training.health import NonFiniteError
 from training.precision import Precision
-from training.run import Run, relative
+from training.resume import Start
+from training.run import Run
+from training.storage import relative
 
 
 @dataclass
@@ -28,9 +29,9 @@ class Summary:
     sample: str
 
 
-def facts(cfg: Config, precision: Precision, corpus: Corpus, model: GPT) -> dict[str, str]:
+def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT) -> dict[str, str]:
     """What one wants to know about a run before it starts; printed, and kept in W&B's config."""
-    device = precision.device
+    cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     if cfg.norm.impl is NormImpl.torch:
         norms = "PyTorch's own operators"
@@ -51,7 +52,7 @@ def facts(cfg: Config, precision: Precision, corpus: Corpus, model: GPT) -> dict
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
         "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
         "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",
-        "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {cfg.resume}" if cfg.resume else ""),
+        "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
     }
 
 
@@ -67,11 +68,9 @@ def describe(error: NonFiniteError, run: Run, batches: Batches) -> str:
 
 
 def last_good(run: Run) -> Path | None:
-    """The checkpoint of this run with the most steps, or else the one that it went on from."""
-    written = [path for path in (run.folder / "last.pt", run.folder / "best.pt") if path.is_file()]
-    if written:
-        return max(written, key=lambda path: checkpoint.read(path, mmap=True)["step"])
-    return checkpoint.locate(Path(run.cfg.resume)) if run.cfg.resume else None
+    """The newest checkpoint of this run, or else the one that it went on from."""
+    found, _ = storage.newest(run.folder)
+    return found or (run.origin.stored.path if run.origin.stored else None)
 
 
 def report(summary: Summary) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
+from training import storage
 from training.environment import environment
 from training.evaluation import bits_per_byte
-from training.plot import loss_curve
+from training.plot import loss_curve, read_metrics
+from training.resume import Start
+from training.storage import relative
 from training.tracking import Tracker, agent_job, settle_mode
 
 CONSOLE_LINES = 20  # of progress, about, where there is no terminal for a bar
@@ -27,8 +31,10 @@ CONSOLE_LINES = 20  # of progress, about, where there is no terminal for a bar
 class Run:
     """Made by `open_run`, which also closes it."""
 
-    cfg: Config
+    origin: Start  # what it goes on from, if anything
     folder: Path
+    device: torch.device
+    wandb_id: str  # the same for as long as the run goes on in its folder
     group: str | None  # a sweep's folder name
     tracker: Tracker | None = None
     step: int = 0  # of the last line of metrics
@@ -38,12 +44,24 @@ class Run:
     _shown: dict[str, float] = field(default_factory=dict)
     _total: int = 0
 
-    def start(self, facts: dict[str, Any], *, train_bytes_per_token: float, val_bytes_per_token: float) -> None:
-        """Prints the table of facts and starts W&B.
+    @property
+    def cfg(self) -> Config:
+        return self.origin.cfg
+
+    def start(self, facts: dict[str, Any], *, tokenizer: str, train_bytes_per_token: float, val_bytes_per_token: float) -> None:
+        """Prints the table of facts and starts W&B. From here on, a folder that the run was stopped in is its own again.
+
+        Args:
+            facts: by name.
+            tokenizer: text of its tokenizer.json.
 
         Raises:
             ConfigError: one of several runs, in the job of a W&B agent, which is one run.
         """
+        if self.origin.in_place:
+            self._take_up()
+        self._describe()
+        storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
         mode, why = settle_mode(self.cfg.logging)
         logging = self.cfg.logging
@@ -60,6 +78,8 @@ class Run:
             name=logging.name or (f"{group}/{name}" if group else name),
             tags=logging.tags,
             config=configs.to_dict(self.cfg) | {"facts": facts},
+            run_id=self.wandb_id,
+            resumed=self.origin.in_place,
         )
         why = self.tracker.note or why
         facts = facts | {
@@ -88,7 +108,8 @@ class Run:
         None is left out, and so is what JSON has no number for: the norm of a gradient that overflowed under a gradient scaler.
         """
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        path = self.folder / "metrics.jsonl"
+        with storage.explained(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
@@ -96,20 +117,25 @@ class Run:
         self._shown.update(known)
         self._show(step, is_validation="val/loss" in known)
 
+    def sync(self) -> None:
+        """Returns once the lines of metrics are on the disk: a checkpoint after it finds those of its steps there."""
+        if (path := self.folder / "metrics.jsonl").is_file():
+            with storage.explained(path):
+                storage.sync(path)
+
     def say(self, text: str) -> None:
         """Prints a line without tearing the bar."""
         tqdm.write(text, file=sys.stdout)
 
     def finish(self, results: dict[str, Any]) -> None:
         """Keeps what the run reached: summary.json, and W&B's summary."""
-        text = json.dumps(results, indent=2, allow_nan=False)
-        (self.folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+        storage.replace_text(self.folder / "summary.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.summarise(results)
 
     def keep_sample(self, text: str) -> None:
         """Keeps the text that the trained model wrote: sample.txt, and W&B's summary."""
-        (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+        storage.replace_text(self.folder / "sample.txt", text)
         if self.tracker:
             self.tracker.summarise({"sample": text})
 
@@ -122,6 +148,23 @@ class Run:
         )
         drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
         return picture if drawn else None
+
+    def _describe(self) -> None:
+        """Keeps what the run depends on."""
+        facts = json.dumps(environment(self.device), indent=2) + "\n"
+        storage.replace_text(self.folder / "environment.json", facts)
+        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))
+
+    def _take_up(self) -> None:
+        """Brings the folder to where its checkpoint was made: lines of metrics after that, and results, belong to no step."""
+        step, metrics = self.origin.step, self.folder / "metrics.jsonl"
+        storage.set_aside(self.folder, after=step)
+        if metrics.is_file():
+            lines = read_metrics(metrics)
+            kept = [line for line in lines if line["step"] <= step]
+            storage.replace_text(metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        for name in ("summary.json", "sample.txt"):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _show(self, step: int, is_validation: bool) -> None:
         figures = self._figures()
@@ -153,17 +196,28 @@ class Run:
 
 
 @contextmanager
-def open_run(cfg: Config, folder: Path, device: torch.device, group: str | None = None) -> Iterator[Run]:
+def open_run(origin: Start, device: torch.device, group: str | None = None) -> Iterator[Run]:
     """A run in a folder of its own, closed however the block ends: the plot drawn, W&B told the exit code.
 
     Args:
-        folder: where the run should go; one that another run has gets a number appended.
+        origin: where the run should go; a folder that another run has gets a number appended.
         group: a sweep's name, shared by its runs.
+
+    Raises:
+        ConfigError: the folder can't be written, or another process has this run.
     """
-    run = Run(cfg, claim(folder), group)
-    configs.save(cfg, run.folder / "config.yaml")
-    facts = json.dumps(environment(device), indent=2)
-    (run.folder / "environment.json").write_text(facts + "\n", encoding="utf-8")
+    folder = origin.folder if origin.in_place else claim(origin.folder, exact=origin.exact)
+    with locked(folder):
+        run = Run(origin, folder, device, *_identity(folder, group))
+        if not origin.in_place:
+            run._describe()
+        for note in origin.notes:
+            print(note, flush=True)
+        yield from _closing(run)
+
+
+def _closing(run: Run) -> Iterator[Run]:
+    """The run, and at the end of the block its plot and the exit code for W&B."""
     exit_code = 1
     try:
         yield run
@@ -185,21 +239,63 @@ def open_run(cfg: Config, folder: Path, device: torch.device, group: str | None 
                 run.tracker.finish(exit_code)
 
 
-def claim(folder: Path) -> Path:
-    """Makes the folder this run's own: two runs that start in the same second, or in a folder named twice, get two folders."""
+def claim(folder: Path, exact: bool = False) -> Path:
+    """Makes the folder this run's own: two runs that start in the same second, or in a folder named twice, get two folders.
+
+    Args:
+        exact: refuse a folder that another run has, instead of appending a number.
+
+    Raises:
+        ConfigError: the folder can't be made or written, or another run has it.
+    """
     candidate, number = folder, 1
     while True:
-        candidate.mkdir(parents=True, exist_ok=True)
         try:
+            candidate.mkdir(parents=True, exist_ok=True)
             # exclusive creation is what makes it atomic
             (candidate / "config.yaml").open("x").close()
             return candidate
         except FileExistsError:
+            if not candidate.is_dir():
+                raise ConfigError(
+                    f"{relative(candidate)} is a file, so no run can be kept there. Choose another folder."
+                ) from None
+            if exact:
+                raise ConfigError(f"{relative(folder)}: another run has just started there. Choose another folder.") from None
             number += 1
             candidate = folder.with_name(f"{folder.name}_{number}")
+        except OSError as error:
+            raise ConfigError(
+                f"{relative(folder)}: a run can't be kept there: {error.strerror}. Choose another folder with folder=PATH."
+            ) from error
 
 
-def relative(path: Path) -> str:
-    """As short as a path can be written from here."""
-    short = os.path.relpath(path)
-    return str(path) if short.startswith("..") else short
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps a folder to this process; the lock ends with the process, however that ends.
+
+    Raises:
+        ConfigError: another process has it, or the folder can't be written.
+    """
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"{relative(folder)}: another process is training there. Wait for it or stop it.") from None
+    except OSError as error:
+        raise ConfigError(f"{relative(folder)}: a run can't be kept there: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _identity(folder: Path, group: str | None) -> tuple[str, str | None]:
+    """The run's W&B id and group, which it keeps whenever it goes on in its folder: run.json."""
+    path = folder / "run.json"
+    if path.is_file():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return kept["wandb_id"], kept["group"]
+    wandb_id = secrets.token_hex(4)
+    storage.replace_text(path, json.dumps({"wandb_id": wandb_id, "group": group}) + "\n")
+    return wandb_id, group

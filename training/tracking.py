@@ -63,7 +63,14 @@ class Tracker:
         name: str,
         tags: list[str],
         config: dict,
+        run_id: str | None = None,
+        resumed: bool = False,
     ) -> None:
+        """
+        Args:
+            run_id: W&B's id of the run; None: a new one. Never W&B's own default: WANDB_RUN_ID would fold a sweep into one run.
+            resumed: the run was there before. W&B passes over steps that it has already; they were the same.
+        """
         self.mode, self.note, self._run = mode, "", None
         if mode is WandbMode.disabled:
             return
@@ -76,7 +83,9 @@ class Tracker:
                 dir=str(folder),
                 # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a multirun into one run. An agent
                 # gives its one job an id and a project in the environment, and reports to the sweep by them.
-                id=None if by_agent else secrets.token_hex(4),
+                id=None if by_agent else run_id or secrets.token_hex(4),
+                resume="allow" if resumed else None,  # not "must": the run may have been stopped before W&B had heard of it
+                allow_val_change=True if resumed else None,  # of the config: where it runs, what it resumed from
                 project=None if by_agent else project,
                 group=group,
                 name=name,

@@ -1,5 +1,9 @@
 """What a user reads after a mistake: the key, what was given, what is accepted, what to do."""
 
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
 import configs
@@ -203,10 +207,12 @@ def test_a_job_is_named_by_what_was_swept_alone():
 @pytest.mark.parametrize(
     ("name", "resume", "folder"),
     [
-        (None, None, "tinystories_gpt2_torch"),
-        ("mine", None, "mine"),
+        (None, "never", "tinystories_gpt2_torch"),
+        (None, "auto", "tinystories_gpt2_torch"),
+        ("mine", "never", "mine"),
         (None, "runs/2026-01-02_03-04-05_shakespeare_tiny_fused", "resumed_shakespeare_tiny_fused"),
-        (None, "runs/2026-01-02_03-04-05_resumed_mine/best.pt", "resumed_mine"),
+        (None, "runs/2026-01-02_03-04-05_resumed_mine/best", "resumed_mine"),
+        (None, "runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "resumed_mine"),
         ("again", "runs/2026-01-02_03-04-05_mine", "again"),
     ],
 )
@@ -214,26 +220,76 @@ def test_a_run_is_named_by_what_it_trains(name, resume, folder):
     assert command_line._folder_name(name, resume, "tinystories", "gpt2", "torch") == folder
 
 
-@pytest.mark.parametrize(
-    "override", ["train.batch_size=4", "seed=2", "model.context=64", "data.val_fraction=0.2", "tokenizer.vocab_size=300"]
-)
-def test_a_resumed_run_refuses_what_would_repeat_or_skip_data(override):
-    stored = configs.to_dict(configs.load(on=CPU))
-    key = override.partition("=")[0]
+MATTERS = [
+    *("model.dropout=0.2", "model.context=64", "norm.eps=1e-6", "norm.kind=rmsnorm", "data.val_fraction=0.2"),
+    *("tokenizer.vocab_size=300", "optim.beta2=0.9", "optim.lr=1e-3", "train.batch_size=4", "train.accumulation=2"),
+    *("train.precision=bf16", "train.steps=5000", "seed=2", "init_from=gpt2"),
+]
 
-    with pytest.raises(ConfigError, match=rf"^{override}\S*: a resumed run keeps its {key}="):
+
+@pytest.mark.parametrize("override", MATTERS)
+def test_a_run_that_goes_on_refuses_what_would_make_it_another_run(override):
+    stored = configs.to_dict(configs.load(on=CPU))
+    key, _, _ = override.partition("=")
+
+    with pytest.raises(ConfigError) as error:
         configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, [override]))
 
+    first, *rest = str(error.value).splitlines()
+    assert re.match(rf"{key}=\S+: the checkpoint was made with {key}=\S+\.$", first)
+    assert len(rest) == 1 and "resume_with_changes=true" in rest[0]
 
-def test_a_resumed_run_takes_other_steps_machines_and_norms():
+
+def test_every_difference_is_shown_and_can_be_accepted():
+    stored = configs.to_dict(configs.load(on=CPU))
+    before = configs.from_dict(stored)
+
+    with pytest.raises(ConfigError) as error:
+        configs.rules.check_resumed(before, configs.from_dict(stored, MATTERS))
+    assert len(str(error.value).splitlines()) == len(MATTERS) + 1
+    accepted = configs.rules.check_resumed(before, configs.from_dict(stored, [*MATTERS, "resume_with_changes=true"]))
+    assert sorted(accepted) == sorted(override.partition("=")[0] for override in MATTERS)
+
+
+def test_a_run_that_goes_on_takes_other_machines_intervals_and_operators():
     stored = configs.to_dict(configs.load(on=CPU))
     overrides = [
-        "train.steps=5000",
-        "train.accumulation=2",
-        "data.processes=2",
-        "data.cache_dir=x",
-        "norm.impl=torch",
-        "seed=1",
+        *("data.processes=2", "data.cache_dir=x", "norm.impl=torch", "norm.dropout_masks=shared", "train.compile=true"),
+        *("device=cpu", "eval.every=7", "checkpoint.every=3", "checkpoint.background=true", "logging.wandb=disabled"),
+        *("sample.tokens=1", "resume=auto", "folder=x", "seed=1"),
     ]
 
-    configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, overrides))
+    assert configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, overrides)) == []
+
+
+@pytest.mark.parametrize(("schedule", "refused"), [("constant", False), ("cosine", True), ("wsd", True)])
+def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(schedule, refused):
+    stored = configs.to_dict(configs.load([f"optim.schedule={schedule}"], on=CPU))
+
+    with pytest.raises(ConfigError, match=r"train\.steps") if refused else nullcontext():
+        configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))
+
+
+def test_a_place_where_no_run_can_be_kept_is_refused_before_it_is_made(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        command_line.check([f"folder={tmp_path / 'file' / 'run'}"])
+    assert stop.value.code == 2
+    assert f"{tmp_path / 'file'} is no folder. Choose another place with folder=PATH" in capsys.readouterr().err
+
+    (tmp_path / "locked").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path / "locked")  # as root, everything is writable
+    with pytest.raises(SystemExit) as stop:
+        command_line.check([f"folder={tmp_path / 'locked' / 'run'}"])
+    assert stop.value.code == 2
+    assert f"{tmp_path / 'locked'} is not writable" in capsys.readouterr().err
+    assert list((tmp_path / "locked").iterdir()) == []
+
+
+def test_a_fixed_folder_is_one_that_the_command_names():
+    cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
+
+    assert not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
+    assert command_line.chooses_folder(named, [])
+    assert command_line.chooses_folder(cfg, ["hydra.run.dir=runs/mine"])
+    assert command_line.chooses_folder(cfg, ["hydra.sweep.dir=runs/mine"])

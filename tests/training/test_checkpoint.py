@@ -1,7 +1,6 @@
-"""Checkpoints are whole, readable without running code, and complete."""
+"""What a checkpoint holds comes back, is read without running code, and names what does not fit."""
 
-import os
-from pathlib import Path
+import json
 
 import pytest
 import torch
@@ -9,10 +8,10 @@ import torch
 import configs
 from configs import ConfigError
 from configs.machine import Machine
-from data.tokenizer import char_tokenizer
 from model import GPT
-from training import checkpoint
+from training import checkpoint, storage
 from training.checkpoint import TrainState
+from training.evaluation import Validation
 from training.optimizer import adamw
 
 SMALL = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8"]
@@ -26,15 +25,20 @@ def cfg():
 def new_state(cfg, seed=0, step=0, tokenizer="a", scaled=False):
     torch.manual_seed(seed)
     model = GPT(cfg.model, cfg.norm, vocab_size=50)
-    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=scaled), tokenizer, step)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    state = TrainState(model, adamw(model, cfg.optim), scaler, tokenizer, "documents", step)
     model(torch.randint(50, (2, 8)), torch.randint(50, (2, 8))).backward()
     state.optimizer.step()
     return state
 
 
+def save(state, run, cfg):
+    return storage.commit(run, state.step, state.parts(configs.to_dict(cfg), copied=False))
+
+
 def test_everything_comes_back(cfg, tmp_path):
     state = new_state(cfg, step=7)
-    state.save(tmp_path / "last.pt", cfg)
+    save(state, tmp_path, cfg)
     other = new_state(cfg, seed=1)
 
     other.restore(checkpoint.read(tmp_path))
@@ -47,7 +51,7 @@ def test_everything_comes_back(cfg, tmp_path):
 
 
 def test_the_optimizers_settings_are_those_of_the_new_config(cfg, tmp_path):
-    new_state(cfg).save(tmp_path / "last.pt", cfg)
+    save(new_state(cfg), tmp_path, cfg)
     wanted = ["optim.weight_decay=0.5", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5"]
     other = new_state(configs.load([*SMALL, *wanted], on=Machine("cpu")))
 
@@ -59,7 +63,7 @@ def test_the_optimizers_settings_are_those_of_the_new_config(cfg, tmp_path):
 
 
 def test_another_tokenizer_is_refused_before_anything_is_restored(cfg, tmp_path):
-    new_state(cfg, step=7).save(tmp_path / "last.pt", cfg)
+    save(new_state(cfg, step=7), tmp_path, cfg)
     other = new_state(cfg, tokenizer="b")
 
     with pytest.raises(ConfigError, match="another tokenizer"):
@@ -67,19 +71,10 @@ def test_another_tokenizer_is_refused_before_anything_is_restored(cfg, tmp_path)
     assert other.step == 0
 
 
-def test_a_fingerprint_is_of_the_tokenizers_ids(tmp_path):
-    prints = []
-    for alphabet in ("abc", "cba", "abd"):
-        char_tokenizer(alphabet).save(tmp_path / "tokenizer.json")
-        prints.append(checkpoint.fingerprint(tmp_path / "tokenizer.json"))
-
-    assert prints[0] == prints[1] != prints[2]
-
-
 def test_the_scale_of_fp16_gradients_comes_back(cfg, tmp_path):
     state, other = (new_state(cfg, scaled=True) for _ in range(2))
     state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 32.0, "_growth_tracker": 5})
-    state.save(tmp_path / "last.pt", cfg)
+    save(state, tmp_path, cfg)
 
     other.restore(checkpoint.read(tmp_path))
 
@@ -87,87 +82,95 @@ def test_the_scale_of_fp16_gradients_comes_back(cfg, tmp_path):
     assert other.scaler.get_scale() == 32.0
 
 
-def test_reading_needs_no_code(cfg, tmp_path):
-    new_state(cfg).save(tmp_path / "last.pt", cfg)
+def test_the_losses_and_validations_so_far_come_back(cfg, tmp_path):
+    state, other = new_state(cfg, step=7), new_state(cfg)
+    state.loss_sum, state.losses = torch.tensor(0.1) + torch.tensor(0.2), 2  # a sum that no short decimal has
+    state.validation, state.best, state.best_step = Validation(0.1 + 0.2, 1 / 3), Validation(0.1, 1e-300), 3
+    state.owes_validation = True
+    save(state, tmp_path, cfg)
 
-    stored = torch.load(tmp_path / "last.pt", weights_only=True)
+    other.restore(checkpoint.read(tmp_path))
 
-    assert configs.from_dict(stored["config"]) == cfg
-
-
-def fail(*_):
-    raise OSError("disk full")
-
-
-@pytest.mark.parametrize("where", ["torch.save", "os.fsync", "Path.replace"])
-def test_a_failure_at_any_moment_leaves_the_old_checkpoint_whole(cfg, tmp_path, monkeypatch, where):
-    path = tmp_path / "last.pt"
-    new_state(cfg, step=1).save(path, cfg)
-    module, _, name = where.partition(".")
-    monkeypatch.setattr({"torch": torch, "os": os, "Path": Path}[module], name, fail)
-
-    with pytest.raises(OSError, match="disk full"):
-        new_state(cfg, step=2).save(path, cfg)
-
-    assert checkpoint.read(path)["step"] == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
+    assert torch.equal(other.loss_sum, state.loss_sum)
+    for name in ("losses", "validation", "best", "best_step", "owes_validation"):
+        assert getattr(other, name) == getattr(state, name)
 
 
-def test_what_a_killed_write_left_is_written_over(cfg, tmp_path, monkeypatch):
-    path, pid = tmp_path / "last.pt", os.getpid()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
-        patch.setattr(Path, "unlink", lambda *_, **__: None)  # a killed process tidies nothing up
-        with pytest.raises(OSError, match="disk full"):
-            new_state(cfg, step=1).save(path, cfg)
-    assert len(list(tmp_path.iterdir())) == 1
+def test_no_file_of_a_checkpoint_can_hold_code(cfg, tmp_path):
+    saved = save(new_state(cfg), tmp_path, cfg)
 
-    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
-    new_state(cfg, step=2).save(path, cfg)
-
-    assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
+    assert {path.suffix for path in saved.iterdir()} == {".safetensors", ".json", ""}  # "": the sums
+    assert configs.from_dict(json.loads((saved / "state.json").read_text())["config"]) == cfg
 
 
-def test_the_file_is_on_disk_before_it_has_its_name_and_then_the_name(cfg, tmp_path, monkeypatch):
-    calls = []
-    for owner, name in ((os, "fsync"), (Path, "replace")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, original=original, name=name: (calls.append(name), original(*args))[1])
+def test_a_copied_state_is_that_of_the_moment(cfg, tmp_path):
+    state = new_state(cfg, step=1)
+    parts = state.parts(configs.to_dict(cfg), copied=True)
+    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in state.model.parameters():
+            parameter.add_(1)
+    storage.commit(tmp_path, 1, parts)
 
-    new_state(cfg).save(tmp_path / "last.pt", cfg)
-
-    assert calls == ["fsync", "replace", "fsync"]
+    stored = checkpoint.read(tmp_path).model()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items())
 
 
 def test_weights_of_another_shape_are_refused(cfg, tmp_path):
-    new_state(cfg).save(tmp_path / "last.pt", cfg)
+    save(new_state(cfg), tmp_path, cfg)
     wider = configs.load([*SMALL, "model.width=32"], on=Machine("cpu"))
 
     with pytest.raises(ConfigError, match="do not fit this model"):
         new_state(wider).restore(checkpoint.read(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"hello"])
-def test_a_torn_file_is_named(tmp_path, content):
-    (tmp_path / "last.pt").write_bytes(content)
+def test_other_documents_are_refused_unless_accepted(cfg, tmp_path):
+    save(new_state(cfg, step=7), tmp_path, cfg)
+    other = new_state(cfg)
+    other.corpus = "others"
 
-    with pytest.raises(ConfigError, match=r"last\.pt: not a readable checkpoint"):
+    with pytest.raises(ConfigError, match="trained on other documents"):
+        other.restore(checkpoint.read(tmp_path))
+    other.restore(checkpoint.read(tmp_path), with_changes=True)
+    assert other.step == 7
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "tokenizer.json", "SHA256SUMS"])
+@pytest.mark.parametrize("content", [b"", b"hello"])
+def test_a_torn_file_is_named(cfg, tmp_path, name, content):
+    saved = save(new_state(cfg), tmp_path, cfg)
+    (saved / name).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=rf"step_00000000: not a readable checkpoint: .*({name}|SHA256SUMS)"):
         checkpoint.read(tmp_path)
 
 
-def test_somebody_elses_file_is_refused(tmp_path):
-    torch.save({"model": {}}, tmp_path / "x.pt")
+def test_a_checkpoint_of_another_format_is_refused(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    save(new_state(cfg), tmp_path, cfg)
+    monkeypatch.undo()
 
     with pytest.raises(ConfigError, match="not a checkpoint of this program"):
-        checkpoint.read(tmp_path / "x.pt")
+        checkpoint.read(tmp_path)
+
+
+def test_a_run_a_checkpoint_and_a_link_are_found(cfg, tmp_path):
+    for step in (3, 12):
+        save(new_state(cfg, step=step), tmp_path, cfg)
+    storage.link(tmp_path, "best", storage.kept(tmp_path)[1])
+
+    found = [checkpoint.read(path).step for path in (tmp_path, storage.kept(tmp_path)[1], tmp_path / "best")]
+    assert found == [12, 3, 3]
 
 
 def test_a_missing_run_is_answered_with_those_that_exist(cfg, tmp_path):
-    (tmp_path / "a").mkdir()
-    new_state(cfg).save(tmp_path / "a" / "last.pt", cfg)
+    save(new_state(cfg), tmp_path / "a", cfg)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "old.pt").write_bytes(b"")
 
     with pytest.raises(ConfigError, match=r"no such file or folder\. Latest runs beside it: a"):
         checkpoint.read(tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"no last\.pt in this folder"):
+    with pytest.raises(ConfigError, match=r"no checkpoints in this folder"):
         checkpoint.read(tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"old\.pt is a file\. A checkpoint is a folder"):
+        checkpoint.read(tmp_path / "old.pt")

@@ -1,6 +1,8 @@
 """A run's folder and what is in it."""
 
+import errno
 import json
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -8,11 +10,14 @@ import torch
 import yaml
 
 import configs
+from configs import ConfigError
 from configs.machine import Machine
 from configs.schema import WandbMode
 from training.environment import environment, git_state
 from training.plot import loss_curve, read_metrics
+from training.resume import Start
 from training.run import claim, open_run
+from training.storage import StorageError
 
 CPU = torch.device("cpu")
 
@@ -29,14 +34,14 @@ def test_no_two_runs_share_a_folder(tmp_path):
 
 
 def test_the_config_is_kept_and_loads_again(cfg, tmp_path):
-    with open_run(cfg, tmp_path / "run", CPU):
+    with open_run(Start(cfg, tmp_path / "run"), CPU):
         pass
 
     assert configs.from_dict(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == cfg
 
 
 def test_the_environment_is_kept(cfg, tmp_path):
-    with open_run(cfg, tmp_path / "run", CPU):
+    with open_run(Start(cfg, tmp_path / "run"), CPU):
         pass
     facts = json.loads((tmp_path / "run" / "environment.json").read_text())
 
@@ -67,7 +72,7 @@ def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
 
 
 def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
-    with open_run(cfg, tmp_path / "run", CPU) as run:
+    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
         run.log(10, {"train/loss": 2.0, "perf/mfu": None})
         run.log(20, {"train/loss": 1.0})
 
@@ -76,7 +81,7 @@ def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_left_out_of_the_metrics(cfg, tmp_path, bad):
-    with open_run(cfg, tmp_path / "run", CPU) as run:
+    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
         run.log(10, {"train/loss": 2.0, "train/grad_norm": bad})
 
     assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}]
@@ -94,7 +99,7 @@ def test_a_plot_that_fails_closes_wandb_and_hides_no_error(cfg, tmp_path, capsys
 
     raised = None
     try:
-        with open_run(cfg, tmp_path / "run", CPU) as run:
+        with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
             run.tracker, run.plot = FakeTracker(), fails
             if error:
                 raise error
@@ -139,7 +144,7 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
         finish = staticmethod(codes.append)
 
     try:
-        with open_run(cfg, tmp_path / "run", CPU) as run:
+        with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
             run.tracker = FakeTracker()
             if error:
                 raise error
@@ -151,6 +156,30 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
 
 def test_the_environment_of_a_cpu_has_no_gpu():
     assert environment(CPU)["gpu"] is None
+
+
+def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match=r"file.*(Choose another folder|folder=PATH)"), open_run(Start(cfg, folder), CPU):
+            pass
+
+    def denied(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with (
+        pytest.raises(ConfigError, match="a run can't be kept there: Permission denied"),
+        open_run(Start(cfg, tmp_path / "a"), CPU),
+    ):
+        pass
+
+
+def test_metrics_that_can_not_be_written_are_named(cfg, tmp_path):
+    message = r"metrics\.jsonl can't be written: Is a directory"
+    with pytest.raises(StorageError, match=message), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+        (run.folder / "metrics.jsonl").mkdir()
+        run.log(1, {"train/loss": 1.0})
 
 
 class Tracked:
@@ -171,8 +200,8 @@ def test_a_run_has_the_group_and_name_of_its_agents_sweep_and_the_config_still_w
     Tracked.made.clear()
     for group, name in ((None, None), ("mine", "best")):
         cfg.logging.group, cfg.logging.name = group, name
-        with open_run(cfg, tmp_path / "run", CPU) as run:
-            run.start({}, train_bytes_per_token=1.0, val_bytes_per_token=1.0)
+        with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+            run.start({}, tokenizer="{}", train_bytes_per_token=1.0, val_bytes_per_token=1.0)
     assert [(how["group"], how["name"]) for how in Tracked.made] == [
         ("sweep_s1", "sweep_s1/norm.impl-fused_seed-2"),
         ("mine", "best"),
@@ -183,6 +212,6 @@ def test_several_runs_in_one_job_of_an_agent_are_refused(cfg, tmp_path, monkeypa
     monkeypatch.setattr("training.run.agent_job", lambda: ("sweep_s1", "seed-2"))
     with (
         pytest.raises(configs.ConfigError, match="the job of a W&B agent is one run"),
-        open_run(cfg, tmp_path / "run", CPU, group="2026_sweep") as run,
+        open_run(Start(cfg, tmp_path / "run"), CPU, group="2026_sweep") as run,
     ):
-        run.start({}, train_bytes_per_token=1.0, val_bytes_per_token=1.0)
+        run.start({}, tokenizer="{}", train_bytes_per_token=1.0, val_bytes_per_token=1.0)

@@ -1,0 +1,94 @@
+"""kill -9 at any moment: the run goes on from a checkpoint at most one interval old and ends with the same bits."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from tests.kills import Killer
+from tests.runs import bits, corpus, finish, start
+from training import storage
+from training.plot import read_metrics
+
+KILLS = 50
+EVERY = 3
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def killer(tiny, tmp_path_factory):
+    with Killer() as killer:
+        killer.run([*tiny, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")  # makes the corpus
+        yield killer
+
+
+def reached(folder):
+    """The last step that the run logged before it was killed."""
+    path = folder / "metrics.jsonl"
+    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0
+
+
+def newest_step(folder):
+    found, problems = storage.newest(folder)
+    assert not problems, "a killed run left a damaged checkpoint"
+    return storage.step_of(found) if found else 0
+
+
+# in the background a checkpoint is on its way for at most one interval
+@pytest.mark.parametrize(("background", "intervals"), [("false", 1), ("true", 2)])
+def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(killer, tiny, tmp_path, background, intervals):
+    overrides = [*tiny, "model.dropout=0.1", "resume=auto", "logging.every=1", f"checkpoint.every={EVERY}", "eval.every=7"]
+    overrides += [f"checkpoint.background={background}", "checkpoint.keep=1", "train.steps=20"]
+    began = time.monotonic()
+    assert not killer.run(overrides, tmp_path / "whole")
+    whole_s = time.monotonic() - began
+    wanted = bits(tmp_path / "whole")
+
+    choose, kills, number, steps = random.Random(0), 0, 0, set()
+    while kills < KILLS // 2:
+        folder = tmp_path / f"run_{number}"
+        saving = choose.random() < 0.5
+        when = {"operation": choose.randrange(1, 200)} if saving else {"after_s": choose.uniform(0, 0.5 * whole_s)}
+        if killer.run(overrides, folder, **when):
+            kills += 1
+            assert reached(folder) - newest_step(folder) <= intervals * EVERY, when
+            steps.add(reached(folder))
+        else:
+            assert bits(folder) == wanted
+            number += 1
+    assert not killer.run(overrides, folder)
+    assert bits(folder) == wanted
+    assert len(steps) > 5, f"the kills were only at the steps {steps}"
+
+
+def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(killer, tiny, tmp_path):
+    """As a scheduler that preempts gives it: kill -9 twice, SIGTERM once, then to the end."""
+    command = [*tiny, "resume=auto", "logging.every=1", "checkpoint.every=20", "eval.every=90", "train.steps=200"]
+    command += ["model.dropout=0.1"]
+    assert not killer.run(command, tmp_path / "whole")
+    command += ["folder=mine", "logging.wandb=offline"]
+    choose, folder = random.Random(0), tmp_path / "mine"
+
+    for number, low in ((signal.SIGKILL, 10), (signal.SIGKILL, 70), (signal.SIGTERM, 130)):
+        process, wanted = start(command, tmp_path), low + choose.randrange(40)
+        deadline = time.monotonic() + 100
+        while process.poll() is None and reached(folder) < wanted and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        done = finish(process)
+
+        assert done.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), done.stderr
+        assert "Traceback" not in done.stderr
+        assert reached(folder) - newest_step(folder) <= 20
+    assert "resume=auto: goes on from mine/checkpoints/step_" in done.stdout and "stopped after step" in done.stdout
+    last = finish(start(command, tmp_path))
+
+    assert last.returncode == 0, last.stderr
+    assert bits(folder) == bits(tmp_path / "whole")
+    names = [path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")]
+    assert len(names) == 4 and len(set(names)) == 1, "each start is the same run to W&B"

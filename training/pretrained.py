@@ -1,0 +1,115 @@
+"""init_from: a new run begins with weights from the Hugging Face Hub, or from a folder in the same layout."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from configs import ConfigError
+from model import GPT
+from training import layouts
+
+# Masks that some files carry, and tables that follow from the config: no weights.
+NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
+
+
+@torch.no_grad()
+def load(model: GPT, source: str) -> None:
+    """Fills `model` with the weights of a GPT-2 or a Llama.
+
+    Rows that the vocabulary is padded with get the mean of the others. Zeros would not do: GPT-2's logits lie far below zero,
+    where the padding would be the likeliest token. With the mean, real tokens keep their logits, and as the mean of exp is at
+    least exp of the mean, the loss is at most ln(padded size / size) too high.
+
+    Args:
+        source: a folder with config.json and model.safetensors (or its parts and their index), or owner/name on the Hub.
+
+    Raises:
+        ConfigError: no such weights, or weights of another model; the message names the keys.
+    """
+    folder = _folder(source)
+    try:
+        theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        layout = theirs["model_type"]
+        if layout not in layouts.FORMATS:
+            raise ConfigError(f"init_from={source} is a model of type {layout}; known are {' and '.join(layouts.FORMATS)}.")
+        wrong = [f"{line}." for line in layouts.unsupported(layout, model.cfg, model.norm)]
+        wrong += layouts.differences(layout, theirs, model.cfg, model.norm)
+        if wrong:
+            raise ConfigError(f"init_from={source} is another model than this run's:\n" + "\n".join(wrong))
+        tensors = _tensors(folder)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"init_from={source}: not a GPT-2 or Llama with config.json and model.safetensors: {type(error).__name__}: {error}"
+        ) from error
+    _fill(model, layout, tensors, source)
+
+
+def _fill(model: GPT, layout: str, tensors: dict[str, torch.Tensor], source: str) -> None:
+    cfg, ours = model.cfg, model.state_dict()
+    if layout == layouts.GPT2:  # OpenAI's files on the Hub leave the prefix out
+        full = {name: name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}" for name in tensors}
+        tensors = {full[name]: tensor for name, tensor in tensors.items()}
+    left = {name for name in tensors if not NO_WEIGHTS.fullmatch(name)} - ({"lm_head.weight"} if cfg.tie_embeddings else set())
+    for entry in layouts.entries(layout, cfg, model.tokenizer_vocab_size):
+        missing = [name for name in entry.theirs if name not in tensors]
+        if missing:
+            raise ConfigError(f"init_from={source} has no tensor {missing[0]}, from which {entry.ours} comes.")
+        left -= set(entry.theirs)
+        parts = [tensors[name].T if entry.transposed else tensors[name] for name in entry.theirs]
+        value, target = torch.cat(parts), ours[entry.ours]
+        if entry.ours in ("embedding.weight", "head.weight"):
+            if len(value) != model.tokenizer_vocab_size:
+                raise ConfigError(
+                    f"init_from={source} has a vocabulary of {len(value):,}, the tokenizer one of "
+                    f"{model.tokenizer_vocab_size:,}: the ids would mean other text. Use the model's own tokenizer: "
+                    "tokenizer=gpt2, or tokenizer.kind=pretrained with tokenizer.pretrained=owner/name."
+                )
+            padding = value.float().mean(dim=0, keepdim=True).expand(len(target) - len(value), -1)
+            value = torch.cat((value.float(), padding))
+        elif entry.ours == "positions.weight":
+            value = value[: cfg.context]
+        if value.shape != target.shape:
+            raise ConfigError(
+                f"init_from={source}: {', '.join(entry.theirs)} makes {tuple(value.shape)}, "
+                f"and {entry.ours} is {tuple(target.shape)}."
+            )
+        target.copy_(value)
+    if left:
+        raise ConfigError(f"init_from={source} has tensors that this model has no place for: {', '.join(sorted(left)[:5])}.")
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return load_file(folder / "model.safetensors")
+    files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}
+
+
+def _folder(source: str) -> Path:
+    """Where the files lie: here, or in the Hub's cache once they are downloaded."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1:
+        raise ConfigError(
+            f"init_from={source}: no such folder. Give a folder with config.json and model.safetensors, or owner/name."
+        )
+    import huggingface_hub  # here, as it takes a while and few runs need it
+
+    try:
+        wanted = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
+    except Exception as error:  # offline, unknown or refused: each has an error of its own
+        raise ConfigError(
+            f"init_from={source} is neither a folder here nor a repository that the Hugging Face Hub would give "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and the network."
+        ) from error

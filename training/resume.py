@@ -1,0 +1,125 @@
+"""Where a run begins: in a new folder or in one that it was stopped in, with fresh weights or from a checkpoint.
+
+resume=never   a new run
+resume=auto    goes on in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
+               The same command can be given again and again: by torchrun --max-restarts, by a scheduler that preempts
+resume=PATH    goes on with the run at PATH, with its config, in its own folder; from a single checkpoint, or with another
+               config, in a new one
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import configs
+from configs import Config, ConfigError, rules
+from training import checkpoint, storage
+from training.checkpoint import Stored
+from training.storage import relative
+
+
+@dataclass(frozen=True)
+class Start:
+    """What `settle` found."""
+
+    cfg: Config
+    folder: Path  # the run's
+    stored: Stored | None = None  # what the run goes on from
+    in_place: bool = False  # the folder was this run's before: it keeps its metrics and its W&B run
+    exact: bool = False  # the folder is the one that was asked for, never a numbered one beside it
+    notes: list[str] = field(default_factory=list)  # what to tell the user
+
+    @property
+    def step(self) -> int:
+        return self.stored.step if self.stored else 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do: as many steps as wanted, and all that comes after them."""
+        results = ["summary.json"] + ["sample.txt"] * (self.cfg.sample.tokens > 0)
+        return self.in_place and self.step >= self.cfg.train.steps and all((self.folder / name).is_file() for name in results)
+
+
+def settle(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
+    """Where the run of a command begins. Reads, and writes nothing.
+
+    Args:
+        cfg: what the command composed.
+        folder: where a new run would go.
+        overrides: of the command; resume=PATH applies them to the stored config.
+        chosen: the command names `folder`, which is then not one of a new run alone.
+
+    Raises:
+        ConfigError: no checkpoint where one is needed, a damaged one, or a config that differs in what matters.
+    """
+    if cfg.resume == "never":
+        return Start(cfg, folder)
+    if cfg.resume == "auto":
+        return _auto(cfg, folder, chosen)
+    return _from_path(cfg, folder, overrides, chosen)
+
+
+def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
+    if not chosen:
+        raise ConfigError(
+            "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
+            "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
+        )
+    if not (folder / "config.yaml").is_file():
+        return Start(cfg, folder, exact=True, notes=[f"resume=auto: no run in {relative(folder)} yet; a new one starts there."])
+    found, notes = _newest(folder)
+    if found is None:
+        notes.append(f"resume=auto: no checkpoint in {relative(folder)} yet; the run starts at its first step.")
+        return Start(cfg, folder, in_place=True, exact=True, notes=notes)
+    stored = checkpoint.read(found, verified=True)
+    rules.check_resumed(configs.from_dict(stored.config), cfg)
+    notes.append(f"resume=auto: goes on from {relative(found)}.")
+    start = Start(cfg, folder, stored, in_place=True, exact=True, notes=notes)
+    if not start.finished:
+        _check_left(start)
+    return start
+
+
+def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) -> Start:
+    path = Path(cfg.resume)
+    if storage.kept(path):
+        found, notes = _newest(path)
+    else:
+        found, notes = checkpoint.locate(path), []
+        try:
+            storage.verify(found)
+        except storage.DamagedError as error:
+            raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
+    assert found is not None  # where there are none, locate has said so
+    stored = checkpoint.read(found, verified=True)
+    # changes that were accepted before are this run's by now; others need the command's word
+    cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
+    changed = rules.check_resumed(configs.from_dict(stored.config), cfg)
+    own_folder = folder.resolve() == path.resolve() if chosen else not changed
+    if in_place := own_folder and bool(storage.kept(path)):
+        cfg.resume = stored.config["resume"]  # the folder's config tells how the run began
+    start = Start(cfg, path, stored, in_place=True, exact=True) if in_place else Start(cfg, folder, stored)
+    _check_left(start)
+    start.notes.extend([*notes, f"resume={path}: goes on from {relative(found)}."])
+    return start
+
+
+def _check_left(start: Start) -> None:
+    """Raises ConfigError: the run has no steps left, nor results of its last one to make up for."""
+    stored, steps = start.stored, start.cfg.train.steps
+    unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
+    if stored is not None and stored.step >= steps and not unfinished:
+        raise ConfigError(
+            f"resume: {relative(stored.path)} is at step {stored.step}: raise train.steps={steps} to go on. That changes the "
+            "learning rates of the steps before it, so most schedules also need resume_with_changes=true."
+        )
+
+
+def _newest(run: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of a run, None if it has none at all, and a line on each damaged one that is passed over."""
+    found, problems = storage.newest(run)
+    if found is None and problems:
+        raise ConfigError(
+            "\n".join(problems) + f"\nresume: no checkpoint in {relative(run)} is whole. "
+            "Start anew in another folder, or from a checkpoint of another run."
+        )
+    return found, [f"{problem}; the one before it is used." for problem in problems]

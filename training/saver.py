@@ -1,0 +1,68 @@
+"""Saves a run's checkpoints, where asked behind the training, and keeps the newest few."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from configs import Config, to_dict
+from training import storage
+from training.checkpoint import TrainState
+
+
+class Saver:
+    """Within the block, `save` keeps checkpoints in a run's folder; at its end the last one is on the disk.
+
+    With checkpoint.background=true, `save` returns once the state is copied to host memory and a thread writes it. At most one
+    is on its way: the next `save` waits for it. What went wrong in the thread is raised there, or at the end of the block.
+    """
+
+    def __init__(self, run: Path, cfg: Config) -> None:
+        self._run, self._keep_newest, self._config = run, cfg.checkpoint.keep, to_dict(cfg)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background else None
+        self._pending: Future[None] | None = None
+
+    def save(self, state: TrainState) -> None:
+        """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for.
+
+        Raises:
+            StorageError: this checkpoint, or the one before it that was on its way, can't be written.
+        """
+        self.wait()
+        parts = state.parts(self._config, copied=self._thread is not None)
+        if self._thread is None:
+            self._keep(state.step, parts, state.best_step)
+        else:
+            self._pending = self._thread.submit(self._keep, state.step, parts, state.best_step)
+
+    def wait(self) -> None:
+        """Returns once nothing is on its way. Raises StorageError as `save`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _keep(self, step: int, parts: dict, best: int | None) -> None:
+        if not (self._run / storage.FOLDER / storage.name(step)).exists():
+            storage.commit(self._run, step, parts)
+        self.point(best)
+        storage.prune(self._run, self._keep_newest, best)
+
+    def point(self, best: int | None) -> None:
+        """Points the run's links last and best to its newest checkpoint and to that of step `best`."""
+        kept = storage.kept(self._run)
+        for name, wanted in (("last", kept[:1]), ("best", [path for path in kept if storage.step_of(path) == best])):
+            for checkpoint in wanted:
+                storage.link(self._run, name, checkpoint)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self.wait()
+        except Exception as failed:
+            if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run would say that all is kept
+                raise
+            error.add_note(str(failed))  # may not hide why the run ended
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()

@@ -308,6 +308,8 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
         shown.append(("speedup.png", "Speed-up of fused norms with its 95 % interval, beside the A/A control's"))
         if plots.attributions(ablation.cells, folder / "attribution.png"):
             shown.append(("attribution.png", "GPU time of a step by kind of work, torch beside fused"))
+    if len(ablation.parity) > 1:
+        (folder / "parity.png").unlink(missing_ok=True)  # drawn when the first of them was all there was
     for index, parity in enumerate(ablation.parity):
         name = "parity.png" if len(ablation.parity) == 1 else f"parity_{index}.png"
         plots.losses(parity, folder / name)

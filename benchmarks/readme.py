@@ -9,12 +9,16 @@ python -m benchmarks.readme --check    fails if README.md is not what the record
 """
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from ablation import serialize
+from ablation.records import FUSED, TORCH
 from benchmarks import tables
 from benchmarks.plots import machine
 from benchmarks.results import FOLDER, ResultsError, load
@@ -43,6 +47,28 @@ def seed_figures(file: dict[str, Any]) -> str:
     return "\n\n".join(f"{title}\n\n{tables.markdown(header, rows)}" for title, header, rows in found.values())
 
 
+def ablation(folder: Path) -> str:
+    """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …"""
+    rows, environment = [], None
+    for name in sorted(path.parent.name for path in folder.glob("*/report.json")):
+        found = serialize.load(folder / name)
+        environment = found.environment
+        for cell in found.cells:
+            torch, fused = (median(itertools.chain(*cell.arms[arm].blocks_ms)) for arm in (TORCH, FUSED))
+            bound = "–" if cell.attribution is None else f"{cell.attribution.bound:.3f}"
+            speedups = [
+                f"{one.speedup.median:.3f} ({one.speedup.low:.3f} to {one.speedup.high:.3f})"
+                for one in (cell.fused, cell.control)
+            ]
+            what = ", ".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
+            link = f"[{name}](benchmarks/results/{folder.parent.name}/{folder.name}/{name}/report.md)"
+            rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
+    if environment is None:
+        raise ResultsError(f"README.md: {folder} has no report.json; record an ablation there, or remove the marker")
+    header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
+    return f"{tables.markdown(header, rows)}\n\n{machine(environment)}"
+
+
 TABLES = {"norms": norms, "host": host, "memory": memory, "seed_figures": seed_figures}
 
 
@@ -55,15 +81,21 @@ def rewritten(text: str, folder: Path = FOLDER) -> str:
 
     def block(match: re.Match[str]) -> str:
         begin, name, gpu, _, end = match.groups()
-        path = folder / gpu / f"{name}.json"
-        if name not in TABLES:
-            raise ResultsError(f"README.md: there is no table {name!r}; there are {', '.join(TABLES)}")
-        if not path.exists():
-            raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{name}, or remove the marker")
-        file = load(path)
-        return f"{begin}\n{TABLES[name](file)}\n\n{machine(file['environment'])}\n\n{end}"
+        return f"{begin}\n{content(name, folder / gpu)}\n\n{end}"
 
     return BLOCK.sub(block, text)
+
+
+def content(name: str, folder: Path) -> str:
+    if name == "ablation":
+        return ablation(folder / name)
+    path = folder / f"{name}.json"
+    if name not in TABLES:
+        raise ResultsError(f"README.md: there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
+    if not path.exists():
+        raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{name}, or remove the marker")
+    file = load(path)
+    return f"{TABLES[name](file)}\n\n{machine(file['environment'])}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

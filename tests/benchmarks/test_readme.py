@@ -2,8 +2,10 @@ import json
 
 import pytest
 
+from ablation import serialize
 from benchmarks import readme
 from benchmarks.results import ResultsError
+from tests.ablation import results
 
 from .records import ENVIRONMENT, norm
 
@@ -34,6 +36,19 @@ def test_block_is_replaced_and_the_rest_stays(folder):
 def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
     with pytest.raises(ResultsError, match=message):
         readme.rewritten(TEXT.replace("norms nvidia-h200", marker), folder)
+
+
+def test_recorded_ablations_have_a_row_for_each_cell(folder):
+    marker = TEXT.replace("norms nvidia-h200", "ablation nvidia-h200")
+    with pytest.raises(ResultsError, match=r"no report\.json; record an ablation there"):
+        readme.rewritten(marker, folder)
+    found = results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager", "compiled"])
+    serialize.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
+    text = readme.rewritten(marker, folder)
+    rows = [line for line in text.splitlines() if "ablation/gpt2/report.md), " in line]
+    assert [row.split("), ")[1].split(" |")[0] for row in rows] == ["eager, model.dropout=0.1", "compiled, model.dropout=0.1"]
+    speedup = found.cells[0].fused.speedup
+    assert f"| {speedup.median:.3f} ({speedup.low:.3f} to {speedup.high:.3f}) |" in rows[0] and "| 1.250 |" in rows[0]
 
 
 def test_check_fails_until_the_readme_is_written(folder, tmp_path):

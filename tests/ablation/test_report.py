@@ -43,6 +43,17 @@ def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, c
     assert differs(fused, control) == said.startswith("^fused norms")
 
 
+def test_a_gain_beyond_the_bound_is_named_as_one(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    cell = found.cells[0]
+    said = []
+    for bound in (cell.fused.speedup.low - 0.01, cell.fused.speedup.median):
+        of = dataclasses.replace(cell, attribution=dataclasses.replace(cell.attribution, bound=bound))
+        report.write(dataclasses.replace(found, cells=[of]), tmp_path)
+        said.append("which is more: part of what" in " ".join((tmp_path / "report.md").read_text(encoding="utf-8").split()))
+    assert said == [True, False]
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------------
 
 

@@ -74,8 +74,15 @@ def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, on)
         options = launcher.constants
         assert options.get("launch_pdl", False) == (name == "finish" and DEVICES[device].pdl), name
         cooperative = options.get("SLICES", 1) > 1
-        assert ("launch_cooperative_grid" in options) == ("maxnreg" in options) == cooperative, name
+        assert ("launch_cooperative_grid" in options) == cooperative, name
         assert not cooperative or DEVICES[device].cooperative, name
+        assert "maxnreg" not in options or DEVICES[device].warp_size == 32, name
+
+
+@pytest.mark.parametrize("device", ["H200", "MI300"])
+def test_a_threads_registers_are_bounded_as_the_tile_says(device, on):
+    on(device)
+    assert forward(12288).start.constants.get("maxnreg") == (80 if device == "H200" else None)
 
 
 @pytest.mark.parametrize("device", ["H200", "A100"])

@@ -18,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -53,6 +54,17 @@ SIZES = {
     "gpt2": ["model=gpt2", "model.vocab_size=50304", "train.batch_size=32"],
     "tiny": ["model=tiny", "model.vocab_size=2048"],  # the default run's
 }
+# What contenders can't differ in: the batches, the protocol, and what would make them another experiment.
+SHARED = (
+    "train.batch_size",
+    "train.precision",
+    "model.context",
+    "model.vocab_size",
+    "model.dropout",
+    "seed",
+    "device",
+    "ablate",
+)
 KERNELS_KEPT = 20  # of the longest, in a record
 # How far the mean losses of two ways to compute the same may be apart, relatively: one rounding of a logit is 2^-9 in bf16.
 ROUNDING = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 1e-5}
@@ -103,14 +115,15 @@ def lineup(options: argparse.Namespace, dropout: float) -> dict[str, Config]:
     found = {OURS: config_of(options, dropout), TORCH_NORMS: config_of(options, dropout, ["norm.impl=torch"])}
     for overrides in options.ours:
         found[f"{OURS}, {' '.join(overrides)}"] = config_of(options, dropout, overrides)
-    first = found[OURS]
     for name, cfg in found.items():
-        same = (cfg.train.batch_size, cfg.model.context) == (first.train.batch_size, first.model.context)
-        if not same or cfg.train.compile or cfg.model.dropout != dropout:
-            raise ConfigError(
-                f"--ours {name.removeprefix(f'{OURS}, ')}: a contender has the batches and the dropout of all others, and is "
-                "compiled or not by --mode. Use --common, --dropout or --mode."
-            )
+        for key in SHARED:
+            if attrgetter(key)(cfg) != attrgetter(key)(found[OURS]):
+                raise ConfigError(
+                    f"--ours {name.removeprefix(f'{OURS}, ')}: {key} is the same for all contenders. "
+                    "Give it by --common; the dropout by --dropout."
+                )
+        if cfg.train.compile:
+            raise ConfigError("train.compile=true: contenders are compiled or not by --mode. Leave it out.")
     return found
 
 
@@ -157,10 +170,14 @@ def built(
             continue
         first = first or arm
         contenders[name] = Contender(name, ours_of(arm), arm.state.model, protocol.allocated(precision.device) - before)
-    if module is not None and first is not None:
+    if module is not None:
         before = protocol.allocated(precision.device)
-        peer = Peer.create(module, found[OURS], precision, first.state.model, compiled=mode == COMPILED)
-        contenders[NANOGPT] = Contender(NANOGPT, peer.step, peer.model, protocol.allocated(precision.device) - before)
+        try:
+            assert first is not None, "none of ours could be built, and it has the weights of one"
+            peer = Peer.create(module, found[OURS], precision, first.state.model, compiled=mode == COMPILED)
+            contenders[NANOGPT] = Contender(NANOGPT, peer.step, peer.model, protocol.allocated(precision.device) - before)
+        except Exception as error:
+            errors[NANOGPT] = describe(error)
     return contenders, errors
 
 

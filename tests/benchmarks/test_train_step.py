@@ -178,8 +178,11 @@ def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_p
     ("arguments", "message"),
     [
         (["--ours", "model.residal_dtype=compute"], "Did you mean model.residual_dtype"),
-        (["--ours", "train.batch_size=4"], "a contender has the batches and the dropout of all others"),
-        (["--ours", "model.dropout=0.3"], "a contender has the batches and the dropout of all others"),
+        (["--ours", "train.batch_size=4"], "train.batch_size is the same for all contenders"),
+        (["--ours", "model.dropout=0.3"], "model.dropout is the same for all contenders"),
+        (["--ours", "train.precision=bf16"], "train.precision is the same for all contenders"),
+        (["--ours", "ablate.block_steps=9"], "ablate is the same for all contenders"),
+        (["--common", "train.compile=true"], "compiled or not by --mode"),
         (["--common", "model.heads=3"], "model.heads=3 does not divide"),
     ],
 )
@@ -206,3 +209,13 @@ def test_times_are_the_median_of_all_counted_steps(monkeypatch):
     found = train_step.times_of(blocks, config(), 10**6, Precision(torch.device("cpu"), torch.float32))
     assert found["ms"] == statistics.median([*blocks[0], *blocks[1]]) == 2.0
     assert found["tokens_per_s"] == 2 * 16 / 0.002 and found["mfu"] == pytest.approx(16_000 * 1e6 / 1e12)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_idle_time_and_launches_are_known(tmp_path):
+    peer = checkout(tmp_path / "nanoGPT")
+    arguments = ["--rounds", "2", "--mode", "eager", "--dropout", "0", "--common", *SMALL]
+    train_step.main([*arguments, "--nanogpt", str(peer), "--output", str(tmp_path)])
+    records = load(tmp_path / "train_step.json")["records"]
+    assert len(records) == 3 and {r["precision"] for r in records} <= {"bf16", "fp32"}
+    assert all(0 < r["peak_gb"] < 1 and r["idle_ms"] >= 0 and r["launches"] > 50 for r in records)

@@ -24,7 +24,7 @@ import configs
 import ops
 from ablation import parity, report, serialize, timing, tracking
 from ablation.arms import Arm, build, check_same
-from ablation.attribution import KernelTime, attribute, by_name, launches, norm_bytes, profile_step, shares
+from ablation.bound import attribute, norm_bytes
 from ablation.progress import Progress
 from ablation.records import AGAIN, FUSED, TORCH, Ablation, Cell
 from ablation.verdict import verdict_of
@@ -33,6 +33,7 @@ from configs import Config, ConfigError, command_line, machine, rules
 from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
 from model import GPT
+from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.environment import environment, gpu_state
 from training.precision import Precision
 from training.run import claim

@@ -29,6 +29,7 @@ from training.health import Health, NonFiniteError
 from training.interrupt import Interrupt, Stopped, exit_on_sigterm
 from training.optimizer import adamw
 from training.precision import Precision
+from training.profile import StepProfiler
 from training.report import Summary, describe, facts, report
 from training.run import Run, open_run
 from training.sampling import continue_text, encode_prompt
@@ -91,6 +92,9 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     batch_tokens = cfg.train.batch_size * cfg.model.context
     state.loss_sum = state.loss_sum.to(device)  # since the last line of metrics; on the device until then
 
+    marked = None if cfg.train.compile else model  # hooks would make torch.compile start anew
+    profiler = StepProfiler(cfg.profile, run.folder, clock, device, marked, run.say)
+
     def look(done: int) -> None:
         """Evaluates after step `done`; a signal cuts that short, and the run does it again when it goes on."""
         state.owes_validation = True
@@ -107,7 +111,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
             state.best, state.best_step = validation, done
 
     try:
-        with Interrupt() as interrupt, Saver(run.folder, cfg) as saver:
+        with Interrupt() as interrupt, Saver(run.folder, cfg) as saver, profiler:
             if state.owes_validation:
                 look(state.step)
             saver.point(state.best_step)  # of a run that goes on, whose newest checkpoint may have been damaged
@@ -115,7 +119,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
                 state.step, state.step if state.owes_validation else cfg.train.steps
             )  # cut short again: no step after it
             for step in run.progress(todo):
-                with clock.step():
+                with profiler.step():
                     loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision)
                 state.step = done = step + 1
                 health.watch(done, loss, grad_norm)

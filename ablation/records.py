@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ablation.statistics import Interval
+from training.attribution import Kernel, Share
 
 TORCH, AGAIN, FUSED = "torch", "torch again", "fused"  # the timed arms; the second is the A/A control
 
@@ -26,25 +27,6 @@ class Comparison:
 
     difference_ms: Interval  # arm − torch, below 0 where the arm is faster
     speedup: Interval  # torch / arm, above 1 where the arm is faster
-
-
-@dataclass(frozen=True)
-class Share:
-    """GPU time of a step that goes into one kind of work."""
-
-    group: str  # GEMM, attention, norm, loss, optimizer, other
-    ms: float
-    launches: int
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A GPU kernel, copy or fill by name, and the kind of work that its time was counted as."""
-
-    name: str
-    group: str  # as in Share
-    ms: float  # a step, all launches together, without what overlaps with earlier kernels
-    launches: float  # a step; a fraction where not all steps are alike
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ablation.records import Ablation, Kernel
+from ablation.records import Ablation
 from ablation.statistics import spread
+from training.attribution import Kernel
 
 REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
 

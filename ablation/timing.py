@@ -87,14 +87,16 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
     return found
 
 
-def in_turn(block: Callable[[str, int], list[float]], cycles: int, seed: int) -> dict[str, list[list[float]]]:
-    """The blocks of each arm, in the order in which they ran: step times as block(arm, cycle) returned them.
+def in_turn(
+    block: Callable[[str, int], list[float]], cycles: int, seed: int, names: Sequence[str] = LINEUP
+) -> dict[str, list[list[float]]]:
+    """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
 
     Cycle 0 is not counted.
     """
-    blocks: dict[str, list[list[float]]] = {name: [] for name in LINEUP}
+    blocks: dict[str, list[list[float]]] = {name: [] for name in names}
     with collection_paused():
-        for cycle, order in enumerate(schedule(1 + cycles, seed)):
+        for cycle, order in enumerate(schedule(1 + cycles, seed, names)):
             for name in order:
                 times = block(name, cycle)
                 if cycle > 0:
@@ -113,11 +115,11 @@ def work_of(cycles: int) -> dict[str, int]:
     return {WARM_UP: len(LINEUP), BLOCKS: len(LINEUP) * (2 * (1 + cycles) + 1)}
 
 
-def schedule(cycles: int, seed: int) -> Iterator[Sequence[str]]:
+def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[Sequence[str]]:
     """For each cycle the arms in the order of their blocks: some order, and then its reverse."""
     shuffle = random.Random(seed).shuffle
     for _ in range(cycles):
-        order = list(LINEUP)
+        order = list(names)
         shuffle(order)
         yield [*order, *reversed(order)]
 

@@ -1,9 +1,10 @@
-"""Kernel benchmarks and what they recorded.
+"""Benchmarks of kernels and of a training step, and what they recorded.
 
 python -m benchmarks.norms           every norm case, width and library: share of the card's copy bandwidth
 python -m benchmarks.seed_figures    the published comparisons that this project starts from, with ours in them
 python -m benchmarks.host            what one eager call costs the CPU
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
+python -m benchmarks.train_step      a whole training step beside nanoGPT's, with the breakdown of each
 
 python -m benchmarks.tune            tile shapes for this GPU: the table of ops/tiling.py, printed
 python -m benchmarks.readme          writes the tables of README.md from benchmarks/results/

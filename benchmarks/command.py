@@ -1,4 +1,4 @@
-"""What the four programs share on their command lines: options, progress, the folder for results."""
+"""What the programs share on their command lines: options, progress, the folder for results."""
 
 import argparse
 import shlex
@@ -16,6 +16,7 @@ from benchmarks.results import FOLDER, Results, ResultsError, environment, load,
 
 # For what was measured in a hurry: it doesn't go among the results that are published.
 SCRATCH = Path(".cache/benchmarks")
+ROUNDS = (25, 7)  # by default; with --quick
 
 
 def positive(text: str) -> int:
@@ -39,8 +40,8 @@ def probability(text: str) -> float:
     return value
 
 
-def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all programs have."""
+def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> argparse.ArgumentParser:
+    """A parser with the options that all programs have; `rounds` are those by default, and with --quick."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
     parser.add_argument(
@@ -49,18 +50,18 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="start over instead of adding to recorded results")
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
-    parser.add_argument("--rounds", type=positive, help="turns of each contender (25; 7 with --quick)")
+    parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
     parser.add_argument("--revision", help="git revision to record where the code runs without its repository")
     parser.add_argument("--plot-only", action="store_true", help="measure nothing: table and plots of what --output holds")
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[int, int] = ROUNDS) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.plot_only and options.output is None:
         parser.error("--plot-only: name the recorded results by --output benchmarks/results/<gpu>")
     if options.rounds is None:
-        options.rounds = 7 if options.quick else 25
+        options.rounds = rounds[1] if options.quick else rounds[0]
     return options
 
 
@@ -89,10 +90,21 @@ def importable(names: list[str], optional: bool, quiet: bool = False) -> list[st
 
 
 def open_results(
-    program: str, key: Sequence[str], options: argparse.Namespace, device: torch.device, names: list[str], argv: Sequence[str]
+    program: str,
+    key: Sequence[str],
+    options: argparse.Namespace,
+    device: torch.device,
+    names: list[str],
+    argv: Sequence[str],
+    others: dict[str, str] | None = None,
 ) -> Results:
-    """The file of results that this run adds to; ends the program where it must not."""
-    facts = environment(device, providers.versions(names), options.revision)
+    """The file of results that this run adds to; ends the program where it must not.
+
+    Args:
+        names: of providers.
+        others: versions of what is compared beside providers.
+    """
+    facts = environment(device, providers.versions(names) | (others or {}), options.revision)
     published = not options.quick and device.type == "cuda"
     folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
@@ -110,9 +122,9 @@ def recorded(path: Path) -> dict[str, Any]:
         raise SystemExit(str(error)) from error
 
 
-def progress(total: int, what: str) -> Any:
+def progress(total: int, what: str, unit: str = "cell") -> Any:
     """A bar with the time left on a terminal; elsewhere a line every half minute, so that a log shows life."""
-    return tqdm(total=total, desc=what, unit="cell", mininterval=0.2 if sys.stderr.isatty() else 30.0, dynamic_ncols=True)
+    return tqdm(total=total, desc=what, unit=unit, mininterval=0.2 if sys.stderr.isatty() else 30.0, dynamic_ncols=True)
 
 
 def now(bar: Any, text: str) -> None:

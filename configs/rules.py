@@ -48,6 +48,7 @@ def check_ablation(overrides: Sequence[str]) -> None:
         "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
         "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
         "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
+        "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
     }
     broken = [f"{text}: {key} {taken[key]}" for text in overrides if (key := text.partition("=")[0].lstrip("+")) in taken]
     if broken:
@@ -69,7 +70,7 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
     *("norm.impl", "norm.dropout_masks", "train.compile", "device", "data.processes", "data.cache_dir"),
-    *("folder", "resume", "resume_with_changes"),
+    *("folder", "resume", "resume_with_changes", "profile"),
 }
 FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}
 

@@ -231,6 +231,7 @@ class Config:
     ablate: AblateConfig = field(default_factory=AblateConfig)
     device: Device = Device.auto
     seed: int = 1
+    profile: bool = False  # trace a few steps after warm-up into the run folder, and tell where their time goes
     folder: str | None = None  # where the run is kept; null: runs/ and a name with the time
     resume: str = "never"  # auto: goes on if a run was stopped in `folder`; PATH: goes on from that run or checkpoint
     resume_with_changes: bool = False  # go on with a config that differs in what matters; the differences are refused otherwise

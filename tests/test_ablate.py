@@ -8,9 +8,10 @@ from torch.autograd import DeviceType
 
 import ablate
 import model.norm
-from ablation import attribution, serialize
+from ablation import serialize
 from ablation.records import AGAIN, FUSED, TORCH
 from tests.runs import corpus
+from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
 

@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 
 from ablation import finished, plots, report, serialize
-from ablation.attribution import GROUPS
 from ablation.records import AGAIN, FUSED, TORCH, Comparison
 from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
 from tests.ablation import results
 from tests.runs import corpus, train_here
+from training.attribution import GROUPS
 
 # ---- verdict ---------------------------------------------------------------------------------------------------------------
 

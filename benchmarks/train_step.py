@@ -1,0 +1,409 @@
+"""A training step of ours beside nanoGPT's: time, memory, and where the GPU time goes. GPT-2 124M, eager and compiled.
+
+python -m benchmarks.train_step --nanogpt ../nanoGPT                         a checkout beside the project, which is only read
+python -m benchmarks.train_step --mode compiled --dropout 0                  some of it; records add up in one file
+python -m benchmarks.train_step --ours model.residual_dtype=compute          one more contender, by overrides of our config
+python -m benchmarks.train_step --device cpu --nanogpt ../nanoGPT            the default run's model on a CPU
+
+All contenders of a cell have the same sizes, initial weights, batches and optimizer (fused AdamW, clipping, learning rates).
+They take turns in blocks as in `ablation.timing`: each cycle an order and its reverse, a first cycle not counted. A step is all
+from the copy of the batch to the cleared gradients. Each project does it its own way: ours by `training.step`, nanoGPT's by its
+model.py and optimizer, in the order of its train.py.
+
+Before anything is timed, both models must compute the same loss and gradients from the same weights in fp64. Without dropout,
+the first step of all contenders must also give the same loss to the rounding of the run's precision.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import configs
+from ablation import timing as protocol
+from ablation.arms import Arm, build
+from ablation.statistics import paired_ratio, spread
+from benchmarks import command, nanogpt, step_tables
+from benchmarks.nanogpt import Peer, PeerError
+from benchmarks.results import Record
+from benchmarks.timing import describe, free_memory
+from configs import Config, ConfigError, machine, rules
+from data import Batches
+from model import GPT
+from training.attribution import by_name, launches, profile_step, shares
+from training.clock import StepClock
+from training.hardware import peak_flops
+from training.precision import Precision
+from training.step import training_step
+
+PROGRAM = "train_step"
+KEY = ("mode", "dropout", "contender", "layers", "heads", "width", "context", "vocabulary", "batch_size", "precision")
+EAGER, COMPILED = "eager", "compiled"
+OURS, TORCH_NORMS, NANOGPT = "ours", "ours, torch norms", "nanoGPT"
+ROUNDS = (10, 6)  # cycles of blocks by default, and with --quick
+SIZES = {
+    "gpt2": ["model=gpt2", "model.vocab_size=50304", "train.batch_size=32"],
+    "tiny": ["model=tiny", "model.vocab_size=2048"],  # the default run's
+}
+# What contenders can't differ in: the batches, the protocol, and what would make them another experiment.
+SHARED = (
+    "train.batch_size",
+    "train.precision",
+    "model.context",
+    "model.vocab_size",
+    "model.dropout",
+    "seed",
+    "device",
+    "ablate",
+)
+KERNELS_KEPT = 20  # of the longest, in a record
+# How far the mean losses of two ways to compute the same may be apart, relatively: one rounding of a logit is 2^-9 in bf16.
+ROUNDING = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 1e-5}
+
+
+@dataclass
+class Contender:
+    """What takes a training step; built with weights of its own."""
+
+    name: str
+    step: Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
+    model: nn.Module
+    resident_gb: float  # GiB that it holds between steps; 0 but on CUDA
+
+
+def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = command.parser(PROGRAM, __doc__.splitlines()[0], ROUNDS)
+    parser.add_argument("--nanogpt", type=Path, metavar="PATH", help="a checkout of nanoGPT (left out, and said to be missing)")
+    parser.add_argument(
+        "--ours", nargs="+", action="append", default=[], metavar="KEY=VALUE",
+        help="one more contender: our step with these overrides; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--common", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all, nanoGPT's sizes among them"
+    )
+    parser.add_argument("--size", choices=tuple(SIZES), help="(gpt2; tiny on the CPU)")
+    parser.add_argument("--mode", nargs="+", choices=(EAGER, COMPILED), help="(both; eager alone on the CPU)")
+    parser.add_argument("--dropout", nargs="+", type=float, help="(0 and 0.1; 0 alone with --quick)")
+    parser.add_argument("--no-profile", action="store_true", help="leave the breakdown out")
+    options = command.parse(parser, argv, ROUNDS)
+    on_cpu = options.device == "cpu"
+    options.size = options.size or ("tiny" if on_cpu else "gpt2")
+    options.mode = options.mode or ([EAGER] if on_cpu else [EAGER, COMPILED])
+    options.dropout = options.dropout or ([0.0] if options.quick else [0.0, 0.1])
+    return parser, options
+
+
+def config_of(options: argparse.Namespace, dropout: float, overrides: Sequence[str] = ()) -> Config:
+    """Raises ConfigError: a key, a value or a combination that can't be used."""
+    own = [f"device={options.device}", f"model.dropout={dropout}"]
+    cfg = configs.compose_only([*SIZES[options.size], *options.common, *own, *overrides])
+    rules.check(cfg, machine.inspect(cfg.device))
+    return cfg
+
+
+def lineup(options: argparse.Namespace, dropout: float) -> dict[str, Config]:
+    """Our contenders by name. Raises ConfigError."""
+    found = {OURS: config_of(options, dropout), TORCH_NORMS: config_of(options, dropout, ["norm.impl=torch"])}
+    for overrides in options.ours:
+        found[f"{OURS}, {' '.join(overrides)}"] = config_of(options, dropout, overrides)
+    for name, cfg in found.items():
+        for key in SHARED:
+            if attrgetter(key)(cfg) != attrgetter(key)(found[OURS]):
+                raise ConfigError(
+                    f"--ours {name.removeprefix(f'{OURS}, ')}: {key} is the same for all contenders. "
+                    "Give it by --common; the dropout by --dropout."
+                )
+        if cfg.train.compile:
+            raise ConfigError("train.compile=true: contenders are compiled or not by --mode. Leave it out.")
+    return found
+
+
+def check_models(module: ModuleType, found: dict[str, Config]) -> None:
+    """That every one of ours is nanoGPT's model. Raises PeerError."""
+    checked: list[dict[str, Any]] = []
+    for name, cfg in found.items():
+        plain = configs.to_dict(cfg)
+        what = {"model": plain["model"], "norm": {**plain["norm"], "impl": None}}
+        if what in checked:
+            continue
+        try:
+            off = nanogpt.check_same_model(module, cfg)
+        except PeerError as error:
+            raise PeerError(f"{name}: {error}") from error
+        print(f"{name} and nanoGPT compute the same: loss and gradients in fp64 agree to {off:.0e}", file=sys.stderr)
+        checked.append(what)
+
+
+def token_stream(cfg: Config) -> np.ndarray:
+    """Random tokens, the frequent ones as frequent as words are (Mandelbrot's law): the gradient of the embedding takes longer
+    where rows repeat."""
+    assert cfg.model.vocab_size is not None
+    weights = 1 / (np.arange(cfg.model.vocab_size) + 2.7)
+    count = 64 * cfg.train.batch_size * cfg.model.context + 1  # then they come again in another order
+    return np.random.default_rng(cfg.seed).choice(cfg.model.vocab_size, size=count, p=weights / weights.sum())
+
+
+def built(
+    found: dict[str, Config], module: ModuleType | None, precision: Precision, mode: str
+) -> tuple[dict[str, Contender], dict[str, str]]:
+    """The contenders of a cell with the same weights, none of which has taken a step; and why others could not be built."""
+    contenders, errors = {}, {}
+    first: Arm | None = None
+    for name, cfg in found.items():
+        before = protocol.allocated(precision.device)
+        try:
+            assert cfg.model.vocab_size is not None
+            like = first if first is not None and same_parameters(first.cfg, cfg) else None
+            compiled = mode == COMPILED
+            arm = build(name, cfg, cfg.norm.impl, precision, cfg.model.vocab_size, compiled=compiled, like=like)
+        except Exception as error:  # a contender's failure is a result
+            errors[name] = describe(error)
+            continue
+        first = first or arm
+        contenders[name] = Contender(name, ours_of(arm), arm.state.model, protocol.allocated(precision.device) - before)
+    if module is not None:
+        before = protocol.allocated(precision.device)
+        try:
+            assert first is not None, "none of ours could be built, and it has the weights of one"
+            peer = Peer.create(module, found[OURS], precision, first.state.model, compiled=mode == COMPILED)
+            contenders[NANOGPT] = Contender(NANOGPT, peer.step, peer.model, protocol.allocated(precision.device) - before)
+        except Exception as error:
+            errors[NANOGPT] = describe(error)
+    return contenders, errors
+
+
+def same_parameters(one: Config, other: Config) -> bool:
+    """Whether weights of one fit the other as they are."""
+    return configs.to_dict(one)["model"] == configs.to_dict(other)["model"] and one.norm.kind == other.norm.kind
+
+
+def ours_of(arm: Arm) -> Callable[[tuple[Tensor, Tensor], int], Tensor]:
+    def step(batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        return training_step(arm.forward, arm.state, batch, number, arm.cfg, arm.precision)[0]
+
+    return step
+
+
+def measure_cell(
+    found: dict[str, Config],
+    module: ModuleType | None,
+    precision: Precision,
+    mode: str,
+    rounds: int,
+    profiled: bool,
+    progress: Callable[[str], None],
+) -> list[Record]:
+    """A record for each contender.
+
+    Args:
+        progress: told what is done after each unit of work, in all those of `work_of`.
+
+    Raises:
+        PeerError: the first steps' losses differ by more than rounding, without dropout.
+    """
+    cfg, device = found[OURS], precision.device
+    torch.compiler.reset()
+    # one compiled model is one entry for the code of GPT.forward
+    torch._dynamo.config.recompile_limit = max(8, 2 * len(found))
+    warm_libraries(precision)
+    contenders, errors = built(found, module, precision, mode)
+    batches = Batches(token_stream(cfg), context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+    warm: dict[str, list[float]] = {}
+    losses: dict[str, list[float]] = {}  # of the first step, and of the last
+    for name in list(contenders):
+        before = protocol.allocated(device)
+        try:
+            warm[name], losses[name] = block_of(contenders[name], batches, range(cfg.ablate.warmup_steps), device)[:2]
+            contenders[name].resident_gb += protocol.allocated(device) - before
+        except Exception as error:  # a contender's failure is a result
+            errors[name] = describe(error)
+            del contenders[name]
+            free_memory(device)
+        progress(f"{mode}, {name}: warm-up")
+    if cfg.model.dropout == 0:
+        check_losses({name: losses[name][0] for name in contenders}, ROUNDING[precision.dtype])
+    steps = protocol.settled_steps(list(warm.values())) if warm else 0
+    steps = cfg.ablate.block_steps or steps
+    taken = dict.fromkeys(contenders, cfg.ablate.warmup_steps)
+    peaks: dict[str, list[float]] = {name: [] for name in contenders}
+
+    def block(name: str, cycle: int) -> list[float]:
+        held = protocol.allocated(device)
+        todo = range(taken[name], taken[name] + steps)
+        times, (_, losses[name][1]), peak_gb = block_of(contenders[name], batches, todo, device)
+        taken[name] = todo.stop
+        if peak_gb is not None:
+            peaks[name].append(peak_gb - held + contenders[name].resident_gb)  # other contenders' memory is not its own
+        progress(f"{mode}, {name}: cycle {cycle} of {rounds}")
+        return times
+
+    blocks = protocol.in_turn(block, rounds, cfg.seed, list(contenders))
+    records = []
+    our_flops = next((c.model.flops_per_token() for c in contenders.values() if isinstance(c.model, GPT)), None)
+    versus = next((name for name in (NANOGPT, TORCH_NORMS) if name in contenders), None)
+    for name in [*found, *([NANOGPT] if module is not None else [])]:
+        record: Record = {**cell_of(found.get(name, cfg), mode, name, precision)}
+        if name in contenders:
+            model = contenders[name].model
+            flops = model.flops_per_token() if isinstance(model, GPT) else our_flops
+            record |= times_of(blocks[name], found[OURS], flops, precision)
+            record |= {"peak_gb": round(max(peaks[name]), 3) if peaks[name] else None}
+            record |= {"first_loss": round(losses[name][0], 6), "last_loss": round(losses[name][1], 6)}
+            if versus is not None and name != versus:
+                ratio = paired_ratio(protocol.per_cycle(blocks[versus]), protocol.per_cycle(blocks[name]))
+                record |= {"versus": versus, "speedup": round(ratio.median, 4)}
+                record |= {"speedup_95": [round(ratio.low, 4), round(ratio.high, 4)]}
+            if profiled:
+                record |= breakdown_of(contenders[name], batches, taken[name], mode, device, record["ms"])
+                progress(f"{mode}, {name}: profile")
+        else:
+            record |= {"ms": None, "error": errors[name]}
+        records.append(record)
+    return records
+
+
+def block_of(
+    contender: Contender, batches: Batches, todo: range, device: torch.device
+) -> tuple[list[float], list[float], float | None]:
+    """Steps one by one: their milliseconds, the losses of the first and of the last, and the peak of memory in GiB."""
+    clock = StepClock(device, warmup=0)
+    drawn, losses = [batches[step] for step in todo], []
+    for step, batch in zip(todo, drawn, strict=True):
+        with clock.step():
+            loss = contender.step(batch, step)
+        losses.append(loss)
+    return list(clock.steps_ms), [losses[0].item(), losses[-1].item()], clock.peak_gb
+
+
+def check_losses(first: dict[str, float], tolerance: float) -> None:
+    """That what is timed computes the same, in its own precision. Raises PeerError."""
+    if not first:
+        return
+    middle = median(first.values())
+    for name, loss in first.items():
+        if not abs(loss - middle) <= tolerance * middle:
+            others = ", ".join(f"{other} {value:.6f}" for other, value in first.items())
+            raise PeerError(
+                f"{name}: its first loss is {loss:.6f}, further from the others' than rounding explains ({tolerance:g} of it): "
+                f"{others}. Contenders that compute different things are not timed against each other."
+            )
+
+
+def times_of(blocks: list[list[float]], cfg: Config, flops: int | None, precision: Precision) -> Record:
+    """Milliseconds a step over all counted blocks, and what follows from their median; `flops` are those of a token."""
+    times = spread([ms for block in blocks for ms in block])
+    tokens_per_s = 1000 * cfg.train.batch_size * cfg.model.context / times.median
+    peak = peak_flops(precision.device, precision.dtype)
+    mfu = flops * tokens_per_s / peak if peak and flops else None
+    return {
+        "ms": round(times.median, 4),
+        "p10": round(times.p10, 4),
+        "p90": round(times.p90, 4),
+        "tokens_per_s": round(tokens_per_s, 1),
+        "mfu": None if mfu is None else round(mfu, 4),
+        "steps": sum(map(len, blocks)),
+    }
+
+
+def breakdown_of(contender: Contender, batches: Batches, step: int, mode: str, device: torch.device, step_ms: float) -> Record:
+    """Milliseconds of a step by kind of work: of the GPU, or on a CPU of operators. `idle_ms` is what the GPU's leave of it.
+
+    Eager nanoGPT's dropouts and norms are known by their kernels' names; its residual adds, and the casts of what its norms
+    give, run the same kernels as any other elementwise work and count as other.
+    """
+    batch, marked = batches[step], contender.model if mode == EAGER else None
+    kernels = profile_step(lambda: _discard(contender.step(batch, step)), device, marked)
+    found = shares(kernels)
+    busy = sum(share.ms for share in found)
+    return {
+        "breakdown_ms": {share.group: round(share.ms, 4) for share in found},
+        "idle_ms": round(max(0.0, step_ms - busy), 4) if device.type == "cuda" else None,
+        "launches": launches(kernels),
+        "kernels": [[k.name[:120], k.group, round(k.ms, 4), round(k.launches, 1)] for k in by_name(kernels)[:KERNELS_KEPT]],
+    }
+
+
+def _discard(_: Tensor) -> None: ...
+
+
+def cell_of(cfg: Config, mode: str, name: str, precision: Precision) -> Record:
+    m = cfg.model
+    return {
+        "mode": mode,
+        "dropout": m.dropout,
+        "contender": name,
+        "layers": m.layers,
+        "heads": m.heads,
+        "width": m.width,
+        "context": m.context,
+        "vocabulary": m.vocab_size,
+        "batch_size": cfg.train.batch_size,
+        "precision": precision.name,
+    }
+
+
+def warm_libraries(precision: Precision) -> None:
+    """Products forward and backward, whose libraries then have the workspaces that the first contender would seem to hold."""
+    x = torch.zeros(64, 64, device=precision.device, requires_grad=True)
+    with precision.autocast():
+        y = nn.functional.linear(x, x, x[0])
+    y.float().sum().backward()
+
+
+def work_of(contenders: int, rounds: int, profiled: bool) -> int:
+    """Units of work of a cell, as measure_cell tells them."""
+    return contenders * (1 + 2 * (1 + rounds) + profiled)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser, options = options_of(argv)
+    if options.plot_only:
+        show(command.recorded(options.output / f"{PROGRAM}.json"), options.output)
+        return
+    device = command.pick_device(parser, options)
+    try:
+        module = nanogpt.load(options.nanogpt) if options.nanogpt else None
+        if module is None:
+            print("missing: nanoGPT (name a checkout of it by --nanogpt PATH)", file=sys.stderr)
+        cells = [(dropout, lineup(options, dropout)) for dropout in options.dropout]
+        if module is not None:
+            check_models(module, {name: cfg for _, found in cells for name, cfg in found.items()})
+        results = command.open_results(
+            PROGRAM, KEY, options, device, [], argv, {NANOGPT: nanogpt.fingerprint(module)} if module is not None else None
+        )
+        count = len(options.ours) + 2 + (module is not None)
+        units = len(cells) * len(options.mode) * work_of(count, options.rounds, not options.no_profile)
+        with command.progress(units, PROGRAM, "block") as bar:
+            for mode in options.mode:
+                for dropout, found in cells:
+                    precision = Precision.settle(found[OURS].train.precision, machine.inspect(found[OURS].device))
+
+                    def done(what: str, where: str = f"dropout {dropout:g}") -> None:
+                        bar.update()
+                        command.now(bar, f"{where}, {what}")
+
+                    results.add(measure_cell(found, module, precision, mode, options.rounds, not options.no_profile, done))
+                    free_memory(device)
+    except (ConfigError, PeerError) as error:
+        raise SystemExit(f"error: {error}") from error
+    show({"environment": results.environment, "records": results.records}, results.path.parent)
+
+
+def show(file: dict[str, Any], folder: Path) -> None:
+    print(step_tables.text(file["records"]))
+    if picture := step_tables.plot(file, folder):
+        print(f"\nplot: {picture}")
+
+
+if __name__ == "__main__":
+    main()

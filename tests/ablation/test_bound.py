@@ -1,0 +1,72 @@
+"""What norm kernels could gain, against counts by hand."""
+
+import pytest
+import torch
+
+from ablation.bound import attribute, norm_bytes
+from configs import Config
+from configs.schema import BlockLayout, ResidualDtype
+from training.attribution import Share
+from training.precision import Precision
+
+
+def config(**model) -> Config:
+    cfg = Config()
+    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
+    for key, value in model.items():
+        setattr(cfg.model, key, value)
+    cfg.train.batch_size = 2
+    return cfg
+
+
+def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
+    return Precision(torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "per_element"),
+    [
+        # bf16 beside an fp32 stream, dropout: first 10 + 14, three others of 12 + 16, final 8 + 14
+        ({}, torch.bfloat16, 24 + 3 * 28 + 22),
+        # fp32 everywhere, no dropout: r is x at the first site, dx is dresidual: 8 + 16, 16 + 16, 12 + 16
+        ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.float32, 24 + 3 * 32 + 28),
+        # bf16 stream, no dropout: half of that
+        ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 16 + 14),
+        # parallel, one site a layer: first 12 + 16, one other of 16 + 20, final 10 + 2 + 8 + 4 + 4
+        ({"block": BlockLayout.parallel}, torch.bfloat16, 28 + 36 + 28),
+        # with norms of q and of k (half as wide), 5 tensors of 2 bytes in each of 2 layers
+        ({"qk_norm": True, "kv_heads": 1}, torch.bfloat16, 130 + 2 * 10 * 1.5),
+    ],
+)
+def test_norm_bytes_are_those_of_a_count_by_hand(model, dtype, per_element):
+    elements = 2 * 16 * 32
+    assert norm_bytes(config(**model), precision(dtype)) == elements * per_element
+
+
+def share_table(norm_ms: float) -> list[Share]:
+    return [Share("GEMM", 60.0, 100), Share("norm", norm_ms, 50)]
+
+
+def test_bound_and_realised_part_are_amdahls():
+    # 16 GB at 4000 GB/s are 4 ms; a step of 100 ms with 24 ms of norms could take 80; fused norms of 9 ms save 15 of 20.
+    result = attribute(share_table(24.0), share_table(9.0), 100.0, 16 * 10**9, 4000.0)
+    assert result.bound == pytest.approx(100 / 80)
+    f, k = 24 / 100, 24 / 4
+    assert result.bound == pytest.approx(1 / ((1 - f) + f / k))
+    assert result.realised == pytest.approx(15 / 20)
+
+
+def test_norms_that_are_faster_than_a_copy_leave_nothing_to_gain():
+    result = attribute(share_table(3.0), share_table(2.0), 100.0, 16 * 10**9, 4000.0)
+    assert (result.bound, result.realised) == (1.0, 0.0)
+
+
+def test_a_profile_without_norms_or_with_more_norm_than_step_divides_by_nothing():
+    assert attribute([], [], 100.0, 16 * 10**9, 4000.0).bound == 1.0
+    assert attribute(share_table(24.0), share_table(9.0), 20.0, 16 * 10**9, 4000.0).bound == pytest.approx(20 / 4)
+
+
+@pytest.mark.parametrize(("step", "moved", "bandwidth"), [(0.0, 1, 1.0), (1.0, 0, 1.0), (1.0, 1, 0.0), (float("nan"), 1, 1.0)])
+def test_what_is_not_positive_is_refused_by_name(step, moved, bandwidth):
+    with pytest.raises(ValueError, match="must be more than 0, got"):
+        attribute(share_table(1.0), share_table(1.0), step, moved, bandwidth)

@@ -21,7 +21,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ablation import timing, verdict
-from ablation.parity import FEW, FUSED, LEVEL, REFERENCE, REORDERED, TORCH, Distances, Sums, judge_sign, judge_size, row_scales
+from ablation.parity import (
+    FEW,
+    FUSED,
+    GROSS_FEW,
+    LEVEL,
+    REFERENCE,
+    REORDERED,
+    TORCH,
+    Distances,
+    Sums,
+    judge_sign,
+    judge_size,
+    row_scales,
+)
 from ablation.records import AGAIN, Comparison
 from ablation.reordered import in_another_order
 from ablation.text import aligned, number
@@ -387,9 +400,12 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
     if failures:
         words = f"Parity fails in {precision}{few}: {failures[0].failure}; {len(failures)} of {len(rows)} quantities fail."
     else:
+        allowed = "by a t-test over the batches"
+        if len(batches) <= FEW:
+            allowed = f"a factor of {GROSS_FEW:.0f} allowed; {FEW + 1} batches are judged more sharply"
         words = (
             f"Parity holds in {precision}{few}: none of {len(rows)} quantities is farther from {exact} than rounding explains "
-            f"({'a factor of 10 allowed' if len(batches) <= FEW else 'by a t-test over the batches'})."
+            f"({allowed})."
         )
     return ParityCheck(rows, precision, words)
 

@@ -88,8 +88,9 @@ class Pending(NamedTuple):
     def __getitem__(self, index: Any) -> Any:
         # Loops and hooks that take output[0] of whatever is a tuple would go on with half a stream, and nobody would know.
         raise TypeError(
-            f"[{index!r}] of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let the "
-            "next fused block or a replaced norm have it (output_hidden_states needs blocks that are not fused: restore_norms)"
+            f"[{index!r}] of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let "
+            "the next fused block or a replaced norm have it (output_hidden_states needs blocks that are not fused: "
+            "restore_norms)"
         )
 
 
@@ -122,7 +123,7 @@ class AdoptedNorm(Swapped):
         dropout_p = self.dropout_p if self.training else 0.0
         if isinstance(x, Pending):
             if residual is not None:
-                raise TypeError(f"{type(self).__name__}: x is a Pending, which has a residual of its own, and residual was given")
+                raise TypeError(f"{type(self).__name__}: x is a Pending, which has a residual, and residual was given")
             x, residual, dropout_p = x
         elif not isinstance(x, Tensor):
             raise TypeError(

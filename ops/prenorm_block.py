@@ -23,6 +23,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from .adopt import AdoptedNorm, Pending, replace_norms
+from .modules import LayerNorm, RMSNorm
 from .swap import Swapped, swap, unswap
 from .wiring import BlockLayout, Wiring, check_drops_last, parts_of, wiring_of
 
@@ -58,6 +59,11 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
         for argument in ("norm1", "norm2"):
             sites = replace_norms(parts[argument], verbose=False)
             replaced += [parts[argument] for site in sites if site.fused]
+            if isinstance(parts[argument], LayerNorm | RMSNorm) and not isinstance(parts[argument], AdoptedNorm):
+                raise ValueError(
+                    f"{name}: layout.{argument} is a {type(parts[argument]).__name__} of this package, which takes hidden and "
+                    "residual itself; write such a block by hand, after the listing at the head of prenorm_block.py"
+                )
             if not isinstance(parts[argument], AdoptedNorm):
                 raise ValueError(f"{name}: layout.{argument} can't be replaced: {sites[0].why if sites else 'it is no norm'}")
         width = cast(AdoptedNorm, parts["norm1"]).formula.width

@@ -254,7 +254,8 @@ def _with_out_dtype(module: nn.Module, formula: Formula, values: dict[str, Tenso
         except RuntimeError:  # it takes no such mix: whatever ours does with it is right
             continue
         seen[x, weight] = y.dtype
-        if _distance(y, compute(formula, {name: value.to(weight) for name, value in values.items()}, rows.to(x))) > BF16_TOLERANCE:
+        rounded = {name: value.to(weight) for name, value in values.items()}
+        if _distance(y, compute(formula, rounded, rows.to(x))) > BF16_TOLERANCE:
             return f"it computes something else of {x} than of float32"
     for name, rule in OUT_DTYPES.items():
         if all(rule(*dtypes) == found for dtypes, found in seen.items()):

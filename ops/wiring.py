@@ -53,8 +53,8 @@ class Wiring:
                 found[name] = value
             elif name not in self.defaults or not _same(value, self.defaults[name]):
                 raise TypeError(
-                    f"fused block: argument {name} is a {type(value).__name__}; the block's own forward did not just hand it to "
-                    "its mixer, and a fused block can do no more than that. Leave it out, or restore_norms"
+                    f"fused block: argument {name} is a {type(value).__name__}; the block's own forward did not just hand it "
+                    "to its mixer, and a fused block can do no more than that. Leave it out, or restore_norms"
                 )
         missing = [name for name in self.handed_on if name not in given and name not in self.defaults]
         if missing:
@@ -102,8 +102,8 @@ def wiring_of(name: str, block: nn.Module, layout: BlockLayout, parts: dict[str,
     trials = [_given_to_mixer(name, block, layout, parts, shape, mode, needed) for shape in _SHAPES for mode in (False, True)]
     always = trials[0]
     handed_on = {a: b for a, value in needed.items() for b, given in always.items() if given is value}
-    for argument in needed.keys() - handed_on.keys():
-        raise ValueError(f"{name}: block does something else with its argument {argument} than hand it to its mixer; {_BY_HAND}")
+    if used := ", ".join(argument for argument in needed if argument not in handed_on):
+        raise ValueError(f"{name}: block does something else with its argument {used} than hand it to its mixer; {_BY_HAND}")
     always = {b: value for b, value in always.items() if b not in handed_on.values()}
     for b, value in always.items():
         if not all(b in trial and _same(trial[b], value) for trial in trials):
@@ -115,7 +115,8 @@ def wiring_of(name: str, block: nn.Module, layout: BlockLayout, parts: dict[str,
             given = _given_to_mixer(name, block, layout, parts, _SHAPES[0], False, needed | {argument: probe})
         except ValueError:
             continue  # the block looks at it
-        handed_on |= {argument: b for b, value in given.items() if value is probe}
+        if got := [b for b, value in given.items() if value is probe]:
+            handed_on[argument] = got[0]
     hands_on_more = handed_on.pop("any_other_name", None) is not None
     names = tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY)
     return Wiring(names, defaults, handed_on, hands_on_more, always)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,11 +21,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ablation import timing, verdict
-from ablation.parity import FEW, FUSED, LEVEL, REFERENCE, REORDERED, TORCH, Distances, Sums, judge_sign, judge_size, row_scales
+from ablation.parity import (
+    FEW,
+    FUSED,
+    GROSS_FEW,
+    LEVEL,
+    REFERENCE,
+    REORDERED,
+    TORCH,
+    Distances,
+    Sums,
+    judge_sign,
+    judge_size,
+    row_scales,
+)
 from ablation.records import AGAIN, Comparison
 from ablation.reordered import in_another_order
 from ablation.text import aligned, number
 from ops import LayerNorm, RMSNorm
+from ops.backend import runs_kernels
 from ops.recognise import Formula, compute, may_be_a_norm, recognise
 from training.clock import StepClock
 
@@ -106,7 +121,8 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
-        ValueError: the models differ in names, shapes or values of their parameters, or there is no batch.
+        ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
+            outputs; or there is no batch.
     """
     _check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
@@ -131,6 +147,7 @@ def check_parity(
     for one in batches:
         rows.clear()
         quantities = [run(one) for run in arms]
+        _check_same_outputs(*quantities[1:3])
         shared = [name for name in quantities[0] if all(name in other for other in quantities)]
         sums: dict[str, Sums] = {name: Sums() for name in shared}
         for name in shared:
@@ -163,7 +180,13 @@ def measure(
         batch, loss, autocast: as for `check_parity`.
         cycles, block_steps: each cycle gives each model two blocks of so many steps.
         warmup_steps: of each model, before.
+
+    Raises:
+        ValueError: cycles or block_steps is less than 1.
     """
+    for argument, count in (("cycles", cycles), ("block_steps", block_steps)):
+        if count < 1:
+            raise ValueError(f"measure: {argument} must be 1 or more, got {count}")
     models = {timing.TORCH: model_a, AGAIN: model_a, timing.FUSED: model_b}
     device = next(model_a.parameters()).device
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
@@ -194,8 +217,9 @@ def measure(
         for p, grad in before.items():
             p.grad = grad
     comparison, control = (timing.compare_blocks(blocks[timing.TORCH], blocks[name]) for name in (timing.FUSED, AGAIN))
-    a_ms, b_ms = (sorted(timing.per_cycle(blocks[name]))[cycles // 2] for name in (timing.TORCH, timing.FUSED))
-    return Timing(a_ms, b_ms, comparison, control, verdict.verdict_of(comparison, control))
+    a_ms, b_ms = (median(timing.per_cycle(blocks[name])) for name in (timing.TORCH, timing.FUSED))
+    words = verdict.verdict_of(comparison, control)
+    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
 
 
 def default_loss(output: Any) -> Tensor:
@@ -299,7 +323,11 @@ def _quantities(
     outputs = [t for t in _float_tensors(output) if t.dim() > 0]
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     found["loss"] = value.detach()
-    found |= {f"gradient of {name}": g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+    # A parameter that the loss does not reach has a gradient of zeros, so that one which is lost in model_b is seen.
+    found |= {
+        f"gradient of {name}": torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(parameters.items(), gradients, strict=True)
+    }
     return found | {f"row scale of {name}": scale for name, scale in scales.items()}
 
 
@@ -332,12 +360,22 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
+def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    outputs_a, outputs_b = ([name for name in quantities if name.startswith("output")] for quantities in (a, b))
+    if outputs_a != outputs_b:
+        raise ValueError(
+            f"check_parity: model_a returns {len(outputs_a)} float tensors, model_b {len(outputs_b)}; they must return the same"
+        )
+
+
 def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
     a, b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
     if a.keys() != b.keys():
         only = ", ".join(sorted(a.keys() ^ b.keys())[:5])
         raise ValueError(f"check_parity: the models must have parameters of the same names; only one of them has {only}")
     for name, p in a.items():
+        if p.requires_grad != b[name].requires_grad:
+            raise ValueError(f"check_parity: {name} requires a gradient in one model only; freeze it in both or in neither")
         if p.shape != b[name].shape or p.dtype != b[name].dtype or not torch.equal(p, b[name].to(p.device)):
             raise ValueError(f"check_parity: {name} differs between the models; load the state_dict of one into the other")
 
@@ -362,9 +400,12 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
     if failures:
         words = f"Parity fails in {precision}{few}: {failures[0].failure}; {len(failures)} of {len(rows)} quantities fail."
     else:
+        allowed = "by a t-test over the batches"
+        if len(batches) <= FEW:
+            allowed = f"a factor of {GROSS_FEW:.0f} allowed; {FEW + 1} batches are judged more sharply"
         words = (
             f"Parity holds in {precision}{few}: none of {len(rows)} quantities is farther from {exact} than rounding explains "
-            f"({'a factor of 10 allowed' if len(batches) <= FEW else 'by a t-test over the batches'})."
+            f"({allowed})."
         )
     return ParityCheck(rows, precision, words)
 

@@ -3,8 +3,6 @@
 python -m examples.own_training_loop
 """
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,57 +11,56 @@ from ablation.adoption import check_parity, measure
 from ops import RMSNorm, backend_for
 
 
-class Residual(nn.Module):
-    """RMSNorm → MLP, twice; the second norm adds the first MLP's output in its kernel."""
+class Textbook(nn.Module):
+    norm: type[nn.RMSNorm] = nn.RMSNorm
 
-    def __init__(self, width: int = 64, norm: type[nn.Module] = RMSNorm) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(norm(width, eps=1e-5) for _ in range(3))
+        self.norms = nn.ModuleList(self.norm(width, eps=1e-5) for _ in range(3))
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, stream = self.norms[0](x, prenorm=True)
-        for layer, norm in zip(self.layers, self.norms[1:], strict=True):
-            y, stream = norm(F.gelu(layer(y)), stream, prenorm=True)
-        return y
-
-
-class Textbook(Residual):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for norm, layer in zip(self.norms, self.layers, strict=False):
             x = x + F.gelu(layer(norm(x)))
         return self.norms[-1](x)
 
 
-def train(model: nn.Module, device: str, steps: int) -> list[float]:
+class Fused(Textbook):
+    norm = RMSNorm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, stream = self.norms[0](x, prenorm=True)
+        for layer, norm in zip(self.layers, self.norms[1:], strict=True):
+            y, stream = norm(F.gelu(layer(y)), stream, prenorm=True)  # adds what the layer put out, in its kernel
+        return y
+
+
+def train(model: nn.Module, x: torch.Tensor, steps: int) -> list[float]:
     # By shape, not by class: isinstance(m, nn.LayerNorm) misses norms that are somebody's own class.
-    decay = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
+    decay, rest = ([p for p in model.parameters() if (p.dim() >= 2) == matrices] for matrices in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     # Without a GPU there may be no compiler for what inductor writes; the graph is captured all the same, in one piece.
-    step = torch.compile(model, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    x = torch.randn(256, 64, device=device)
+    step = torch.compile(model, fullgraph=True, backend="inductor" if x.is_cuda else "aot_eager")
     losses = []
     for _ in range(steps):
         loss = F.mse_loss(step(x), x.flip(-1))
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
 def main() -> None:
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    textbook, fused = Textbook(norm=nn.RMSNorm).to(device), Residual().to(device)
+    x = torch.randn(256, 64, device="cuda" if torch.cuda.is_available() else "cpu")
+    textbook, fused = Textbook().to(x.device), Fused().to(x.device)
     fused.load_state_dict(textbook.state_dict())
-    x = torch.randn(256, 64, device=device)
-    print(f"fused norms run as: {backend_for(device)}")
+    print(f"fused norms run as: {backend_for(x.device)}")
     print(check_parity(textbook, fused, x))
     print(measure(textbook, fused, x, cycles=3, block_steps=2))
-    ours, theirs = (train(copy.deepcopy(model), device, steps=20) for model in (fused, textbook))
+    ours, theirs = (train(model, x, steps=20) for model in (fused, textbook))
     print(f"20 compiled steps: loss {ours[0]:.4f} → {ours[-1]:.4f}; with PyTorch's norms {theirs[0]:.4f} → {theirs[-1]:.4f}")
 
 

@@ -8,7 +8,8 @@ from .backend import backend_for
 from .functional import dropout_mask, layer_norm_fn, rms_norm_fn, seeded_dropout
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
-from .prenorm_block import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, fuse_prenorm_block
+from .prenorm_block import GPT2_BLOCK, LLAMA_BLOCK, fuse_prenorm_block
+from .wiring import BlockLayout
 
 __all__ = [
     "GPT2_BLOCK",

@@ -8,7 +8,7 @@ optimizers, checkpoints, hooks and references to it hold, and so do isinstance t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -85,11 +85,20 @@ class Pending(NamedTuple):
     residual: Tensor  # (..., N), the stream so far
     dropout_p: float  # what is still to be dropped of hidden
 
+    def __getitem__(self, index: Any) -> Any:
+        # Loops and hooks that take output[0] of whatever is a tuple would go on with half a stream, and nobody would know.
+        raise TypeError(
+            f"[{index!r}] of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let "
+            "the next fused block or a replaced norm have it (output_hidden_states needs blocks that are not fused: "
+            "restore_norms)"
+        )
+
 
 class AdoptedNorm(Swapped):
     """A norm of somebody's model that runs `layer_norm_fn`."""
 
     formula: Formula
+    eps: float | None  # the formula's, until somebody sets it, as with torch's norms
     dropout_p: float
 
     def forward(
@@ -113,14 +122,21 @@ class AdoptedNorm(Swapped):
             raise TypeError(f"{type(self).__name__}: forward takes x, residual, prenorm, residual_in_fp32; got {[*by_name]}")
         dropout_p = self.dropout_p if self.training else 0.0
         if isinstance(x, Pending):
+            if residual is not None:
+                raise TypeError(f"{type(self).__name__}: x is a Pending, which has a residual, and residual was given")
             x, residual, dropout_p = x
+        elif not isinstance(x, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}: x must be a tensor or a Pending, got {type(x).__name__}"
+                + "; reentrant activation checkpointing takes a Pending apart: pass use_reentrant=False" * isinstance(x, tuple)
+            )
         weight = None if formula.weight is None else getattr(self, formula.weight)
         return layer_norm_fn(
             x,
             weight,
             None if formula.bias is None else getattr(self, formula.bias),
             residual=residual,
-            eps=torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if formula.eps is None else formula.eps,
+            eps=torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps,
             dropout_p=dropout_p,
             prenorm=prenorm,
             residual_in_fp32=residual_in_fp32,
@@ -131,7 +147,7 @@ class AdoptedNorm(Swapped):
 
     def extra_repr(self) -> str:
         width = "any width" if self.formula.width is None else str(self.formula.width)
-        return f"{width}, {self.formula}, dropout_p={self.dropout_p}"
+        return f"{width}, {replace(self.formula, eps=self.eps)}, dropout_p={self.dropout_p}"
 
 
 def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool] | None) -> Site | None:

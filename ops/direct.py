@@ -43,12 +43,17 @@ def has_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
+def transformed_by_func() -> bool:
+    """Whether any of torch.func's transforms is on, vmap among them."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def differentiated_by_func() -> bool:
     """Whether torch.func.grad, jvp, hessian and their like are on.
 
     They differentiate every operation by itself, some of them more than once; the kernels have one formula for one backward.
     """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if not transformed_by_func():
         return False
     derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return any(level.key() in derivatives for level in torch._C._functorch.get_interpreter_stack() or ())

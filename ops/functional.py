@@ -100,15 +100,15 @@ def layer_norm_fn(
         check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
 
     inputs = Inputs(*tensors[:9], _seed_tensor(seed, x.device) if plan.drops else None)
-    if kernels:
-        try:
+    try:
+        if kernels:
             outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
-        except RuntimeError:
-            if eager:
-                make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
-            raise
-    else:
-        outputs = _run_reference(inputs, plan, out, residual_out)
+        else:
+            outputs = _run_reference(inputs, plan, out, residual_out)
+    except RuntimeError:
+        if eager:
+            make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
+        raise
 
     results: list = [outputs.y if out is None else out]
     if plan.returns_y1:

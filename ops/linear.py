@@ -81,7 +81,7 @@ def layer_norm_linear_fn(
             is_rms_norm=is_rms_norm, out_dtype=dtype,
         ),
     )  # fmt: skip
-    if direct.differentiated_by_func():  # which wants plain operations
+    if direct.transformed_by_func():  # which wants plain operations
         output = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
         return (output, r) if prenorm else output
     output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm)

@@ -50,7 +50,16 @@ def swap(module: nn.Module, forward: type[Swapped], *others: type, **attributes:
 
 
 def unswap(module: Swapped) -> None:
-    """Undoes `swap`."""
+    """Undoes `swap`.
+
+    Raises:
+        ValueError: the module has been given yet another class since, which would be lost.
+    """
+    if type(module) is not _swapped_class(*module._parts):
+        raise ValueError(
+            f"restore_norms: {original_class(module).__name__} was made a {type(module).__name__} by another tool after it was "
+            "replaced (fully_shard, a parametrization); undo that first"
+        )
     names, before = module.__dict__.pop(_BEFORE)
     for name in names:
         module.__dict__.pop(name, None)

@@ -9,6 +9,7 @@ from torch import nn
 
 from ablation.adoption import check_parity, default_loss, measure
 from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
+from ops.backend import runs_kernels
 
 WIDTH = 32
 
@@ -136,6 +137,27 @@ def test_a_planted_mistake_fails_and_is_named(model, change):
     assert "NO" in str(check)
 
 
+def lost_weight_gradient(norm):
+    norm.forward = lambda x: F.layer_norm(x, x.shape[-1:], norm.weight.detach(), norm.bias, norm.eps)
+
+
+def cut_off(norm):
+    own = norm.forward
+    norm.forward = lambda x: own(x.detach())
+
+
+@pytest.mark.parametrize("change", [lost_weight_gradient, cut_off])
+def test_a_gradient_that_is_missing_altogether_is_seen(model, change):
+    check = check_parity(model, with_norms(model, change), batch())
+    assert not check.holds and check.rows[0].name.startswith("gradient of"), check
+    assert check.rows[0].error == pytest.approx(1.0)
+
+
+def test_a_parameter_that_no_loss_reaches_is_at_parity(model):
+    model.unused = nn.Parameter(torch.ones(3))
+    assert check_parity(model, adopted(model), batch()).holds
+
+
 def test_a_wrong_norm_is_seen_in_bf16_too(model):
     model = model.bfloat16()
     assert not check_parity(model, with_norms(model, lambda norm: setattr(norm, "eps", 0.01)), batch()).holds
@@ -163,6 +185,18 @@ def test_what_can_not_be_compared_is_refused(model):
         check_parity(model, nn.Sequential(nn.Linear(2, 2)), batch())
     with pytest.raises(ValueError, match="batch is an empty list"):
         check_parity(model, model, [])
+    other = copy.deepcopy(model)
+    other.final.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"final\.weight requires a gradient in one model only"):
+        check_parity(model, other, batch())
+    other = copy.deepcopy(model)
+    own = other.forward
+    other.forward = lambda *args: (*own(*args), torch.zeros(3))
+    with pytest.raises(ValueError, match="model_a returns 1 float tensors, model_b 2"):
+        check_parity(model, other, batch())
+    for argument in ("cycles", "block_steps"):
+        with pytest.raises(ValueError, match=f"measure: {argument} must be 1 or more, got 0"):
+            measure(model, model, batch(), **{argument: 0})
 
 
 def test_measure_times_both_models_in_turn_against_a_control(model):
@@ -174,6 +208,7 @@ def test_measure_times_both_models_in_turn_against_a_control(model):
     assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * 2 * (1 + 3))
     assert timing.a_ms > 0 and timing.b_ms > 0
     assert timing.verdict in str(timing) and "A/A" in timing.verdict
+    assert ("No kernel was measured" in timing.verdict) == (not runs_kernels(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,16 @@ def test_gradient_checkpointing_changes_no_gradient(pair):
         torch.testing.assert_close(b, a)
 
 
+def test_hidden_states_of_fused_blocks_are_refused_and_attentions_are_those_of_the_model(pair):
+    model, fused = pair
+    with pytest.raises(TypeError, match="output_hidden_states needs blocks that are not fused"):
+        fused(input_ids=TOKENS, output_hidden_states=True)
+    for one in pair:
+        one.set_attn_implementation("eager")
+    found, expected = (one(input_ids=TOKENS, output_attentions=True).attentions for one in (fused, model))
+    torch.testing.assert_close(found, expected)
+
+
 def test_restoring_gives_back_the_model(pair):
     model, fused = pair
     restore_norms(fused, verbose=False)

@@ -136,6 +136,29 @@ class LayerNorm2d(nn.LayerNorm):
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
 
 
+class AbsoluteWeightRMSNorm(Llama):
+    """The same as long as weights are positive."""
+
+    def forward(self, x):
+        return self.weight.abs() * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class ClampedLayerNorm(nn.LayerNorm):
+    """The same until a feature stands out."""
+
+    def forward(self, input):
+        return super().forward(input).clamp(-10, 10)
+
+
+class EpsByDtypeLayerNorm(NanoGPT):
+    """eps 1e-5 in fp32, 1e-3 in half precision, as much diffusion code has it."""
+
+    def forward(self, x):
+        eps = 1e-5 if x.dtype == torch.float32 else 1e-3
+        d = x - x.mean(-1, keepdim=True)
+        return d * (d.square().mean(-1, keepdim=True) + eps).rsqrt() * self.weight + self.bias
+
+
 class BuffersRMSNorm(Llama):
     def __init__(self, width):
         super().__init__(width)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ops
-from ops import LayerNorm, RMSNorm, replace_norms, restore_norms
+from ops import LayerNorm, Pending, RMSNorm, replace_norms, restore_norms
 
 from . import lookalikes
 from .cases import BF16, FP16, FP32
@@ -46,6 +46,9 @@ LEFT_ALONE = {
     "gated": (lambda: lookalikes.GatedRMSNorm(N), "its forward takes x, gate"),
     "random in training": (lambda: lookalikes.NoisyLayerNorm(N), "in training"),
     "channels": (lambda: lookalikes.LayerNorm2d(N), "raised|of more dimensions"),
+    "|w|": (lambda: lookalikes.AbsoluteWeightRMSNorm(N), "neither LayerNorm nor RMSNorm"),
+    "clamped": (lambda: lookalikes.ClampedLayerNorm(768), "neither LayerNorm nor RMSNorm"),
+    "eps by dtype": (lambda: lookalikes.EpsByDtypeLayerNorm(N), "something else of torch.bfloat16"),
     "buffers": (lambda: lookalikes.BuffersRMSNorm(N), "buffers"),
     "on meta": (lambda: nn.LayerNorm(N, device="meta"), "on meta"),
     "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),
@@ -208,6 +211,40 @@ def test_a_replaced_norm_takes_the_stream_and_the_name_of_its_input(device):
     torch.testing.assert_close(y, lookalikes.Llama(N).to(device)(r))
     with pytest.raises(TypeError, match="got \\['input'\\]"):
         norm(input=x)
+
+
+def test_eps_can_be_set_as_before(device):
+    x = torch.randn(3, N, device=device)
+    found = []
+    for norm in (nn.LayerNorm(N).to(device), nn.LayerNorm(N).to(device)):
+        if found:
+            replace_norms(norm, verbose=False)
+        norm.eps = 1.0
+        found.append(norm(x))
+    torch.testing.assert_close(*found)
+
+
+def test_a_pending_is_not_taken_apart_in_silence(device):
+    norm, x = nn.LayerNorm(N).to(device), torch.randn(3, N, device=device)
+    replace_norms(norm, verbose=False)
+    pending = Pending(x, x, 0.0)
+    with pytest.raises(TypeError, match=r"\[0\] of a Pending.*hidden \+ residual"):
+        pending[0]
+    with pytest.raises(TypeError, match="got tuple; reentrant activation checkpointing"):
+        norm(tuple(pending))
+    with pytest.raises(TypeError, match="and residual was given"):
+        norm(pending, residual=x)
+
+
+def test_restoring_what_another_tool_has_changed_since_is_refused():
+    norm = nn.LayerNorm(N)
+    replace_norms(norm, verbose=False)
+    nn.utils.parametrize.register_parametrization(norm, "weight", nn.ReLU())
+    with pytest.raises(ValueError, match="was made a ParametrizedFusedLayerNorm by another tool"):
+        restore_norms(norm, verbose=False)
+    nn.utils.parametrize.remove_parametrizations(norm, "weight")
+    restore_norms(norm, verbose=False)
+    assert type(norm) is nn.LayerNorm
 
 
 def test_replacing_under_a_compiled_model_takes_effect(device):

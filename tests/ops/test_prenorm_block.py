@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ops import GPT2_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
+from ops import GPT2_BLOCK, BlockLayout, LayerNorm, Pending, fuse_prenorm_block, replace_norms, restore_norms
 
 from . import lookalikes
 
@@ -126,6 +126,12 @@ def test_activation_checkpointing_around_a_fused_block(device):
         torch.testing.assert_close(found, wanted)
 
 
+def test_reentrant_checkpointing_is_refused(device):
+    model, x = fused(Model()).to(device), torch.randn(3, N, device=device, requires_grad=True)
+    with pytest.raises(TypeError, match="use_reentrant=False"):
+        model.final(checkpoint(model.blocks[0], x, use_reentrant=True))
+
+
 def test_restoring_gives_back_blocks_dropouts_and_norms(device):
     model = Model(p=0.3).to(device)
     new = fused(model)
@@ -182,15 +188,16 @@ def block_with_other_norm():
         (WithMore, "also has drop_path, gamma, of which layout says nothing"),
         (ReturnsTuple, "returns a tuple, expected a tensor"),
         (block_with_other_norm, "layout.norm2 can't be replaced: it is neither LayerNorm nor RMSNorm"),
+        (lambda: Block(norm=LayerNorm), "layout.norm1 is a LayerNorm of this package"),
         (lambda: nn.Linear(2, 2), "block has no 'ln_1', layout.norm1"),
     ],
 )
 def test_a_block_of_another_form_is_refused_and_stays_as_it_was(block, why):
     block = block()
-    cls = type(block)
+    classes = [type(module) for module in block.modules()]
     with pytest.raises(ValueError, match=re.escape(why)):
         fuse_prenorm_block(block, GPT2_BLOCK)
-    assert type(block) is cls
+    assert [type(module) for module in block.modules()] == classes
 
 
 def test_a_fused_block_is_not_fused_again():

@@ -67,6 +67,12 @@ def test_vmap_gives_each_sample_what_it_gets_alone(x, w):
     assert torch.equal(found, torch.stack([rms_norm_fn(x, w, None, dropout_p=0.5, seed=1) for x in batch]))
 
 
+def test_vmap_of_norm_and_linear_gives_each_sample_what_it_gets_alone(x, w):
+    matrix, batch = torch.randn(2, N, device=x.device), torch.stack([x, 2 * x])
+    found = torch.func.vmap(lambda x: layer_norm_linear_fn(x, w, None, matrix, None))(batch)
+    torch.testing.assert_close(found, torch.stack([layer_norm_linear_fn(x, w, None, matrix, None) for x in batch]))
+
+
 def test_kernels_refuse_a_gradient_of_a_gradient(x, w):
     x.requires_grad_()
     (grad,) = torch.autograd.grad(ours(x, w), x, create_graph=True)

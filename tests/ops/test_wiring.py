@@ -1,0 +1,178 @@
+"""What a block hands to its parts: a fused block hands them the same, or is refused."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ops import BlockLayout, fuse_prenorm_block
+
+N = 16
+LAYOUT = BlockLayout("norm1", "mixer", "norm2", "mlp")
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x, scale=1.0, causal=False, **ignored):
+        return self.linear(x) * scale * (2.0 if causal else 1.0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.mixer, self.norm2, self.mlp = nn.LayerNorm(N), Mixer(), nn.LayerNorm(N), Mixer()
+        self.flag = True
+
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Constant(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x), causal=self.flag)
+        return x + self.mlp(self.norm2(x))
+
+
+class DefaultOfItsOwn(Block):
+    def forward(self, x, causal=True):
+        x = x + self.mixer(self.norm1(x), causal=causal)
+        return x + self.mlp(self.norm2(x))
+
+
+class Renamed(Block):
+    def forward(self, x, factor=1.0, *, unused=None):
+        x = x + self.mixer(self.norm1(x), factor)
+        return x + self.mlp(self.norm2(x))
+
+
+class Needed(Block):
+    def forward(self, x, scale):
+        x = x + self.mixer(self.norm1(x), scale=scale)
+        return x + self.mlp(self.norm2(x))
+
+
+class AnyName(Block):
+    def forward(self, x, **kwargs):
+        x = x + self.mixer(self.norm1(x), **kwargs)
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "args", "kwargs"),
+    [
+        (Constant, (), {}),
+        (DefaultOfItsOwn, (), {}),
+        (DefaultOfItsOwn, (False,), {}),
+        (Renamed, (3.0,), {}),
+        (Renamed, (), {"factor": 3.0, "unused": None}),
+        (Needed, (3.0,), {}),
+        (AnyName, (), {"scale": 3.0, "causal": True}),
+    ],
+)
+def test_the_mixer_gets_what_the_block_would_have_given_it(block, args, kwargs, device):
+    block, x = block().to(device), torch.randn(2, 3, N, device=device)
+    expected = block(x, *args, **kwargs)
+    fuse_prenorm_block(block, LAYOUT)
+    pending = block(x, *args, **kwargs)
+    torch.testing.assert_close(pending.hidden + pending.residual, expected)
+
+
+class Doubled(Block):
+    def forward(self, x, scale=1.0):
+        x = x + self.mixer(self.norm1(x), scale=2 * scale)
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "args", "kwargs", "why"),
+    [
+        (Doubled, (3.0,), {}, "argument scale is a float; the block's own forward did not just hand it to its mixer"),
+        (Block, (), {"scale": 3.0}, "argument scale is a float"),
+        (Renamed, (), {"unused": 1}, "argument unused is a int"),
+        (Needed, (), {}, "misses scale"),
+        (Needed, (1.0, 2.0), {}, "takes x, scale by position, got 3 arguments"),
+    ],
+)
+def test_an_argument_that_would_be_lost_raises(block, args, kwargs, why):
+    block = block()
+    fuse_prenorm_block(block, LAYOUT)
+    with pytest.raises(TypeError, match=re.escape(why)):
+        block(torch.zeros(2, 3, N), *args, **kwargs)
+
+
+class ToTheMLP(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(x), causal=True)
+
+
+class FromTheShape(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x), scale=x.shape[1])
+        return x + self.mlp(self.norm2(x))
+
+
+class FromTheMode(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x), causal=self.training)
+        return x + self.mlp(self.norm2(x))
+
+
+class FromX(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x), scale=x.mean())
+        return x + self.mlp(self.norm2(x))
+
+
+class NeededAndUsed(Block):
+    def forward(self, x, scale):
+        x = x + self.mixer(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class DropsByFunction(Block):
+    def forward(self, x):
+        x = x + F.dropout(self.mixer(self.norm1(x)), 0.1, self.training)
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (ToTheMLP, "its norms or its MLP get causal beside their input"),
+        (FromTheShape, "block computes scale, which it gives to its mixer"),
+        (FromTheMode, "block computes causal"),
+        (FromX, "block computes scale"),
+        (NeededAndUsed, "does something else with its argument scale"),
+        (DropsByFunction, "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x)) in training"),
+    ],
+)
+def test_a_block_that_does_more_than_hand_on_is_refused(block, why):
+    block, state = block(), torch.get_rng_state()
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(block, LAYOUT)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class DropsInTheMiddle(Mixer):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.linear(self.dropout(x))
+
+
+def test_a_sublayer_whose_dropout_does_not_come_last_is_refused():
+    block = Block()
+    block.mlp = DropsInTheMiddle()
+    state, hooks = torch.get_rng_state(), len(block.mlp.dropout._forward_hooks)
+    with pytest.raises(ValueError, match=r"layout\.dropout2 is not the last that happens in its sublayer"):
+        fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", dropout2="mlp.dropout"))
+    assert torch.equal(torch.get_rng_state(), state) and len(block.mlp.dropout._forward_hooks) == hooks

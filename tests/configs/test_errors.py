@@ -137,9 +137,9 @@ def test_all_broken_rules_are_reported_at_once():
 def test_a_batch_must_divide_among_the_ranks():
     cfg = configs.load(["train.batch_size=12", "train.accumulation=2"], on=CPU)
 
-    configs.rules.check(cfg, CPU, ranks=3)
+    configs.rules.check(cfg, Machine("cpu", ranks=3))
     with pytest.raises(ConfigError, match=r"× 4 ranks.*train\.batch_size=16"):
-        configs.rules.check(cfg, CPU, ranks=4)
+        configs.rules.check(cfg, Machine("cpu", ranks=4))
 
 
 def test_several_values_without_a_sweep_are_refused():

@@ -72,6 +72,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         if cfg.init_from and not run.origin.stored:
             pretrained.load(model, cfg.init_from)
         model = model.to(device)
+        model.recompute = cfg.train.recompute
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
     if origin := run.origin.stored:
         with world.agreed():

@@ -70,16 +70,8 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
-    *(
-        "norm.impl",
-        "norm.dropout_masks",
-        "train.compile",
-        "train.recompute",
-        "device",
-        "parallel",
-        "data.processes",
-        "data.cache_dir",
-    ),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel"),
+    *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes"),
 }
 FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}

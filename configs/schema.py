@@ -153,9 +153,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
     precision: Precision = Precision.auto
     compile: bool = False  # torch.compile(fullgraph=True)
-    recompute: bool = (
-        False  # of each block only its input is kept for backward, and the rest computed again: less memory, slower
-    )
+    recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
 
 
 @dataclass

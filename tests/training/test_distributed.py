@@ -47,7 +47,6 @@ def test_the_same_global_batch_gives_the_same_losses_whatever_the_number_of_rank
             torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
         rows = [row for one in told for row in one["rows"]]
         assert len(rows) == 12 * 8 and all(len(one["rows"]) == 12 * 8 // ranks for one in told)
-        assert {path.name for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("of")} >= {folder.name}
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["alone", "of_2", "of_4"]
 
 
@@ -56,7 +55,7 @@ def test_ranks_drop_different_elements_and_reduce_gradients_once_a_step(tiny, tm
 
     seeds = [seed for one in told for seed in one["seeds"]]
     assert len(set(seeds)) == len(seeds) == 2 * 12 * 2 * 5, "ranks × steps × micro-batches × norm sites"
-    assert [one["reduced"] for one in told] == [12, 12] or [one["reduced"] for one in told] == [24, 24], told[0]["reduced"]
+    assert [one["reduced"] for one in told] == [12, 12], "one bucket, twelve steps of two micro-batches"
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tiny, tmp_path):
@@ -74,7 +73,7 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_the_same_error(tiny
     told = train_together(2, tiny, tmp_path / "run", nan=[1, 3])
 
     assert told[0]["ended"].startswith("NonFiniteError: the loss or the gradient is NaN or infinite at step 3")
-    assert told[1]["ended"] == told[0]["ended"]
+    assert told[1]["ended"].partition(". Batch")[0] == told[0]["ended"].partition(". Batch")[0]
 
 
 def test_a_run_of_one_process_goes_on_with_two_ranks(tiny, tmp_path):

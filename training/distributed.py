@@ -132,6 +132,8 @@ def join() -> World:
     if local_rank < gpus:  # else the rules say what is wrong
         torch.cuda.set_device(local_rank)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+    # torchrun's store outlives a restart, and has what the ranks before it wrote
+    store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, store)

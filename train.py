@@ -258,7 +258,9 @@ def main() -> int:
     except KeyboardInterrupt:  # before the first step, which Interrupt watches, or a second one
         codes.append(130)
     except SystemExit as end:
-        codes.append(end.code if isinstance(end.code, int) else 1 if end.code else 0)
+        if end.code == 1:  # Hydra's, of an exception: it is this rank's own, and torchrun ends the others
+            raise
+        codes.append(end.code if isinstance(end.code, int) else 0)
     world.leave(max(codes))
     return max(codes)
 

@@ -258,9 +258,9 @@ def main() -> int:
     except KeyboardInterrupt:  # before the first step, which Interrupt watches, or a second one
         codes.append(130)
     except SystemExit as end:
-        if end.code == 1:  # Hydra's, of an exception: it is this rank's own, and torchrun ends the others
+        if end.code == 1 or isinstance(end.code, str):  # of an exception: this rank's own; torchrun ends the others
             raise
-        codes.append(end.code if isinstance(end.code, int) else 0)
+        codes.append(end.code or 0)
     world.leave(max(codes))
     return max(codes)
 

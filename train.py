@@ -258,8 +258,8 @@ def main() -> int:
     except KeyboardInterrupt:  # before the first step, which Interrupt watches, or a second one
         codes.append(130)
     except SystemExit as end:
-        if end.code == 1 or isinstance(end.code, str):  # of an exception: this rank's own; torchrun ends the others
-            raise
+        if end.code == 1 or isinstance(end.code, str):
+            raise  # an exception, of this rank alone: it waits for nobody, and torchrun ends the others
         codes.append(end.code or 0)
     world.leave(max(codes))
     return max(codes)

@@ -2,6 +2,7 @@
 
 python train.py                                    Shakespeare on a CPU, under 3 minutes
 python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` lists groups and keys
+torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 """
 
 import sys
@@ -14,6 +15,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import configs
 from configs import Config, ConfigError, command_line, machine, rules
@@ -23,6 +25,7 @@ from model import GPT
 from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
+from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
 from training.health import Health, NonFiniteError
@@ -31,7 +34,7 @@ from training.optimizer import adamw
 from training.precision import Precision
 from training.profile import StepProfiler
 from training.report import Summary, describe, facts, report
-from training.run import Run, open_run
+from training.run import Follower, Run, open_run
 from training.sampling import continue_text, encode_prompt
 from training.saver import Saver
 from training.schedule import learning_rate
@@ -39,8 +42,8 @@ from training.step import training_step
 from training.storage import StorageError, relative
 
 
-def train(cfg: Config, run: Run, on: Machine) -> Summary:
-    """One training run, from a checked config to its last checkpoint.
+def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
+    """One training run, from a checked config to its last checkpoint; every rank of it calls this.
 
     Raises:
         ConfigError: the data or the model refuse what the config asks for; nothing has been trained.
@@ -51,21 +54,30 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
     device = precision.device
-    with command_line.as_config_errors():
+    with world.agreed(), command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-        batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+        batches = Batches(
+            corpus.train.tokens,
+            context=cfg.model.context,
+            batch_size=cfg.train.batch_size,
+            seed=cfg.seed,
+            rank=world.rank,
+            ranks=world.size,
+        )
         prompt = encode_prompt(corpus.tokenizer, cfg.sample.prompt) if cfg.sample.tokens else []  # now, not after training
 
     # ---- model -------------------------------------------------------------------------------------------------------------
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
-    with command_line.as_config_errors():
+    with world.agreed(), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
         if cfg.init_from and not run.origin.stored:
             pretrained.load(model, cfg.init_from)
         model = model.to(device)
+        model.recompute = cfg.train.recompute
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
     if origin := run.origin.stored:
-        state.restore(origin, with_changes=cfg.resume_with_changes)
+        with world.agreed():
+            state.restore(origin, with_changes=cfg.resume_with_changes)
         if not run.origin.in_place:
             # in another folder: its best checkpoint is its own, and its first line of validation its first evaluation
             state.best, state.best_step, state.owes_validation = None, None, False
@@ -73,27 +85,34 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
     if cfg.train.compile:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
         forward = torch.compile(model, fullgraph=True)
+    forward = world.replicate(forward)
 
     def validate() -> Validation:
-        batch_size = cfg.train.batch_size // cfg.train.accumulation
         # not the compiled model: it would compile again for evaluation, and once more for a last batch with fewer rows
         return evaluate(
-            model, corpus.val, precision, context=cfg.model.context, batch_size=batch_size, batches=cfg.eval.batches
+            model,
+            corpus.val,
+            precision,
+            context=cfg.model.context,
+            batch_size=cfg.train.batch_size // cfg.train.accumulation // world.size,
+            batches=cfg.eval.batches and cfg.eval.batches * world.size,
+            world=world,
         )
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
     run.start(
-        facts(run.origin, precision, corpus, model),
+        facts(run.origin, precision, corpus, model, world),
         tokenizer=state.tokenizer,
         train_bytes_per_token=corpus.train.bytes_per_token,
         val_bytes_per_token=corpus.val.bytes_per_token,
     )
-    clock, health, peak = StepClock(device), Health(device, state.scaler), peak_flops(device, precision.dtype)
+    clock, health = StepClock(device), Health(device, state.scaler)
+    peak = world.size * (peak_flops(device, precision.dtype) or 0)
     batch_tokens = cfg.train.batch_size * cfg.model.context
     state.loss_sum = state.loss_sum.to(device)  # since the last line of metrics; on the device until then
 
     marked = None if cfg.train.compile else model  # hooks would make torch.compile start anew
-    profiler = StepProfiler(cfg.profile, run.folder, clock, device, marked, run.say)
+    profiler = StepProfiler(cfg.profile and world.leads, run.folder, clock, device, marked, run.say)
 
     def look(done: int) -> None:
         """Evaluates after step `done`; a signal cuts that short, and the run does it again when it goes on."""
@@ -111,7 +130,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
             state.best, state.best_step = validation, done
 
     try:
-        with Interrupt() as interrupt, Saver(run.folder, cfg) as saver, profiler:
+        with Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver, profiler:
             if state.owes_validation:
                 look(state.step)
             saver.point(state.best_step)  # of a run that goes on, whose newest checkpoint may have been damaged
@@ -120,7 +139,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
             )  # cut short again: no step after it
             for step in run.progress(todo):
                 with profiler.step():
-                    loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision)
+                    loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)
                 state.step = done = step + 1
                 health.watch(done, loss, grad_norm)
                 state.loss_sum, state.losses = state.loss_sum + loss, state.losses + 1
@@ -146,7 +165,7 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
 
                 if last or due(done, cfg.eval.every):
                     look(done)
-                stopping = interrupt.requested is not None  # asked once: where the run stops, it has saved
+                stopping = interrupt.wanted()  # asked once: where the run stops, it has saved
                 if last or stopping or due(done, cfg.checkpoint.every) or state.best_step == done:
                     with clock.paused():
                         health.check_weights(model, done)
@@ -165,7 +184,8 @@ def train(cfg: Config, run: Run, on: Machine) -> Summary:
             results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
             run.finish(results)
             with interrupt.at_once():  # all but the sample is kept
-                text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if prompt else ""
+                wanted = prompt and world.leads
+                text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
             run.keep_sample(text)
     except NonFiniteError as error:
         raise NonFiniteError(describe(error, run, batches), error.step) from None
@@ -176,32 +196,41 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def job(composed: DictConfig) -> int:
+@record  # torchrun's report of a rank that failed then has the traceback
+def job(composed: DictConfig, world: World) -> int:
     """One run of the command: a whole run, or one of a sweep. Returns its exit code, so that those after it still start."""
     context = HydraConfig.get()
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
         cfg = configs.typed(composed)
-        origin = resume.settle(cfg, folder, overrides, chosen=command_line.chooses_folder(cfg, context.overrides.hydra))
-        if origin.folder != folder:
+        chosen = command_line.chooses_folder(cfg, context.overrides.hydra)
+        world.highest(0)  # on every rank Hydra has made the folder
+        origin = world.first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))
+        if origin.folder != folder and world.leads:
             with suppress(OSError):  # Hydra made it before it called
                 folder.rmdir()
         if origin.finished:
-            print(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+            if world.leads:
+                print(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
             return 0
-        on = machine.inspect(origin.cfg.device)
-        rules.check(origin.cfg, on)
+        with world.agreed():
+            on = machine.inspect(origin.cfg.device)
+            rules.check(origin.cfg, on)
         group = Path(context.sweep.dir).name if sweep else None
-        with open_run(origin, torch.device(on.device), group) as run, unless_refused(run):
-            summary = train(origin.cfg, run, on)
+        with open_run(origin, torch.device(on.device), group, world) as run, unless_refused(run):
+            summary = train(origin.cfg, run, on, world)
     except (NonFiniteError, StorageError) as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        if world.leads:
+            print(f"stopped: {error}", file=sys.stderr)
         return 1
     except ConfigError as error:
+        if not world.leads:
+            return command_line.EXIT_CODE
         with suppress(OSError):
             folder.rmdir()
         return command_line.refuse(error, overrides if sweep else None)
-    print(report(summary), flush=True)
+    if world.leads:
+        print(report(summary), flush=True)
     return 0
 
 
@@ -211,7 +240,7 @@ def unless_refused(run: Run) -> Iterator[None]:
     try:
         yield
     except (ConfigError, KeyboardInterrupt, Stopped):
-        if run.tracker is None and not run.origin.in_place:
+        if run.tracker is None and not run.origin.in_place and not isinstance(run, Follower):
             for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
                 (run.folder / name).unlink(missing_ok=True)
             with suppress(OSError):
@@ -220,18 +249,23 @@ def unless_refused(run: Run) -> Iterator[None]:
 
 
 def main() -> int:
-    codes = [0]
+    codes, world = [0], join()
 
     def run(composed: DictConfig) -> None:
-        codes.append(job(composed))
+        codes.append(job(composed, world) or 0)
 
     exit_on_sigterm()
     try:
-        command_line.check(sys.argv[1:])
-        command_line.register_resolvers(sys.argv[1:])
+        world.first(lambda: command_line.check(sys.argv[1:]))
+        command_line.register_resolvers(sys.argv[1:], started=world.first(command_line.now))
         hydra.main(version_base="1.3", config_path="configs", config_name="config")(run)()
     except KeyboardInterrupt:  # before the first step, which Interrupt watches, or a second one
-        return 130
+        codes.append(130)
+    except SystemExit as end:
+        if end.code == 1 or isinstance(end.code, str):
+            raise  # an exception, of this rank alone: it waits for nobody, and torchrun ends the others
+        codes.append(end.code or 0)
+    world.leave(max(codes))
     return max(codes)
 
 

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser  # the parser of @hydra.main; there is no public name for it
@@ -81,13 +82,23 @@ def chooses_folder(cfg: Config, hydra_overrides: Sequence[str]) -> bool:
     )
 
 
-def register_resolvers(arguments: Sequence[str] = ()) -> None:
-    """What config.yaml interpolates, in a command with these arguments."""
-    swept = _swept(arguments)
+def register_resolvers(arguments: Sequence[str] = (), started: str | None = None) -> None:
+    """What config.yaml interpolates, in a command with these arguments.
+
+    Args:
+        started: when the command was given, as `now` has it, the same on all ranks; None: now.
+    """
+    swept, when = _swept(arguments), started or now()
+    OmegaConf.register_new_resolver("started", lambda: when, replace=True)
     OmegaConf.register_new_resolver("or", lambda chosen, default: chosen or default, replace=True)
     OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
     OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)
     OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
+
+
+def now() -> str:
+    """As folders of runs are named."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def describe_keys() -> str:

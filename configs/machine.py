@@ -17,6 +17,10 @@ class Machine:
     bf16: bool = True  # computes in bf16 without emulating it
     triton: bool = True  # can be imported
     cpp_compiler: bool = True  # torch.compile needs one on the CPU
+    gpus: int = 1  # of this process's node that it may use
+    ranks: int = 1  # processes that train together
+    local_rank: int = 0  # of this process on its node
+    by_torchrun: bool = False  # which then started them, be it only one
 
 
 def inspect(device: Device) -> Machine:
@@ -38,4 +42,13 @@ def inspect(device: Device) -> Machine:
         bf16=torch.cuda.is_bf16_supported(including_emulation=False) if name == "cuda" else True,
         triton=importlib.util.find_spec("triton") is not None,
         cpp_compiler=any(shutil.which(cc) for cc in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if cc),
+        gpus=torch.cuda.device_count() if name == "cuda" else 0,
+        ranks=int(os.environ.get("WORLD_SIZE", "1")) if by_torchrun() else 1,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")) if by_torchrun() else 0,
+        by_torchrun=by_torchrun(),
     )
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun started this process, by what it leaves in the environment; other launchers leave WORLD_SIZE too."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ

@@ -15,6 +15,7 @@ from configs.schema import (
     Config,
     DataConfig,
     NormImpl,
+    Parallel,
     Positions,
     Precision,
     Schedule,
@@ -25,13 +26,14 @@ from configs.schema import (
 )
 
 
-def check(cfg: Config, machine: Machine, ranks: int = 1) -> None:
+def check(cfg: Config, machine: Machine) -> None:
     """Passes a config that can run on `machine`.
 
     Raises:
         ConfigError: with every broken rule, one a line.
     """
-    broken = [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg, ranks), *_device(cfg, machine)]
+    broken = [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg, machine.ranks)]
+    broken += [*_parallel(cfg, machine), *_device(cfg, machine)]
     if broken:
         raise ConfigError("\n".join(broken))
 
@@ -69,7 +71,8 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "device", "data.processes", "data.cache_dir"),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel"),
+    *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes", "profile"),
 }
 FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}
@@ -217,6 +220,21 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         yield "resume is empty. Use never, auto, or the path of a run or of a checkpoint."
     if cfg.sample.tokens and not cfg.sample.prompt:
         yield 'sample.prompt is empty: the model needs a token to go on from. Use sample.prompt="\\n", or sample.tokens=0.'
+
+
+def _parallel(cfg: Config, machine: Machine) -> Iterator[str]:
+    if cfg.parallel is not Parallel.auto and not machine.by_torchrun:
+        yield (
+            f"parallel={cfg.parallel}: this process is alone. Start several with torchrun --nproc-per-node=N train.py ..., or "
+            "leave parallel out."
+        )
+    if machine.ranks > 1 and machine.device == "mps":
+        yield f"device=mps: PyTorch has no collectives there, and torchrun has started {machine.ranks} ranks. Use device=cpu."
+    if machine.device == "cuda" and machine.local_rank >= machine.gpus:
+        yield (
+            f"torchrun has started local rank {machine.local_rank}, counted from 0, and this node has {machine.gpus} GPUs: "
+            f"each rank needs one of its own. Use --nproc-per-node={machine.gpus}, or device=cpu."
+        )
 
 
 def _device(cfg: Config, machine: Machine) -> Iterator[str]:

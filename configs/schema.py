@@ -149,10 +149,11 @@ class Precision(StrEnum):
 @dataclass
 class TrainConfig:
     steps: int = 900  # optimizer steps
-    batch_size: int = 8  # sequences per optimizer step
-    accumulation: int = 1  # micro-batches that batch_size is cut into
+    batch_size: int = 8  # sequences per optimizer step, of all ranks together
+    accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
     precision: Precision = Precision.auto
     compile: bool = False  # torch.compile(fullgraph=True)
+    recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
 
 
 @dataclass
@@ -209,6 +210,11 @@ class AblateConfig:
     parity_steps: int = 10  # optimizer steps of such a run
 
 
+class Parallel(StrEnum):
+    auto = "auto"  # ddp where torchrun has started several processes, else one process alone
+    ddp = "ddp"  # each rank has the whole model and a share of the batch
+
+
 class Device(StrEnum):
     auto = "auto"  # cuda, else mps, else cpu
     cuda = "cuda"
@@ -230,6 +236,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
     device: Device = Device.auto
+    parallel: Parallel = Parallel.auto  # how the processes of `torchrun train.py ...`, its ranks, share the work
     seed: int = 1
     profile: bool = False  # trace a few steps after warm-up into the run folder, and tell where their time goes
     folder: str | None = None  # where the run is kept; null: runs/ and a name with the time

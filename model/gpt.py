@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from configs.schema import BlockLayout, DropoutMasks, ModelConfig, NormConfig, NormImpl, Positions, ResidualDtype
 from model.attention import rotary_table
@@ -53,6 +54,7 @@ class GPT(nn.Module):
 
         self.sites_per_block = Block.sites
         self.dropout_sites = cfg.layers * Block.sites + 1  # and the final norm
+        self.recompute = False  # train.recompute: blocks keep their inputs alone for backward, and are computed again in it
         self.initialize()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, seeds: Tensor | None = None) -> Tensor:
@@ -76,7 +78,12 @@ class GPT(nn.Module):
 
         x, x1, residual = self.embed(tokens), None, None
         for layer, block in enumerate(self.blocks):
-            x, x1, residual = block(x, x1, residual, rotary, site_seeds[layer * self.sites_per_block :])
+            inputs = (x, x1, residual, rotary, site_seeds[layer * self.sites_per_block :])
+            if self.recompute and self.training:
+                # the same masks: those with seeds by their seeds, torch's own by the generator's state, which is put back
+                x, x1, residual = checkpoint(block, *inputs, use_reentrant=False)
+            else:
+                x, x1, residual = block(*inputs)
         hidden = self.final_norm(x, residual, x1=x1, seed=site_seeds[-1])
 
         logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)

@@ -144,7 +144,7 @@ def test_eval_batches_is_what_evaluation_reads(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "evaluate", lambda *_, **options: seen.append(options) or Validation(1.0, 1.0))
     train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2"], tmp_path / "run")
 
-    assert seen == [{"context": 32, "batch_size": 4, "batches": 3}]
+    assert seen == [{"context": 32, "batch_size": 4, "batches": 3, "world": train.ALONE}]
 
 
 def test_the_sample_is_drawn_as_the_config_says(tiny, tmp_path, monkeypatch):

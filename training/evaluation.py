@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from data import Split, ValidationWindows
+from training.distributed import ALONE, World
 from training.precision import Precision
 
 
@@ -22,25 +23,36 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, split: Split, precision: Precision, *, context: int, batch_size: int, batches: int | None = None
+    model: torch.nn.Module,
+    split: Split,
+    precision: Precision,
+    *,
+    context: int,
+    batch_size: int,
+    batches: int | None = None,
+    world: World = ALONE,
 ) -> Validation:
-    """The mean over every predicted token of `split`. Draws no random numbers.
+    """The mean over every predicted token of `split`, the same on every rank. Draws no random numbers.
 
     Args:
-        batches: evaluate this many batches of windows spread evenly over the split. Both figures are then estimates: the loss
-            from a sample, and the bits per byte also because it takes the whole split's bytes per token.
+        batch_size: rows of a batch. The batches go round the ranks: all would wait for one that did it alone.
+        batches: evaluate this many batches, of all ranks together, whose windows are spread evenly over the split. Both figures
+            are then estimates: the loss from a sample, and the bits per byte also because it takes the whole split's bytes per
+            token.
     """
     was_training = model.training
     model.eval()
     total, tokens = torch.zeros((), device=precision.device), 0
-    windows = ValidationWindows(split.tokens, context=context, batch_size=batch_size, batches=batches)
+    windows = ValidationWindows(
+        split.tokens, context=context, batch_size=batch_size, batches=batches, rank=world.rank, ranks=world.size
+    )
     try:
         for inputs, targets in windows:
             with precision.autocast():
                 loss = model(inputs.to(precision.device), targets.to(precision.device))
             total += loss * targets.numel()  # the last batch may have fewer rows
             tokens += targets.numel()
-        mean = total.item() / tokens
+        mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
     finally:  # a signal may cut it short
         model.train(was_training)
     return Validation(mean, bits_per_byte(mean, split.bytes_per_token))

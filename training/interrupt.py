@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+from training.distributed import ALONE, World
+
 
 class Stopped(SystemExit):
     """A signal ended what can be done again; its code is that of the process."""
@@ -25,8 +27,9 @@ class Interrupt:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, world: World = ALONE) -> None:
         self.requested: signal.Signals | None = None
+        self._world = world
         self._at_once = False
 
     def __enter__(self) -> "Interrupt":
@@ -37,9 +40,21 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def wanted(self) -> bool:
+        """Whether a signal has reached any rank; `requested` then says on each rank which."""
+        if number := self._world.highest(self.requested or 0):
+            self.requested = signal.Signals(number)
+        return self.requested is not None
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Within this block a signal raises Stopped, also one that came before: for what takes long and can be done again."""
+        """Within this block a signal raises Stopped, also one that came before: for what takes long and can be done again.
+
+        Not where there are several ranks, which do that together: a signal reaches them at different moments.
+        """
+        if self._world.size > 1:
+            yield
+            return
         try:
             self._at_once = True
             if self.requested:
@@ -58,6 +73,7 @@ class Interrupt:
         self.requested = signal.Signals(number)
         for each in self.SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-        print("\nFinishing this step, then a checkpoint. Ctrl-C again quits at once.", file=sys.stderr, flush=True)
+        if self._world.leads:
+            print("\nFinishing this step, then a checkpoint. Ctrl-C again quits at once.", file=sys.stderr, flush=True)
         if self._at_once:
             raise Stopped(self.exit_code)

@@ -10,6 +10,7 @@ from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Corpus
 from model import GPT
 from training import storage
+from training.distributed import ALONE, World
 from training.evaluation import Validation
 from training.health import NonFiniteError
 from training.precision import Precision
@@ -29,7 +30,7 @@ class Summary:
     sample: str
 
 
-def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT) -> dict[str, str]:
+def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world: World = ALONE) -> dict[str, str]:
     """What one wants to know about a run before it starts; printed, and kept in W&B's config."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
@@ -44,8 +45,10 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT) -> di
     epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
+    ranks = {"ranks": f"{world.size} × this device, ddp"} if world.store else {}
     return {
         "device": f"{device.type}, {hardware}",
+        **ranks,
         "precision": precision.name + (", compiled" if cfg.train.compile else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
         "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",

@@ -5,7 +5,7 @@ import math
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tqdm import tqdm
 import configs
 from configs import Config, ConfigError
 from training import storage
+from training.distributed import ALONE, World
 from training.environment import environment
 from training.evaluation import bits_per_byte
 from training.plot import loss_curve, read_metrics
@@ -195,9 +196,36 @@ class Run:
         return ", ".join(parts)
 
 
+class Follower(Run):
+    """The run on every rank but the first: in the same folder, where only the first one writes, and without a word."""
+
+    def start(self, facts: dict[str, Any], *, tokenizer: str, train_bytes_per_token: float, val_bytes_per_token: float) -> None:
+        pass
+
+    def progress(self, steps: range) -> Iterator[int]:
+        yield from steps
+
+    def log(self, step: int, values: dict[str, float | None]) -> None:
+        pass
+
+    def sync(self) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def finish(self, results: dict[str, Any]) -> None:
+        pass
+
+    def keep_sample(self, text: str) -> None:
+        pass
+
+
 @contextmanager
-def open_run(origin: Start, device: torch.device, group: str | None = None) -> Iterator[Run]:
+def open_run(origin: Start, device: torch.device, group: str | None = None, world: World = ALONE) -> Iterator[Run]:
     """A run in a folder of its own, closed however the block ends: the plot drawn, W&B told the exit code.
+
+    All ranks have one folder, which the first one claims.
 
     Args:
         origin: where the run should go; a folder that another run has gets a number appended.
@@ -206,9 +234,18 @@ def open_run(origin: Start, device: torch.device, group: str | None = None) -> I
     Raises:
         ConfigError: the folder can't be written, or another process has this run.
     """
-    folder = origin.folder if origin.in_place else claim(origin.folder, exact=origin.exact)
-    with locked(folder):
-        run = Run(origin, folder, device, *_identity(folder, group))
+    with ExitStack() as held:
+
+        def take() -> tuple[Path, tuple[str, str | None]]:
+            folder = origin.folder if origin.in_place else claim(origin.folder, exact=origin.exact)
+            held.enter_context(locked(folder))
+            return folder, _identity(folder, group)
+
+        folder, identity = world.first(take)
+        if not world.leads:
+            yield Follower(origin, folder, device, *identity)
+            return
+        run = Run(origin, folder, device, *identity)
         if not origin.in_place:
             run._describe()
         for note in origin.notes:

@@ -1,12 +1,14 @@
 """Saves a run's checkpoints, where asked behind the training, and keeps the newest few."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from configs import Config, to_dict
 from training import storage
 from training.checkpoint import TrainState
+from training.distributed import ALONE, World
 
 
 class Saver:
@@ -16,29 +18,33 @@ class Saver:
     is on its way: the next `save` waits for it. What went wrong in the thread is raised there, or at the end of the block.
     """
 
-    def __init__(self, run: Path, cfg: Config) -> None:
-        self._run, self._keep_newest, self._config = run, cfg.checkpoint.keep, to_dict(cfg)
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background else None
+    def __init__(self, run: Path, cfg: Config, world: World = ALONE) -> None:
+        self._world, self._run, self._keep_newest, self._config = world, run, cfg.checkpoint.keep, to_dict(cfg)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background and world.leads else None
         self._pending: Future[None] | None = None
 
     def save(self, state: TrainState) -> None:
-        """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for.
+        """Keeps the first rank's `state`, points last and best to where they are now, and deletes what checkpoint.keep has no
+        room for.
 
         Raises:
-            StorageError: this checkpoint, or the one before it that was on its way, can't be written.
+            StorageError: on every rank: this checkpoint, or the one before it that was on its way, can't be written.
         """
-        self.wait()
-        parts = state.parts(self._config, copied=self._thread is not None)
-        if self._thread is None:
-            self._keep(state.step, parts, state.best_step)
-        else:
-            self._pending = self._thread.submit(self._keep, state.step, parts, state.best_step)
+        self._world.first(partial(self._save, state))
 
     def wait(self) -> None:
         """Returns once nothing is on its way. Raises StorageError as `save`."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def _save(self, state: TrainState) -> None:
+        self.wait()
+        parts = state.parts(self._config, copied=self._thread is not None)
+        if self._thread is None:
+            self._keep(state.step, parts, state.best_step)
+        else:
+            self._pending = self._thread.submit(self._keep, state.step, parts, state.best_step)
 
     def _keep(self, step: int, parts: dict, best: int | None) -> None:
         if not (self._run / storage.FOLDER / storage.name(step)).exists():
@@ -48,6 +54,8 @@ class Saver:
 
     def point(self, best: int | None) -> None:
         """Points the run's links last and best to its newest checkpoint and to that of step `best`."""
+        if not self._world.leads:
+            return
         kept = storage.kept(self._run)
         for name, wanted in (("last", kept[:1]), ("best", [path for path in kept if storage.step_of(path) == best])):
             for checkpoint in wanted:

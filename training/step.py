@@ -1,11 +1,13 @@
 """One update of the weights."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
 from configs import Config
 from training.checkpoint import TrainState
+from training.distributed import ALONE, World, gradients_stay
 from training.optimizer import set_learning_rate
 from training.precision import Precision
 from training.randomness import seed_micro_batch
@@ -19,26 +21,30 @@ def training_step(
     step: int,
     cfg: Config,
     precision: Precision,
-    rank: int = 0,
+    world: World = ALONE,
     mark: Callable[[str], None] = lambda part: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One update: the gradient of the mean loss over `batch`, gathered over micro-batches, clipped and applied.
+    """One update: the gradient of the mean loss over the batch of all ranks, gathered over micro-batches, clipped and applied.
 
     Args:
+        forward: the model, compiled or not; as `World.replicate` gives it where there are several ranks.
+        batch: this rank's share.
         mark: told "forward", "backward" and "optimizer" where each of these ends, once for each micro-batch.
 
     Returns:
-        The mean loss in nats per token, and the gradient norm before clipping. Both stay on the device.
+        The mean loss in nats per token, and the gradient norm before clipping; the same on every rank. Both stay on the device.
     """
     inputs, targets = (to_device(part, precision.device).chunk(cfg.train.accumulation) for part in batch)
     total = torch.zeros((), device=precision.device)
     for micro_batch, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-        seeds = seed_micro_batch(cfg.seed, step, micro_batch, rank, sites=state.model.dropout_sites)
-        with precision.autocast():
-            loss = forward(x, y, seeds=to_device(seeds, precision.device))
-        mark("forward")
-        loss = loss / cfg.train.accumulation  # micro-batches are equal, so the mean of their means is the batch's
-        state.scaler.scale(loss).backward()
+        seeds = seed_micro_batch(cfg.seed, step, micro_batch, world.rank, sites=state.model.dropout_sites)
+        last = micro_batch == cfg.train.accumulation - 1
+        with nullcontext() if last else gradients_stay(forward):
+            with precision.autocast():
+                loss = forward(x, y, seeds=to_device(seeds, precision.device))
+            mark("forward")
+            loss = loss / cfg.train.accumulation  # micro-batches are equal, so the mean of their means is the batch's
+            state.scaler.scale(loss).backward()
         total += loss.detach()
         mark("backward")
 
@@ -49,7 +55,7 @@ def training_step(
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
     mark("optimizer")
-    return total, grad_norm
+    return world.sum(total) / world.size, grad_norm
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -137,9 +137,26 @@ def test_all_broken_rules_are_reported_at_once():
 def test_a_batch_must_divide_among_the_ranks():
     cfg = configs.load(["train.batch_size=12", "train.accumulation=2"], on=CPU)
 
-    configs.rules.check(cfg, CPU, ranks=3)
+    configs.rules.check(cfg, Machine("cpu", ranks=3))
     with pytest.raises(ConfigError, match=r"× 4 ranks.*train\.batch_size=16"):
-        configs.rules.check(cfg, CPU, ranks=4)
+        configs.rules.check(cfg, Machine("cpu", ranks=4))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "message"),
+    [
+        (["parallel=ddp"], Machine("cpu"), r"parallel=ddp: this process is alone\. Start several with torchrun"),
+        ([], Machine("mps", ranks=2, by_torchrun=True), r"device=mps: .* 2 ranks\. Use device=cpu"),
+        ([], Machine("cuda", ranks=4, local_rank=2, gpus=2, by_torchrun=True), r"local rank 2, .* 2 GPUs.*--nproc-per-node=2"),
+    ],
+)
+def test_ranks_that_can_not_work_are_refused(overrides, machine, message):
+    with pytest.raises(ConfigError, match=message):
+        configs.load([*overrides, "norm.impl=torch"], on=machine)
+
+
+def test_one_rank_of_torchrun_may_ask_for_ddp():
+    assert configs.load(["parallel=ddp"], on=Machine("cpu", by_torchrun=True)).parallel == "ddp"
 
 
 def test_several_values_without_a_sweep_are_refused():

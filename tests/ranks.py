@@ -1,0 +1,98 @@
+"""Runs of several ranks on the CPU, each a process forked from one that has imported everything, as that takes seconds."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+import torch
+
+import configs
+import train
+import training.step as step_module
+from configs.machine import Machine
+from tests.runs import read_json
+from training import distributed
+from training.resume import settle
+from training.run import open_run
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["tests.ranks"])
+
+
+def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:
+    """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
+
+    Args:
+        acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    started = [
+        processes.Process(target=_rank, args=(rank, ranks, port, overrides, str(folder), acts), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(100)
+        assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
+    return [read_json(Path(f"{folder}_rank_{rank}.json")) for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, port: int, overrides: list[str], folder: str, acts: dict[str, list[int]]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world, on = distributed.join(), Machine("cpu", ranks=ranks, by_torchrun=True)
+    told: dict = {"steps": 0, "seeds": [], "rows": [], "reduced": 0, "ended": None}
+    _watch(world, told, acts)
+    cfg = configs.load(overrides, on=on)
+    try:
+        origin = world.first(lambda: settle(cfg, Path(folder), [], chosen=True))
+        with open_run(origin, torch.device("cpu"), world=world) as run:
+            run.plot = lambda: None  # type: ignore[method-assign]
+            train.train(cfg, run, on, world)
+    except SystemExit as end:
+        told["ended"] = end.code
+    except Exception as error:
+        told["ended"] = f"{type(error).__name__}: {error}"
+    Path(f"{folder}_rank_{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    world.leave(0)
+
+
+def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
+    seed, step, replicate = step_module.seed_micro_batch, train.training_step, distributed.World.replicate
+
+    def seeds(*place, **options):
+        found = seed(*place, **options)
+        told["seeds"] += found.tolist()
+        return found
+
+    def steps(forward, state, batch, index, *rest):
+        told["rows"] += [row.tolist() for row in batch[0]]
+        if acts.get("signal") == [world.rank, index + 1]:
+            signal.raise_signal(signal.SIGTERM)
+        if acts.get("nan") == [world.rank, index + 1]:
+            state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
+        result = step(forward, state, batch, index, *rest)
+        told["steps"] += 1
+        return result
+
+    def counted(self, forward):
+        def hook(_, bucket):
+            told["reduced"] += 1
+            bucket.buffer().div_(world.size)
+            return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+        ddp = replicate(self, forward)
+        ddp.register_comm_hook(None, hook)
+        return ddp
+
+    step_module.seed_micro_batch, train.training_step = seeds, steps
+    if acts.get("count"):
+        distributed.World.replicate = counted  # type: ignore[method-assign]

@@ -1,0 +1,96 @@
+"""torchrun train.py, as a user gives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.runs import ROOT, bits, corpus
+from training.plot import read_metrics
+
+STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+# train.py with something that happens to rank 1 in the middle of step 7, once
+HAPPENS = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import train
+original, once = train.training_step, Path({once!r})
+def step(forward, state, batch, index, *rest):
+    if index == 6 and os.environ["RANK"] == "1" and not once.exists():
+        once.touch()
+        {what}
+    return original(forward, state, batch, index, *rest)
+train.training_step = step
+sys.argv[0] = {root!r} + "/train.py"
+sys.exit(train.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return [*corpus(tmp_path_factory.mktemp("corpus")), *STEPS]
+
+
+def torchrun(folder, arguments, *options, what="pass"):
+    """The process of torchrun, in `folder`; `what` happens to rank 1."""
+    program = folder / f"train_{'_'.join(what.split()[:1])}.py"
+    text = HAPPENS.format(root=str(ROOT), once=str(folder / "once"), what=what)
+    # Hydra looks for configs beside the file of train.main
+    program.write_text(text, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
+    return subprocess.Popen(
+        [*TORCHRUN, *options, str(program), *arguments],
+        cwd=folder,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_the_same_bits(tiny, tmp_path):
+    command = [*tiny, "resume=auto"]
+    killed = torchrun(tmp_path, [*command, "folder=mine"], "--max-restarts=1", what="os.kill(os.getpid(), signal.SIGKILL)")
+    out, err = killed.communicate(timeout=200)
+
+    assert killed.returncode == 0, err
+    assert out.count("resume=auto: goes on from mine/checkpoints/step_") == 1, "said once, by one rank"
+    whole = torchrun(tmp_path, [*command, "folder=whole"])
+    _, err = whole.communicate(timeout=200)
+    assert whole.returncode == 0, err
+    assert bits(tmp_path / "mine") == bits(tmp_path / "whole")
+
+
+def test_a_rank_that_dies_ends_the_job_with_its_error(tiny, tmp_path):
+    process = torchrun(tmp_path, [*tiny, "folder=mine"], what="raise RuntimeError('broken on purpose')")
+    _, err = process.communicate(timeout=200)
+
+    assert process.returncode == 1
+    report = err[err.index("Root Cause") :]
+    assert "rank      : 1" in report and "RuntimeError: broken on purpose" in report
+
+
+def test_sigterm_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path):
+    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"])
+    metrics, deadline = tmp_path / "mine" / "metrics.jsonl", time.monotonic() + 150
+    while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+
+    assert "stopped after step" in out, err
+    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
+
+
+def test_a_refused_command_is_explained_once(tiny, tmp_path):
+    process = torchrun(tmp_path, [*tiny, "train.batch_size=7"])
+    _, err = process.communicate(timeout=100)
+
+    assert process.returncode != 0
+    assert err.count("error: train.batch_size=7 can't be cut into equal micro-batches") == 1
+    assert not (tmp_path / "runs").exists()

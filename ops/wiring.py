@@ -78,7 +78,7 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
         except AttributeError:
             children = ", ".join(child for child, _ in block.named_children())
             raise ValueError(f"{name}: block has no {path!r}, layout.{field.name}; its parts are {children}") from None
-    known = {str(path).split(".")[0] for path in vars(layout).values()}
+    known = {str(path).split(".")[0] for path in vars(layout).values() if path}
     more = [child for child, module in block.named_children() if child not in known and type(module) is not nn.Identity]
     more += [parameter for parameter, _ in block.named_parameters(recurse=False)]
     if more:

@@ -102,3 +102,8 @@ def test_a_sparse_tensor_is_refused_also_where_a_dense_one_of_its_shape_was_take
         fuzz.ops.layer_norm_fn(x, None, None)
         with pytest.raises(ValueError, match="x must be a dense tensor"):
             fuzz.ops.layer_norm_fn(x.to_sparse(), None, None)
+
+
+def test_so_is_it_on_the_reference(monkeypatch):
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    test_a_sparse_tensor_is_refused_also_where_a_dense_one_of_its_shape_was_taken_before(torch.device("cpu"))

@@ -6,18 +6,13 @@ import time
 
 import pytest
 
-from tests.kills import Killer
-from tests.runs import bits, corpus, finish, start
+from tests.resume.kills import Killer
+from tests.runs import bits, finish, start
 from training import storage
 from training.plot import read_metrics
 
 KILLS = 50
 EVERY = 3
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

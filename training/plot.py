@@ -1,6 +1,7 @@
 """The loss curve of a run, as a picture."""
 
 import json
+from contextlib import suppress
 from functools import partial
 from operator import mul
 from pathlib import Path
@@ -16,13 +17,11 @@ TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, a torn last one left out."""
+    """The lines of a metrics.jsonl; those that are torn or damaged are left out."""
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
             lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
     return lines
 
 

@@ -1,5 +1,6 @@
 """Saves a run's checkpoints, where asked behind the training, and keeps the newest few."""
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ class Saver:
         self._run, self._keep_newest, self._config = run, cfg.checkpoint.keep, to_dict(cfg)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background else None
         self._pending: Future[None] | None = None
+        self._has_links = True
 
     def save(self, state: TrainState) -> None:
         """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for.
@@ -50,8 +52,12 @@ class Saver:
         """Points the run's links last and best to its newest checkpoint and to that of step `best`."""
         kept = storage.kept(self._run)
         for name, wanted in (("last", kept[:1]), ("best", [path for path in kept if storage.step_of(path) == best])):
-            for checkpoint in wanted:
-                storage.link(self._run, name, checkpoint)
+            for checkpoint in wanted if self._has_links else ():
+                try:
+                    storage.link(self._run, name, checkpoint)
+                except storage.NoLinksError as error:
+                    self._has_links = False
+                    print(f"{error}: no last and no best there, only {storage.FOLDER}/.", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Saver":
         return self

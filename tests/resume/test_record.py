@@ -1,6 +1,9 @@
 """A run that goes on has one record: metrics without holes or repeats, one W&B run, the checkpoints that it should."""
 
 import json
+import signal
+
+import pytest
 
 import train
 from tests.resume.stops import AUTO, train_until
@@ -59,3 +62,30 @@ def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatc
     assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [30, 27, 24, 20]
     assert (tmp_path / "run" / "best").resolve().name == storage.name(20)
     assert (tmp_path / "run" / "last").resolve().name == storage.name(30)
+
+
+def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
+    original = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
+    monkeypatch.setattr(train, "evaluate", original)
+    train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
+
+    _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")
+
+    assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("harm", [b"{torn", b"\x00\xff\xfe"])
+def test_a_damaged_line_of_metrics_takes_no_other_with_it_and_is_said(tiny, tmp_path, capsys, harm):
+    train_until(8, [*tiny, *AUTO], tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], harm, *lines[3:]]) + b"\n")
+    capsys.readouterr()
+
+    _, metrics = train_here([*tiny, *AUTO, "train.steps=9", "resume_with_changes=true"], tmp_path / "run")
+
+    assert [line["step"] for line in metrics if "train/loss" in line] == [1, 2, 4, 5, 6, 7, 8, 9]
+    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out

@@ -1,16 +1,18 @@
 """A run goes on only as what it was, where nobody else has it and while there is something left to do."""
 
 import pytest
+import torch
 
 import configs
 import train
 from configs import ConfigError
 from configs.machine import Machine
 from tests.resume.stops import AUTO, in_step, train_until
-from tests.runs import corpus, train_here
-from training import checkpoint
+from tests.runs import composed, corpus, train_here
+from training import checkpoint, storage
 from training.health import NonFiniteError
 from training.resume import settle
+from training.run import open_run
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tiny, tmp_path):
@@ -107,3 +109,32 @@ def test_a_resumed_run_that_goes_bad_at_once_names_what_it_went_on_from(tiny, tm
         patch.setattr(train, "training_step", bad)
         with pytest.raises(NonFiniteError, match=r"Last good checkpoint: .*good/checkpoints/step_00000006"):
             train_here([*tiny, f"resume={tmp_path / 'good'}"], tmp_path / "run")
+
+
+def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(tiny, tmp_path):
+    train_until(8, [*tiny, *AUTO], tmp_path / "run")
+    looked = settle(composed([*tiny, *AUTO]), tmp_path / "run", [], chosen=True)
+    train_here([*tiny, *AUTO, "checkpoint.keep=9"], tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+
+    with pytest.raises(ConfigError, match="another process has just trained there"), open_run(looked, torch.device("cpu")):
+        pass
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == names
+
+
+def test_checkpoints_that_change_while_they_are_looked_at_are_looked_at_again(tiny, tmp_path, monkeypatch):
+    train_until(8, [*tiny, *AUTO], tmp_path / "run")
+    original, looks = storage.newest, []
+
+    def meanwhile(run):
+        if not looks:
+            looks.append(run)
+            (run / "checkpoints" / storage.name(6)).rename(run / "checkpoints" / storage.name(9))  # another process keeps one
+            return None, ["step_00000006 is damaged: it is missing"]
+        return original(run)
+
+    monkeypatch.setattr(storage, "newest", meanwhile)
+    found = settle(composed([*tiny, *AUTO]), tmp_path / "run", [], chosen=True)
+
+    assert found.checkpoints == (tmp_path / "run" / "checkpoints" / storage.name(9),)
+    assert not any("damaged" in note for note in found.notes)

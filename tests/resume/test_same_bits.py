@@ -120,10 +120,11 @@ def compared(folder, at):
     return found
 
 
-def test_a_run_takes_up_one_of_the_other_operator(tiny, tmp_path):
+def test_a_run_takes_up_one_of_the_other_operator_and_says_so(tiny, tmp_path, capsys):
     overrides = [*tiny, *AUTO, "model.dropout=0.1", "norm.dropout_masks=shared"]
     train_until(14, [*overrides, "norm.impl=fused"], tmp_path / "run")
     other, _ = train_here([*overrides, "norm.impl=torch"], tmp_path / "run")
+    assert "norm.impl=torch from here on; the steps before had norm.impl=fused." in capsys.readouterr().out
     whole, _ = train_here([*overrides, "norm.impl=fused"], tmp_path / "whole")
 
     assert other.final.loss == pytest.approx(whole.final.loss, rel=1e-5)

@@ -1,14 +1,18 @@
 """A disk that is full and a thread that writes leave a whole checkpoint."""
 
+import errno
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
-from tests.resume.stops import AUTO, in_step, stop_with
+import train
+from tests.resume.stops import AUTO, in_step, stop_with, train_until
 from tests.runs import bits, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
+from training.health import NonFiniteError
 from training.storage import StorageError
 
 
@@ -72,3 +76,32 @@ def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, t
     for name in ("model.safetensors", "training.safetensors"):
         files = [tmp_path / run / "checkpoints" / storage.name(3) / name for run in ("run", "plain")]
         assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_full_disk_in_the_thread_is_told_of_also_where_nan_ends_the_run(tiny, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    def goes_bad(forward, state, batch, step, *rest):
+        if step == 7:
+            next(iter(state.model.parameters())).data[0, 0] = float("nan")
+        return original(forward, state, batch, step, *rest)
+
+    original = train.training_step
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    monkeypatch.setattr(train, "training_step", goes_bad)
+    with pytest.raises(NonFiniteError, match=r"NaN(.|\n)*step_00000006 can't be written: No space left on device"):
+        train_here([*tiny, *AUTO, "checkpoint.background=true", "eval.every=0"], tmp_path / "run")
+
+
+def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tmp_path, monkeypatch, capsys):
+    def refused(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    train_until(14, [*tiny, *AUTO], tmp_path / "run")
+    assert capsys.readouterr().err.count("without symbolic links: no last and no best there") == 1
+    monkeypatch.undo()
+
+    train_here([*tiny, *AUTO], tmp_path / "run")
+    assert checkpoint.read(tmp_path / "run" / "last").step == 30

@@ -71,8 +71,8 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
     if found is None:
         if (folder / "summary.json").is_file() or (folder / "last").is_symlink():
             raise ConfigError(
-                f"resume=auto: {relative(folder)} has a run whose checkpoints are gone, and starting anew there would delete the "
-                "rest of it. Choose another folder."
+                f"resume=auto: {relative(folder)} has a run whose checkpoints are gone, and a new one there would overwrite "
+                "the rest of it. Choose another folder."
             )
         notes.append(f"resume=auto: no checkpoint in {relative(folder)} yet; the run starts at its first step.")
         return Start(cfg, folder, in_place=True, exact=True, notes=notes)
@@ -112,10 +112,14 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
 
 
 def _other_operator(before: Config, cfg: Config) -> list[str]:
-    """A line if the operator at the norm sites changes: its losses and bits do, a little, and config.yaml has the last alone."""
-    impl, masks = ((cfg.norm.impl, before.norm.impl), (cfg.norm.dropout_masks, before.norm.dropout_masks))
-    changes = (("norm.impl", impl), ("norm.dropout_masks", masks))
-    return [f"{key}={now} from here on; the steps before had {key}={then}." for key, (now, then) in changes if now != then]
+    """A line on each key of the norm sites' operator that changes; config.yaml has the last one alone."""
+    changes = {
+        "norm.impl": (before.norm.impl, cfg.norm.impl),
+        "norm.dropout_masks": (before.norm.dropout_masks, cfg.norm.dropout_masks),
+    }
+    return [
+        f"{key}={now} from here on; the steps before had {key}={then}." for key, (then, now) in changes.items() if now != then
+    ]
 
 
 def _check_left(start: Start) -> None:

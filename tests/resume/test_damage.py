@@ -102,7 +102,7 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(tiny, 
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(ConfigError, match=r"a checkpoint can't be read: .*Permission denied"):
         train_here([*tiny, *AUTO], tmp_path / "run")
-    monkeypatch.undo()
+    monkeypatch.setattr(Path, "open", original)
     assert storage.step_of(storage.newest(tmp_path / "run")[0]) == 12
 
 

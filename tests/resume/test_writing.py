@@ -79,7 +79,7 @@ def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, t
 
 
 def test_a_full_disk_in_the_thread_is_told_of_also_where_nan_ends_the_run(tiny, tmp_path, monkeypatch):
-    def full(*_):
+    def full(file, tensors):
         raise OSError(28, "No space left on device")
 
     def goes_bad(forward, state, batch, step, *rest):
@@ -98,10 +98,11 @@ def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tm
     def refused(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
+    original = Path.symlink_to
     monkeypatch.setattr(Path, "symlink_to", refused)
     train_until(14, [*tiny, *AUTO], tmp_path / "run")
     assert capsys.readouterr().err.count("without symbolic links: no last and no best there") == 1
-    monkeypatch.undo()
+    monkeypatch.setattr(Path, "symlink_to", original)
 
     train_here([*tiny, *AUTO], tmp_path / "run")
     assert checkpoint.read(tmp_path / "run" / "last").step == 30

@@ -1,15 +1,18 @@
 """Small runs for tests: a corpus of one file, a model of two layers, and train.py as a user starts it."""
 
+import copy
 import json
 import os
 import random
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
 
 import configs
+from configs import Config
 from configs.keys import groups
 from configs.machine import Machine
 from training.plot import read_metrics
@@ -36,11 +39,21 @@ def corpus(folder: Path) -> list[str]:
     ]
 
 
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return configs.load(overrides, on=Machine("cpu"))
+
+
+def composed(overrides: list[str]) -> Config:
+    """`configs.load` for a CPU; composing takes longer than some runs here, so each is composed once."""
+    return copy.deepcopy(_composed(tuple(overrides)))
+
+
 def train_here(overrides: list[str], folder: Path, plot: bool = False):
     """(summary, metrics) of a run in this process; without its picture, which would take longer than the training."""
     import train
 
-    cfg = configs.load(overrides, on=Machine("cpu"))
+    cfg = composed(overrides)
     keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in groups()]
     origin = settle(cfg, folder, keys, chosen=True)
     with open_run(origin, torch.device("cpu")) as run:

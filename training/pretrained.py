@@ -55,7 +55,15 @@ def _fill(model: GPT, layout: str, tensors: dict[str, torch.Tensor], source: str
     if layout == layouts.GPT2:  # OpenAI's files on the Hub leave the prefix out
         full = {name: name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}" for name in tensors}
         tensors = {full[name]: tensor for name, tensor in tensors.items()}
-    left = {name for name in tensors if not NO_WEIGHTS.fullmatch(name)} - ({"lm_head.weight"} if cfg.tie_embeddings else set())
+    left = {name for name in tensors if not NO_WEIGHTS.fullmatch(name)}
+    if cfg.tie_embeddings and "lm_head.weight" in tensors:  # one tensor under two names, of which a file may have either
+        head = tensors["lm_head.weight"]
+        (embedding,) = next(layouts.entries(layout, cfg, model.tokenizer_vocab_size)).theirs
+        if not torch.equal(tensors.setdefault(embedding, head), head):
+            raise ConfigError(
+                f"init_from={source} ties its embeddings by its config.json, but lm_head.weight is not {embedding}."
+            )
+        left.discard("lm_head.weight")
     for entry in layouts.entries(layout, cfg, model.tokenizer_vocab_size):
         missing = [name for name in entry.theirs if name not in tensors]
         if missing:

@@ -26,6 +26,7 @@ class Start:
     stored: Stored | None = None  # what the run goes on from
     in_place: bool = False  # the folder was this run's before: it keeps its metrics and its W&B run
     exact: bool = False  # the folder is the one that was asked for, never a numbered one beside it
+    checkpoints: tuple[Path, ...] = ()  # all that were in the folder
     notes: list[str] = field(default_factory=list)  # what to tell the user
 
     @property
@@ -64,16 +65,22 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
             "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
             "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
         )
-    if not (folder / "config.yaml").is_file():
+    found, kept, notes = _newest(folder)
+    if found is None and not (folder / "config.yaml").is_file():
         return Start(cfg, folder, exact=True, notes=[f"resume=auto: no run in {relative(folder)} yet; a new one starts there."])
-    found, notes = _newest(folder)
     if found is None:
+        if (folder / "summary.json").is_file() or (folder / "last").is_symlink():
+            raise ConfigError(
+                f"resume=auto: {relative(folder)} has a run whose checkpoints are gone, and a new one there would overwrite "
+                "the rest of it. Choose another folder."
+            )
         notes.append(f"resume=auto: no checkpoint in {relative(folder)} yet; the run starts at its first step.")
         return Start(cfg, folder, in_place=True, exact=True, notes=notes)
     stored = checkpoint.read(found, verified=True)
-    rules.check_resumed(configs.from_dict(stored.config), cfg)
-    notes.append(f"resume=auto: goes on from {relative(found)}.")
-    start = Start(cfg, folder, stored, in_place=True, exact=True, notes=notes)
+    before = configs.from_dict(stored.config)
+    rules.check_resumed(before, cfg)
+    notes += [f"resume=auto: goes on from {relative(found)}.", *_other_operator(before, cfg)]
+    start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
     if not start.finished:
         _check_left(start)
     return start
@@ -81,26 +88,38 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
 
 def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) -> Start:
     path = Path(cfg.resume)
-    if storage.kept(path):
-        found, notes = _newest(path)
-    else:
-        found, notes = checkpoint.locate(path), []
+    found, kept, notes = _newest(path)
+    if found is None:
+        found = checkpoint.locate(path)
         try:
             storage.verify(found)
-        except storage.DamagedError as error:
+        except (storage.DamagedError, PermissionError) as error:
             raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
-    assert found is not None  # where there are none, locate has said so
     stored = checkpoint.read(found, verified=True)
     # changes that were accepted before are this run's by now; others need the command's word
+    before = configs.from_dict(stored.config)
     cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
-    changed = rules.check_resumed(configs.from_dict(stored.config), cfg)
+    changed = rules.check_resumed(before, cfg)
+    notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
-    if in_place := own_folder and bool(storage.kept(path)):
+    if own_folder and kept:
         cfg.resume = stored.config["resume"]  # the folder's config tells how the run began
-    start = Start(cfg, path, stored, in_place=True, exact=True) if in_place else Start(cfg, folder, stored)
+        start = Start(cfg, path, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
+    else:
+        start = Start(cfg, folder, stored, notes=notes)
     _check_left(start)
-    start.notes.extend([*notes, f"resume={path}: goes on from {relative(found)}."])
     return start
+
+
+def _other_operator(before: Config, cfg: Config) -> list[str]:
+    """A line on each key of the norm sites' operator that changes; config.yaml has the last one alone."""
+    changes = {
+        "norm.impl": (before.norm.impl, cfg.norm.impl),
+        "norm.dropout_masks": (before.norm.dropout_masks, cfg.norm.dropout_masks),
+    }
+    return [
+        f"{key}={now} from here on; the steps before had {key}={then}." for key, (then, now) in changes.items() if now != then
+    ]
 
 
 def _check_left(start: Start) -> None:
@@ -114,12 +133,17 @@ def _check_left(start: Start) -> None:
         )
 
 
-def _newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of a run, None if it has none at all, and a line on each damaged one that is passed over."""
-    found, problems = storage.newest(run)
+def _newest(run: Path) -> tuple[Path | None, tuple[Path, ...], list[str]]:
+    """The newest whole checkpoint of a run, None if it has none at all; all of them; a line on each damaged one passed over."""
+    kept: list[Path] | None = None
+    while kept != (kept := storage.kept(run)):  # a process that trains there may add and delete some meanwhile
+        try:
+            found, problems = storage.newest(run)
+        except PermissionError as error:
+            raise ConfigError(f"resume: {relative(run)}: a checkpoint can't be read: {error}.") from error
     if found is None and problems:
         raise ConfigError(
             "\n".join(problems) + f"\nresume: no checkpoint in {relative(run)} is whole. "
             "Start anew in another folder, or from a checkpoint of another run."
         )
-    return found, [f"{problem}; the one before it is used." for problem in problems]
+    return found, tuple(kept), [f"{problem}; the one before it is used." for problem in problems]

@@ -61,7 +61,7 @@ class Run:
         """
         if self.origin.in_place:
             self._take_up()
-        self._describe()
+            self._describe()
         storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
         mode, why = settle_mode(self.cfg.logging)
@@ -162,7 +162,11 @@ class Run:
         storage.set_aside(self.folder, after=step)
         if metrics.is_file():
             lines = read_metrics(metrics)
-            kept = [line for line in lines if line["step"] <= step]
+            if (unread := metrics.read_bytes().count(b"\n") - len(lines)) > 0:
+                print(f"{relative(metrics)}: {unread} damaged lines are left out.", flush=True)
+            stored = self.origin.stored
+            due = step if stored and stored.state["owes_validation"] else None  # this step's evaluation is made up for
+            kept = [line for line in lines if line["step"] <= step and not (line["step"] == due and "val/loss" in line)]
             storage.replace_text(metrics, "".join(json.dumps(line) + "\n" for line in kept))
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
@@ -232,13 +236,15 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
         group: a sweep's name, shared by its runs.
 
     Raises:
-        ConfigError: the folder can't be written, or another process has this run.
+        ConfigError: the folder can't be written, or another process has this run, or had it after `origin` was settled.
     """
     with ExitStack() as held:
 
         def take() -> tuple[Path, tuple[str, str | None]]:
             folder = origin.folder if origin.in_place else claim(origin.folder, exact=origin.exact)
             held.enter_context(locked(folder))
+            if origin.in_place and tuple(storage.kept(folder)) != origin.checkpoints:
+                raise ConfigError(f"{relative(folder)}: another process has just trained there. Give the command again.")
             return folder, _identity(folder, group)
 
         folder, identity = world.first(take)
@@ -289,6 +295,8 @@ def claim(folder: Path, exact: bool = False) -> Path:
     while True:
         try:
             candidate.mkdir(parents=True, exist_ok=True)
+            if storage.kept(candidate):  # of a run, copied without its config
+                raise FileExistsError
             # exclusive creation is what makes it atomic
             (candidate / "config.yaml").open("x").close()
             return candidate
@@ -318,7 +326,10 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise ConfigError(f"{relative(folder)}: another process is training there. Wait for it or stop it.") from None
+        raise ConfigError(
+            f"{relative(folder)}: another process is training there. Wait for it or stop it. If there is none, as on a file "
+            "system without locks after a kill, delete the file .lock there."
+        ) from None
     except OSError as error:
         raise ConfigError(f"{relative(folder)}: a run can't be kept there: {error.strerror}.") from error
     try:
@@ -331,8 +342,13 @@ def _identity(folder: Path, group: str | None) -> tuple[str, str | None]:
     """The run's W&B id and group, which it keeps whenever it goes on in its folder: run.json."""
     path = folder / "run.json"
     if path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return kept["wandb_id"], kept["group"]
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return kept["wandb_id"], kept["group"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{relative(path)} can't be read: {error}. Delete it: the run then goes on as a new one to W&B."
+            ) from error
     wandb_id = secrets.token_hex(4)
     storage.replace_text(path, json.dumps({"wandb_id": wandb_id, "group": group}) + "\n")
     return wandb_id, group

@@ -1,5 +1,6 @@
 """Saves a run's checkpoints, where asked behind the training, and keeps the newest few."""
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ class Saver:
         self._world, self._run, self._keep_newest, self._config = world, run, cfg.checkpoint.keep, to_dict(cfg)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background and world.leads else None
         self._pending: Future[None] | None = None
+        self._has_links = True
 
     def save(self, state: TrainState) -> None:
         """Keeps the first rank's `state`, points last and best to where they are now, and deletes what checkpoint.keep has no
@@ -58,8 +60,12 @@ class Saver:
             return
         kept = storage.kept(self._run)
         for name, wanted in (("last", kept[:1]), ("best", [path for path in kept if storage.step_of(path) == best])):
-            for checkpoint in wanted:
-                storage.link(self._run, name, checkpoint)
+            for checkpoint in wanted if self._has_links else ():
+                try:
+                    storage.link(self._run, name, checkpoint)
+                except storage.NoLinksError as error:
+                    self._has_links = False
+                    print(f"{error}: no last and no best there, only {storage.FOLDER}/.", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Saver":
         return self

@@ -7,6 +7,7 @@ A checkpoint is made under a temporary name, its bytes are flushed to the disk, 
 leaves none of it or all of it. SHA256SUMS is in the format of `sha256sum --check`.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -18,7 +19,6 @@ from typing import BinaryIO, Protocol
 
 FOLDER = "checkpoints"
 SUMS = "SHA256SUMS"
-LINKS = ("last", "best")
 
 
 class Sink(Protocol):
@@ -29,6 +29,10 @@ class Sink(Protocol):
 
 class StorageError(RuntimeError):
     """What a run should keep can't be written: a full disk, a folder that is not writable. The message says where and why."""
+
+
+class NoLinksError(StorageError):
+    """The file system of the run's folder has no symbolic links."""
 
 
 class DamagedError(ValueError):
@@ -48,6 +52,7 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[Sink], object]]) 
     final, temporary = folder / name(step), folder / f".{name(step)}.tmp"
     with explained(final, f"Earlier checkpoints are whole. Make room, then go on: python train.py resume={relative(run)}"):
         _discard(temporary)  # of a process that was killed
+        first = not folder.is_dir()
         try:
             temporary.mkdir(parents=True)
             sums = "".join(f"{_write(temporary / part, write)}  {part}\n" for part, write in parts.items())
@@ -57,7 +62,8 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[Sink], object]]) 
         except BaseException:
             _discard(temporary)
             raise
-        sync_folder(folder)
+        for changed in (folder, run, run.parent) if first else (folder,):
+            sync_folder(changed)
     return final
 
 
@@ -96,18 +102,23 @@ def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
+        PermissionError: it may not be read, which is no damage.
     """
     try:
         text = (checkpoint / SUMS).read_text(encoding="utf-8")
         sums = {part: digest for digest, part in (line.split("  ") for line in text.splitlines())}
         files = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
-        if not text.endswith("\n") or files != {*sums, SUMS}:
-            raise DamagedError(f"{relative(checkpoint)} is damaged: {SUMS} and its files are not the same")
+        if not text.endswith("\n"):
+            raise DamagedError(f"{relative(checkpoint / SUMS)} is damaged: its last line is cut short")
+        if unlisted := files - {*sums, SUMS}:
+            raise DamagedError(f"{relative(checkpoint)} is damaged: {SUMS} does not list {', '.join(sorted(unlisted))}")
+        if missing := sums.keys() - files:
+            raise DamagedError(f"{relative(checkpoint)} is damaged: {', '.join(sorted(missing))} is missing")
         for part in sums if parts is None else parts:
             with (checkpoint / part).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != sums[part]:
                     raise DamagedError(f"{relative(checkpoint / part)} is damaged: its bytes are not those that were written")
-    except DamagedError:
+    except (DamagedError, PermissionError):
         raise
     except FileNotFoundError as error:
         raise DamagedError(f"{relative(checkpoint)} is damaged: {Path(error.filename).name} is missing") from error
@@ -125,21 +136,35 @@ def set_aside(run: Path, after: int) -> None:
 
 
 def prune(run: Path, keep: int, best: int | None) -> None:
-    """Deletes all checkpoints but the newest `keep` and that of step `best`."""
+    """Deletes all checkpoints but the newest `keep` and that of step `best`, and what killed processes left half done."""
     for checkpoint in kept(run)[keep:]:
         if step_of(checkpoint) != best:
             with explained(checkpoint):
                 # under another name first: what is half deleted is no checkpoint
-                checkpoint.rename(trash := checkpoint.with_name(f".{checkpoint.name}.tmp"))
-            _discard(trash)
+                checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
+    for trash in (run / FOLDER).glob(".step_*.tmp"):
+        _discard(trash)
 
 
 def link(run: Path, name: str, checkpoint: Path) -> None:
-    """Points run/last or run/best to a checkpoint, in one step."""
+    """Points run/last or run/best to a checkpoint, in one step.
+
+    Raises:
+        NoLinksError: the file system has none.
+        StorageError: it can't be written.
+    """
     temporary = run / f".{name}.tmp"
     with explained(run / name):
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(checkpoint.relative_to(run))
+        try:
+            temporary.symlink_to(checkpoint.relative_to(run))
+        except OSError as error:
+            if error.errno in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
+                raise NoLinksError(f"{relative(run)} is on a file system without symbolic links") from error
+            raise
+        if (run / name).is_dir() and not (run / name).is_symlink():  # the run was copied with its links followed
+            _discard(copied := run / f"copied_{name}")
+            (run / name).rename(copied)
         temporary.replace(run / name)
 
 

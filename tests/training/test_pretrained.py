@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file, save_model
 
 import configs
 from configs import ConfigError
@@ -199,3 +199,31 @@ def test_a_repository_is_asked_for_its_config_and_weights_alone(tmp_path, monkey
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(ConfigError, match=r"init_from=owner/name is neither a folder here nor a repository.*no route"):
         pretrained.load(model_of(GPT2), "owner/name")
+
+
+def test_an_embedding_that_a_file_has_under_the_heads_name_alone_is_read(tmp_path, tokens):
+    class Tied(torch.nn.Module):  # as safetensors.torch.save_model keeps one of two names
+        def __init__(self, weight):
+            super().__init__()
+            self.lm_head, self.transformer = torch.nn.Linear(W, V, bias=False), torch.nn.Module()
+            self.transformer.wte = torch.nn.Embedding(V, W)
+            self.lm_head.weight = self.transformer.wte.weight = torch.nn.Parameter(weight)
+
+    tensors = {f"transformer.{name}": tensor for name, tensor in gpt2_tensors().items()}
+    save_model(Tied(tensors.pop("transformer.wte.weight")), str(tmp_path / "tied.safetensors"))
+    kept = load_file(tmp_path / "tied.safetensors")
+    assert list(kept) == ["lm_head.weight"]
+    model = model_of(GPT2)
+
+    pretrained.load(model, write(tmp_path / "hub", tensors | kept, GPT2_JSON))
+
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens)[..., :V], hub_models.gpt2(gpt2_tensors(), tokens, HEADS), rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_is_tied_by_config_and_another_by_its_numbers_is_refused(tmp_path):
+    tensors = gpt2_tensors()
+    source = write(tmp_path / "hub", tensors | {"lm_head.weight": tensors["wte.weight"] + 1}, GPT2_JSON)
+
+    with pytest.raises(ConfigError, match=r"ties its embeddings.*lm_head\.weight is not transformer\.wte\.weight"):
+        pretrained.load(model_of(GPT2), source)

@@ -113,24 +113,35 @@ def test_the_newest_are_kept_and_the_best(tmp_path):
     assert len(list((tmp_path / storage.FOLDER).iterdir())) == 3
 
 
-def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path):
-    left = tmp_path / storage.FOLDER / f".{storage.name(2)}.tmp"
-    left.mkdir(parents=True)
-    (left / "a.bin").write_bytes(b"torn")
+def test_what_killed_processes_left_is_no_checkpoint_and_goes_away(tmp_path):
+    for step in (1, 2):  # a step that is never reached again, and one that is
+        left = tmp_path / storage.FOLDER / f".{storage.name(step)}.tmp"
+        left.mkdir(parents=True)
+        (left / "a.bin").write_bytes(b"torn")
     assert steps(tmp_path) == []
 
     storage.commit(tmp_path, 2, PARTS)
+    storage.prune(tmp_path, keep=1, best=None)
 
     assert [path.name for path in (tmp_path / storage.FOLDER).iterdir()] == [storage.name(2)]
 
 
+def test_a_file_that_is_no_part_of_a_checkpoint_is_named(tmp_path):
+    checkpoint = storage.commit(tmp_path, 1, PARTS)
+    (checkpoint / "notes.txt").write_text("mine")
+
+    with pytest.raises(DamagedError, match=r"SHA256SUMS does not list notes\.txt"):
+        storage.verify(checkpoint)
+
+
 def test_files_are_on_the_disk_before_the_checkpoint_has_its_name_and_then_the_name(tmp_path, monkeypatch):
+    storage.commit(tmp_path, 1, PARTS)  # the first also flushes the names of the folders that it makes
     calls = []
     for owner, name in ((os, "fsync"), (Path, "rename")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, original=original, name=name: (calls.append(name), original(*args))[1])
 
-    storage.commit(tmp_path, 1, PARTS)
+    storage.commit(tmp_path, 2, PARTS)
 
     assert calls == ["fsync"] * 4 + ["rename", "fsync"]  # two parts, their sums, the folder
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
-from tests.runs import ROOT, train_here
+from tests.runs import ROOT, composed, train_here
 
 NAMES = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (shutil, "rmtree")]
 
@@ -24,7 +24,7 @@ class Killer:
     def __enter__(self):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kills"],
+            [sys.executable, "-m", "tests.resume.kills"],
             cwd=ROOT,
             env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -56,14 +56,14 @@ def serve() -> None:
     import torch
     import wandb  # noqa: F401
 
-    import configs
     import train  # noqa: F401
 
     torch.set_num_threads(1)
-    configs.load()  # and what is imported at first use, but for autograd, whose threads would be missing in a fork
+    # and what is imported at first use, but for autograd, whose threads would be missing in a fork
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
     for line in sys.stdin:
         asked = json.loads(line)
+        composed(asked["overrides"])  # kept for the children
         pid = os.fork()
         if pid == 0:
             status = 1

@@ -1,0 +1,41 @@
+"""The end of a run: results that a signal or a kill keeps from being made are made up for."""
+
+import signal
+
+import pytest
+
+import configs
+from configs.machine import Machine
+from model import GPT
+from tests.resume.stops import AUTO
+from tests.runs import FakeWandb, read_json, train_here
+from training.resume import settle
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_up_for(tiny, tmp_path, monkeypatch, number):
+    fake = FakeWandb(monkeypatch)
+    overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline"]
+    original = GPT.generate
+    monkeypatch.setattr(GPT, "generate", lambda *_, **__: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as stop:
+        train_here(overrides, tmp_path / "run")
+
+    assert stop.value.code == fake.exit_code == 128 + number
+    assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
+    assert not (tmp_path / "run" / "sample.txt").exists()
+    monkeypatch.setattr(GPT, "generate", original)
+    summary, _ = train_here(overrides, tmp_path / "run")
+    assert (tmp_path / "run" / "sample.txt").read_text() == summary.sample != ""
+
+
+def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
+    cfg = configs.load([*tiny, *AUTO, "train.steps=5"], on=Machine("cpu"))
+    assert not settle(cfg, tmp_path / "run", [], chosen=True).finished
+    train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
+    assert settle(cfg, tmp_path / "run", [], chosen=True).finished
+    (tmp_path / "run" / "summary.json").unlink()  # as after a kill between the last checkpoint and the results
+    assert not settle(cfg, tmp_path / "run", [], chosen=True).finished
+
+    train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
+    assert settle(cfg, tmp_path / "run", [], chosen=True).finished

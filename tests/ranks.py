@@ -39,7 +39,7 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
     for process in started:
         process.start()
     for process in started:
-        process.join(100)
+        process.join(400)  # four ranks start on two cores that other tests use too
         assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
     return [read_json(Path(f"{folder}_rank_{rank}.json")) for rank in range(ranks)]
 

@@ -226,10 +226,23 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
-    if tiling.row_blocks(cell.width)[1]:
-        whole = tiling.one_block(cell.width)
-        near |= dict.fromkeys(replace(tile, block_n=whole, tail_n=0) for tile in list(near) if tile.slices == 1)
+    if own.slices == 1:
+        blocks = _blocks(cell) if cell.direction == FORWARD else [(tiling.one_block(cell.width), 0)]
+        shapes = [(replace(tile, block_n=b, tail_n=t)) for tile in (own, replace(own, warps=own.warps * 2)) for b, t in blocks]
+        near |= dict.fromkeys(shapes)
     return (tile for tile in near if tile == own or sensible(tile, cell))
+
+
+def _blocks(cell: Cell) -> list[tuple[int, int]]:
+    """block_n and tail_n of the ways to hold a row, or to loop over it."""
+    width = cell.width
+    blocks = [(tiling.one_block(width), 0), tiling.row_blocks(width)]
+    for count in (2, 3, 4, 5, 6, 8):
+        if width % count == 0 and (width // count).bit_count() == 1 and width // count >= 256:
+            blocks.append((width // count, width - width // count))
+    if cell.work == "norm":
+        blocks += [(block_n, 0) for block_n in (1024, 2048, 4096, 8192, 16384) if 2 * block_n <= width]
+    return list(dict.fromkeys(blocks))
 
 
 def over_row(width: int, tile: Tile) -> Tile:
@@ -249,7 +262,7 @@ def _shapes(cell: Cell) -> Iterator[Tile]:
     width, forward = cell.width, cell.direction == FORWARD
     rows, warps = (1, 2, 4, 8, 16, 32, 64) if width <= 512 else (1, 2, 4), (1, 2, 4, 8, 16, 32)
     if width <= 32768:
-        shapes = dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
+        shapes = _blocks(cell) if forward else dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
         for (block_n, tail_n), r, w, hold in itertools.product(shapes, rows, warps, (False, True)):
             if forward:
                 yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)

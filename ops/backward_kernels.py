@@ -8,8 +8,11 @@ from .input_gradient_kernels import store_input_gradients, store_rowscale_gradie
 from .row_kernels import (
     add_pairs,
     block_cols,
+    block_count,
+    block_width,
     collect,
     dot_rows,
+    inside,
     load_row,
     load_vector,
     narrow_row,
@@ -198,12 +201,12 @@ def normalise(
 ):  # fmt: skip
     """x̂ = (r − mean) · rstd, zero in the columns past the row's end."""
     b_xhat = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         if IS_RMS:
             b = b_r[i] * b_rstd[:, None]
         else:
             b = (b_r[i] - b_mean[:, None]) * b_rstd[:, None]
-            if not (EVEN_N or (i == 0 and TAIL_N > 0)):
+            if not inside(i, BLOCK_N, TAIL_N, EVEN_N):
                 # A mean that overflows there would make 0 · ∞ in the sums over columns.
                 b = tl.where((block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR) < N)[None, :], b, 0.0)
         b_xhat += (b,)
@@ -243,11 +246,11 @@ def zero_row(ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SP
     """Where weight gradients are summed: fp32 blocks [width] from SPAN columns on, where a thread holds all rows of its
     columns and can add them at once, else [ROWS, width]."""
     b_row = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
-        if (TAIL_N if i == 1 else BLOCK_N) >= SPAN:
-            b_row += (tl.zeros([TAIL_N if i == 1 else BLOCK_N], tl.float32),)
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
+        if block_width(i, BLOCK_N, TAIL_N) >= SPAN:
+            b_row += (tl.zeros([block_width(i, BLOCK_N, TAIL_N)], tl.float32),)
         else:
-            b_row += (tl.zeros([ROWS, TAIL_N if i == 1 else BLOCK_N], tl.float32),)
+            b_row += (tl.zeros([ROWS, block_width(i, BLOCK_N, TAIL_N)], tl.float32),)
     return b_row
 
 
@@ -271,7 +274,7 @@ def add_product(b_row, b_factor, b_other):
 @triton.jit
 def store_partial(p, b_row, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, VECTOR: tl.constexpr):
     """Stores the sum over the rows of a tile."""
-    for i in tl.static_range(2 if TAIL_N else 1):
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
         b = b_row[i] if len(b_row[i].shape) == 1 else tl.sum(b_row[i], 0)
         tl.store(p + cols, b, mask=cols < N)

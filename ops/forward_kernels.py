@@ -7,22 +7,26 @@ Names: `p_` pointer, `b_` block in registers, `m_` mask. All arithmetic is fp32.
 import triton
 import triton.language as tl
 
-from .conversion_kernels import rounded
+from .conversion_kernels import narrow, rounded
 from .dropout_kernels import drop_block
 from .row_kernels import (
     add_pairs,
     block_cols,
+    block_count,
     block_mask,
     block_start,
     collect,
-    dot_rows,
+    gather,
+    inside,
     load_row,
-    load_vector,
+    load_vector_block,
     narrow_row,
     publish,
+    reopen,
     row_sum,
     store_row,
     tile_rows,
+    valid,
     widen_row,
 )
 
@@ -37,8 +41,8 @@ def norm_forward_kernel(
     eps, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
-    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr,
+    IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
 
@@ -46,6 +50,7 @@ def norm_forward_kernel(
         x̂ = (r − mean(r)) · rstd(r)  or  r · rstd(r);   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
+    PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `publish`.
     """
@@ -73,7 +78,7 @@ def norm_forward_kernel(
                 b_r, b_mean, b_centred, b_m2 = begin_tile(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
                     N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, count,
-                    ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
+                    ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
                 )  # fmt: skip
                 # From here on rows and m_row are those of the tile before, whose sums have had the time to arrive.
                 publish(p_board, b_mean, b_m2, rows, m_row, slice_id, SLICES)
@@ -83,11 +88,11 @@ def norm_forward_kernel(
                 m_row = (rows >= 0) & (rows < M)
                 b_means, b_m2s = collect(p_board, rows, m_row, SLICES, SLICES_POW2)
                 b_mean, b_m2 = merge_moments(b_means, b_m2s, N, BLOCK_N, SLICES_POW2)
-                b_centred = centre(b_finish, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+                b_centred = (centre(0, b_finish[0], b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS),)
                 finish_tile(
                     p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean,
                     tl.rsqrt(b_m2 * share + eps), rows, m_row, slice_id == 0, first_col, M, N, stride_y, stride_y1,
-                    BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD, IS_RMS, OFFSET,
+                    BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD, False, IS_RMS, OFFSET,
                 )  # fmt: skip
         elif PERSISTENT:
             for tile in tl.range(group, tiles, groups, num_stages=STAGES):
@@ -95,7 +100,7 @@ def norm_forward_kernel(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
                     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
-                    ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
+                    ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, SPAN, IN_PLACE,
                     RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
                 )  # fmt: skip
         else:
@@ -104,7 +109,7 @@ def norm_forward_kernel(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                 p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, group,
                 M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
-                ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, SPAN, IN_PLACE,
+                ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, SPAN, IN_PLACE,
                 RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
             )  # fmt: skip
     elif PERSISTENT:
@@ -130,26 +135,26 @@ def whole_tile(
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr,
-    VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
-    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr,
+    IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows that this program has to itself."""
     rows = tile_rows(tile, ROWS, LONG)
-    m_row = rows < M
+    m_row = valid(rows, M, ROWS == 1)
     if EARLY:
         weights = load_weights(p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET)
-    _, b_mean, b_centred, b_m2 = begin_tile(
+    b_r, b_mean, b_centred, b_m2 = begin_tile(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, 0,
         N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, N.to(tl.float32),
-        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
+        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
     )  # fmt: skip
     # Always so, but it keeps the loads of weights in a loop over tiles from being prefetched with the next rows: they would
     # take shared memory from them, and all tiles find them in L1.
     if tile >= 0:
         finish_tile(
-            p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean,
+            p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_r if PACKED else b_centred, b_mean,
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
-            BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, IS_RMS, OFFSET,
+            BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, PACKED, IS_RMS, OFFSET,
         )  # fmt: skip
 
 
@@ -162,34 +167,37 @@ def looped_tile(
     SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows wider than it, in two passes, of which the second finds the rows in cache.
+    """A tile of rows wider than it, in two passes. The first asks the caches to keep the rows, the second to let them go.
 
     Nothing is written before the second, so that residual_out may be the residual's own buffer.
     """
     rows = tile_rows(tile, ROWS, LONG)
-    m_row = rows < M
-    # LayerNorm: sums of what is left when the first block's mean is taken off. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses
-    # little to cancellation: Σ d² is at most N / BLOCK_N times as large.
+    m_row = valid(rows, M, ROWS == 1)
+    # LayerNorm: sums of what is left of r − shift. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses little to cancellation: Σ d² is
+    # at most N / BLOCK_N times as large, N / 2 times in the worst case of three elements.
     b_shift = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
-        b_r = load_sum(
-            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
-            N, stride_x, stride_x1, stride_residual, threshold, scale,
-            BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
-        )  # fmt: skip
-        b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
+        if p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT:
+            b_shift = middle_of_three(p_x, rows, m_row, N, stride_x)
+        else:
+            b_r = load_sum(
+                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
+                N, stride_x, stride_x1, stride_residual, threshold, scale,
+                BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last",
+            )  # fmt: skip
+            b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
     b_terms = tl.zeros([ROWS, BLOCK_N], tl.float32)
     b_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
         b_r = load_sum(
             p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, first_col,
             N, stride_x, stride_x1, stride_residual, threshold, scale,
-            BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last",
         )  # fmt: skip
-        b_left = centre(b_r, b_shift, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)
-        b_squares += b_left[0] * b_left[0]
+        b_left = centre(0, b_r[0], b_shift, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)
+        b_squares += b_left * b_left
         if not IS_RMS:
-            b_terms += b_left[0]
+            b_terms += b_left
     if IS_RMS:
         b_mean = b_shift
         b_m2 = tl.sum(b_squares, 1)
@@ -204,18 +212,28 @@ def looped_tile(
         b_r = load_sum(
             p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
             N, stride_x, stride_x1, stride_residual, threshold, scale,
-            BLOCK_N, 0, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_first",
         )  # fmt: skip
         if IN_PLACE:
             tl.debug_barrier()
         if p_r is not None:
             store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
-        b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)
+        b_centred = (centre(0, b_r[0], b_mean, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS),)
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, (), b_centred, b_mean, b_rstd,
             rows, m_row, first_col == 0, first_col, M, N, stride_y, stride_y1,
-            BLOCK_N, 0, EVEN_N, VECTOR, False, IS_RMS, OFFSET,
+            BLOCK_N, 0, EVEN_N, VECTOR, False, False, IS_RMS, OFFSET,
         )  # fmt: skip
+
+
+@triton.jit
+def middle_of_three(p_x, rows, m_row, N, stride_x):
+    """fp32 [ROWS]: the median of the row's first, middle and last element: near the mean, without a sum to wait for."""
+    b_first = tl.load(p_x + rows * stride_x, mask=m_row, other=0.0).to(tl.float32)
+    b_middle = tl.load(p_x + rows * stride_x + N // 2, mask=m_row, other=0.0).to(tl.float32)
+    b_last = tl.load(p_x + rows * stride_x + (N - 1), mask=m_row, other=0.0).to(tl.float32)
+    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
+    return tl.maximum(low, tl.minimum(high, b_last))
 
 
 @triton.jit
@@ -223,47 +241,66 @@ def begin_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
     N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, count,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """r, stored if it is wanted; of this program's columns the mean, r − mean, Σ (r − mean)²; for RMSNorm 0, r, Σ r²."""
     b_r = load_sum(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
         N, stride_x, stride_x1, stride_residual, threshold, scale,
-        BLOCK_N, TAIL_N, EVEN_N, VECTOR, RESIDUAL_DTYPE, DROPOUT,
+        BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, RESIDUAL_DTYPE, DROPOUT, "",
     )  # fmt: skip
     if IN_PLACE:
         # Threads may hold a column twice: all must have read it before one of them writes.
         tl.debug_barrier()
     if p_r is not None:
         store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+    # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
     b_mean = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
-        b_mean = quotient(row_sum(b_r, SPAN), count)
-    b_centred = centre(b_r, b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-    return b_r, b_mean, b_centred, dot_rows(b_centred, b_centred, SPAN)
+        b_terms = ()
+        for i in tl.static_range(len(b_r)):
+            b_terms = gather(b_terms, reopen(b_r[i], PACKED))
+        b_mean = quotient(row_sum(b_terms, SPAN), count)
+    b_centred = ()
+    b_squares = ()
+    for i in tl.static_range(len(b_r)):
+        b = centre(i, reopen(b_r[i], PACKED), b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+        b_centred += (b,)
+        b_squares = gather(b_squares, b * b)
+    return b_r, b_mean, b_centred, row_sum(b_squares, SPAN)
 
 
 @triton.jit
 def finish_tile(
-    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_centred, b_mean, b_rstd,
+    p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_row, b_mean, b_rstd,
     rows, m_row, first, first_col, M, N, stride_y, stride_y1,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    LOADED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
+    LOADED: tl.constexpr, PACKED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Stores y, y1 and the statistics. LOADED: weights are in registers. first: these columns begin the row."""
-    if not LOADED:
-        weights = load_weights(
-            p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
-        )
-    store_affine(
-        p_y, b_centred, b_rstd, weights[0], weights[1], p_weight is not None, p_bias is not None,
-        rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
-    )  # fmt: skip
-    if p_y1 is not None:
-        store_affine(
-            p_y1, b_centred, b_rstd, weights[2], weights[3], p_weight1 is not None, p_bias1 is not None,
-            rows, m_row, stride_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR,
-        )  # fmt: skip
+    """Stores y, y1 and the statistics. first: these columns begin the row.
+
+    weights: of each block, if LOADED; else they are read here. b_row: r − mean, or r if PACKED.
+    """
+    # Block by block: the loads of one wait for the stores of the one before, and so take no registers from it.
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
+        cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
+        m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
+        if LOADED:
+            of_block = weights[i]
+        else:
+            of_block = load_block_weights(
+                i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
+            )
+        b_xhat = reopen(b_row[i], PACKED)
+        if PACKED and not IS_RMS:
+            b_xhat -= b_mean[:, None]
+        b_xhat *= b_rstd[:, None]
+        b_y = affine(b_xhat, of_block[0], of_block[1], p_weight is not None, p_bias is not None)
+        tl.store(p_y + rows[:, None] * stride_y + cols[None, :], b_y, mask=m)
+        if p_y1 is not None:
+            b_y1 = affine(b_xhat, of_block[2], of_block[3], p_weight1 is not None, p_bias1 is not None)
+            tl.store(p_y1 + rows[:, None] * stride_y1 + cols[None, :], b_y1, mask=m)
     if p_stats is not None:
         store_stats(p_stats, b_rstd, b_mean, rows, m_row & first, M, IS_RMS)
 
@@ -273,44 +310,64 @@ def load_weights(
     p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """(weight, bias), and (weight1, bias1) behind them where there is a y1."""
-    weights = (
-        load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
-        load_vector(p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
-    )
-    if p_y1 is not None:
+    """Of each block (weight, bias), and (weight1, bias1) behind them where there is a y1."""
+    weights = ()
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         weights += (
-            load_vector(p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
-            load_vector(p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+            load_block_weights(
+                i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
+            ),
         )
     return weights
+
+
+@triton.jit
+def load_block_weights(
+    i: tl.constexpr, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    of_block = (
+        load_vector_block(i, p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
+        load_vector_block(i, p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+    )
+    if p_y1 is not None:
+        of_block += (
+            load_vector_block(i, p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
+            load_vector_block(i, p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+        )
+    return of_block
 
 
 @triton.jit
 def load_sum(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
     N, stride_x, stride_x1, stride_residual, threshold, scale,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    RESIDUAL_DTYPE: tl.constexpr, DROPOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, DROPOUT: tl.constexpr, EVICTION: tl.constexpr,
 ):  # fmt: skip
-    """fp32 blocks of dropout(x · rowscale) + dropout(x1 · rowscale1) + residual as the residual dtype rounds it."""
-    # All loads are issued before the first use.
-    b_scale = load_scale(p_rowscale, rows, m_row)
-    b_x = load_row(p_x, rows, scaled_rows(m_row, b_scale, p_rowscale), stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    if p_x1 is not None:
-        b_scale1 = load_scale(p_rowscale1, rows, m_row)
-        m_row1 = scaled_rows(m_row, b_scale1, p_rowscale1)
-        b_x1 = load_row(p_x1, rows, m_row1, stride_x1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    if p_residual is not None:
-        b_residual = load_row(p_residual, rows, m_row, stride_residual, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-
+    """dropout(x · rowscale) + dropout(x1 · rowscale1) + residual as the residual dtype rounds it, in blocks of fp32, or of that
+    dtype if PACKED. EVICTION: what the caches do with the inputs."""
     UNTOUCHED: tl.constexpr = (
         p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT and p_x.dtype.element_ty == RESIDUAL_DTYPE
     )
+    # All loads are issued before the first use.
+    b_scale = load_scale(p_rowscale, rows, m_row)
+    m_rowx = scaled_rows(m_row, b_scale, p_rowscale)
+    RAW: tl.constexpr = UNTOUCHED and PACKED
+    b_x = load_row(p_x, rows, m_rowx, stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, RAW, EVICTION)
+    if p_x1 is not None:
+        b_scale1 = load_scale(p_rowscale1, rows, m_row)
+        m_row1 = scaled_rows(m_row, b_scale1, p_rowscale1)
+        b_x1 = load_row(p_x1, rows, m_row1, stride_x1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, EVICTION)
+    if p_residual is not None:
+        b_residual = load_row(
+            p_residual, rows, m_row, stride_residual, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, EVICTION
+        )
+
     b_r = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         start = block_start(i, first_col, BLOCK_N)
-        m = block_mask(i, m_row, block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR), N, TAIL_N, EVEN_N)
+        m = block_mask(i, m_row, block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR), N, BLOCK_N, TAIL_N, EVEN_N)
         b_z = b_x[i]
         if p_rowscale is not None:
             b_z = b_z * b_scale[:, None]
@@ -326,7 +383,12 @@ def load_sum(
         if p_residual is not None:
             b_z += b_residual[i]
         # Normalise the rounded value: backward and whoever reads the residual stream will see only that.
-        b_r += (b_z if UNTOUCHED else rounded(b_z, RESIDUAL_DTYPE),)
+        if UNTOUCHED:
+            b_r += (b_z,)
+        elif PACKED:
+            b_r += (narrow(b_z, RESIDUAL_DTYPE),)
+        else:
+            b_r += (rounded(b_z, RESIDUAL_DTYPE),)
     return b_r
 
 
@@ -361,20 +423,15 @@ def quotient(b_sum, count):
 
 @triton.jit
 def centre(
-    b_r, b_mean, first_col, N,
+    i: tl.constexpr, b, b_mean, first_col, N,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, IS_RMS: tl.constexpr,
 ):  # fmt: skip
-    """r − mean, zero in the columns past the row's end; for RMSNorm r itself."""
-    if IS_RMS:
-        b_centred = b_r
-    else:
-        b_centred = ()
-        for i in tl.static_range(2 if TAIL_N else 1):
-            b = b_r[i] - b_mean[:, None]
-            if not (EVEN_N or (i == 0 and TAIL_N > 0)):
-                b = tl.where((block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR) < N)[None, :], b, 0.0)
-            b_centred += (b,)
-    return b_centred
+    """r − mean of block i, zero in the columns past the row's end; for RMSNorm r itself."""
+    if not IS_RMS:
+        b = b - b_mean[:, None]
+        if not inside(i, BLOCK_N, TAIL_N, EVEN_N):
+            b = tl.where((block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR) < N)[None, :], b, 0.0)
+    return b
 
 
 @triton.jit
@@ -396,21 +453,14 @@ def merge_two(mean_a, m2_a, count_a, mean_b, m2_b, count_b):
 
 
 @triton.jit
-def store_affine(
-    p_y, b_centred, b_rstd, b_weight, b_bias, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    rows, m_row, stride_y, first_col, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """y = x̂ · weight + bias."""
-    b_y = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
-        b = b_centred[i] * b_rstd[:, None]
-        if WEIGHT:
-            b = b * b_weight[i]
-        if BIAS:
-            b = b + b_bias[i]
-        b_y += (b,)
-    store_row(p_y, b_y, rows, m_row, stride_y, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+def affine(b_xhat, b_weight, b_bias, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    """x̂ · weight + bias."""
+    b = b_xhat
+    if WEIGHT:
+        b = b * b_weight
+    if BIAS:
+        b = b + b_bias
+    return b
 
 
 @triton.jit

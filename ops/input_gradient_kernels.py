@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dropout_kernels import drop_block
-from .row_kernels import block_cols, block_mask, block_start, load_row, store_row
+from .row_kernels import block_cols, block_count, block_mask, block_start, load_row, store_row
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def store_branch_gradient(
             b_scale = tl.load(p_rowscale + rows, mask=m_row, other=0.0).to(tl.float32)
         if p_drowscale is not None:
             b_x = load_row(p_x, rows, m_row, stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-        for i in tl.static_range(2 if TAIL_N else 1):
+        for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
             cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
             start = block_start(i, first_col, BLOCK_N)
-            m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
+            m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
             b_dx = b_dz[i]
             if DROPOUT:
                 if (p_rowscale is not None) and (p_drowscale is None):

@@ -16,7 +16,7 @@ from .forward_kernels import norm_forward_kernel
 from .launcher import Launcher
 from .philox import drop_threshold, keep_scale
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, by_name
-from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, registers
+from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, packed, registers
 
 R = TypeVar("R", Inputs, BackwardInputs)
 
@@ -73,6 +73,7 @@ def _forward(
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.hold_weights and tile.programs_per_sm == 0,
+        PACKED=packed(tile, options.residual_dtype.itemsize, facts),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, tile.slices)

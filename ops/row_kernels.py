@@ -1,7 +1,9 @@
-"""Rows as the norm kernels hold them: one or two tiles side by side in registers, loaded, stored and summed in the same order.
+"""Rows as the norm kernels hold them: blocks side by side in registers, loaded, stored and summed in the same order.
 
-A row of N columns is a tile of BLOCK_N columns and, where TAIL_N is not 0, another of TAIL_N: 5120 = 4096 + 1024 leaves no
-lane idle where the next power of two would idle three of eight. So a row is a tuple of one or two blocks [ROWS, width].
+A row of N columns is a block of BLOCK_N columns and TAIL_N more: one narrower block, or further ones of the same width.
+5120 = 4096 + 1024 leaves no lane idle where the next power of two would idle three of eight; 65536 = 4 · 16384 has the compiler
+finish one block before it loads the weights of the next, for which it then needs fewer registers. So a row is a tuple of blocks
+[ROWS, width], of which only the last may reach past the row's end.
 Where SLICES programs share a row, each holds the BLOCK_N columns that begin at its `first_col`.
 
 The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks fill the row, so columns need no mask;
@@ -20,8 +22,9 @@ The first round has nothing to finish and the last, beyond the tiles, nothing to
 import triton
 import triton.language as tl
 
-from .conversion_kernels import widen
+from .conversion_kernels import widen, widen_again
 
+ANY_EVICTION = tl.constexpr("")  # whatever the hardware does of itself
 NOT_A_NUMBER_TWICE = tl.constexpr(0x7FFFFFFF_7FFFFFFF)
 
 
@@ -35,24 +38,50 @@ def tile_rows(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
     return rows
 
 
+@triton.constexpr_function
+def block_count(BLOCK_N, TAIL_N):
+    return triton.cdiv(BLOCK_N + TAIL_N, BLOCK_N)
+
+
+@triton.constexpr_function
+def block_width(i, BLOCK_N, TAIL_N):
+    return TAIL_N if i > 0 and TAIL_N < BLOCK_N else BLOCK_N
+
+
+@triton.constexpr_function
+def inside(i, BLOCK_N, TAIL_N, EVEN_N):
+    """Whether block i lies inside the row, so that its columns need no mask."""
+    return EVEN_N or i + 1 < block_count(BLOCK_N, TAIL_N)
+
+
+@triton.jit
+def valid(rows, M, ALWAYS: tl.constexpr):
+    """int1 [ROWS]; ALWAYS: a tile is one row, and there are as many tiles."""
+    if ALWAYS:
+        m_row = tl.full([1], True, tl.int1)
+    else:
+        m_row = rows < M
+    return m_row
+
+
 @triton.jit
 def block_start(i: tl.constexpr, first_col, BLOCK_N: tl.constexpr):
     """The first column of block i, a multiple of 8."""
-    if i == 1:
-        first_col += BLOCK_N
+    if i > 0:
+        first_col += i * BLOCK_N
     return first_col
 
 
 @triton.jit
 def block_cols(i: tl.constexpr, first_col, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, VECTOR: tl.constexpr):
     """int32 [width]: the columns of block i, of which a thread is to hold VECTOR side by side."""
-    return block_start(i, first_col, BLOCK_N) + tl.max_contiguous(tl.arange(0, TAIL_N if i == 1 else BLOCK_N), VECTOR)
+    return block_start(i, first_col, BLOCK_N) + tl.max_contiguous(tl.arange(0, block_width(i, BLOCK_N, TAIL_N)), VECTOR)
 
 
 @triton.jit
-def block_mask(i: tl.constexpr, m_row, cols, N, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr):
+def block_mask(i: tl.constexpr, m_row, cols, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr):
     """int1 [ROWS, 1] where the whole block lies inside the row, else [ROWS, width]."""
-    if EVEN_N or (i == 0 and TAIL_N > 0):
+    if inside(i, BLOCK_N, TAIL_N, EVEN_N):
         m = m_row[:, None]
     else:
         m = m_row[:, None] & (cols < N)[None, :]
@@ -62,15 +91,17 @@ def block_mask(i: tl.constexpr, m_row, cols, N, TAIL_N: tl.constexpr, EVEN_N: tl
 @triton.jit
 def load_row(
     p, rows, m_row, stride, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
-    VECTOR: tl.constexpr,
+    VECTOR: tl.constexpr, RAW: tl.constexpr = False, EVICTION: tl.constexpr = ANY_EVICTION,
 ):  # fmt: skip
-    """fp32 blocks of a row; zero where masked, and everywhere if there is nothing to load."""
+    """fp32 blocks of a row, or as they were stored if RAW; zero where masked, and everywhere if there is nothing to load."""
     b_row = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
         if p is not None:
-            m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
-            b = widen(tl.load(p + rows[:, None] * stride + cols[None, :], mask=m, other=0.0))
+            m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
+            b = tl.load(p + rows[:, None] * stride + cols[None, :], mask=m, other=0.0, eviction_policy=EVICTION)
+            if not RAW:
+                b = widen(b)
         else:
             b = tl.zeros([rows.shape[0], cols.shape[0]], tl.float32)
         b_row += (b,)
@@ -82,9 +113,9 @@ def store_row(
     p, b_row, rows, m_row, stride, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    for i in tl.static_range(2 if TAIL_N else 1):
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
-        m = block_mask(i, m_row, cols, N, TAIL_N, EVEN_N)
+        m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
         tl.store(p + rows[:, None] * stride + cols[None, :], b_row[i], mask=m)
 
 
@@ -95,48 +126,63 @@ def load_vector(
 ):  # fmt: skip
     """fp32 blocks [1, width] of a weight or bias, OFFSET added; an absent one is ABSENT everywhere."""
     b_vector = ()
-    for i in tl.static_range(2 if TAIL_N else 1):
-        cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
-        if p is None:
-            b = tl.full([1, cols.shape[0]], ABSENT, tl.float32)
-        elif EVEN_N or (i == 0 and TAIL_N > 0):
-            b = widen(tl.load(p + cols[None, :]))
-        else:
-            b = widen(tl.load(p + cols[None, :], mask=(cols < N)[None, :], other=0.0))
-        if (p is not None) and OFFSET != 0.0:  # the compiler would add a zero
-            b += OFFSET
-        b_vector += (b,)
+    for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
+        b_vector += (load_vector_block(i, p, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, ABSENT, OFFSET),)
     return b_vector
 
 
 @triton.jit
-def fold_tail(b_row, SPAN: tl.constexpr):
+def load_vector_block(
+    i: tl.constexpr, p, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
+    VECTOR: tl.constexpr, ABSENT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
+    if p is None:
+        b = tl.full([1, cols.shape[0]], ABSENT, tl.float32)
+    elif inside(i, BLOCK_N, TAIL_N, EVEN_N):
+        b = widen(tl.load(p + cols[None, :]))
+    else:
+        b = widen(tl.load(p + cols[None, :], mask=(cols < N)[None, :], other=0.0))
+    if (p is not None) and OFFSET != 0.0:  # the compiler would add a zero
+        b += OFFSET
+    return b
+
+
+@triton.jit
+def gather(b_terms, b):
+    """Terms of a sum over columns, one more block among them: added to those of its width, so that few reductions are left."""
+    if len(b_terms) == 0:
+        b_more = (b,)
+    elif b_terms[0].shape[1] == b.shape[1]:
+        b_more = (b_terms[0] + b,)
+    else:
+        b_more = b_terms + (b,)
+    return b_more
+
+
+@triton.jit
+def fold(b_terms, SPAN: tl.constexpr):
     """The same sum over the columns in fewer of them: the columns of the first block that a thread holds, added to its tail.
 
     One reduction over threads then does for both blocks. Only where both repeat every SPAN columns, else nothing is done.
     """
-    if len(b_row) == 2 and b_row[1].shape[1] >= SPAN:
-        ROWS: tl.constexpr = b_row[1].shape[0]
-        TAIL_N: tl.constexpr = b_row[1].shape[1]
-        b = tl.reshape(b_row[0], [ROWS, b_row[0].shape[1] // TAIL_N, TAIL_N])
-        b_folded = (tl.sum(b, 1) + b_row[1],)
+    if len(b_terms) == 2 and b_terms[1].shape[1] >= SPAN:
+        ROWS: tl.constexpr = b_terms[1].shape[0]
+        TAIL_N: tl.constexpr = b_terms[1].shape[1]
+        b = tl.reshape(b_terms[0], [ROWS, b_terms[0].shape[1] // TAIL_N, TAIL_N])
+        b_folded = (tl.sum(b, 1) + b_terms[1],)
     else:
-        b_folded = b_row
+        b_folded = b_terms
     return b_folded
-
-
-@triton.jit
-def multiply(b_row, b_other):
-    b_product = ()
-    for i in tl.static_range(len(b_row)):
-        b_product += (b_row[i] * b_other[i],)
-    return b_product
 
 
 @triton.jit
 def row_sum(b_row, SPAN: tl.constexpr):
     """fp32 [ROWS]: the sum over the columns of all blocks."""
-    b_folded = fold_tail(b_row, SPAN)
+    b_terms = ()
+    for i in tl.static_range(len(b_row)):
+        b_terms = gather(b_terms, b_row[i])
+    b_folded = fold(b_terms, SPAN)
     b_sum = tl.sum(b_folded[0], 1)
     for i in tl.static_range(1, len(b_folded)):
         b_sum += tl.sum(b_folded[i], 1)
@@ -146,7 +192,10 @@ def row_sum(b_row, SPAN: tl.constexpr):
 @triton.jit
 def dot_rows(b_row, b_other, SPAN: tl.constexpr):
     """fp32 [ROWS]: the sum over the columns of the products."""
-    return row_sum(multiply(b_row, b_other), SPAN)
+    b_terms = ()
+    for i in tl.static_range(len(b_row)):
+        b_terms = gather(b_terms, b_row[i] * b_other[i])
+    return row_sum(b_terms, SPAN)
 
 
 @triton.jit
@@ -157,7 +206,13 @@ def add_pairs(a, b, c, d):
 @triton.jit
 def two_dots(b_row, b_other, SPAN: tl.constexpr):
     """fp32 [ROWS] twice: the sums over the columns of row · other and of row, in one reduction, so with one barrier."""
-    b_products, b_terms = fold_tail(multiply(b_row, b_other), SPAN), fold_tail(b_row, SPAN)
+    b_products = ()
+    b_terms = ()
+    for i in tl.static_range(len(b_row)):
+        b_products = gather(b_products, b_row[i] * b_other[i])
+        b_terms = gather(b_terms, b_row[i])
+    b_products = fold(b_products, SPAN)
+    b_terms = fold(b_terms, SPAN)
     b_dot, b_sum = tl.reduce((b_products[0], b_terms[0]), 1, add_pairs)
     for i in tl.static_range(1, len(b_terms)):
         b_block_dot, b_block_sum = tl.reduce((b_products[i], b_terms[i]), 1, add_pairs)
@@ -181,6 +236,14 @@ def widen_row(b_row):
     for i in tl.static_range(len(b_row)):
         b_wide += (widen(b_row[i]),)
     return b_wide
+
+
+@triton.jit
+def reopen(b, PACKED: tl.constexpr):
+    """A block that waits as it would be stored, in fp32 for one use."""
+    if PACKED:
+        b = widen_again(b)
+    return b
 
 
 @triton.jit

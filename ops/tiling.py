@@ -2,10 +2,12 @@
 
 The kernels work on tiles of `rows` × `block_n` elements, held in registers between their statistics and their output:
 
-    one tile      block_n is the power of two from the width up
-    two tiles     a row as block_n + tail_n columns, where that idles fewer lanes: 768 = 512 + 256, 5120 = 4096 + 1024
+    one block     block_n is the power of two from the width up
+    two blocks    a row as block_n + tail_n columns, where that idles fewer lanes: 768 = 512 + 256, 5120 = 4096 + 1024
+    equal blocks  several of block_n columns each: 12288 = 3 · 4096 idles none, 65536 = 8 · 8192 needs fewer registers
     split         a row over `slices` programs of block_n columns each, which exchange their sums; needs a cooperative launch
-    looped        block_n columns at a time, the row read twice; for rows that are none of the above
+    looped        block_n columns at a time, the row read twice: the fastest forward where nothing is added and a row stays in
+                  cache meanwhile, and the way of rows that are none of the above
 
 `python -m benchmarks.tune` measures what TABLE holds and prints it anew for another GPU.
 """
@@ -16,8 +18,8 @@ from dataclasses import dataclass, replace
 @dataclass(frozen=True)
 class Tile:
     rows: int  # rows in a tile
-    block_n: int  # columns in a tile: a power of two
-    tail_n: int  # columns in a second tile beside it: a power of two, or 0
+    block_n: int  # columns in a block: a power of two
+    tail_n: int  # columns beside it: one narrower block, a power of two; or a multiple of block_n, so many blocks more; or 0
     slices: int  # programs that share a row
     warps: int
     stages: int  # tiles in flight, the one at work included; those to come wait in shared memory
@@ -95,11 +97,13 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
 
 def over(n: int, up_to: int, tile: Tile, vector: int) -> Tile:
     """A tile measured at up_to columns, over the blocks of a row of n."""
-    if n == up_to:
+    if n == up_to or tile.looped(up_to):
         return tile
     if tile.slices > 1:
         return replace(tile, slices=-(-n // tile.block_n))
-    # Where one tile was the faster for a width that would have made two, so it is for those below.
+    if tile.tail_n >= tile.block_n:
+        return replace(tile, tail_n=(-(-n // tile.block_n) - 1) * tile.block_n)
+    # Where one block was the faster for a width that would have made two, so it is for those below.
     block_n, tail_n = row_blocks(n) if (tile.block_n, tile.tail_n) == row_blocks(up_to) else (tile.block_n, 0)
     if tail_n:
         # Threads that find no columns of their own in a tail hold, load and sum others' once more: with 8 warps, 8704 = 8192 +
@@ -113,7 +117,7 @@ def one_block(n: int) -> int:
 
 
 def row_blocks(n: int) -> tuple[int, int]:
-    """block_n and tail_n for a row of n columns in registers: two tiles where they idle fewer lanes than one.
+    """block_n and tail_n for a row of n columns in registers: two blocks where they idle fewer lanes than one.
 
     1600 is 1024 + 1024 or 2048, and one tile has the shorter code. Two were not measured below 512 columns.
     """
@@ -142,6 +146,16 @@ def staged_bytes(tile: Tile, work: Work) -> int:
     return (tile.stages - 1) * columns * loaded + 2048
 
 
+def packed(tile: Tile, itemsize: int, device: Device) -> bool:
+    """Whether forward holds a row as it is stored rather than in fp32: where a thread has too much of it.
+
+    With 64 elements a thread RMSNorm took 78 registers instead of 96, and with several blocks 64 (sm_90, Triton 3.6). With 32 the
+    second conversion gained nothing.
+    """
+    elements = tile.rows * (tile.block_n + tile.tail_n)
+    return itemsize == 2 and tile.slices == 1 and elements > 32 * tile.warps * device.warp_size
+
+
 def registers(tile: Tile) -> int | None:
     """The most registers that a thread may have, also if all programs that share rows are to be resident; None: no bound."""
     if tile.slices == 1:
@@ -158,191 +172,191 @@ def registers(tile: Tile) -> int | None:
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (
-        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.34
-        (64, Tile(64, 64, 0, 1, 4, 1, 0, False)),  # 0.49
-        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.58
-        (256, Tile(8, 256, 0, 1, 2, 1, 0, False)),  # 0.69
-        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.68
-        (768, Tile(2, 512, 256, 1, 1, 4, 16, True)),  # 0.87
-        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.89
-        (1600, Tile(2, 2048, 0, 1, 4, 1, 0, True)),  # 0.91
+        (32, Tile(128, 32, 0, 1, 8, 1, 0, False)),  # 0.36
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.51
+        (128, Tile(16, 128, 0, 1, 2, 1, 0, True)),  # 0.65
+        (256, Tile(8, 256, 0, 1, 2, 1, 0, True)),  # 0.77
+        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.83
+        (768, Tile(2, 1024, 0, 1, 2, 1, 0, False)),  # 0.86
+        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.90
+        (1600, Tile(2, 2048, 0, 1, 4, 1, 0, False)),  # 0.91
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.94
         (4096, Tile(1, 4096, 0, 1, 4, 1, 0, True, 80)),  # 0.96
-        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False)),  # 0.96
-        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.97
-        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False, 80)),  # 0.97
-        (16384, Tile(1, 16384, 0, 1, 8, 1, 0, False)),  # 0.96
-        (32768, Tile(4, 2048, 0, 16, 4, 3, 3, True)),  # 0.90
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False, 80)),  # 0.96
+        (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False)),  # 0.96
+        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.97
+        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False)),  # 0.98
+        (32768, Tile(1, 4096, 28672, 1, 16, 1, 0, False)),  # 0.95
         (65536, Tile(4, 2048, 0, 32, 4, 3, 3, True)),  # 0.90
     ),
     ("forward", "rms", "norm", 8): (
-        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.35
-        (64, Tile(32, 64, 0, 1, 2, 1, 0, False)),  # 0.52
-        (128, Tile(32, 128, 0, 1, 4, 1, 0, False)),  # 0.67
-        (256, Tile(16, 256, 0, 1, 4, 1, 0, False)),  # 0.79
-        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.84
-        (768, Tile(4, 1024, 0, 1, 2, 1, 0, True)),  # 0.89
+        (32, Tile(128, 32, 0, 1, 8, 1, 0, True)),  # 0.38
+        (64, Tile(16, 64, 0, 1, 1, 1, 0, False)),  # 0.54
+        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.71
+        (256, Tile(16, 256, 0, 1, 8, 1, 0, False)),  # 0.80
+        (512, Tile(8, 512, 0, 1, 8, 1, 0, True)),  # 0.87
+        (768, Tile(1, 1024, 0, 1, 2, 1, 0, False)),  # 0.88
         (1024, Tile(4, 1024, 0, 1, 8, 1, 0, True)),  # 0.91
-        (1600, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.93
+        (1600, Tile(2, 2048, 0, 1, 2, 1, 0, True)),  # 0.93
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.95
-        (4096, Tile(1, 4096, 0, 1, 8, 1, 0, True)),  # 0.95
-        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, True)),  # 0.96
-        (8192, Tile(2, 8192, 0, 1, 8, 1, 0, True)),  # 0.97
-        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.97
-        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.98
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, True)),  # 0.94
-        (65536, Tile(4, 2048, 0, 32, 4, 3, 3, True)),  # 0.90
+        (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.97
+        (5120, Tile(1, 8192, 0, 1, 4, 1, 0, True)),  # 0.96
+        (8192, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 1.00
+        (12288, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 0.98
+        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.99
+        (32768, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 1.00
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.97
     ),
     ("forward", "ln", "add", 8): (
-        (32, Tile(32, 32, 0, 1, 2, 1, 0, False)),  # 0.49
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.66
-        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.74
-        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.82
-        (512, Tile(4, 512, 0, 1, 4, 1, 0, False)),  # 0.87
-        (768, Tile(4, 1024, 0, 1, 4, 1, 0, False)),  # 0.92
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.52
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.68
+        (128, Tile(32, 128, 0, 1, 4, 1, 0, False)),  # 0.76
+        (256, Tile(8, 256, 0, 1, 8, 1, 0, False)),  # 0.83
+        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.89
+        (768, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.92
         (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
         (1600, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.95
         (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.96
         (4096, Tile(2, 4096, 0, 1, 16, 1, 0, True)),  # 0.97
         (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False)),  # 0.97
-        (8192, Tile(1, 8192, 0, 1, 32, 1, 0, True)),  # 0.97
-        (12288, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.98
-        (16384, Tile(2, 16384, 0, 1, 16, 1, 0, False)),  # 0.97
-        (32768, Tile(4, 4096, 0, 8, 16, 3, 1, True)),  # 0.92
-        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.92
+        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.97
+        (12288, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, True)),  # 0.97
+        (65536, Tile(1, 8192, 57344, 1, 32, 1, 0, False)),  # 0.94
     ),
     ("forward", "rms", "add", 8): (
-        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.51
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.68
-        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.76
-        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.84
-        (512, Tile(4, 512, 0, 1, 2, 1, 0, False)),  # 0.89
-        (768, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.93
-        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.53
+        (64, Tile(8, 64, 0, 1, 2, 1, 0, True)),  # 0.70
+        (128, Tile(16, 128, 0, 1, 2, 1, 0, True)),  # 0.80
+        (256, Tile(8, 256, 0, 1, 2, 1, 0, True)),  # 0.85
+        (512, Tile(4, 512, 0, 1, 8, 1, 0, True)),  # 0.90
+        (768, Tile(4, 1024, 0, 1, 8, 1, 0, False)),  # 0.93
+        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.95
         (2048, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.97
-        (4096, Tile(1, 4096, 0, 1, 2, 1, 0, False)),  # 0.96
-        (5120, Tile(1, 8192, 0, 1, 4, 1, 0, True)),  # 0.98
-        (8192, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 0.97
-        (12288, Tile(2, 16384, 0, 1, 16, 1, 0, False)),  # 0.98
+        (4096, Tile(1, 1024, 3072, 1, 2, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.97
+        (8192, Tile(2, 8192, 0, 1, 32, 1, 0, True)),  # 0.97
+        (12288, Tile(2, 16384, 0, 1, 32, 1, 0, True)),  # 0.97
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
-        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False)),  # 0.98
-        (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.95
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.96
     ),
     ("forward", "ln", "add", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.59
-        (64, Tile(32, 64, 0, 1, 4, 1, 4, False)),  # 0.71
-        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.80
-        (256, Tile(8, 256, 0, 1, 2, 1, 0, False)),  # 0.85
-        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.91
-        (768, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.94
-        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 2, 1, 0, True)),  # 0.95
-        (4096, Tile(4, 4096, 0, 1, 16, 1, 0, True)),  # 0.96
-        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.98
-        (8192, Tile(2, 8192, 0, 1, 32, 1, 0, False)),  # 0.97
-        (12288, Tile(1, 16384, 0, 1, 8, 1, 0, True)),  # 0.98
-        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.98
-        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False)),  # 0.98
-        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.94
-    ),
-    ("forward", "rms", "add", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.61
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.75
-        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.82
-        (256, Tile(8, 256, 0, 1, 8, 1, 0, False)),  # 0.86
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.61
+        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.76
+        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.81
+        (256, Tile(4, 256, 0, 1, 2, 1, 0, True)),  # 0.87
         (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.92
-        (768, Tile(2, 1024, 0, 1, 8, 1, 0, False)),  # 0.95
-        (1024, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.96
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.95
-        (4096, Tile(1, 4096, 0, 1, 8, 1, 0, False)),  # 0.96
+        (768, Tile(1, 1024, 0, 1, 2, 1, 0, True)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 1, 1, 0, True)),  # 0.95
+        (1600, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 1, 1, 0, True)),  # 0.96
+        (4096, Tile(4, 4096, 0, 1, 16, 1, 0, True)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 8, 1, 0, True)),  # 0.98
-        (8192, Tile(2, 8192, 0, 1, 32, 1, 0, False)),  # 0.98
-        (12288, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.98
-        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
+        (8192, Tile(2, 8192, 0, 1, 32, 1, 0, False)),  # 0.97
+        (12288, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
+        (16384, Tile(1, 2048, 14336, 1, 8, 1, 0, False)),  # 0.98
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
         (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.93
     ),
-    ("forward", "ln", "dropout", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.46
-        (64, Tile(64, 64, 0, 1, 4, 1, 0, False)),  # 0.60
-        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.70
-        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.80
-        (512, Tile(4, 512, 0, 1, 4, 1, 0, False)),  # 0.86
-        (768, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.91
-        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
-        (1600, Tile(2, 2048, 0, 1, 8, 1, 0, True)),  # 0.95
-        (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.96
-        (4096, Tile(2, 4096, 0, 1, 16, 1, 0, True)),  # 0.97
-        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, True)),  # 0.97
-        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.97
-        (12288, Tile(1, 8192, 4096, 1, 16, 1, 0, False)),  # 0.97
+    ("forward", "rms", "add", 4): (
+        (32, Tile(64, 32, 0, 1, 8, 1, 0, False)),  # 0.63
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, True)),  # 0.76
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.83
+        (256, Tile(8, 256, 0, 1, 4, 1, 0, True)),  # 0.88
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, True)),  # 0.93
+        (768, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.95
+        (1024, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.96
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 1, 1, 0, True)),  # 0.96
+        (4096, Tile(1, 2048, 2048, 1, 8, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, False)),  # 0.97
+        (8192, Tile(1, 2048, 6144, 1, 16, 1, 0, False)),  # 0.97
+        (12288, Tile(1, 16384, 0, 1, 8, 1, 0, True)),  # 0.97
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.95
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.90
+        (32768, Tile(1, 8192, 24576, 1, 16, 1, 0, False)),  # 0.98
+        (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.93
+    ),
+    ("forward", "ln", "dropout", 8): (
+        (32, Tile(64, 32, 0, 1, 8, 1, 0, True)),  # 0.51
+        (64, Tile(64, 64, 0, 1, 8, 1, 0, True)),  # 0.68
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.76
+        (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.84
+        (512, Tile(4, 512, 0, 1, 8, 1, 0, False)),  # 0.89
+        (768, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.92
+        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (1600, Tile(2, 2048, 0, 1, 8, 1, 0, True)),  # 0.94
+        (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.96
+        (4096, Tile(1, 4096, 0, 1, 2, 1, 0, True)),  # 0.97
+        (5120, Tile(1, 1024, 4096, 1, 4, 1, 0, False)),  # 0.96
+        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.97
+        (12288, Tile(1, 8192, 4096, 1, 16, 1, 0, False)),  # 0.96
+        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False)),  # 0.95
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.89
     ),
     ("forward", "rms", "dropout", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.47
-        (64, Tile(64, 64, 0, 1, 4, 1, 0, False)),  # 0.64
-        (128, Tile(16, 128, 0, 1, 4, 1, 0, False)),  # 0.73
-        (256, Tile(8, 256, 0, 1, 4, 1, 0, False)),  # 0.81
-        (512, Tile(4, 512, 0, 1, 4, 1, 0, False)),  # 0.88
-        (768, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.93
-        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.97
-        (4096, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 0.96
-        (5120, Tile(1, 8192, 0, 1, 8, 1, 0, False)),  # 0.97
-        (8192, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 0.97
-        (12288, Tile(2, 8192, 4096, 1, 16, 1, 0, False)),  # 0.97
-        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.98
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
-        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.92
+        (32, Tile(128, 32, 0, 1, 8, 1, 0, False)),  # 0.54
+        (64, Tile(64, 64, 0, 1, 8, 1, 0, False)),  # 0.70
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.78
+        (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.85
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, True)),  # 0.90
+        (768, Tile(4, 1024, 0, 1, 8, 1, 0, True)),  # 0.93
+        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.94
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.95
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.96
+        (4096, Tile(1, 4096, 0, 1, 2, 1, 0, True)),  # 0.96
+        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.97
+        (8192, Tile(1, 4096, 4096, 1, 8, 1, 0, False)),  # 0.97
+        (12288, Tile(2, 16384, 0, 1, 32, 1, 0, True)),  # 0.97
+        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
+        (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False, 48)),  # 0.97
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False)),  # 0.93
     ),
     ("forward", "ln", "dropout", 4): (
-        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.57
-        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.69
-        (128, Tile(16, 128, 0, 1, 8, 1, 0, False)),  # 0.78
-        (256, Tile(4, 256, 0, 1, 4, 1, 0, False)),  # 0.82
-        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.91
-        (768, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
+        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.60
+        (64, Tile(8, 64, 0, 1, 1, 1, 0, True)),  # 0.75
+        (128, Tile(16, 128, 0, 1, 8, 1, 0, True)),  # 0.81
+        (256, Tile(4, 256, 0, 1, 4, 1, 0, True)),  # 0.85
+        (512, Tile(1, 512, 0, 1, 2, 1, 0, True)),  # 0.91
+        (768, Tile(4, 1024, 0, 1, 8, 1, 0, False)),  # 0.93
         (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.96
-        (4096, Tile(2, 4096, 0, 1, 32, 1, 0, True)),  # 0.97
-        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, True)),  # 0.97
-        (8192, Tile(2, 8192, 0, 1, 32, 1, 0, True)),  # 0.98
-        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, True)),  # 0.99
-        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
-        (32768, Tile(2, 4096, 0, 8, 16, 3, 1, True)),  # 0.93
-        (65536, Tile(2, 4096, 0, 16, 8, 3, 1, True)),  # 0.93
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.95
+        (2048, Tile(1, 2048, 0, 1, 2, 1, 0, False)),  # 0.95
+        (4096, Tile(1, 2048, 2048, 1, 8, 1, 0, False)),  # 0.96
+        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, False)),  # 0.97
+        (8192, Tile(2, 8192, 0, 1, 32, 1, 0, True)),  # 0.97
+        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, True)),  # 0.98
+        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.97
+        (32768, Tile(2, 4096, 0, 8, 16, 4, 1, True)),  # 0.93
+        (65536, Tile(2, 4096, 0, 16, 8, 3, 1, True)),  # 0.92
     ),
     ("forward", "rms", "dropout", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.57
-        (64, Tile(32, 64, 0, 1, 8, 1, 0, False)),  # 0.70
-        (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.80
-        (256, Tile(8, 256, 0, 1, 8, 1, 0, False)),  # 0.81
-        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.88
-        (768, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
-        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.96
+        (32, Tile(8, 32, 0, 1, 1, 1, 0, True)),  # 0.62
+        (64, Tile(8, 64, 0, 1, 1, 1, 0, False)),  # 0.76
+        (128, Tile(4, 128, 0, 1, 1, 1, 0, True)),  # 0.82
+        (256, Tile(8, 256, 0, 1, 4, 1, 0, True)),  # 0.87
+        (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.93
+        (768, Tile(4, 1024, 0, 1, 8, 1, 0, False)),  # 0.95
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
         (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.97
-        (4096, Tile(4, 4096, 0, 1, 16, 1, 0, False)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 2, 1, 0, False)),  # 0.96
+        (4096, Tile(1, 2048, 2048, 1, 4, 1, 0, False)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.98
         (8192, Tile(1, 8192, 0, 1, 32, 1, 0, True)),  # 0.97
-        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, True)),  # 0.98
-        (16384, Tile(2, 16384, 0, 1, 16, 1, 0, False)),  # 0.97
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
-        (65536, Tile(2, 4096, 0, 16, 16, 3, 1, True)),  # 0.93
+        (12288, Tile(1, 16384, 0, 1, 16, 1, 0, True)),  # 0.99
+        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, 48)),  # 0.98
+        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False)),  # 0.94
+        (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.93
     ),
     ("backward", "ln", "norm", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.18
-        (64, Tile(32, 64, 0, 1, 4, 4, 2, True)),  # 0.29
-        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.33
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.46
-        (512, Tile(8, 512, 0, 1, 4, 3, 2, True)),  # 0.59
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.23
+        (64, Tile(32, 64, 0, 1, 4, 4, 2, True)),  # 0.35
+        (128, Tile(4, 128, 0, 1, 1, 2, 16, True)),  # 0.38
+        (256, Tile(2, 256, 0, 1, 1, 2, 16, True)),  # 0.54
+        (512, Tile(1, 512, 0, 1, 1, 2, 16, True)),  # 0.66
         (768, Tile(1, 512, 256, 1, 1, 3, 8, True)),  # 0.83
         (1024, Tile(4, 1024, 0, 1, 4, 3, 2, True)),  # 0.90
         (1600, Tile(2, 2048, 0, 1, 4, 4, 2, True)),  # 0.90
@@ -356,11 +370,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.81
     ),
     ("backward", "rms", "norm", 8): (
-        (32, Tile(64, 32, 0, 1, 4, 3, 2, True)),  # 0.21
-        (64, Tile(32, 64, 0, 1, 4, 4, 2, True)),  # 0.33
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.42
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.55
-        (512, Tile(8, 512, 0, 1, 4, 3, 2, True)),  # 0.72
+        (32, Tile(64, 32, 0, 1, 4, 3, 2, True)),  # 0.26
+        (64, Tile(32, 64, 0, 1, 4, 4, 2, True)),  # 0.40
+        (128, Tile(4, 128, 0, 1, 1, 2, 16, True)),  # 0.41
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.60
+        (512, Tile(8, 512, 0, 1, 4, 3, 2, True)),  # 0.77
         (768, Tile(2, 1024, 0, 1, 2, 3, 4, True)),  # 0.86
         (1024, Tile(4, 1024, 0, 1, 4, 3, 2, True)),  # 0.91
         (1600, Tile(4, 2048, 0, 1, 8, 4, 1, False)),  # 0.93
@@ -374,11 +388,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.92
     ),
     ("backward", "ln", "add", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.24
-        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.35
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, True)),
-        (256, Tile(8, 256, 0, 1, 4, 3, 2, False)),  # 0.55
-        (512, Tile(4, 512, 0, 1, 2, 3, 2, True)),  # 0.75
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.29
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.42
+        (128, Tile(4, 128, 0, 1, 1, 2, 16, True)),  # 0.47
+        (256, Tile(2, 256, 0, 1, 1, 2, 16, True)),  # 0.65
+        (512, Tile(4, 512, 0, 1, 2, 3, 2, True)),  # 0.82
         (768, Tile(1, 1024, 0, 1, 2, 4, 4, True)),  # 0.90
         (1024, Tile(2, 1024, 0, 1, 4, 4, 2, True)),  # 0.94
         (1600, Tile(1, 2048, 0, 1, 4, 4, 2, True)),  # 0.96
@@ -392,11 +406,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.93
     ),
     ("backward", "rms", "add", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.26
-        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.39
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.51
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.65
-        (512, Tile(4, 512, 0, 1, 2, 3, 2, True)),  # 0.80
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.33
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.47
+        (128, Tile(8, 128, 0, 1, 2, 2, 8, True)),  # 0.51
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.71
+        (512, Tile(4, 512, 0, 1, 2, 3, 2, True)),  # 0.85
         (768, Tile(1, 1024, 0, 1, 2, 4, 4, True)),  # 0.91
         (1024, Tile(2, 1024, 0, 1, 2, 4, 2, True)),  # 0.94
         (1600, Tile(2, 2048, 0, 1, 4, 3, 2, True)),  # 0.97
@@ -410,11 +424,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.94
     ),
     ("backward", "ln", "add", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.39
-        (64, Tile(32, 64, 0, 1, 4, 3, 1, True)),  # 0.55
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.64
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.78
-        (512, Tile(4, 512, 0, 1, 4, 3, 2, True)),  # 0.83
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
+        (64, Tile(32, 64, 0, 1, 4, 3, 1, True)),  # 0.58
+        (128, Tile(2, 128, 0, 1, 1, 2, 16, True)),  # 0.67
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.81
+        (512, Tile(1, 512, 0, 1, 2, 2, 8, True)),  # 0.88
         (768, Tile(2, 1024, 0, 1, 4, 3, 2, False)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 1, 4, 2, False)),  # 0.91
         (1600, Tile(2, 2048, 0, 1, 4, 3, 1, True)),  # 0.97
@@ -428,11 +442,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
     ),
     ("backward", "rms", "add", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.42
-        (64, Tile(16, 64, 0, 1, 4, 3, 2, True)),  # 0.57
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.67
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.80
-        (512, Tile(2, 512, 0, 1, 4, 3, 2, True)),  # 0.86
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.50
+        (64, Tile(16, 64, 0, 1, 4, 3, 2, True)),  # 0.64
+        (128, Tile(4, 128, 0, 1, 1, 2, 8, True)),  # 0.68
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.84
+        (512, Tile(1, 512, 0, 1, 4, 2, 8, True)),  # 0.89
         (768, Tile(1, 1024, 0, 1, 4, 4, 2, True)),  # 0.95
         (1024, Tile(1, 1024, 0, 1, 4, 3, 2, True)),  # 0.93
         (1600, Tile(2, 2048, 0, 1, 16, 3, 1, True)),  # 0.97
@@ -446,11 +460,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
     ),
     ("backward", "ln", "dropout", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.28
-        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.39
-        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.47
-        (256, Tile(8, 256, 0, 1, 4, 3, 3, True)),  # 0.49
-        (512, Tile(4, 512, 0, 1, 4, 3, 3, True)),  # 0.70
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.34
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.46
+        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.50
+        (256, Tile(2, 256, 0, 1, 1, 2, 16, True)),  # 0.67
+        (512, Tile(2, 512, 0, 1, 2, 2, 8, True)),  # 0.81
         (768, Tile(1, 1024, 0, 1, 2, 4, 4, True)),  # 0.89
         (1024, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.92
         (1600, Tile(1, 2048, 0, 1, 4, 4, 2, True)),  # 0.92
@@ -464,11 +478,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.88
     ),
     ("backward", "rms", "dropout", 8): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.30
-        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.43
-        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.54
-        (256, Tile(8, 256, 0, 1, 4, 3, 3, True)),  # 0.61
-        (512, Tile(4, 512, 0, 1, 4, 4, 2, True)),  # 0.80
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.37
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.50
+        (128, Tile(16, 128, 0, 1, 8, 3, 2, True)),  # 0.59
+        (256, Tile(2, 256, 0, 1, 1, 2, 16, True)),  # 0.69
+        (512, Tile(2, 512, 0, 1, 2, 2, 8, True)),  # 0.82
         (768, Tile(1, 1024, 0, 1, 2, 4, 4, True)),  # 0.89
         (1024, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.92
         (1600, Tile(1, 2048, 0, 1, 4, 4, 2, True)),  # 0.94
@@ -482,11 +496,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.90
     ),
     ("backward", "ln", "dropout", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.38
-        (64, Tile(32, 64, 0, 1, 4, 3, 2, False)),  # 0.51
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.63
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.77
-        (512, Tile(4, 512, 0, 1, 4, 3, 2, True)),  # 0.84
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.46
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, False)),  # 0.55
+        (128, Tile(2, 128, 0, 1, 1, 2, 16, True)),  # 0.64
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.81
+        (512, Tile(1, 512, 0, 1, 4, 2, 8, True)),  # 0.86
         (768, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 2, 4, 2, False)),  # 0.92
         (1600, Tile(2, 2048, 0, 1, 16, 4, 1, True)),  # 0.96
@@ -500,11 +514,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
     ),
     ("backward", "rms", "dropout", 4): (
-        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.41
-        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.54
-        (128, Tile(16, 128, 0, 1, 4, 3, 2, False)),  # 0.66
-        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.78
-        (512, Tile(2, 512, 0, 1, 4, 3, 2, True)),  # 0.85
+        (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
+        (64, Tile(32, 64, 0, 1, 4, 3, 2, True)),  # 0.60
+        (128, Tile(2, 128, 0, 1, 1, 2, 16, True)),  # 0.66
+        (256, Tile(8, 256, 0, 1, 2, 3, 2, True)),  # 0.81
+        (512, Tile(1, 512, 0, 1, 4, 2, 8, True)),  # 0.88
         (768, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.95
         (1024, Tile(1, 1024, 0, 1, 4, 4, 2, False)),  # 0.93
         (1600, Tile(2, 2048, 0, 1, 8, 3, 1, True)),  # 0.97

@@ -1,11 +1,11 @@
-"""The kernels over every class of tile: one, two, looped over, split over programs; whatever the table picks for this GPU."""
+"""The kernels over every class of tile: one block, two, several, looped, split; whatever the table picks for this GPU."""
 
 import pytest
 import torch
 
 from ops import dropout_mask, launch, layer_norm_fn
 
-from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, inputs, ours, reference_path
+from .cases import BF16, FP16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, inputs, ours, reference_path
 from .test_accuracy import OPTIONS
 from .tiles import SHAPES, tile_for
 
@@ -50,11 +50,36 @@ def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
 
 
 @pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize(("residual", "n"), [(None, 4096), (BF16, 4096), (FP16, 4000), (FP32, 4096)], ids=str)
+def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch(residual, n, dropout_p, rms, device, use_tile):
+    """So many wait in the residual dtype, if that has 16 bits."""
+    tile = tile_for(n, "equal blocks", rows=1, warps=2, programs_per_sm=0, stages=1)
+    assert launch.packed(tile, 2, launch.device_facts(device))
+    use_tile(tile)
+    dtype = residual if residual == FP16 else BF16
+    assert_as_accurate_as_pytorch(Case(x=dtype, residual=residual, rms=rms, bias=not rms, m=3, n=n, dropout_p=dropout_p), device)
+
+
+@pytest.mark.parametrize("where", [0, 256, 511])
+def test_one_huge_element_or_a_huge_mean_costs_a_looped_row_no_accuracy(where, device, use_tile):
+    """Its first, middle or last element; Σ (r − shift)² − … with a shift far from the mean would cancel."""
+    use_tile(tile_for(512, "looped", rows=1, programs_per_sm=0, stages=1))
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0, 1e4, -1e4, 0.0])[:, None]
+    x[0, where], x[3, where] = 1e4, torch.finfo(torch.float32).max / 1e20
+    got = layer_norm_fn(x.to(device), None, None, eps=1e-5).cpu()
+    wide = x.double()
+    wanted = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    theirs = torch.nn.functional.layer_norm(x, (512,), eps=1e-5)
+    assert (got - wanted).abs().max() <= 2 * (theirs - wanted).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("dtype", "n"), [(FP32, 640), (FP32, 768), (BF16, 1280), (BF16, 768)], ids=str)
 def test_two_blocks_whose_sums_share_a_reduction_are_as_accurate_as_pytorch(dtype, n, rows, rms, device, use_tile):
     """640 = 512 + 128 and 1280 = 1024 + 256: one warp holds four columns of the first for each of the second."""
-    use_tile(tile_for(n, "two tiles", rows=rows, warps=1))
+    use_tile(tile_for(n, "two blocks", rows=rows, warps=1))
     assert_as_accurate_as_pytorch(Case(x=dtype, residual=dtype, rms=rms, bias=not rms, m=3, n=n), device)
 
 

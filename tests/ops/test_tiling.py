@@ -62,11 +62,11 @@ def launches(request):
     return [(n, work, device, TILE_OF[direction](n, work, device)) for work in works(direction) for n in WIDTHS]
 
 
-def test_every_width_has_a_tile_that_covers_it_or_loops(launches):
+def test_all_blocks_of_a_row_but_the_last_are_full(launches):
     for n, _, _, tile in launches:
-        assert tile.width >= n or (tile.looped(n) and tile.block_n == LOOPED.block_n), (n, tile)
         if tile.slices == 1 and not tile.looped(n):
-            assert tile.block_n < n or tile.tail_n == 0, (n, tile)  # the kernel takes the first of two tiles to be full
+            last = min(tile.tail_n, tile.block_n) or tile.block_n
+            assert tile.width - last < n or tile.tail_n == 0, (n, tile)  # the kernel takes all blocks but the last to be full
         else:
             assert tile.tail_n == 0 and (tile.slices - 1) * tile.block_n < n, (n, tile)  # no slice without a column
 
@@ -75,8 +75,9 @@ def test_tiles_are_shapes_that_triton_and_philox_take(launches):
     for n, _, _, tile in launches:
         assert is_power_of_two(tile.rows) and is_power_of_two(tile.warps), (n, tile)
         assert is_power_of_two(tile.block_n) and tile.block_n >= tiling.MIN_BLOCK_N, (n, tile)
-        assert tile.tail_n == 0 or (is_power_of_two(tile.tail_n) and tile.tail_n >= tiling.MIN_BLOCK_N), (n, tile)
-        assert tile.rows * max(tile.block_n, tile.tail_n) <= 2**20, "Triton's limit on a tensor"
+        more = tile.tail_n % tile.block_n  # a narrower block; other tails are blocks of the same width
+        assert more == 0 or (tile.tail_n < tile.block_n and is_power_of_two(more) and more >= tiling.MIN_BLOCK_N), (n, tile)
+        assert tile.rows * tile.block_n <= 2**20, "Triton's limit on a tensor"
 
 
 def test_tiles_fit_the_shared_memory_and_threads_of_the_gpu(launches):
@@ -116,7 +117,9 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
     assert widths == sorted(set(widths))
     for up_to, tile in TABLE[key]:
         if tile.slices == 1:
-            assert (tile.block_n, tile.tail_n) in (row_blocks(up_to), (one_block(up_to), 0)), (up_to, tile)
+            equal = tile.tail_n % tile.block_n == 0 and tile.width == up_to
+            looped = tile.looped(up_to) and tile.tail_n == 0
+            assert equal or looped or (tile.block_n, tile.tail_n) in (row_blocks(up_to), (one_block(up_to), 0)), (up_to, tile)
         else:
             assert tile.tail_n == 0 and tile.slices == -(-up_to // tile.block_n), (up_to, tile)
             assert tile.programs_per_sm > 0 and tile.hold_weights, (up_to, tile)
@@ -141,17 +144,21 @@ def test_on_the_gpu_it_was_measured_on_the_table_is_taken_as_it_is(key):
         (769, (1024, 0)), (1024, (1024, 0)), (1600, (2048, 0)), (3072, (2048, 1024)), (5120, (4096, 1024)), (8193, (8192, 16)),
     ],
 )  # fmt: skip
-def test_a_row_is_two_tiles_where_they_idle_fewer_lanes(n, blocks):
+def test_a_row_is_two_blocks_where_they_idle_fewer_lanes(n, blocks):
     assert row_blocks(n) == blocks
 
 
 @pytest.mark.parametrize("key", TABLE, ids=lambda key: "-".join(map(str, key)))
-def test_a_width_between_two_entries_takes_two_tiles_unless_the_wider_entry_found_one_faster(key):
+def test_a_width_between_two_entries_takes_two_blocks_unless_the_wider_entry_found_other_ones_faster(key):
     entries, loaded = TABLE[key], 2
     for (below, _), (up_to, entry) in pairwise(entries):
         between = (below + up_to) // 2 // 16 * 16 + 16  # 1312 is 1024 + 512 although 1600 is 2048
         tile = TILE_OF[key[0]](between, Work(key[1] == "rms", key[2] != "norm", key[2] == "dropout", key[3], loaded, 0, True))
-        if entry.slices == 1:
+        if entry.looped(up_to):
+            assert tile == entry
+        elif entry.tail_n >= entry.block_n:
+            assert (tile.block_n, tile.tail_n) == (entry.block_n, (-(-between // entry.block_n) - 1) * entry.block_n)
+        elif entry.slices == 1:
             one_was_faster = entry.tail_n == 0 and row_blocks(up_to)[1] > 0
             block_n, tail_n = (entry.block_n, 0) if one_was_faster else row_blocks(between)
             if tail_n:

@@ -8,16 +8,17 @@ import triton.language as tl
 from ops import tiling
 from ops.tiling import Device, Tile, Work
 
-SHAPES = ["one tile", "two tiles", "looped", "split"]
+SHAPES = ["one block", "two blocks", "equal blocks", "looped", "split"]
 
 
 def tile_for(n: int, shape: str, **fields) -> Tile:
-    """A tile of this shape for rows of n columns: 33 is 64, 32 + 16, 16 at a time, or 16 in each of three programs."""
+    """A tile of this shape for rows of n columns: 33 is 64, 32 + 16, 3 · 16, 16 at a time, or 16 in each of three programs."""
     whole = max(32, triton.next_power_of_2(n))
     quarter = max(16, whole // 4)
     block_n, tail_n, slices = {
-        "one tile": (whole, 0, 1),
-        "two tiles": (whole // 2, max(16, triton.next_power_of_2(n - whole // 2)), 1),
+        "one block": (whole, 0, 1),
+        "two blocks": (whole // 2, max(16, triton.next_power_of_2(n - whole // 2)), 1),
+        "equal blocks": (quarter, (triton.cdiv(n, quarter) - 1) * quarter, 1),
         "looped": (quarter, 0, 1),
         "split": (quarter, 0, triton.cdiv(n, quarter)),
     }[shape]

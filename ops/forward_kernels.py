@@ -145,7 +145,7 @@ def whole_tile(
         weights = load_weights(p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET)
     b_r, b_mean, b_centred, b_m2 = begin_tile(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, 0,
-        N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, N.to(tl.float32),
+        N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, tl.cast(N, tl.float32),  # one column is a constant
         ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
     )  # fmt: skip
     # Always so, but it keeps the loads of weights in a loop over tiles from being prefetched with the next rows: they would

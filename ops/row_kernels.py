@@ -152,12 +152,12 @@ def load_vector_block(
 def gather(b_terms, b):
     """Terms of a sum over columns, one more block among them: added to those of its width, so that few reductions are left."""
     if len(b_terms) == 0:
-        b_more = (b,)
+        b_terms += (b,)
     elif b_terms[0].shape[1] == b.shape[1]:
-        b_more = (b_terms[0] + b,)
+        b_terms = (b_terms[0] + b,)
     else:
-        b_more = b_terms + (b,)
-    return b_more
+        b_terms += (b,)
+    return b_terms
 
 
 @triton.jit

@@ -149,8 +149,8 @@ def staged_bytes(tile: Tile, work: Work) -> int:
 def packed(tile: Tile, itemsize: int, device: Device) -> bool:
     """Whether forward holds a row as it is stored rather than in fp32: where a thread has too much of it.
 
-    With 64 elements a thread RMSNorm took 78 registers instead of 96, and with several blocks 64 (sm_90, Triton 3.6). With 32 the
-    second conversion gained nothing.
+    With 64 elements a thread RMSNorm took 78 registers instead of 96, and with several blocks 64 (sm_90, Triton 3.6). With 32
+    the second conversion gained nothing.
     """
     elements = tile.rows * (tile.block_n + tile.tail_n)
     return itemsize == 2 and tile.slices == 1 and elements > 32 * tile.warps * device.warp_size
@@ -167,8 +167,8 @@ def registers(tile: Tile) -> int | None:
 # The tile of every row up to a width, by direction, norm, kind of work and vector. A row between two widths takes the wider
 # one's rows, warps, stages and programs over blocks of its own.
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
-# bandwidth of the best of many candidates in short measurements, so a little flattering. Those of rows up to 512 are older than
-# the last changes to the kernels.
+# bandwidth of the best of many candidates in short measurements, so a little flattering. Entries without one were not measured:
+# wider rows than those fit into no program's registers.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (
@@ -206,6 +206,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.99
         (32768, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 1.00
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.97
+        (262144, Tile(4, 2048, 0, 128, 4, 3, 3, True)),
     ),
     ("forward", "ln", "add", 8): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.52
@@ -224,6 +225,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
         (32768, Tile(1, 32768, 0, 1, 16, 1, 0, True)),  # 0.97
         (65536, Tile(1, 8192, 57344, 1, 32, 1, 0, False)),  # 0.94
+        (262144, Tile(4, 4096, 0, 64, 16, 3, 1, True)),
     ),
     ("forward", "rms", "add", 8): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.53
@@ -242,6 +244,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.96
+        (262144, Tile(8, 2048, 0, 128, 8, 3, 1, True)),
     ),
     ("forward", "ln", "add", 4): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.61
@@ -314,6 +317,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False, 48)),  # 0.97
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False)),  # 0.93
+        (262144, Tile(4, 4096, 0, 64, 16, 3, 1, True)),
     ),
     ("forward", "ln", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.60

@@ -58,7 +58,9 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
     assert launch.packed(tile, 2, launch.device_facts(device))
     use_tile(tile)
     dtype = residual if residual == FP16 else BF16
-    assert_as_accurate_as_pytorch(Case(x=dtype, residual=residual, rms=rms, bias=not rms, m=3, n=n, dropout_p=dropout_p), device)
+    assert_as_accurate_as_pytorch(
+        Case(x=dtype, residual=residual, rms=rms, bias=not rms, m=3, n=n, dropout_p=dropout_p), device
+    )
 
 
 @pytest.mark.parametrize("where", [0, 256, 511])

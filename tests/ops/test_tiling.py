@@ -8,7 +8,6 @@ import pytest
 from ops import tiling
 from ops.tiling import (
     H200,
-    LOOPED,
     TABLE,
     Device,
     Tile,

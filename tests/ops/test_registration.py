@@ -6,10 +6,11 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from ops import dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, registration, seeded_dropout
+from ops.records import BackwardOptions, Options, packed
 
 from .cases import BF16, FP32, SEED, Case, arguments, describe, inputs, outputs_and_gradients
 
-HOW = (1e-5, 0.25, False, False, BF16, FP32, True, True, True)
+HOW = Options(1e-5, 0.25, False, False, BF16, FP32, store_residual=True, store_stats=True, return_mask=True)
 COMPILED = [
     Case(),
     Case(rms=True, residual=None, prenorm=False, bias=False),
@@ -33,20 +34,24 @@ def args(device, grad=True):
     return (t(4, 24, dtype=BF16), t(4, 24), t(4, 24), t(24), t(24), t(24), t(24), t(4), t(4), seed)
 
 
-def test_opcheck_norm_forward(device):
-    opcheck(registration.norm_forward, (*args(device), *HOW))
-    opcheck(registration.norm_forward, (args(device)[1], *(None,) * 9, 1e-5, 0.0, False, True, FP32, FP32, False, True, False))
+@pytest.mark.parametrize("grad", [True, False])
+def test_opcheck_norm(grad, device):
+    op = registration.norm if grad else registration.norm_forward
+    full = args(device, grad)
+    opcheck(op, (*full, *packed(HOW)))
+    plain = Options(1e-5, 0.0, False, True, FP32, FP32, store_residual=False, store_stats=True, return_mask=False)
+    opcheck(op, (full[1], *(None,) * 9, *packed(plain)))
 
 
 def test_opcheck_norm_forward_out(device):
     y, r = torch.empty(4, 24, device=device, dtype=BF16), torch.empty(4, 24, device=device)
-    opcheck(registration.norm_forward_out, (y, r, *args(device, grad=False), *HOW))
+    opcheck(registration.norm_forward_out, (y, r, *args(device, grad=False), *packed(HOW)))
 
 
 def test_opcheck_norm_backward(device):
     x, residual, x1, w, _, w1, _, rowscale, rowscale1, seed = args(device, grad=False)
     stats = torch.rand(2, 4, device=device)
-    how = (0.25, False, False, FP32, BF16, FP32, [True, True, False, True], FP32)
+    how = packed(BackwardOptions(0.25, False, False, FP32, BF16, FP32, (True, True, False, True), FP32))
     opcheck(registration.norm_backward, (x, x1, residual, residual, x, x1, w, w1, rowscale, rowscale1, stats, seed, *how))
 
 

@@ -54,7 +54,7 @@ def _backward(ctx, dy, dy1, dr) -> tuple:
     inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
     eager = direct.is_eager(inputs)
     job = (_known_job if eager else _job)(options, ctx.dtypes, ctx.needs_input_grad, dy is not None, dy1 is not None)
-    gradients = (direct.norm_backward if eager else registration.backward)(inputs, job.options)
+    gradients: tuple = (direct.norm_backward if eager else registration.backward)(inputs, job.options)
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
 
     dweights: list[Tensor | None] = [None, None, None, None]

@@ -208,10 +208,7 @@ def _run_kernels(
         else:
             outputs = registration.forward(inputs, plan.training)
     elif out is None and residual_out is None:
-        if eager:
-            outputs = direct.norm_forward(inputs, plan.inference)
-        else:
-            outputs = registration.forward(inputs, plan.inference)
+        outputs = (direct.norm_forward if eager else registration.forward)(inputs, plan.inference)
     else:
         return _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out)
     # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.

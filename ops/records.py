@@ -91,8 +91,8 @@ def by_name(record: type, values: Iterable) -> Any:
 def packed(options: Options | BackwardOptions) -> tuple:
     """The options as operators take them: each float, then all else as "name=value ...".
 
-    An argument costs a call through the dispatcher up to half a microsecond. Floats stay apart because graph capture with
-    dynamic shapes may hold them as symbols, which have no text.
+    Each argument costs each call time. Floats stay apart because graph capture with dynamic shapes may hold them as symbols,
+    which have no text.
     """
     fields = list(zip(options._fields, options, strict=True))
     floats = [value for name, value in fields if name in _FLOATS]
@@ -111,6 +111,7 @@ How = TypeVar("How", Options, BackwardOptions)
 
 @lru_cache(maxsize=1024)
 def unpacked(record: type[How], *packed: Any) -> How:
+    """The options that were `packed`; remembered, as a model packs the same few again and again."""
     *floats, text = packed
     values = dict(pair.split("=") for pair in text.split(" "))
     types = get_type_hints(record)

@@ -6,11 +6,12 @@ the same kernels on the same arguments and give the same bits.
 `norm` is what the public functions call. It has the gradients, and passes on to `norm_forward` and `norm_backward`, which
 compiled graphs then hold. `norm_forward_out` writes into buffers, for inference.
 
-A compiled graph calls an operator on each pass, and on small models the host is what it waits for. So calls are made cheap:
-options but floats are one string, and what was not asked for is not returned.
+On small models a compiled graph waits for the host, which calls an operator at each norm. So calls are made cheap: of the
+options all but the floats are one string, and what was not asked for is not returned.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -63,10 +64,27 @@ def below_autograd(op: torch._ops.OpOverload, *flat: Any) -> Any:
         return op(*flat)
 
 
+def list_operator(name: str, record: type, options: type, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """An operator on records, flattened, that returns those tensors that were asked for."""
+    op = operator(name, f"({arguments(record, options)}) -> Tensor[]", kernel, fake)
+    torch.library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
+    return op
+
+
+def _one_by_one(op, info, in_dims, *flat):
+    """vmap: a call for each sample. PyTorch does that by itself for operators that return no lists."""
+    samples = [
+        op(*[value if dim is None else value.select(dim, i) for value, dim in zip(flat, in_dims, strict=True)])
+        for i in range(info.batch_size)
+    ]
+    outputs = [torch.stack(tensors) for tensors in zip(*samples, strict=True)]
+    return outputs, [0] * len(outputs)
+
+
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float"}
 
 
-def schema(record: type, options: type) -> str:
+def arguments(record: type, options: type) -> str:
     """The tensors of the record and the options as `packed`, as a schema names them."""
     fields = [*get_type_hints(record).items(), *get_type_hints(options).items()]
     return ", ".join([*(f"{_SCHEMA_TYPES[t]} {name}" for name, t in fields if t in _SCHEMA_TYPES), "str options"])
@@ -81,20 +99,6 @@ def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def one_by_one(op: torch._ops.OpOverload) -> None:
-    """Under vmap, calls `op` for each sample; PyTorch does that by itself, but for operators that return lists."""
-
-    def each(info, in_dims, *flat):
-        samples = [
-            op(*[a if dim is None else a.select(dim, i) for a, dim in zip(flat, in_dims, strict=True)])
-            for i in range(info.batch_size)
-        ]
-        outputs = [torch.stack(tensors) for tensors in zip(*samples, strict=True)]
-        return outputs, [0] * len(outputs)
-
-    torch.library.register_vmap(op, each, lib=LIBRARY)
-
-
 def _norm_forward(*flat):
     return present(direct.norm_forward(*records(Inputs, Options, flat)))
 
@@ -103,11 +107,10 @@ def _norm_forward_fake(*flat):
     return present(direct.empty_outputs(*records(Inputs, Options, flat)))
 
 
-# Two operators that do the same, because Python code for autograd costs each call of an operator that has it a second way
-# through the dispatcher, whether or not there is anything to differentiate.
+# Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
+# or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none.
 norm, norm_forward = (
-    operator(name, f"({schema(Inputs, Options)}) -> Tensor[]", _norm_forward, _norm_forward_fake)
-    for name in ("norm", "norm_forward")
+    list_operator(name, Inputs, Options, _norm_forward, _norm_forward_fake) for name in ("norm", "norm_forward")
 )
 
 
@@ -119,11 +122,7 @@ def _norm_backward_fake(*flat):
     return present(direct.empty_gradients(*records(BackwardInputs, BackwardOptions, flat)))
 
 
-norm_backward = operator(
-    "norm_backward", f"({schema(BackwardInputs, BackwardOptions)}) -> Tensor[]", _norm_backward, _norm_backward_fake
-)
-for op in (norm, norm_forward, norm_backward):
-    one_by_one(op)
+norm_backward = list_operator("norm_backward", BackwardInputs, BackwardOptions, _norm_backward, _norm_backward_fake)
 
 
 def _norm_forward_out(y, r, *flat):
@@ -147,7 +146,7 @@ norm_forward_out = torch.library.custom_op(
     f"{NAMESPACE}::norm_forward_out",
     _norm_forward_out,
     mutates_args=("y", "r"),
-    schema=f"(Tensor(a!) y, Tensor(b!)? r, {schema(Inputs, Options)}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor(a!) y, Tensor(b!)? r, {arguments(Inputs, Options)}) -> (Tensor, Tensor, Tensor)",
 )
 norm_forward_out.register_fake(_norm_forward_out_fake)
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from ops import dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, registration, seeded_dropout
-from ops.records import BackwardOptions, Options, packed
+from ops import dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, registration, rms_norm_fn, seeded_dropout
+from ops.records import BackwardOptions, Options, packed, unpacked
 
 from .cases import BF16, FP32, SEED, Case, arguments, describe, inputs, outputs_and_gradients
 
@@ -59,6 +61,52 @@ def test_opcheck_dropout(device):
     x, *_, seed = args(device)
     opcheck(registration.dropout, (x, seed, 0.25, 1))
     opcheck(registration.dropout_mask, (seed, 4, 24, 0.25, 0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        HOW,
+        Options(1 / 3, 0.1, True, True, FP32, BF16, store_residual=False, store_stats=False, return_mask=False),
+        BackwardOptions(0.1, False, True, None, BF16, None, (False, True, False, True), FP32),
+    ],
+    ids=["all", "few", "backward"],
+)
+def test_operators_get_the_options_that_they_were_sent(options):
+    sent = packed(options)
+    assert sum(isinstance(value, str) for value in sent) == 1 and len(sent) <= 3
+    assert unpacked(type(options), *sent) == options
+
+
+def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_what_it_uses(device):
+    """Trap: on a small model a compiled step waits for the host, which pays for every call and every tensor returned."""
+    found = {}
+
+    def note(graph, example_inputs):
+        for node in graph.graph.nodes:
+            if getattr(node.target, "namespace", None) == registration.NAMESPACE:
+                found[node.target] = [tuple(t.shape) for t in node.meta["val"]]
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    x, w = torch.randn(4, 24, device=device, requires_grad=True), torch.rand(24, device=device, requires_grad=True)
+    compiled = torch.compile(
+        lambda x, w: rms_norm_fn(x, w, None, x, prenorm=True), fullgraph=True, backend=aot_autograd(fw_compiler=note)
+    )
+    y, r = compiled(x, w)
+    (y.sum() + r.sum()).backward()
+    assert found == {
+        registration.norm_forward: [(4, 24), (4, 24), (1, 4)],  # y, r, rstd
+        registration.norm_backward: [(4, 24), (24,)],  # of x and residual, of weight
+    }
+
+
+def test_an_operator_without_gradients_says_so():
+    x = torch.randn(4, 24, requires_grad=True)
+    how = Options(1e-5, 0.0, False, True, FP32, FP32, store_residual=False, store_stats=False, return_mask=False)
+    (y,) = registration.norm_forward(x, *(None,) * 9, *packed(how))
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=describe)

@@ -88,8 +88,8 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
                 found[node.target] = [tuple(t.shape) for t in node.meta["val"]]
         return make_boxed_func(graph.forward)
 
-    torch._dynamo.reset()
     x, w = torch.randn(4, 24, device=device, requires_grad=True), torch.rand(24, device=device, requires_grad=True)
+    torch._dynamo.reset()
     compiled = torch.compile(
         lambda x, w: rms_norm_fn(x, w, None, x, prenorm=True), fullgraph=True, backend=aot_autograd(fw_compiler=note)
     )
@@ -99,6 +99,10 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
         registration.norm_forward: [(4, 24), (4, 24), (1, 4)],  # y, r, rstd
         registration.norm_backward: [(4, 24), (24,)],  # of x and residual, of weight
     }
+    found.clear()
+    with torch.no_grad():
+        compiled(x, w)
+    assert found == {registration.norm_forward: [(4, 24), (4, 24)]}
 
 
 def test_an_operator_without_gradients_says_so():

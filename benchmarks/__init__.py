@@ -2,7 +2,7 @@
 
 python -m benchmarks.norms           every norm case, width and library: share of the card's copy bandwidth
 python -m benchmarks.seed_figures    the published comparisons that this project starts from, with ours in them
-python -m benchmarks.host            what one eager call costs the CPU
+python -m benchmarks.host            what one call costs the CPU, eager and compiled
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
 python -m benchmarks.train_step      a whole training step beside nanoGPT's, with the breakdown of each
 

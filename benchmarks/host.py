@@ -1,6 +1,8 @@
-"""What one eager call costs the CPU: add+RMSNorm on tensors so small that the device never holds the host up.
+"""What one call costs the CPU: add+RMSNorm on tensors so small that the device never holds the host up.
 
 python -m benchmarks.host
+
+Eager calls, and beside them two compiled ones: `compile` is torch.compile of PyTorch's operations, `ours-compiled` of ours.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from ablation.statistics import paired_ratio, spread
 from benchmarks import command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
 from benchmarks.norms import Shape, functions_of
-from benchmarks.providers import PROVIDERS, Function
+from benchmarks.providers import PROVIDERS, Function, ours_compiled
 from benchmarks.results import Record
 
 KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
@@ -92,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch._dynamo.reset()
             shape = Shape(case, "bf16" if case.add else None, ROWS, WIDTH, ROWS)
             functions = functions_of(shape, setting, names)
+            if "ours" in functions:
+                functions["ours-compiled"] = ours_compiled(case, setting)
             (inputs,) = make_inputs(case, setting, ROWS, WIDTH, 1, device)
             for direction in DIRECTIONS:
                 outcomes = measure(functions, inputs, direction, device, 4 * options.rounds)

@@ -131,7 +131,8 @@ SHORT = {"flash-attn": "flash", "liger-kernel": "liger", "quack-kernels": "quack
 def host_rows(records: Sequence[Record]) -> list[list[str]]:
     """Provider, forward, forward+backward: median CPU microseconds a call and, in brackets, 10th to 90th percentile."""
     found = {(record["provider"], record["direction"]): record for record in records}
-    names = [name for name in PROVIDERS if any(provider == name for provider, _ in found)]
+    order = dict.fromkeys((*OURS, "ours-compiled", *PROVIDERS))
+    names = [name for name in order if any(provider == name for provider, _ in found)]
     return [[name, *(_host_cell(found.get((name, d))) for d in ("forward", "forward+backward"))] for name in names]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import direct, registration
-from .records import BackwardInputs, BackwardOptions, Inputs, Options, Outputs, by_name
+from .records import BackwardInputs, BackwardOptions, Inputs, Options, by_name
 
 
 class Norm(torch.autograd.Function):
@@ -17,10 +17,7 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eager, options, *tensors):
         inputs = Inputs(*tensors)
-        if eager:
-            outputs = direct.norm_forward(inputs, options)
-        else:
-            outputs = Outputs(*registration.below_autograd(registration.norm_forward, *inputs, *options))
+        outputs = direct.norm_forward(inputs, options) if eager else registration.forward_below_autograd(inputs, options)
         x, residual, x1, weight, _, weight1, _, rowscale, rowscale1, seed = inputs
         y, y1, r, stats, mask, mask1 = outputs
         adds = residual is not None or x1 is not None or options.dropout_p > 0.0 or rowscale is not None
@@ -31,13 +28,13 @@ class Norm(torch.autograd.Function):
             r if adds else x, x if needs_x else None, x1 if needs_x1 else None,
             weight, weight1, rowscale, rowscale1, stats, seed,
         )  # fmt: skip
-        ctx.options, ctx.has_y1 = options, weight1 is not None or inputs.bias1 is not None
+        ctx.options = options
         ctx.dtypes = tuple([None if t is None else t.dtype for t in tensors])
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
         if eager:
             return y, y1, r, None, mask, mask1
-        ctx.mark_non_differentiable(stats, mask, mask1)
+        ctx.mark_non_differentiable(*[t for t in (stats, mask, mask1) if t is not None])
         return y, y1, r, stats, mask, mask1
 
     @staticmethod
@@ -54,15 +51,10 @@ apply_eagerly = super(torch.autograd.Function, Norm).apply
 def _backward(ctx, dy, dy1, dr) -> tuple:
     r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = ctx.saved_tensors
     options = ctx.options
-    # The operator returns empty tensors for what was not asked for.
-    dy1, dr = dy1 if ctx.has_y1 else None, dr if options.store_residual else None
     inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
     eager = direct.is_eager(inputs)
     job = (_known_job if eager else _job)(options, ctx.dtypes, ctx.needs_input_grad, dy is not None, dy1 is not None)
-    if eager:
-        gradients: tuple = direct.norm_backward(inputs, job.options)
-    else:
-        gradients = registration.norm_backward(*inputs, *job.options)
+    gradients: tuple = (direct.norm_backward if eager else registration.backward)(inputs, job.options)
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
 
     dweights: list[Tensor | None] = [None, None, None, None]
@@ -134,11 +126,11 @@ _known_job = lru_cache(maxsize=1024)(_job)
 
 
 def _norm_with_gradients(*flat):
-    inputs, options = registration.forward_records(flat)
-    return Norm.apply(False, options, *inputs)
+    inputs, options = registration.records(Inputs, Options, flat)
+    return registration.present(Norm.apply(False, options, *inputs))
 
 
-registration.register_autograd(registration.norm_forward, _norm_with_gradients)
+registration.register_autograd(registration.norm, registration.norm_forward, _norm_with_gradients)
 
 
 class _Dropout(torch.autograd.Function):
@@ -156,4 +148,4 @@ class _Dropout(torch.autograd.Function):
         return registration.dropout(dy, seed, ctx.p, ctx.stream), None, None, None
 
 
-registration.register_autograd(registration.dropout, _Dropout.apply)
+registration.register_autograd(registration.dropout, registration.dropout, _Dropout.apply)

@@ -206,12 +206,9 @@ def _run_kernels(
         if eager:
             outputs = Outputs(*apply_eagerly(True, plan.training, *inputs))
         else:
-            outputs = Outputs(*registration.norm_forward(*inputs, *plan.training))
+            outputs = registration.forward(inputs, plan.training)
     elif out is None and residual_out is None:
-        if eager:
-            outputs = direct.norm_forward(inputs, plan.inference)
-        else:
-            outputs = Outputs(*registration.norm_forward(*inputs, *plan.inference))
+        outputs = (direct.norm_forward if eager else registration.forward)(inputs, plan.inference)
     else:
         return _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out)
     # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
@@ -230,8 +227,7 @@ def _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out) -> Output
             if buffer is not None:
                 torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
         return outputs
-    y1, mask, mask1 = registration.norm_forward_out(y, r, *inputs, *options)
-    return Outputs(y, y1, r, None, mask, mask1)
+    return registration.forward_out(inputs, y, r, options)
 
 
 def _run_reference(inputs: Inputs, plan: Plan, out: Tensor | None, residual_out: Tensor | None) -> Outputs:

@@ -1,10 +1,12 @@
-"""The records that a call hands from the public functions to the kernels. The operators take them flattened, in this order.
+"""The records that a call hands from the public functions to the kernels.
 
-Named tuples, because they flatten with a star and their hash and comparison, which look up launches, run in C.
+The operators take tensors flattened, in this order, and options `packed`. Named tuples, because they flatten with a star and
+their hash and comparison, which look up launches, run in C.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -84,3 +86,49 @@ class Gradients(NamedTuple):
 def by_name(record: type, values: Iterable) -> Any:
     """Something for each tensor of a record (its dtype, its stride, whether it needs a gradient) under the tensor's name."""
     return record(*values)
+
+
+def packed(options: Options | BackwardOptions) -> tuple:
+    """The options as operators take them: each float, then all else as "name=value ...".
+
+    Each argument costs each call time. Floats stay apart because graph capture with dynamic shapes may hold them as symbols,
+    which have no text.
+    """
+    fields = list(zip(options._fields, options, strict=True))
+    floats = [value for name, value in fields if name in _FLOATS]
+    return *floats, " ".join([f"{name}={_text(value)}" for name, value in fields if name not in _FLOATS])
+
+
+_FLOATS = ("eps", "dropout_p")
+
+
+def _text(value: Any) -> str:
+    return ",".join([str(v) for v in value]) if isinstance(value, tuple) else str(value)
+
+
+How = TypeVar("How", Options, BackwardOptions)
+
+
+@lru_cache(maxsize=1024)
+def unpacked(record: type[How], *packed: Any) -> How:
+    """The options that were `packed`; remembered, as a model packs the same few again and again."""
+    *floats, text = packed
+    values = dict(pair.split("=") for pair in text.split(" "))
+    types = get_type_hints(record)
+    return record(*floats, **{name: _READ[types[name]](value) for name, value in values.items()})
+
+
+def _flag(text: str) -> bool:
+    return text == "True"
+
+
+def _dtype(text: str) -> torch.dtype | None:
+    return None if text == "None" else getattr(torch, text.removeprefix("torch."))
+
+
+_READ: dict[Any, Callable[[str], Any]] = {
+    bool: _flag,
+    tuple[bool, ...]: lambda text: tuple(map(_flag, text.split(","))),
+    torch.dtype: _dtype,
+    torch.dtype | None: _dtype,
+}

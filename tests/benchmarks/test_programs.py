@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import host, memory, seed_figures
+from benchmarks import host, memory, providers, seed_figures
 from benchmarks.results import load
 
 # Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
@@ -13,15 +13,23 @@ from benchmarks.tutorial_norm import layer_norm
 CPU = ["--device", "cpu", "--rounds", "2"]
 
 
-def test_host_times_both_directions_of_every_provider(tmp_path, capsys):
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """torch.compile left out: it takes seconds a width."""
+    for module in (providers, seed_figures):
+        monkeypatch.setattr(module, "compiled", lambda expression: expression)
+    monkeypatch.setitem(seed_figures.PROVIDERS, "compile", seed_figures.PROVIDERS["torch"])
+
+
+def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_path, capsys, no_compiler):
     host.main([*CPU, "--output", str(tmp_path), "--provider", "ours", "torch"])
     records = load(tmp_path / "host.json")["records"]
     assert {(r["provider"], r["direction"]) for r in records} == {
-        (p, d) for p in ("ours", "torch") for d in ("forward", "forward+backward")
+        (p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")
     }
     assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in records)
     printed = capsys.readouterr().out
-    assert "ours" in printed and "forward + backward" in printed
+    assert "ours-compiled" in printed and "forward + backward" in printed
     host.main(["--plot-only", "--output", str(tmp_path)])
     assert capsys.readouterr().out == printed
 
@@ -75,13 +83,6 @@ def test_fused_chain_keeps_less_than_torch_does():
     (inputs,) = memory.make_inputs(case, setting, 1024, 1024, 1, device)
     ours, plain = (memory.measure(memory.chain(p, case, setting, 4), inputs, device) for p in ("ours", "torch"))
     assert 0 < ours["kept"] < plain["kept"] and ours["peak"] < plain["peak"]
-
-
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """torch.compile left out: it takes seconds a width."""
-    monkeypatch.setattr(seed_figures, "compiled", lambda expression: expression)
-    monkeypatch.setitem(seed_figures.PROVIDERS, "compile", seed_figures.PROVIDERS["torch"])
 
 
 def test_seed_figures_are_recorded_and_drawn(tmp_path, capsys, no_compiler):

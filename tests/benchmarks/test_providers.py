@@ -58,6 +58,16 @@ def test_compiled_torch_is_the_same_expression(name):
     check_forward(case, setting, i, compiled(i.x, i.residual, i.weight, i.bias))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_ours_is_the_same_call(name, monkeypatch):
+    case, setting = CASES[name], Setting(residual_dtype=torch.float32)
+    monkeypatch.setattr(providers, "compiled", lambda f: torch.compile(f, backend="eager", fullgraph=True, dynamic=False))
+    (i,) = make_inputs(case, setting, 16, 128, 1, CPU)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    check_forward(case, setting, i, providers.ours_compiled(case, setting)(i))
+
+
 def test_shared_interface_gets_what_the_case_has(library):
     calls = []
 

@@ -53,10 +53,14 @@ def test_markdown_shows_ours_and_the_best_peer_bold_where_ours_is_faster_by_more
 def test_host_and_memory_tables():
     host = [
         {"case": "add_rms", "direction": d, "provider": p, "us": us, "p10": us - 1, "p90": us + 1}
-        for p, us in (("torch", 25.0), ("ours", 60.0))
+        for p, us in (("torch", 25.0), ("ours", 60.0), ("ours-compiled", 80.0))
         for d in ("forward", "forward+backward")
     ]
-    assert tables.host_rows(host[:3]) == [["ours", "60 (59 to 61)", "–"], ["torch", "25 (24 to 26)", "25 (24 to 26)"]]
+    assert tables.host_rows(host[:5]) == [
+        ["ours", "60 (59 to 61)", "60 (59 to 61)"],
+        ["ours-compiled", "80 (79 to 81)", "–"],
+        ["torch", "25 (24 to 26)", "25 (24 to 26)"],
+    ]
 
     cell = {"case": "dropout_add_ln", "residual_dtype": "fp32", "M": 32768, "N": 768, "blocks": 8}
     rows = tables.memory_rows([

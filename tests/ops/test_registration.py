@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from ops import dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, registration, seeded_dropout
+from ops import dropout_mask, launch, layer_norm_fn, layer_norm_linear_fn, registration, rms_norm_fn, seeded_dropout
+from ops.records import BackwardOptions, Options, packed, unpacked
 
 from .cases import BF16, FP32, SEED, Case, arguments, describe, inputs, outputs_and_gradients
 
-HOW = (1e-5, 0.25, False, False, BF16, FP32, True, True, True)
+HOW = Options(1e-5, 0.25, False, False, BF16, FP32, store_residual=True, store_stats=True, return_mask=True)
 COMPILED = [
     Case(),
     Case(rms=True, residual=None, prenorm=False, bias=False),
@@ -33,20 +36,24 @@ def args(device, grad=True):
     return (t(4, 24, dtype=BF16), t(4, 24), t(4, 24), t(24), t(24), t(24), t(24), t(4), t(4), seed)
 
 
-def test_opcheck_norm_forward(device):
-    opcheck(registration.norm_forward, (*args(device), *HOW))
-    opcheck(registration.norm_forward, (args(device)[1], *(None,) * 9, 1e-5, 0.0, False, True, FP32, FP32, False, True, False))
+@pytest.mark.parametrize("grad", [True, False])
+def test_opcheck_norm(grad, device):
+    op = registration.norm if grad else registration.norm_forward
+    full = args(device, grad)
+    opcheck(op, (*full, *packed(HOW)))
+    plain = Options(1e-5, 0.0, False, True, FP32, FP32, store_residual=False, store_stats=True, return_mask=False)
+    opcheck(op, (full[1], *(None,) * 9, *packed(plain)))
 
 
 def test_opcheck_norm_forward_out(device):
     y, r = torch.empty(4, 24, device=device, dtype=BF16), torch.empty(4, 24, device=device)
-    opcheck(registration.norm_forward_out, (y, r, *args(device, grad=False), *HOW))
+    opcheck(registration.norm_forward_out, (y, r, *args(device, grad=False), *packed(HOW)))
 
 
 def test_opcheck_norm_backward(device):
     x, residual, x1, w, _, w1, _, rowscale, rowscale1, seed = args(device, grad=False)
     stats = torch.rand(2, 4, device=device)
-    how = (0.25, False, False, FP32, BF16, FP32, [True, True, False, True], FP32)
+    how = packed(BackwardOptions(0.25, False, False, FP32, BF16, FP32, (True, True, False, True), FP32))
     opcheck(registration.norm_backward, (x, x1, residual, residual, x, x1, w, w1, rowscale, rowscale1, stats, seed, *how))
 
 
@@ -54,6 +61,56 @@ def test_opcheck_dropout(device):
     x, *_, seed = args(device)
     opcheck(registration.dropout, (x, seed, 0.25, 1))
     opcheck(registration.dropout_mask, (seed, 4, 24, 0.25, 0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        HOW,
+        Options(1 / 3, 0.1, True, True, FP32, BF16, store_residual=False, store_stats=False, return_mask=False),
+        BackwardOptions(0.1, False, True, None, BF16, None, (False, True, False, True), FP32),
+    ],
+    ids=["all", "few", "backward"],
+)
+def test_operators_get_the_options_that_they_were_sent(options):
+    sent = packed(options)
+    assert sum(isinstance(value, str) for value in sent) == 1 and len(sent) <= 3
+    assert unpacked(type(options), *sent) == options
+
+
+def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_what_it_uses(device):
+    """Trap: on a small model a compiled step waits for the host, which pays for every call and every tensor returned."""
+    found = {}
+
+    def note(graph, example_inputs):
+        for node in graph.graph.nodes:
+            if getattr(node.target, "namespace", None) == registration.NAMESPACE:
+                found[node.target] = [tuple(t.shape) for t in node.meta["val"]]
+        return make_boxed_func(graph.forward)
+
+    x, w = torch.randn(4, 24, device=device, requires_grad=True), torch.rand(24, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: rms_norm_fn(x, w, None, x, prenorm=True), fullgraph=True, backend=aot_autograd(fw_compiler=note)
+    )
+    y, r = compiled(x, w)
+    (y.sum() + r.sum()).backward()
+    assert found == {
+        registration.norm_forward: [(4, 24), (4, 24), (1, 4)],  # y, r, rstd
+        registration.norm_backward: [(4, 24), (24,)],  # of x and residual, of weight
+    }
+    found.clear()
+    with torch.no_grad():
+        compiled(x, w)
+    assert found == {registration.norm_forward: [(4, 24), (4, 24)]}
+
+
+def test_an_operator_without_gradients_says_so():
+    x = torch.randn(4, 24, requires_grad=True)
+    how = Options(1e-5, 0.0, False, True, FP32, FP32, store_residual=False, store_stats=False, return_mask=False)
+    (y,) = registration.norm_forward(x, *(None,) * 9, *packed(how))
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=describe)

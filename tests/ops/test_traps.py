@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ops import launch, layer_norm_fn, registration, rms_norm_fn
+from ops.records import Inputs, Options
 
 from .cases import BF16, FP32, leaf
 
@@ -119,8 +120,8 @@ def test_any_single_input_may_be_the_only_one_that_requires_a_gradient(name, dev
 
 def test_statistics_are_fp32_whatever_the_inputs(device):
     x = torch.randn(4, 32, device=device).to(BF16)
-    how = (1e-5, 0.0, False, False, BF16, BF16, False, True, False)
-    stats = registration.norm_forward(x, None, None, None, None, None, None, None, None, None, *how)[3]
+    how = Options(1e-5, 0.0, False, False, BF16, BF16, store_residual=False, store_stats=True, return_mask=False)
+    stats = registration.forward(Inputs(x, *(None,) * 9), how).stats
     assert stats.dtype == FP32 and stats.shape == (2, 4)
     torch.testing.assert_close(stats[1], x.float().mean(1))
     torch.testing.assert_close(stats[0], (x.float().var(1, correction=0) + 1e-5).rsqrt())

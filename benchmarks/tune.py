@@ -223,6 +223,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
         ("max_registers", () if own.slices > 1 else (0, 32, 40, 48, 64, 80, 96, 112, 128)),
+        ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -310,7 +311,8 @@ def format_table(table: dict, shares: dict | None = None) -> str:
             fields = (
                 f"{t.rows}, {t.block_n}, {t.tail_n}, {t.slices}, {t.warps}, {t.stages}, {t.programs_per_sm}, {t.hold_weights}"
             )
-            fields += f", {t.max_registers}" if t.max_registers else ""
+            fields += f", {t.max_registers}" if t.max_registers or t.columns else ""
+            fields += f", {t.columns}" if t.columns else ""
             share = (shares or {}).get((*key, width))
             lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")

@@ -176,12 +176,12 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "LONG": M + tile.rows >= 2**31,
         "LOOPED": tile.looped(N),
         "EVEN_N": N % tile.width == 0,
-        "VECTOR": work.vector,
+        "VECTOR": tile.columns or work.vector,
         "STAGES": tile.stages,
         "HOLD": tile.hold_weights and tile.programs_per_sm > 0,
         "num_warps": tile.warps,
         # From this width on a block repeats itself over the threads.
-        "SPAN": device.warp_size * tile.warps * work.vector,
+        "SPAN": device.warp_size * tile.warps * (tile.columns or work.vector),
     }
     if tile.slices > 1:
         constants["launch_cooperative_grid"] = True

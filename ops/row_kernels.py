@@ -7,7 +7,7 @@ finish one block before it loads the weights of the next, for which it then need
 Where SLICES programs share a row, each holds the BLOCK_N columns that begin at its `first_col`.
 
 The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks fill the row, so columns need no mask;
-VECTOR columns side by side in a thread, 16 bytes of the widest tensor; STAGES tiles in flight, those to come in shared memory;
+VECTOR columns side by side in a thread; STAGES tiles in flight, those to come in shared memory;
 HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; SPAN the columns that all
 threads together hold side by side: a wider block repeats that, and each thread has all rows of its columns.
 

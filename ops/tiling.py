@@ -28,6 +28,9 @@ class Tile:
     # The most that a thread may have, 0 for what the compiler takes: it does not know that fewer let one more program run.
     # Left to it, a line more of source moved forward LN of 12288 columns from 80 to 115, three programs to two.
     max_registers: int = 0
+    # Side by side in a thread, 4 or 8; 0 for as many as 16 bytes of the widest tensor hold. With 8 beside an fp32 stream the
+    # tensors in bf16 are read 16 bytes at a time too, and the stream changes its layout on the way to memory.
+    columns: int = 0
 
     @property
     def width(self) -> int:
@@ -169,7 +172,7 @@ def registers(tile: Tile) -> int | None:
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
 # bandwidth of the best of many candidates in short measurements, so a little flattering. Entries without one were not measured:
 # wider rows than those fit into no program's registers.
-#    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers)
+#    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers, columns)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (
         (32, Tile(128, 32, 0, 1, 8, 1, 0, False)),  # 0.36

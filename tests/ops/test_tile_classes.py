@@ -18,6 +18,7 @@ TILES = {
     "stages": [1, 2, 3],
     "programs_per_sm": [0, 1, 2],
     "hold_weights": [False, True],
+    "columns": [0, 8],
 }
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
 # What the backward of a split row can do; in the covering array few cases are of this kind.
@@ -30,7 +31,8 @@ SPLIT_OPTIONS = {
     "n": [24, 32, 33],
     "m": [5],
 }
-SPLIT = covering(**SPLIT_OPTIONS, **TILES | {"shape": ["split"], "warps": [4], "stages": [2], "programs_per_sm": [2, 1]})
+SPLIT_TILES = {"shape": ["split"], "warps": [4], "stages": [2], "programs_per_sm": [2, 1], "columns": [0]}
+SPLIT = covering(**SPLIT_OPTIONS, **TILES | SPLIT_TILES)
 
 
 def names(chosen: dict) -> str:

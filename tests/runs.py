@@ -16,6 +16,7 @@ from configs import Config
 from configs.keys import groups
 from configs.machine import Machine
 from training.plot import read_metrics
+from training.precision import Precision
 from training.resume import settle
 from training.run import open_run
 
@@ -37,6 +38,20 @@ def corpus(folder: Path) -> list[str]:
         *("train.steps=30", "train.batch_size=8", "optim.warmup_steps=3", "optim.lr=3e-3", "optim.min_lr=3e-4"),
         *("eval.every=10", "logging.every=5", "sample.tokens=10", "sample.prompt=the", "logging.wandb=disabled", "device=cpu"),
     ]
+
+
+def config(**model) -> Config:
+    """Of steps on two rows of 16 tokens, with these keys of the model; composed of no files."""
+    cfg = Config()
+    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
+    for key, value in model.items():
+        setattr(cfg.model, key, value)
+    cfg.train.batch_size = 2
+    return cfg
+
+
+def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
+    return Precision(torch.device("cpu"), dtype)
 
 
 @cache

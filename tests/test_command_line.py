@@ -11,13 +11,8 @@ import time
 import pytest
 
 import sample
-from tests.runs import corpus, finish, read_json, run_folders, start
+from tests.runs import finish, read_json, run_folders, start
 from training import checkpoint
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def train(arguments, cwd):

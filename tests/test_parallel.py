@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.runs import ROOT, bits, corpus
+from tests.runs import ROOT, bits
 from training.plot import read_metrics
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
@@ -32,8 +32,8 @@ sys.exit(train.main())
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return [*corpus(tmp_path_factory.mktemp("corpus")), *STEPS]
+def tiny(tiny):
+    return [*tiny, *STEPS]
 
 
 def torchrun(folder, arguments, *options, what="pass"):

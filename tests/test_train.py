@@ -12,7 +12,7 @@ import training.step as step_module
 from configs import ConfigError
 from configs.machine import Machine
 from model import GPT
-from tests.runs import FakeWandb, corpus, train_here
+from tests.runs import FakeWandb, train_here
 from training import checkpoint
 from training.checkpoint import TrainState
 from training.clock import StepClock, Window
@@ -26,20 +26,6 @@ from training.saver import Saver
 from training.step import training_step
 
 CPU = Machine("cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they give at these sizes, most of all beside other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def losses(metrics, name="train/loss"):

@@ -1,7 +1,6 @@
-"""Runs of several ranks on the CPU, each a process forked from one that has imported everything, as that takes seconds."""
+"""Runs of several ranks on the CPU, each a forked process."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,13 +12,11 @@ import configs
 import train
 import training.step as step_module
 from configs.machine import Machine
+from tests.forks import processes
 from tests.runs import read_json
 from training import distributed
 from training.resume import settle
 from training.run import open_run
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.ranks"])
 
 
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -35,14 +37,30 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
     ]
     for process in started:
         process.start()
-    for process in started:
-        process.join(400)  # four ranks start on two cores that other tests use too
-        assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
+    _join(started, folder)
     return [read_json(Path(f"{folder}_rank_{rank}.json")) for rank in range(ranks)]
 
 
+def _join(started: list, folder: Path) -> None:
+    """Waits for all ranks to end well. Where one does not, the others are ended, and what each wrote is the error's message."""
+    left, deadline = list(started), time.monotonic() + 400  # four ranks start on two cores that other tests use too
+    while left and all(process.exitcode in (None, 0) for process in started) and time.monotonic() < deadline:
+        wait([process.sentinel for process in left], 1)
+        left = [process for process in left if process.exitcode is None]
+    codes = [process.exitcode for process in started]  # None: it goes on, as a rank does that waits for one that died
+    for process in left:
+        process.kill()
+        process.join()
+    said = (f"rank {rank} ended with {code}\n{_errors(folder, rank).read_text()}" for rank, code in enumerate(codes))
+    assert codes == [0] * len(codes), "\n".join(said)
+
+
+def _errors(folder: Path | str, rank: int) -> Path:
+    return Path(f"{folder}_rank_{rank}.err")
+
+
 def _rank(rank: int, ranks: int, port: int, overrides: list[str], folder: str, acts: dict[str, list[int]]) -> None:
-    torch.set_num_threads(1)
+    os.dup2(os.open(_errors(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world, on = distributed.join(), Machine("cpu", ranks=ranks, by_torchrun=True)

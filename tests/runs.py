@@ -82,6 +82,10 @@ def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool =
     return summary, read_metrics(run.folder / "metrics.jsonl")
 
 
+def losses(metrics: list[dict], name: str = "train/loss") -> list[float]:
+    return [line[name] for line in metrics if name in line]
+
+
 def bits(folder: Path) -> dict[str, object]:
     """All that a run gives, to be compared bit for bit; but for times and for where it is kept."""
     newest = folder / "last"

@@ -33,16 +33,18 @@ class Command:
         self.args = arguments
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name) / name for name in ("out", "err")]
-        self._process = processes.Process(target=_command, args=(arguments, cwd, self._outputs), daemon=False)
+        self._process = processes.Process(target=_command, args=(arguments, cwd, self._outputs), daemon=True)
         self._process.start()
 
     def poll(self) -> int | None:
         return self._process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
+        if self.poll() is None:
+            os.kill(self._process.pid, number)
 
     def finish(self) -> subprocess.CompletedProcess:
+        """Waits for its end, which is a return code of -SIGKILL after two minutes."""
         self._process.join(120)
         if self._process.is_alive():
             self._process.kill()

@@ -35,7 +35,8 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
         processes.Process(target=_rank, args=(rank, ranks, port, overrides, str(folder), acts), daemon=True)
         for rank in range(ranks)
     ]
-    for process in started:
+    for rank, process in enumerate(started):
+        _errors(folder, rank).touch()
         process.start()
     _join(started, folder)
     return [read_json(Path(f"{folder}_rank_{rank}.json")) for rank in range(ranks)]

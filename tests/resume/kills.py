@@ -20,9 +20,10 @@ def train_and_kill(overrides: list[str], folder: Path, after_s: float | None = N
         after_s: seconds after the beginning of its first step.
         operation: the operation on files in which to kill it, counted from 1.
     """
-    process = processes.Process(target=_train, args=(composed(overrides), overrides, folder, after_s, operation))
+    arguments = composed(overrides), overrides, folder, after_s, operation
+    process = processes.Process(target=_train, args=arguments, daemon=True)
     process.start()
-    process.join()
+    process.join(300)
     assert process.exitcode in (0, -signal.SIGKILL), f"the run ended with {process.exitcode}"
     return process.exitcode == -signal.SIGKILL
 

@@ -16,6 +16,13 @@ KILLS = 50
 EVERY = 3
 
 
+@pytest.fixture(scope="module")
+def tiny(tiny, tmp_path_factory):
+    """Once a run has made the corpus and started the process that forks: neither is part of how long a run takes."""
+    train_and_kill([*tiny, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")
+    return tiny
+
+
 def reached(folder):
     """The last step that the run logged before it was killed."""
     path = folder / "metrics.jsonl"

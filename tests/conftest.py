@@ -3,6 +3,10 @@ everything else on the PyTorch reference, which is what a machine without a GPU 
 
 import os
 
+# One thread a test, and a rank, and a program that a test starts: more cost more than they give at these sizes, most of all
+# beside other tests; and sums have one order. OpenMP reads this when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
@@ -13,6 +17,13 @@ if not GPU:
 
 from ops import backend  # noqa: E402
 
+INTERPRET = backend.INTERPRET
+if INTERPRET:
+    from ops import launch  # noqa: F401  defines the kernels, now that they are for the interpreter
+    from tests import interpreter
+
+    interpreter.quicken()
+
 
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -20,9 +31,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-@pytest.fixture(autouse=True)
-def reference_on_cpu(request, monkeypatch):
-    """Outside tests/ops, CPU tensors take the PyTorch reference, here and in the programs that a test starts."""
-    if "tests/ops/" not in str(request.path.as_posix()):
-        monkeypatch.setattr(backend, "INTERPRET", False)
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Outside tests/ops, CPU tensors take the PyTorch reference, here and in the programs that a test starts.
+
+    No fixture, as those of a whole module come before one of a single test.
+    """
+    backend.INTERPRET = INTERPRET and "tests/ops/" in item.path.as_posix()
+    if backend.INTERPRET:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> list[str]:
+    """Overrides for a corpus of 20 kB, and a model that learns it on a CPU in less than a second."""
+    from tests.runs import corpus  # here, as tests/ops needs nothing of a run
+
+    return corpus(tmp_path_factory.mktemp("corpus"))

@@ -1,10 +1,11 @@
-"""Runs of several ranks on the CPU, each a process forked from one that has imported everything, as that takes seconds."""
+"""Runs of several ranks on the CPU, each a forked process."""
 
 import json
-import multiprocessing
 import os
 import signal
 import socket
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -13,13 +14,11 @@ import configs
 import train
 import training.step as step_module
 from configs.machine import Machine
+from tests.forks import processes
 from tests.runs import read_json
 from training import distributed
 from training.resume import settle
 from training.run import open_run
-
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["tests.ranks"])
 
 
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:
@@ -36,16 +35,33 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
         processes.Process(target=_rank, args=(rank, ranks, port, overrides, str(folder), acts), daemon=True)
         for rank in range(ranks)
     ]
-    for process in started:
+    for rank, process in enumerate(started):
+        _errors(folder, rank).touch()
         process.start()
-    for process in started:
-        process.join(400)  # four ranks start on two cores that other tests use too
-        assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
+    _join(started, folder)
     return [read_json(Path(f"{folder}_rank_{rank}.json")) for rank in range(ranks)]
 
 
+def _join(started: list, folder: Path) -> None:
+    """Waits for all ranks to end well. Where one does not, the others are ended, and what each wrote is the error's message."""
+    left, deadline = list(started), time.monotonic() + 400  # four ranks start on two cores that other tests use too
+    while left and all(process.exitcode in (None, 0) for process in started) and time.monotonic() < deadline:
+        wait([process.sentinel for process in left], 1)
+        left = [process for process in left if process.exitcode is None]
+    codes = [process.exitcode for process in started]  # None: it goes on, as a rank does that waits for one that died
+    for process in left:
+        process.kill()
+        process.join()
+    said = (f"rank {rank} ended with {code}\n{_errors(folder, rank).read_text()}" for rank, code in enumerate(codes))
+    assert codes == [0] * len(codes), "\n".join(said)
+
+
+def _errors(folder: Path | str, rank: int) -> Path:
+    return Path(f"{folder}_rank_{rank}.err")
+
+
 def _rank(rank: int, ranks: int, port: int, overrides: list[str], folder: str, acts: dict[str, list[int]]) -> None:
-    torch.set_num_threads(1)
+    os.dup2(os.open(_errors(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world, on = distributed.join(), Machine("cpu", ranks=ranks, by_torchrun=True)

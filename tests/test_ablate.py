@@ -10,25 +10,21 @@ import ablate
 import model.norm
 from ablation import serialize
 from ablation.records import AGAIN, FUSED, TORCH
-from tests.runs import corpus
 from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return [*corpus(tmp_path_factory.mktemp("corpus")), *SHORT]
+def tiny(tiny):
+    return [*tiny, *SHORT]
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty folder that the program runs in; its run folder, once it has run."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield lambda: next((tmp_path / "runs").iterdir())
-    torch.set_num_threads(threads)
+    return lambda: next((tmp_path / "runs").iterdir())
 
 
 def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ran(tiny, here, capsys):

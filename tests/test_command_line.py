@@ -1,7 +1,6 @@
 """train.py and sample.py as a user starts them."""
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -9,19 +8,16 @@ import signal
 import time
 
 import pytest
+from filelock import FileLock
 
 import sample
-from tests.runs import corpus, finish, read_json, run_folders, start
+from tests.forks import Command
+from tests.runs import finish, read_json, run_folders, start, train_here
 from training import checkpoint
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def train(arguments, cwd):
-    return finish(start(arguments, cwd))
+    return Command(arguments, cwd).finish()
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +102,19 @@ def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path, number):
-    pipe = tmp_path / "slow.txt"  # reading it waits for somebody to write
-    os.mkfifo(pipe)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "state.json").symlink_to(pipe)
-    process = start([*tiny, "data=text", "data.source=hub", "data.files=[]", f"data.path={tmp_path / 'data'}"], tmp_path)
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline and not list(tmp_path.glob("runs/*/environment.json")):
-        time.sleep(0.05)
-    time.sleep(0.5)
-    process.send_signal(number)
-    done = finish(process)
+    cache, command = tmp_path / "cache", [*tiny, "train.steps=3", f"data.cache_dir={tmp_path / 'cache'}"]
+    train_here(command, tmp_path / "first")
+    [built] = cache.glob("text-*")
+    shutil.rmtree(built)
+    with FileLock(cache / f".{built.name.rpartition('-')[2]}.lock"):  # as if another process built it: the run waits
+        process = Command(command, tmp_path)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline and not list(tmp_path.glob("runs/*/environment.json")):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(number)
+        done = process.finish()
 
     assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr
@@ -138,14 +136,14 @@ def test_a_run_that_stops_on_nan_ends_with_code_1_and_its_wandb_run_closed(tiny,
 def interrupted(tiny, tmp_path_factory):
     """A long run that was stopped with Ctrl-C."""
     cwd = tmp_path_factory.mktemp("interrupted")
-    process = start([*tiny, "logging.wandb=offline", "train.steps=100000", "logging.every=1", "eval.every=0"], cwd)
+    process = Command([*tiny, "logging.wandb=offline", "train.steps=100000", "logging.every=1", "eval.every=0"], cwd)
     deadline = time.monotonic() + 90
     while process.poll() is None and time.monotonic() < deadline:
         if any(len(path.read_text().splitlines()) > 3 for path in cwd.glob("runs/*/metrics.jsonl")):
             process.send_signal(signal.SIGINT)
             break
         time.sleep(0.05)
-    return cwd, finish(process)
+    return cwd, process.finish()
 
 
 def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on(interrupted):
@@ -228,7 +226,7 @@ def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, 
 
 
 def test_help_names_commands_groups_and_keys(tmp_path):
-    done = train(["--help"], tmp_path)
+    done = finish(start(["--help"], tmp_path))  # by an interpreter of its own
 
     assert done.returncode == 0, done.stderr
     for part in (

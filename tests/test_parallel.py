@@ -1,6 +1,5 @@
 """torchrun train.py, as a user gives it."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,7 +7,8 @@ import time
 
 import pytest
 
-from tests.runs import ROOT, bits, corpus
+from tests.ranks import train_together
+from tests.runs import ROOT, bits, environment
 from training.plot import read_metrics
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
@@ -32,8 +32,8 @@ sys.exit(train.main())
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return [*corpus(tmp_path_factory.mktemp("corpus")), *STEPS]
+def tiny(tiny):
+    return [*tiny, *STEPS]
 
 
 def torchrun(folder, arguments, *options, what="pass"):
@@ -42,11 +42,10 @@ def torchrun(folder, arguments, *options, what="pass"):
     text = HAPPENS.format(root=str(ROOT), once=str(folder / "once"), what=what)
     # Hydra looks for configs beside the file of train.main
     program.write_text(text, encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
     return subprocess.Popen(
         [*TORCHRUN, *options, str(program), *arguments],
         cwd=folder,
-        env=environment | {"OMP_NUM_THREADS": "1"},
+        env=environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -60,9 +59,7 @@ def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_th
 
     assert killed.returncode == 0, err
     assert out.count("resume=auto: goes on from mine/checkpoints/step_") == 1, "said once, by one rank"
-    whole = torchrun(tmp_path, [*command, "folder=whole"])
-    _, err = whole.communicate(timeout=200)
-    assert whole.returncode == 0, err
+    train_together(2, command, tmp_path / "whole")
     assert bits(tmp_path / "mine") == bits(tmp_path / "whole")
 
 

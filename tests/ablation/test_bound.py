@@ -4,23 +4,9 @@ import pytest
 import torch
 
 from ablation.bound import attribute, norm_bytes
-from configs import Config
 from configs.schema import BlockLayout, ResidualDtype
+from tests.runs import config, precision
 from training.attribution import Share
-from training.precision import Precision
-
-
-def config(**model) -> Config:
-    cfg = Config()
-    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
-    for key, value in model.items():
-        setattr(cfg.model, key, value)
-    cfg.train.batch_size = 2
-    return cfg
-
-
-def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
-    return Precision(torch.device("cpu"), dtype)
 
 
 @pytest.mark.parametrize(

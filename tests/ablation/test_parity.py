@@ -17,9 +17,8 @@ from ablation.records import FUSED, TORCH
 from configs.machine import Machine
 from configs.schema import NormImpl
 from data import load_corpus
-from ops import backend, launch  # noqa: F401  now, while TRITON_INTERPRET is set: it decides what kernels are when defined
+from ops import backend
 from tests.ablation import faults
-from tests.runs import corpus as tiny_corpus
 from training.precision import Precision
 
 CPU = Machine("cpu")
@@ -32,10 +31,10 @@ BOTH = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(tiny):
     """A function: overrides -> (config, corpus)."""
     overrides = [
-        *tiny_corpus(tmp_path_factory.mktemp("corpus")),
+        *tiny,
         *(
             "train.batch_size=4",
             "model.dropout=0.1",
@@ -52,14 +51,6 @@ def tiny(tmp_path_factory):
         return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
     return load
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def found(loaded, dtype, progress=lambda steps: None):

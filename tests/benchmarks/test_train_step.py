@@ -20,14 +20,6 @@ SMALL = [
 CPU = ["--device", "cpu", "--rounds", "2", "--common", *SMALL]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def config(*overrides):
     options = train_step.options_of(["--device", "cpu", "--common", *SMALL, *overrides])[1]
     return train_step.config_of(options, 0.0)

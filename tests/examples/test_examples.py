@@ -6,15 +6,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The tests share the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(
     ("name", "checks"), [("nanogpt_block", 3), ("hf_gpt2", 1), ("hf_llama", 2), ("own_training_loop", 1), ("vit_droppath", 1)]
 )

@@ -53,7 +53,7 @@ def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-@pytest.fixture(params=product(DEVICES, TILE_OF), ids="-".join)
+@pytest.fixture(scope="module", params=product(DEVICES, TILE_OF), ids="-".join)
 def launches(request):
     """(n, work, device, tile) for every width and every kind of work."""
     name, direction = request.param

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from tests.resume.kills import Killer
-from tests.runs import bits, finish, start
+from tests.forks import Command
+from tests.resume.kills import train_and_kill
+from tests.runs import bits
 from training import storage
 from training.plot import read_metrics
 
@@ -16,10 +17,10 @@ EVERY = 3
 
 
 @pytest.fixture(scope="module")
-def killer(tiny, tmp_path_factory):
-    with Killer() as killer:
-        killer.run([*tiny, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")  # makes the corpus
-        yield killer
+def tiny(tiny, tmp_path_factory):
+    """Once a run has made the corpus and started the process that forks: neither is part of how long a run takes."""
+    train_and_kill([*tiny, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")
+    return tiny
 
 
 def reached(folder):
@@ -36,11 +37,11 @@ def newest_step(folder):
 
 # in the background a checkpoint is on its way for at most one interval
 @pytest.mark.parametrize(("background", "intervals"), [("false", 1), ("true", 2)])
-def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(killer, tiny, tmp_path, background, intervals):
+def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny, tmp_path, background, intervals):
     overrides = [*tiny, "model.dropout=0.1", "resume=auto", "logging.every=1", f"checkpoint.every={EVERY}", "eval.every=7"]
     overrides += [f"checkpoint.background={background}", "checkpoint.keep=1", "train.steps=20"]
     began = time.monotonic()
-    assert not killer.run(overrides, tmp_path / "whole")
+    assert not train_and_kill(overrides, tmp_path / "whole")
     whole_s = time.monotonic() - began
     wanted = bits(tmp_path / "whole")
 
@@ -49,39 +50,39 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(kill
         folder = tmp_path / f"run_{number}"
         saving = choose.random() < 0.5
         when = {"operation": choose.randrange(1, 200)} if saving else {"after_s": choose.uniform(0, 0.5 * whole_s)}
-        if killer.run(overrides, folder, **when):
+        if train_and_kill(overrides, folder, **when):
             kills += 1
             assert reached(folder) - newest_step(folder) <= intervals * EVERY, when
             steps.add(reached(folder))
         else:
             assert bits(folder) == wanted
             number += 1
-    assert not killer.run(overrides, folder)
+    assert not train_and_kill(overrides, folder)
     assert bits(folder) == wanted
     assert len(steps) > 5, f"the kills were only at the steps {steps}"
 
 
-def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(killer, tiny, tmp_path):
+def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tiny, tmp_path):
     """As a scheduler that preempts gives it: kill -9, SIGTERM, then to the end."""
     command = [*tiny, "resume=auto", "logging.every=1", "checkpoint.every=20", "eval.every=70", "train.steps=140"]
     command += ["model.dropout=0.1"]
-    assert not killer.run(command, tmp_path / "whole")
+    assert not train_and_kill(command, tmp_path / "whole")
     command += ["folder=mine", "logging.wandb=offline"]
     choose, folder = random.Random(0), tmp_path / "mine"
 
     for number, low in ((signal.SIGKILL, 10), (signal.SIGTERM, 70)):
-        process, wanted = start(command, tmp_path), low + choose.randrange(30)
+        process, wanted = Command(command, tmp_path), low + choose.randrange(30)
         deadline = time.monotonic() + 100
         while process.poll() is None and reached(folder) < wanted and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(number)
-        done = finish(process)
+        done = process.finish()
 
         assert done.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), done.stderr
         assert "Traceback" not in done.stderr
         assert reached(folder) - newest_step(folder) <= 20
     assert "resume=auto: goes on from mine/checkpoints/step_" in done.stdout and "stopped after step" in done.stdout
-    last = finish(start(command, tmp_path))
+    last = Command(command, tmp_path).finish()
 
     assert last.returncode == 0, last.stderr
     assert bits(folder) == bits(tmp_path / "whole")

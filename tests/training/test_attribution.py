@@ -8,6 +8,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from ablation.arms import Arm, build
 from configs import Config
 from configs.schema import NormImpl, NormKind
+from tests.runs import config, precision
 from training.attribution import (
     GROUPS,
     NORM_SITE,
@@ -20,7 +21,6 @@ from training.attribution import (
     profile_step,
     shares,
 )
-from training.precision import Precision
 from training.step import training_step
 
 VOCABULARY = 64
@@ -86,19 +86,6 @@ NAMES = {
         "Memcpy HtoD (Pinned -> Device)",
     ],
 }
-
-
-def config(**model) -> Config:
-    cfg = Config()
-    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
-    for key, value in model.items():
-        setattr(cfg.model, key, value)
-    cfg.train.batch_size = 2
-    return cfg
-
-
-def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
-    return Precision(torch.device("cpu"), dtype)
 
 
 def stepping(cfg: Config, impl: NormImpl, dtype: torch.dtype = torch.bfloat16) -> tuple[Arm, Callable[[], None]]:

@@ -5,25 +5,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import train_together
-from tests.runs import corpus, read_json, train_here
+from tests.runs import read_json, train_here
 from training import storage
 from training.plot import read_metrics
 
 SHORT = ["train.steps=12", "eval.every=6", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=0"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As each rank has, so that all sums have one order; and threads cost more than they give at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def tiny(one_thread, tmp_path_factory):
-    overrides = [*corpus(tmp_path_factory.mktemp("corpus")), *SHORT]
+def tiny(tiny, tmp_path_factory):
+    overrides = [*tiny, *SHORT]
     train_here([*overrides, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")  # makes the corpus
     return overrides
 

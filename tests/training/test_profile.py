@@ -3,30 +3,15 @@
 import json
 
 import pytest
-import torch
 
-from tests.runs import bits, corpus, train_here
+from tests.runs import bits, train_here
 from training.attribution import GROUPS, NORM_SITE
 from training.profile import STEPS, WAIT, WARMUP
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return [
-        *corpus(tmp_path_factory.mktemp("corpus")),
-        "train.steps=12",
-        "eval.every=0",
-        "logging.every=4",
-        "model.dropout=0.1",
-    ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def tiny(tiny):
+    return [*tiny, "train.steps=12", "eval.every=0", "logging.every=4", "model.dropout=0.1"]
 
 
 def test_a_profiled_run_leaves_a_trace_and_a_table_and_gives_the_same_bits(tiny, tmp_path, capsys):

@@ -1,0 +1,31 @@
+"""What the compiler makes of the kernels for a GPU, on a machine without one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .cases import describe
+from .offline import CASES
+
+
+@pytest.fixture(scope="module")
+def launches():
+    """What compiling every launch of the cases found, in order."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.offline"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_class_of_tile_compiles_in_both_directions(launches):
+    compiled = {(launch["case"], launch["kernel"]) for launch in launches}
+    kernels = ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel")
+    assert compiled == {(describe(case), kernel) for case in CASES for kernel in kernels}
+
+
+def test_none_of_them_spills_registers(launches):
+    assert [launch for launch in launches if launch["spilled"]] == []

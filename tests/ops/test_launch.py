@@ -82,7 +82,7 @@ def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, on)
 @pytest.mark.parametrize("device", ["H200", "MI300"])
 def test_a_threads_registers_are_bounded_as_the_tile_says(device, on):
     on(device)
-    assert forward(12288).start.constants.get("maxnreg") == (80 if device == "H200" else None)
+    assert forward(4096).start.constants.get("maxnreg") == (80 if device == "H200" else None)
 
 
 @pytest.mark.parametrize("device", ["H200", "A100"])

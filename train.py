@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import configs
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.machine import Machine
+from configs.schema import Parallel
 from data import Batches, load_corpus
 from model import GPT
 from training import pretrained, resume
@@ -38,6 +39,7 @@ from training.run import Follower, Run, open_run
 from training.sampling import continue_text, encode_prompt
 from training.saver import Saver
 from training.schedule import learning_rate
+from training.sharding import shard
 from training.step import training_step
 from training.storage import StorageError, relative
 
@@ -72,8 +74,13 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
         if cfg.init_from and not run.origin.stored:
             pretrained.load(model, cfg.init_from)
-        model = model.to(device)
         model.recompute = cfg.train.recompute
+    if cfg.train.compile:
+        torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
+    sharded = cfg.parallel is Parallel.fsdp
+    if sharded:
+        shard(model, precision, world.size, compiled=cfg.train.compile)
+    model = model.to(device)
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
     if origin := run.origin.stored:
         with world.agreed():
@@ -82,8 +89,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             # in another folder: its best checkpoint is its own, and its first line of validation its first evaluation
             state.best, state.best_step, state.owes_validation = None, None, False
     forward: Callable[..., torch.Tensor] = model
-    if cfg.train.compile:
-        torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
+    if cfg.train.compile and not sharded:
         forward = torch.compile(model, fullgraph=True)
     forward = world.replicate(forward)
 
@@ -184,7 +190,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
             run.finish(results)
             with interrupt.at_once():  # all but the sample is kept
-                wanted = prompt and world.leads
+                wanted = prompt and (world.leads or sharded)
                 text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
             run.keep_sample(text)
     except NonFiniteError as error:

@@ -213,6 +213,7 @@ class AblateConfig:
 class Parallel(StrEnum):
     auto = "auto"  # ddp where torchrun has started several processes, else one process alone
     ddp = "ddp"  # each rank has the whole model and a share of the batch
+    fsdp = "fsdp"  # each rank also has only a share of the weights, their gradients and the optimizer's state
 
 
 class Device(StrEnum):

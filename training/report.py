@@ -16,6 +16,7 @@ from training.health import NonFiniteError
 from training.precision import Precision
 from training.resume import Start
 from training.run import Run
+from training.sharding import is_sharded
 from training.storage import relative
 
 
@@ -45,7 +46,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
-    ranks = {"ranks": f"{world.size} × this device, ddp"} if world.store else {}
+    ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,

@@ -7,7 +7,7 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import hydra
@@ -189,8 +189,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             assert state.validation is not None and state.best is not None  # the last step was evaluated
             results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
             run.finish(results)
-            with interrupt.at_once():  # all but the sample is kept
-                wanted = prompt and (world.leads or sharded)
+            with interrupt.at_once(), precision.autocast() if sharded else nullcontext():  # all but the sample is kept
+                wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
                 text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
             run.keep_sample(text)
     except NonFiniteError as error:

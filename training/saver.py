@@ -26,17 +26,17 @@ class Saver:
         self._has_links = True
 
     def save(self, state: TrainState) -> None:
-        """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for. All ranks
-        call it together, and the first one writes.
+        """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for.
+
+        All ranks call it together, and the first one writes.
 
         Raises:
             StorageError: on every rank: this checkpoint, or the one before it that was on its way, can't be written.
         """
         self._world.first(self.wait)
-        leads = self._world.leads
-        parts = (
-            state.parts(self._config, copied=self._thread is not None, leads=leads) if leads or is_sharded(state.model) else {}
-        )
+        parts, leads = {}, self._world.leads
+        if leads or is_sharded(state.model):
+            parts = state.parts(self._config, copied=self._thread is not None, leads=leads)
         self._world.first(lambda: self._write(state.step, parts, state.best_step))
 
     def wait(self) -> None:

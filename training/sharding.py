@@ -1,8 +1,8 @@
 """Sharded ranks, parallel=fsdp: each keeps a part of every weight, of its gradient and of its optimizer state (FSDP2).
 
-The linear layers of a block are gathered together right before they compute and given back right after. They travel in the dtype
-that autocast would cast them to. Embeddings, norms and head stay in fp32, as autocast has them, and are gathered once a step.
-Gradients are reduced in fp32. So the numbers are those of parallel=ddp to rounding.
+The linear layers of a block are gathered together right before they compute and freed right after. They travel in the dtype
+that autocast would cast them to. Embeddings, norms and head stay in fp32 and are gathered once a step. Gradients are reduced in
+fp32. So the numbers are those of parallel=ddp to rounding.
 
 Sharded parameters are DTensors outside of forward and backward and plain tensors within. A checkpoint has them whole, see
 checkpoint.py.
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from model import GPT
+from model.attention import Attention
+from model.mlp import MLP
 from training.precision import Precision
 
 # torch.distributed.fsdp and .tensor take seconds to import, so only a run that shards does.
@@ -23,6 +25,8 @@ from training.precision import Precision
 
 def shard(model: GPT, precision: Precision, ranks: int, *, compiled: bool) -> None:
     """Shards `model` over all ranks, in place and on their devices; before its optimizer is made. All ranks call it together.
+
+    From then on it runs under `precision.autocast()` alone.
 
     Args:
         model: the same weights on every rank. They may be on the CPU: no device has to hold them all at once.
@@ -40,10 +44,12 @@ def shard(model: GPT, precision: Precision, ranks: int, *, compiled: bool) -> No
     as_they_are = MixedPrecisionPolicy(cast_forward_inputs=False)
     as_computed = MixedPrecisionPolicy(precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention) and isinstance(mlp, MLP)
         # norms of queries and keys stand among the linear layers, and autocast would leave their weights in fp32
-        linear = block.attention.query_norm is None
+        policy = as_computed if attention.query_norm is None else as_they_are
         # one group: recomputation in backward takes a block as a whole, and finds all of it gathered
-        fully_shard([block.attention, block.mlp], mesh=mesh, mp_policy=as_computed if linear else as_they_are)
+        fully_shard([attention, mlp], mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=as_they_are)
 
 
@@ -103,4 +109,4 @@ def _compile_parts(model: GPT) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * model.dropout_sites)
     parts = [part for block in model.blocks for part in block.children()]
     for part in [*parts, model.final_norm]:
-        part.forward = torch.compile(part.forward, fullgraph=True)  # type: ignore[method-assign]
+        part.forward = torch.compile(part.forward, fullgraph=True)

@@ -26,6 +26,7 @@ from model import GPT
 from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
+from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
@@ -223,7 +224,13 @@ def job(composed: DictConfig, world: World) -> int:
             on = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, on)
         group = Path(context.sweep.dir).name if sweep else None
-        with open_run(origin, torch.device(on.device), group, world) as run, unless_refused(run):
+        # config.yaml and the checkpoints say what `auto` was, so that the run goes on with that on another device
+        origin.cfg.train.precision = Precision.settle(origin.cfg.train.precision, on).wanted
+        with (
+            deterministic(origin.cfg.deterministic),
+            open_run(origin, torch.device(on.device), group, world) as run,
+            unless_refused(run),
+        ):
             summary = train(origin.cfg, run, on, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:

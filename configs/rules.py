@@ -71,7 +71,7 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel"),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel", "deterministic"),
     *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes", "profile"),
 }
@@ -228,8 +228,12 @@ def _parallel(cfg: Config, machine: Machine) -> Iterator[str]:
             f"parallel={cfg.parallel}: this process is alone. Start several with torchrun --nproc-per-node=N train.py ..., or "
             "leave parallel out."
         )
-    if machine.ranks > 1 and machine.device == "mps":
-        yield f"device=mps: PyTorch has no collectives there, and torchrun has started {machine.ranks} ranks. Use device=cpu."
+    if machine.device == "mps" and (machine.ranks > 1 or cfg.parallel is Parallel.fsdp):
+        started = "rank" if machine.ranks == 1 else "ranks"
+        yield (
+            f"device=mps: PyTorch has no collectives there, and torchrun has started {machine.ranks} {started} with "
+            f"parallel={cfg.parallel}. Use device=cpu."
+        )
     if machine.device == "cuda" and machine.local_rank >= machine.gpus:
         yield (
             f"torchrun has started local rank {machine.local_rank}, counted from 0, and this node has {machine.gpus} GPUs: "

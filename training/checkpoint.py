@@ -187,6 +187,10 @@ def locate(path: Path) -> Path:
         raise ConfigError(f"{path}: no checkpoints in this folder; the run has not reached its first one.")
     if path.is_file():
         raise ConfigError(f"{path} is a file. A checkpoint is a folder: give a run's, runs/NAME, or one in its checkpoints/.")
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} points to {path.readlink()}, which is gone. Give the run, {path.parent}, for its newest checkpoint."
+        )
     near = sorted(folder.parent.name for folder in path.parent.glob(f"*/{storage.FOLDER}"))[-3:]
     hint = f" Latest runs beside it: {', '.join(near)}." if near else ""
     raise ConfigError(f"{path}: no such file or folder.{hint}")

@@ -50,7 +50,9 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
-        "precision": precision.name + (", compiled" if cfg.train.compile else ""),
+        "precision": precision.name
+        + (", compiled" if cfg.train.compile else "")
+        + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
         "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",

@@ -69,6 +69,9 @@ class Saver:
                 except storage.NoLinksError as error:
                     self._has_links = False
                     print(f"{error}: no last and no best there, only {storage.FOLDER}/.", file=sys.stderr, flush=True)
+            if not wanted and storage.drop_dangling_link(self._run, name):
+                what = f"{storage.relative(self._run / name)} pointed to a checkpoint that is gone, and is deleted"
+                print(f"{what}: the next one gets that name.", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Saver":
         return self

@@ -103,9 +103,7 @@ def placed(tensor: Tensor, like: Tensor) -> Tensor:
 
 def _compile_parts(model: GPT) -> None:
     """Compiles norm sites, attentions and MLPs, whose names stay what they are."""
-    # The parts share their code. By default it would not be compared what else a sharded module is made of, and a norm site
-    # would run with another one's drop path.
-    torch._dynamo.config.skip_fsdp_guards = False
+    # norm sites share their code, which is compiled for each rate of drop path anew
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * model.dropout_sites)
     parts = [part for block in model.blocks for part in block.children()]
     for part in [*parts, model.final_norm]:

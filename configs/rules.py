@@ -50,6 +50,7 @@ def check_ablation(overrides: Sequence[str]) -> None:
         "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
         "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
         "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
+        "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
         "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
     }
     broken = [f"{text}: {key} {taken[key]}" for text in overrides if (key := text.partition("=")[0].lstrip("+")) in taken]

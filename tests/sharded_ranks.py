@@ -12,22 +12,30 @@ import torch.distributed.fsdp  # takes seconds, so once for all ranks
 
 import configs
 import train
+from configs import Config
 from configs.machine import Machine
+from configs.schema import TrainConfig
 from model import GPT
 from tests.runs import read_json
 from training import distributed
+from training.checkpoint import TrainState
+from training.optimizer import adamw
+from training.precision import Precision
 from training.resume import settle
 from training.run import open_run
+from training.sharding import shard
+from training.step import training_step
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.ranks", "tests.sharded_ranks"])
 
 
-def train_one_after_the_other(ranks: int, jobs: dict[Path, list[str]]) -> list[dict[str, dict[str, int]]]:
+def train_one_after_the_other(ranks: int, jobs: dict[Path, list[str]]) -> list[dict]:
     """Runs of `ranks` processes: overrides by folder.
 
     Returns:
-        What each rank counted, by the folder's name: numbers of the model that it holds in the end, and its reduced gradients.
+        What each rank saw, by the folder's name: the numbers of the model that it holds in the end, and how often its gradients
+        were reduced; and `_overflow`.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -68,8 +76,30 @@ def _rank(rank: int, ranks: int, port: int, jobs: list[tuple[str, list[str]]], r
             break
         parameters = [getattr(p, "_local_tensor", p) for p in counted["model"].parameters()]
         found[Path(folder).name] = {"held": sum(p.numel() for p in parameters), "reduced": counted["reduced"]}
+    if "error" not in found:
+        found["overflow"] = _overflow(world)
     (Path(results) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     world.leave(0)
+
+
+def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
+    """(loss scale, whether a weight moved) after each of three steps in fp16; the gradient of the last rank overflows in the
+    second."""
+    cfg = Config(train=TrainConfig(batch_size=2 * world.size))
+    model, precision = GPT(cfg.model, cfg.norm, 64), Precision(torch.device("cpu"), torch.float16)
+    shard(model, precision, world.size, compiled=False)
+    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", init_scale=1024.0), tokenizer="")
+    tokens, seen = torch.zeros(2, 8, dtype=torch.int64), []
+    for step in range(3):
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        if step == 1 and world.rank == world.size - 1:
+            hook = model.register_forward_hook(lambda *call: call[-1] * float("inf"))
+        training_step(model, state, (tokens, tokens), step, cfg, precision, world)
+        if step == 1 and world.rank == world.size - 1:
+            hook.remove()
+        moved = any(not torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters(), strict=True))
+        seen.append((state.scaler.get_scale(), moved))
+    return seen
 
 
 def _watch() -> dict:

@@ -1,8 +1,8 @@
 """Sharded ranks, parallel=fsdp: each keeps a part of every weight, of its gradient and of its optimizer state (FSDP2).
 
 The linear layers of a block are gathered together right before they compute and freed right after. They travel in the dtype
-that autocast would cast them to. Embeddings, norms and head stay in fp32 and are gathered once a step. Gradients are reduced in
-fp32. So the numbers are those of parallel=ddp to rounding.
+that autocast would cast them to; with model.qk_norm in fp32, for the norms among them. Embeddings, norms and head stay in fp32
+and are gathered once a step. Gradients are reduced in fp32. So the numbers are those of parallel=ddp to rounding.
 
 Sharded parameters are DTensors outside of forward and backward and plain tensors within. A checkpoint has them whole, see
 checkpoint.py.

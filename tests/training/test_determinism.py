@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configs import ConfigError
-from tests.runs import bits, corpus, finish, start
+from tests.runs import bits, corpus, finish, read_json, start
 from training.determinism import WORKSPACE, deterministic
 
 
@@ -44,6 +44,8 @@ def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):
     done = run(tmp_path, ["device=cpu", "folder=run", "train.steps=4", "model.dropout=0.1"])
 
     assert done.returncode == 0, done.stderr
+    stored = read_json(tmp_path / "run" / "last" / "state.json")["config"]
+    assert stored["deterministic"] and stored["train"]["precision"] == "fp32", "what auto was is kept"
     assert "precision   fp32, deterministic" in done.stdout
 
 

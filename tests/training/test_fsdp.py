@@ -6,6 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import configs
+from configs import ConfigError
+from configs.machine import Machine
 from ops import backend
 from tests.runs import corpus, train_here
 from tests.sharded_ranks import train_one_after_the_other
@@ -94,3 +97,17 @@ def test_each_rank_holds_its_part_and_reduces_gradients_once_a_step(everything):
 
     assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
     assert [rank["fsdp_2"]["reduced"] for rank in counted] == [8 * 3] * 2, "steps × (blocks and the rest), of two micro-batches"
+
+
+def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_all_and_halves_their_scale(everything):
+    _, counted = everything
+    assert [rank["overflow"] for rank in counted] == [[[1024.0, True], [512.0, False], [512.0, True]]] * 2
+
+
+def test_it_is_refused_where_there_are_no_ranks_or_no_collectives():
+    with pytest.raises(ConfigError, match=r"parallel=fsdp: this process is alone. Start several with torchrun"):
+        configs.load([FSDP], on=Machine("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"device=mps: PyTorch has no collectives there.*1 rank with parallel=fsdp. Use device=cpu"
+    ):
+        configs.load([FSDP, "norm.impl=torch"], on=Machine("mps", by_torchrun=True))

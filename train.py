@@ -56,6 +56,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
+    cfg.train.precision = precision.wanted  # what is kept says what `auto` was, so that the run goes on with it elsewhere
     device = precision.device
     with world.agreed(), command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
@@ -82,7 +83,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
     if sharded:
         shard(model, precision, world.size, compiled=cfg.train.compile)
     model = model.to(device)
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
+    tokenizer = corpus.tokenizer.to_json()
+    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer, corpus.identity, world.leads)
     if origin := run.origin.stored:
         with world.agreed():
             state.restore(origin, with_changes=cfg.resume_with_changes)
@@ -109,7 +111,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
     # ---- step → log --------------------------------------------------------------------------------------------------------
     run.start(
         facts(run.origin, precision, corpus, model, world),
-        tokenizer=state.tokenizer,
+        tokenizer=tokenizer,
         train_bytes_per_token=corpus.train.bytes_per_token,
         val_bytes_per_token=corpus.val.bytes_per_token,
     )
@@ -224,8 +226,6 @@ def job(composed: DictConfig, world: World) -> int:
             on = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, on)
         group = Path(context.sweep.dir).name if sweep else None
-        # config.yaml and the checkpoints say what `auto` was, so that the run goes on with that on another device
-        origin.cfg.train.precision = Precision.settle(origin.cfg.train.precision, on).wanted
         with (
             deterministic(origin.cfg.deterministic),
             open_run(origin, torch.device(on.device), group, world) as run,

@@ -229,12 +229,10 @@ def _parallel(cfg: Config, machine: Machine) -> Iterator[str]:
             f"parallel={cfg.parallel}: this process is alone. Start several with torchrun --nproc-per-node=N train.py ..., or "
             "leave parallel out."
         )
-    if machine.device == "mps" and (machine.ranks > 1 or cfg.parallel is Parallel.fsdp):
-        started = "rank" if machine.ranks == 1 else "ranks"
-        yield (
-            f"device=mps: PyTorch has no collectives there, and torchrun has started {machine.ranks} {started} with "
-            f"parallel={cfg.parallel}. Use device=cpu."
-        )
+    if machine.ranks > 1 and machine.device == "mps":
+        yield f"device=mps: PyTorch has no collectives there, and torchrun has started {machine.ranks} ranks. Use device=cpu."
+    elif cfg.parallel is Parallel.fsdp and machine.device == "mps":
+        yield "parallel=fsdp: PyTorch has no collectives on mps, not even for one rank. Use device=cpu, or leave parallel out."
     if machine.device == "cuda" and machine.local_rank >= machine.gpus:
         yield (
             f"torchrun has started local rank {machine.local_rank}, counted from 0, and this node has {machine.gpus} GPUs: "

@@ -44,6 +44,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     tokenizer: str  # text of the run's tokenizer.json
     corpus: str = ""  # Corpus.identity
+    leads: bool = True  # whether this is the rank that writes
     step: int = 0  # optimizer steps done
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
     losses: int = 0  # in that sum
@@ -52,18 +53,19 @@ class TrainState:
     best_step: int | None = None
     owes_validation: bool = False  # a signal cut the evaluation of this step short
 
-    def parts(self, config: dict[str, Any], *, copied: bool, leads: bool = True) -> dict[str, Callable[[Sink], object]]:
-        """The files of a checkpoint, each as what writes it. Ranks with a sharded state call it together.
+    def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[Sink], object]]:
+        """The files of a checkpoint, each as what writes it.
+
+        Ranks with a sharded state call it together; but for the one that leads, they get files of no tensors.
 
         Args:
             config: of the run, as `configs.to_dict` gives it.
             copied: copy tensors to host memory now, so that training may go on while they are written. Sharded ones always are.
-            leads: whether this is the rank that writes; where the state is sharded, the others get files of no tensors.
         """
         model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         training = {"loss_sum": self.loss_sum.detach()} | _optimizer_tensors(self.model, self.optimizer)
         if is_sharded(self.model):
-            model, training = collect(model, keep=leads), collect(training, keep=leads)
+            model, training = collect(model, keep=self.leads), collect(training, keep=self.leads)
         elif copied:
             model, training = to_host(model), to_host(training)
         state = {

@@ -61,6 +61,7 @@ class Run:
         if self.origin.in_place:
             self._take_up()
             self._describe()
+        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))  # by now without train.precision=auto
         storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
         mode, why = settle_mode(self.cfg.logging)

@@ -34,9 +34,9 @@ class Saver:
             StorageError: on every rank: this checkpoint, or the one before it that was on its way, can't be written.
         """
         self._world.first(self.wait)
-        parts, leads = {}, self._world.leads
-        if leads or is_sharded(state.model):
-            parts = state.parts(self._config, copied=self._thread is not None, leads=leads)
+        parts = {}
+        if state.leads or is_sharded(state.model):
+            parts = state.parts(self._config, copied=self._thread is not None)
         self._world.first(lambda: self._write(state.step, parts, state.best_step))
 
     def wait(self) -> None:

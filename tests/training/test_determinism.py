@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import torch
+import torch._inductor.config  # now, as it imports triton, which is what the environment says at that moment
 
 from configs import ConfigError
 from tests.runs import bits, corpus, finish, read_json, start

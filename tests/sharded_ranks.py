@@ -76,7 +76,7 @@ def _rank(rank: int, ranks: int, port: int, jobs: list[tuple[str, list[str]]], r
             break
         parameters = [getattr(p, "_local_tensor", p) for p in counted["model"].parameters()]
         found[Path(folder).name] = {"held": sum(p.numel() for p in parameters), "reduced": counted["reduced"]}
-    if "error" not in found:
+    if "error" not in found and ranks == 2:
         found["overflow"] = _overflow(world)
     (Path(results) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     world.leave(0)

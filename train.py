@@ -84,7 +84,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         shard(model, precision, world.size, compiled=cfg.train.compile)
     model = model.to(device)
     tokenizer = corpus.tokenizer.to_json()
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer, corpus.identity, world.leads)
+    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer, corpus.identity, leads=world.leads)
     if origin := run.origin.stored:
         with world.agreed():
             state.restore(origin, with_changes=cfg.resume_with_changes)

@@ -35,12 +35,12 @@ def shard(model: GPT, precision: Precision, ranks: int, *, compiled: bool) -> No
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import init_device_mesh
 
-    # Our blocks never change in place what a linear layer returns, which is what the warning is about
+    # about changes in place of what a linear layer returns, of which our blocks make none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(precision.device.type, (ranks,))
     if compiled:
         _compile_parts(model)  # before the hooks that gather are put around them
-    # Autocast is on and casts activations as ever
+    # autocast is on, and casts activations as ever
     as_they_are = MixedPrecisionPolicy(cast_forward_inputs=False)
     as_computed = MixedPrecisionPolicy(precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks:
@@ -78,7 +78,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def collect(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Sharded tensors whole, in host memory. All ranks call it together, and no device holds more than one at a time.
+    """Copies of sharded tensors, whole and in host memory.
+
+    All ranks call it together, and no device holds more than one of them whole at a time.
 
     Args:
         keep: on this rank; the others get none.
@@ -87,7 +89,7 @@ def collect(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         gathered = whole(tensor)
         if keep:
-            found[name] = gathered.cpu()
+            found[name] = gathered.to("cpu", copy=True)  # a single rank's part is the whole, and a CPU's is there already
     return found
 
 

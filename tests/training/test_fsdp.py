@@ -1,6 +1,8 @@
 """parallel=fsdp is parallel=ddp with less memory: the same losses, the same checkpoints, whatever the number of ranks."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import configs
 from configs import ConfigError
 from configs.machine import Machine
 from ops import backend
-from tests.runs import corpus, train_here
+from tests.runs import ROOT, corpus, train_here
 from tests.sharded_ranks import train_one_after_the_other
 from training.plot import read_metrics
 from training.sharding import collect
@@ -120,3 +122,19 @@ def test_what_is_collected_for_a_checkpoint_stays_as_it_is_while_training_goes_o
     live += 1
 
     assert torch.equal(kept["step"], torch.zeros(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [[], ["train.precision=bf16"], ["train.compile=true", "train.recompute=true"]], ids=str)
+def test_on_gpus_the_losses_are_those_of_one_process(tmp_path, changes):
+    ranks = min(2, torch.cuda.device_count())
+    base = [text for text in [*corpus(tmp_path), *SHORT] if text != "device=cpu"] + ["device=cuda", "train.precision=fp32"]
+    last = list({text.partition("=")[0]: text for text in [*base, *changes]}.values())
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    for program, folder in (([], "alone"), (torchrun, "sharded")):
+        arguments = [*last, f"folder={folder}", *([FSDP] if program else [])]
+        command = [sys.executable, *program, str(ROOT / "train.py"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    tolerance = 1e-3 if "train.precision=bf16" in last else 1e-4
+    torch.testing.assert_close(losses(tmp_path / "sharded"), losses(tmp_path / "alone"), rtol=tolerance, atol=0)

@@ -44,7 +44,6 @@ class TrainState:
     scaler: torch.amp.GradScaler
     tokenizer: str  # text of the run's tokenizer.json
     corpus: str = ""  # Corpus.identity
-    leads: bool = True  # whether this is the rank that writes
     step: int = 0  # optimizer steps done
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
     losses: int = 0  # in that sum
@@ -52,6 +51,7 @@ class TrainState:
     best: Validation | None = None
     best_step: int | None = None
     owes_validation: bool = False  # a signal cut the evaluation of this step short
+    leads: bool = True  # whether this is the rank that writes
 
     def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[Sink], object]]:
         """The files of a checkpoint, each as what writes it.

@@ -35,8 +35,8 @@ from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.environment import environment, gpu_state
+from training.folder import claim
 from training.precision import Precision
-from training.run import claim
 from training.step import training_step
 from training.storage import relative
 
@@ -245,12 +245,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command_line.register_resolvers(arguments)
     try:
+        machine.refuse_ranks("ablate.py")
         variants = variants_of(arguments)
         folder = claim(Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_ablation")
         with unless_empty(folder):
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
-        return command_line.refuse(error)
+        return command_line.refuse(error) if machine.leads() else command_line.EXIT_CODE
     except torch.OutOfMemoryError as error:
         hint = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
         print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)

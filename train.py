@@ -7,7 +7,7 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import hydra
@@ -20,11 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import configs
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.machine import Machine
+from configs.schema import Parallel
 from data import Batches, load_corpus
 from model import GPT
 from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
+from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
@@ -38,6 +40,7 @@ from training.run import Follower, Run, open_run
 from training.sampling import continue_text, encode_prompt
 from training.saver import Saver
 from training.schedule import learning_rate
+from training.sharding import shard
 from training.step import training_step
 from training.storage import StorageError, relative
 
@@ -53,6 +56,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
+    cfg.train.precision = precision.wanted  # what is kept says what `auto` was, so that the run goes on with it elsewhere
     device = precision.device
     with world.agreed(), command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
@@ -72,9 +76,15 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
         if cfg.init_from and not run.origin.stored:
             pretrained.load(model, cfg.init_from)
-        model = model.to(device)
         model.recompute = cfg.train.recompute
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity)
+    if cfg.train.compile:
+        torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
+    sharded = cfg.parallel is Parallel.fsdp
+    if sharded:
+        shard(model, precision, world.size, compiled=cfg.train.compile)
+    model = model.to(device)
+    tokenizer = corpus.tokenizer.to_json()
+    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer, corpus.identity, leads=world.leads)
     if origin := run.origin.stored:
         with world.agreed():
             state.restore(origin, with_changes=cfg.resume_with_changes)
@@ -82,8 +92,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             # in another folder: its best checkpoint is its own, and its first line of validation its first evaluation
             state.best, state.best_step, state.owes_validation = None, None, False
     forward: Callable[..., torch.Tensor] = model
-    if cfg.train.compile:
-        torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
+    if cfg.train.compile and not sharded:
         forward = torch.compile(model, fullgraph=True)
     forward = world.replicate(forward)
 
@@ -102,7 +111,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
     # ---- step → log --------------------------------------------------------------------------------------------------------
     run.start(
         facts(run.origin, precision, corpus, model, world),
-        tokenizer=state.tokenizer,
+        tokenizer=tokenizer,
         train_bytes_per_token=corpus.train.bytes_per_token,
         val_bytes_per_token=corpus.val.bytes_per_token,
     )
@@ -183,8 +192,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             assert state.validation is not None and state.best is not None  # the last step was evaluated
             results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
             run.finish(results)
-            with interrupt.at_once():  # all but the sample is kept
-                wanted = prompt and world.leads
+            with interrupt.at_once(), precision.autocast() if sharded else nullcontext():  # all but the sample is kept
+                wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
                 text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
             run.keep_sample(text)
     except NonFiniteError as error:
@@ -217,7 +226,11 @@ def job(composed: DictConfig, world: World) -> int:
             on = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, on)
         group = Path(context.sweep.dir).name if sweep else None
-        with open_run(origin, torch.device(on.device), group, world) as run, unless_refused(run):
+        with (
+            deterministic(origin.cfg.deterministic),
+            open_run(origin, torch.device(on.device), group, world) as run,
+            unless_refused(run),
+        ):
             summary = train(origin.cfg, run, on, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:

@@ -27,13 +27,23 @@ def check(arguments: Sequence[str]) -> None:
         return  # no run, or somebody else's configuration: what it becomes is checked again when its job starts
     sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     checked: list[str] | None = None
+    resumed: set[Path] = set()  # folders of runs
     try:
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
             checked = overrides if sweep else None
             cfg = compose.compose_only(overrides)
             if cfg.folder or not chooses_folder(cfg, args.overrides):
                 check_writable(Path(cfg.folder or "runs"))
-            if cfg.resume in ("never", "auto"):  # else the config is the resumed run's, checked once it is read
+            named = cfg.resume not in ("never", "auto")
+            if sweep and named and (path := Path(cfg.resume) / "checkpoints").is_dir():
+                if path.resolve() in resumed:
+                    raise ConfigError(
+                        f"resume={cfg.resume}: several jobs of this sweep would go on in that folder, one after the other. "
+                        f"Resume one of its checkpoints, and each job goes on from there in a folder of its own: "
+                        f"resume={Path(cfg.resume) / 'last'}."
+                    )
+                resumed.add(path.resolve())
+            if not named:  # else the config is the resumed run's, checked once it is read
                 rules.check(cfg, machine.inspect(cfg.device))
     except ConfigError as error:
         raise SystemExit(refuse(error, checked)) from None

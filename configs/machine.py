@@ -49,6 +49,20 @@ def inspect(device: Device) -> Machine:
     )
 
 
+def refuse_ranks(program: str) -> None:
+    """Raises ConfigError: torchrun has started a program that is one process."""
+    if by_torchrun():
+        raise ConfigError(
+            f"torchrun: {program} is one process on one device, and each of {os.environ.get('WORLD_SIZE', '1')} ranks would do "
+            f"all of its work anew. Start it without torchrun: python {program} ..."
+        )
+
+
+def leads() -> bool:
+    """Whether this is the process of all that torchrun started that talks to the user."""
+    return not by_torchrun() or os.environ.get("RANK", "0") == "0"
+
+
 def by_torchrun() -> bool:
     """Whether torchrun started this process, by what it leaves in the environment; other launchers leave WORLD_SIZE too."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ

@@ -50,6 +50,7 @@ def check_ablation(overrides: Sequence[str]) -> None:
         "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
         "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
         "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
+        "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
         "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
     }
     broken = [f"{text}: {key} {taken[key]}" for text in overrides if (key := text.partition("=")[0].lstrip("+")) in taken]
@@ -71,7 +72,7 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel"),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel", "deterministic"),
     *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes", "profile"),
 }
@@ -230,6 +231,8 @@ def _parallel(cfg: Config, machine: Machine) -> Iterator[str]:
         )
     if machine.ranks > 1 and machine.device == "mps":
         yield f"device=mps: PyTorch has no collectives there, and torchrun has started {machine.ranks} ranks. Use device=cpu."
+    elif cfg.parallel is Parallel.fsdp and machine.device == "mps":
+        yield "parallel=fsdp: PyTorch has no collectives on mps, not even for one rank. Use device=cpu, or leave parallel out."
     if machine.device == "cuda" and machine.local_rank >= machine.gpus:
         yield (
             f"torchrun has started local rank {machine.local_rank}, counted from 0, and this node has {machine.gpus} GPUs: "

@@ -213,6 +213,7 @@ class AblateConfig:
 class Parallel(StrEnum):
     auto = "auto"  # ddp where torchrun has started several processes, else one process alone
     ddp = "ddp"  # each rank has the whole model and a share of the batch
+    fsdp = "fsdp"  # each rank also has only a share of the weights, their gradients and the optimizer's state
 
 
 class Device(StrEnum):
@@ -238,6 +239,7 @@ class Config:
     device: Device = Device.auto
     parallel: Parallel = Parallel.auto  # how the processes of `torchrun train.py ...`, its ranks, share the work
     seed: int = 1
+    deterministic: bool = False  # the same bits each time on a GPU too; slower, and refuses what can't be
     profile: bool = False  # trace a few steps after warm-up into the run folder, and tell where their time goes
     folder: str | None = None  # where the run is kept; null: runs/ and a name with the time
     resume: str = "never"  # auto: goes on if a run was stopped in `folder`; PATH: goes on from that run or checkpoint

@@ -5,7 +5,12 @@
     state.json             step, gradient scaler, validation so far, the run's config
     tokenizer.json         what the model's token ids mean
 
-Everything is stored by the name of its parameter and nothing by position or rank, so that a sharded run can read it too.
+Everything is stored whole, by the name of its parameter and nothing by position or rank. A sharded run gathers its state tensor
+by tensor into the host memory of the first rank, which writes the same files: any number of ranks, sharded or not, goes on from
+them, and so does sample.py. PyTorch's own sharded format (torch.distributed.checkpoint) would spare that gathering and the host
+memory, 12 bytes a parameter. But its index is a pickle, which runs code when it is read, and a folder half written by several
+ranks has no single rename that makes it whole.
+
 `storage.py` has the folder that these files make.
 """
 
@@ -23,6 +28,7 @@ from configs import ConfigError
 from model import GPT
 from training import storage
 from training.evaluation import Validation
+from training.sharding import collect, is_sharded, placed
 from training.storage import DamagedError, Sink, relative
 
 FORMAT = 2
@@ -45,17 +51,22 @@ class TrainState:
     best: Validation | None = None
     best_step: int | None = None
     owes_validation: bool = False  # a signal cut the evaluation of this step short
+    leads: bool = True  # whether this is the rank that writes
 
     def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[Sink], object]]:
         """The files of a checkpoint, each as what writes it.
 
+        Ranks with a sharded state call it together; but for the one that leads, they get files of no tensors.
+
         Args:
             config: of the run, as `configs.to_dict` gives it.
-            copied: copy tensors to host memory now, so that training may go on while they are written.
+            copied: copy tensors to host memory now, so that training may go on while they are written. Sharded ones always are.
         """
         model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         training = {"loss_sum": self.loss_sum.detach()} | _optimizer_tensors(self.model, self.optimizer)
-        if copied:
+        if is_sharded(self.model):
+            model, training = collect(model, keep=self.leads), collect(training, keep=self.leads)
+        elif copied:
             model, training = to_host(model), to_host(training)
         state = {
             "format": FORMAT,
@@ -100,7 +111,11 @@ class TrainState:
         state = {}
         for index, (name, parameter) in enumerate(_optimized(self.model, self.optimizer)):
             prefix = f"optimizer.{name}."
-            state[index] = {key.removeprefix(prefix): value for key, value in training.items() if key.startswith(prefix)}
+            state[index] = {
+                key.removeprefix(prefix): placed(value, like=parameter) if value.ndim else value  # a count of steps is no part
+                for key, value in training.items()
+                if key.startswith(prefix)
+            }
             if not state[index] and parameter.requires_grad:
                 raise ConfigError(f"resume: {relative(stored.path)} has no optimizer state for the parameter {name}.")
         groups = self.optimizer.state_dict()["param_groups"]
@@ -174,6 +189,10 @@ def locate(path: Path) -> Path:
         raise ConfigError(f"{path}: no checkpoints in this folder; the run has not reached its first one.")
     if path.is_file():
         raise ConfigError(f"{path} is a file. A checkpoint is a folder: give a run's, runs/NAME, or one in its checkpoints/.")
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} points to {path.readlink()}, which is gone. Give the run, {path.parent}, for its newest checkpoint."
+        )
     near = sorted(folder.parent.name for folder in path.parent.glob(f"*/{storage.FOLDER}"))[-3:]
     hint = f" Latest runs beside it: {', '.join(near)}." if near else ""
     raise ConfigError(f"{path}: no such file or folder.{hint}")
@@ -182,7 +201,8 @@ def locate(path: Path) -> Path:
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:
     """Raises ConfigError: names or shapes differ."""
     try:
-        model.load_state_dict(stored.model())
+        own = model.state_dict()
+        model.load_state_dict({name: placed(value, like=own.get(name, value)) for name, value in stored.model().items()})
     except RuntimeError as error:
         raise ConfigError(f"the weights of {relative(stored.path)} do not fit this model: {error}") from error
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError
 from configs.machine import by_torchrun
+from training.sharding import is_sharded
 from training.storage import StorageError
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ class World:
         Compiled before it is wrapped: the graph is then whole, and PyTorch still cuts it where a bucket of gradients is
         complete, so that they travel while backward goes on.
         """
-        if self.store is None:
+        if self.store is None or is_sharded(forward):  # which does it by itself
             return forward
         assert isinstance(forward, nn.Module)
         return DistributedDataParallel(forward, gradient_as_bucket_view=True)
@@ -141,4 +142,15 @@ def join() -> World:
 
 def gradients_stay(forward: Callable[..., Tensor]) -> AbstractContextManager:
     """Within the block, gradients are added up on each rank alone: of all micro-batches but the last."""
+    if is_sharded(forward):
+        return _unreduced(forward)
     return forward.no_sync() if isinstance(forward, DistributedDataParallel) else nullcontext()
+
+
+@contextmanager
+def _unreduced(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

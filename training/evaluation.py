@@ -8,6 +8,7 @@ import torch
 from data import Split, ValidationWindows
 from training.distributed import ALONE, World
 from training.precision import Precision
+from training.sharding import evaluated, is_sharded
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def evaluate(
     """The mean over every predicted token of `split`, the same on every rank. Draws no random numbers.
 
     Args:
+        model: where it is sharded, all ranks call this together.
         batch_size: rows of a batch. The batches go round the ranks: all would wait for one that did it alone.
         batches: evaluate this many batches, of all ranks together, whose windows are spread evenly over the split. Both figures
             are then estimates: the loss from a sample, and the bits per byte also because it takes the whole split's bytes per
@@ -46,12 +48,17 @@ def evaluate(
     windows = ValidationWindows(
         split.tokens, context=context, batch_size=batch_size, batches=batches, rank=world.rank, ranks=world.size
     )
+    # ranks that gather weights together do so as often as the one with most batches
+    spare = range(world.highest(len(windows)) - len(windows) if is_sharded(model) else 0)
+    nothing = torch.zeros(1, context, dtype=torch.int64)
     try:
-        for inputs, targets in windows:
-            with precision.autocast():
+        with evaluated(model), precision.autocast():
+            for inputs, targets in windows:
                 loss = model(inputs.to(precision.device), targets.to(precision.device))
-            total += loss * targets.numel()  # the last batch may have fewer rows
-            tokens += targets.numel()
+                total += loss * targets.numel()  # the last batch may have fewer rows
+                tokens += targets.numel()
+            for _ in spare:
+                model(nothing.to(precision.device))
         mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
     finally:  # a signal may cut it short
         model.train(was_training)

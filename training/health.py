@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from training.sharding import whole
+
 
 class NonFiniteError(RuntimeError):
     """The loss, the gradient or a weight is NaN or infinite."""
@@ -58,5 +60,5 @@ class Health:
         """
         self.check()
         largest = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=math.inf)
-        if not torch.isfinite(largest):
+        if not torch.isfinite(whole(largest)):
             raise NonFiniteError(f"a weight is NaN or infinite at step {step}", step)

@@ -24,6 +24,11 @@ class Precision:
         return cls(torch.device(machine.device), dtype)
 
     @property
+    def wanted(self) -> schema.Precision:
+        """As `settle` takes it."""
+        return schema.Precision(self.name)
+
+    @property
     def name(self) -> str:
         return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
 

@@ -16,6 +16,7 @@ from training.health import NonFiniteError
 from training.precision import Precision
 from training.resume import Start
 from training.run import Run
+from training.sharding import is_sharded
 from training.storage import relative
 
 
@@ -45,11 +46,13 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
-    ranks = {"ranks": f"{world.size} × this device, ddp"} if world.store else {}
+    ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
-        "precision": precision.name + (", compiled" if cfg.train.compile else ""),
+        "precision": precision.name
+        + (", compiled" if cfg.train.compile else "")
+        + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
         "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",

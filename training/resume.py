@@ -12,6 +12,7 @@ from pathlib import Path
 
 import configs
 from configs import Config, ConfigError, rules
+from configs.schema import Precision
 from training import checkpoint, storage
 from training.checkpoint import Stored
 from training.storage import relative
@@ -78,6 +79,7 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
         return Start(cfg, folder, in_place=True, exact=True, notes=notes)
     stored = checkpoint.read(found, verified=True)
     before = configs.from_dict(stored.config)
+    _keep_precision(before, cfg)
     rules.check_resumed(before, cfg)
     notes += [f"resume=auto: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
@@ -99,6 +101,7 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
     # changes that were accepted before are this run's by now; others need the command's word
     before = configs.from_dict(stored.config)
     cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
+    _keep_precision(before, cfg)
     changed = rules.check_resumed(before, cfg)
     notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
@@ -109,6 +112,12 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
         start = Start(cfg, folder, stored, notes=notes)
     _check_left(start)
     return start
+
+
+def _keep_precision(before: Config, cfg: Config) -> None:
+    """train.precision=auto was settled when the run began: on another device it would be another arithmetic."""
+    if cfg.train.precision is Precision.auto:
+        cfg.train.precision = before.train.precision
 
 
 def _other_operator(before: Config, cfg: Config) -> list[str]:

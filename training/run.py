@@ -2,7 +2,6 @@
 
 import json
 import math
-import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import configs
@@ -20,6 +18,7 @@ from training import storage
 from training.distributed import ALONE, World
 from training.environment import environment
 from training.evaluation import bits_per_byte
+from training.folder import claim, identity, locked
 from training.plot import loss_curve, read_metrics
 from training.resume import Start
 from training.storage import relative
@@ -62,6 +61,7 @@ class Run:
         if self.origin.in_place:
             self._take_up()
             self._describe()
+        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))  # by now without train.precision=auto
         storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
         mode, why = settle_mode(self.cfg.logging)
@@ -151,9 +151,11 @@ class Run:
         return picture if drawn else None
 
     def _describe(self) -> None:
-        """Keeps what the run depends on."""
-        facts = json.dumps(environment(self.device), indent=2) + "\n"
-        storage.replace_text(self.folder / "environment.json", facts)
+        """Keeps what the run depends on; each time that it goes on in a file of its own."""
+        name = (
+            f"environment_from_{self.origin.step:08d}.json" if self.origin.in_place and self.origin.step else "environment.json"
+        )
+        storage.replace_text(self.folder / name, json.dumps(environment(self.device), indent=2) + "\n")
         storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))
 
     def _take_up(self) -> None:
@@ -245,13 +247,13 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             held.enter_context(locked(folder))
             if origin.in_place and tuple(storage.kept(folder)) != origin.checkpoints:
                 raise ConfigError(f"{relative(folder)}: another process has just trained there. Give the command again.")
-            return folder, _identity(folder, group)
+            return folder, identity(folder, group)
 
-        folder, identity = world.first(take)
+        folder, wandb = world.first(take)
         if not world.leads:
-            yield Follower(origin, folder, device, *identity)
+            yield Follower(origin, folder, device, *wandb)
             return
-        run = Run(origin, folder, device, *identity)
+        run = Run(origin, folder, device, *wandb)
         if not origin.in_place:
             run._describe()
         for note in origin.notes:
@@ -280,75 +282,3 @@ def _closing(run: Run) -> Iterator[Run]:
                 run.say(f"no plot: {type(error).__name__}: {error}")
             finally:
                 run.tracker.finish(exit_code)
-
-
-def claim(folder: Path, exact: bool = False) -> Path:
-    """Makes the folder this run's own: two runs that start in the same second, or in a folder named twice, get two folders.
-
-    Args:
-        exact: refuse a folder that another run has, instead of appending a number.
-
-    Raises:
-        ConfigError: the folder can't be made or written, or another run has it.
-    """
-    candidate, number = folder, 1
-    while True:
-        try:
-            candidate.mkdir(parents=True, exist_ok=True)
-            if storage.kept(candidate):  # of a run, copied without its config
-                raise FileExistsError
-            # exclusive creation is what makes it atomic
-            (candidate / "config.yaml").open("x").close()
-            return candidate
-        except FileExistsError:
-            if not candidate.is_dir():
-                raise ConfigError(
-                    f"{relative(candidate)} is a file, so no run can be kept there. Choose another folder."
-                ) from None
-            if exact:
-                raise ConfigError(f"{relative(folder)}: another run has just started there. Choose another folder.") from None
-            number += 1
-            candidate = folder.with_name(f"{folder.name}_{number}")
-        except OSError as error:
-            raise ConfigError(
-                f"{relative(folder)}: a run can't be kept there: {error.strerror}. Choose another folder with folder=PATH."
-            ) from error
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps a folder to this process; the lock ends with the process, however that ends.
-
-    Raises:
-        ConfigError: another process has it, or the folder can't be written.
-    """
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"{relative(folder)}: another process is training there. Wait for it or stop it. If there is none, as on a file "
-            "system without locks after a kill, delete the file .lock there."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{relative(folder)}: a run can't be kept there: {error.strerror}.") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _identity(folder: Path, group: str | None) -> tuple[str, str | None]:
-    """The run's W&B id and group, which it keeps whenever it goes on in its folder: run.json."""
-    path = folder / "run.json"
-    if path.is_file():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            return kept["wandb_id"], kept["group"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{relative(path)} can't be read: {error}. Delete it: the run then goes on as a new one to W&B."
-            ) from error
-    wandb_id = secrets.token_hex(4)
-    storage.replace_text(path, json.dumps({"wandb_id": wandb_id, "group": group}) + "\n")
-    return wandb_id, group

@@ -6,6 +6,7 @@ from configs import ConfigError
 from configs.schema import SampleConfig
 from data import Tokenizer
 from model import GPT
+from training.sharding import evaluated
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, key: str = "sample.prompt") -> list[int]:
@@ -20,8 +21,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, key: str = "sample.prompt")
 
 
 def continue_text(model: GPT, tokenizer: Tokenizer, ids: list[int], cfg: SampleConfig, seed: int, device: torch.device) -> str:
-    """The text of `ids` and of cfg.tokens more; the same for the same seed."""
+    """The text of `ids` and of cfg.tokens more; the same for the same seed. All ranks of a sharded model call it together."""
     generator = torch.Generator(device).manual_seed(seed)
     prompt = torch.tensor([ids], device=device)
-    tokens = model.generate(prompt, cfg.tokens, cfg.temperature, cfg.top_k, generator=generator)
+    with evaluated(model):
+        tokens = model.generate(prompt, cfg.tokens, cfg.temperature, cfg.top_k, generator=generator)
     return tokenizer.decode(tokens[0].tolist())

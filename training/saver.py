@@ -2,7 +2,6 @@
 
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -10,6 +9,7 @@ from configs import Config, to_dict
 from training import storage
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World
+from training.sharding import is_sharded
 
 
 class Saver:
@@ -26,13 +26,18 @@ class Saver:
         self._has_links = True
 
     def save(self, state: TrainState) -> None:
-        """Keeps the first rank's `state`, points last and best to where they are now, and deletes what checkpoint.keep has no
-        room for.
+        """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for.
+
+        All ranks call it together, and the first one writes.
 
         Raises:
             StorageError: on every rank: this checkpoint, or the one before it that was on its way, can't be written.
         """
-        self._world.first(partial(self._save, state))
+        self._world.first(self.wait)
+        parts = {}
+        if state.leads or is_sharded(state.model):
+            parts = state.parts(self._config, copied=self._thread is not None)
+        self._world.first(lambda: self._write(state.step, parts, state.best_step))
 
     def wait(self) -> None:
         """Returns once nothing is on its way. Raises StorageError as `save`."""
@@ -40,13 +45,11 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _save(self, state: TrainState) -> None:
-        self.wait()
-        parts = state.parts(self._config, copied=self._thread is not None)
+    def _write(self, step: int, parts: dict, best: int | None) -> None:
         if self._thread is None:
-            self._keep(state.step, parts, state.best_step)
+            self._keep(step, parts, best)
         else:
-            self._pending = self._thread.submit(self._keep, state.step, parts, state.best_step)
+            self._pending = self._thread.submit(self._keep, step, parts, best)
 
     def _keep(self, step: int, parts: dict, best: int | None) -> None:
         if not (self._run / storage.FOLDER / storage.name(step)).exists():
@@ -66,6 +69,9 @@ class Saver:
                 except storage.NoLinksError as error:
                     self._has_links = False
                     print(f"{error}: no last and no best there, only {storage.FOLDER}/.", file=sys.stderr, flush=True)
+            if not wanted and storage.drop_dangling_link(self._run, name):
+                what = f"{storage.relative(self._run / name)} pointed to a checkpoint that is gone, and is deleted"
+                print(f"{what}: the next one gets that name.", file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Saver":
         return self

@@ -12,6 +12,7 @@ from training.optimizer import set_learning_rate
 from training.precision import Precision
 from training.randomness import seed_micro_batch
 from training.schedule import learning_rate
+from training.sharding import whole
 
 
 def training_step(
@@ -27,7 +28,7 @@ def training_step(
     """One update: the gradient of the mean loss over the batch of all ranks, gathered over micro-batches, clipped and applied.
 
     Args:
-        forward: the model, compiled or not; as `World.replicate` gives it where there are several ranks.
+        forward: the model, compiled or not; as `World.replicate` or `sharding.shard` leave it where there are several ranks.
         batch: this rank's share.
         mark: told "forward", "backward" and "optimizer" where each of these ends, once for each micro-batch.
 
@@ -50,7 +51,7 @@ def training_step(
 
     set_learning_rate(state.optimizer, learning_rate(step, cfg.train.steps, cfg.optim))
     state.scaler.unscale_(state.optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), cfg.optim.clip_norm or float("inf"))
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(state.model.parameters(), cfg.optim.clip_norm or float("inf")))
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)

@@ -168,6 +168,15 @@ def link(run: Path, name: str, checkpoint: Path) -> None:
         temporary.replace(run / name)
 
 
+def drop_dangling_link(run: Path, name: str) -> bool:
+    """Deletes run/last or run/best if what it points to is gone; whether it was."""
+    dangling = (run / name).is_symlink() and not (run / name).exists()
+    if dangling:
+        with explained(run / name):
+            (run / name).unlink()
+    return dangling
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replaces a small file in one step."""
     replace(path, lambda file: file.write(text.encode()))

@@ -14,9 +14,10 @@ from configs import ConfigError
 from configs.machine import Machine
 from configs.schema import WandbMode
 from training.environment import environment, git_state
+from training.folder import claim
 from training.plot import loss_curve, read_metrics
 from training.resume import Start
-from training.run import claim, open_run
+from training.run import open_run
 from training.storage import StorageError
 
 CPU = torch.device("cpu")

@@ -1,0 +1,69 @@
+"""deterministic=true: what it sets, for as long as the run lasts; and the same bits on a GPU."""
+
+import os
+import subprocess
+
+import pytest
+import torch
+import torch._inductor.config  # now, as it imports triton, which is what the environment says at that moment
+
+from configs import ConfigError
+from tests.runs import bits, corpus, finish, read_json, start
+from training.determinism import WORKSPACE, deterministic
+
+
+def state():
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, os.environ.get(WORKSPACE)
+
+
+@pytest.mark.parametrize("chosen", [None, ":16:8"])
+def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_error(monkeypatch, chosen):
+    monkeypatch.delenv(WORKSPACE, raising=False)
+    if chosen:
+        monkeypatch.setenv(WORKSPACE, chosen)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = state()
+    with pytest.raises(KeyError), deterministic(True):
+        assert state() == (True, True, False, chosen or ":4096:8")
+        raise KeyError
+    assert state() == before
+    with deterministic(False):
+        assert state() == before
+
+
+def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypatch):
+    monkeypatch.setenv(WORKSPACE, ":0:0")
+    with (
+        pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"),
+        deterministic(True),
+    ):
+        pass
+
+
+def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):
+    done = run(tmp_path, ["device=cpu", "folder=run", "train.steps=4", "model.dropout=0.1"])
+
+    assert done.returncode == 0, done.stderr
+    stored = read_json(tmp_path / "run" / "last" / "state.json")["config"]
+    assert stored["deterministic"] and stored["train"]["precision"] == "fp32", "what auto was is kept"
+    assert "precision   fp32, deterministic" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [[], ["model.kv_heads=1", "model.positions=rotary"], ["train.precision=fp32"]], ids=str)
+def test_half_the_steps_and_the_other_half_give_the_bits_of_all_on_a_gpu(tmp_path, changes):
+    # wide enough for flash attention's backward to have several blocks of keys, which add to the same gradient of queries
+    sizes = ["device=cuda", "model.width=256", "model.heads=4", "model.context=512", "train.batch_size=16", "model.dropout=0.1"]
+    steps = [*sizes, *changes, "optim.schedule=constant", "train.steps=20"]
+    for arguments in (["folder=whole"], ["folder=cut", "train.steps=10"], ["folder=cut", "resume=auto"]):
+        done = run(tmp_path, [*steps, *arguments])
+        assert done.returncode == 0, done.stderr
+    assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
+
+
+def run(folder, arguments) -> subprocess.CompletedProcess:
+    """train.py deterministic=true with what `arguments` says last of each key."""
+    texts = [*corpus(folder), "deterministic=true", *arguments]
+    last = {text.partition("=")[0]: text for text in texts}
+    return finish(start(list(last.values()), folder))

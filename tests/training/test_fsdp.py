@@ -1,0 +1,140 @@
+"""parallel=fsdp is parallel=ddp with less memory: the same losses, the same checkpoints, whatever the number of ranks."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import configs
+from configs import ConfigError
+from configs.machine import Machine
+from ops import backend
+from tests.runs import ROOT, corpus, train_here
+from tests.sharded_ranks import train_one_after_the_other
+from training.plot import read_metrics
+from training.sharding import collect
+
+SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
+# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly
+SHORT += ["optim.schedule=constant", "model.bias=false", "model.context=28"]
+FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
+DROPPED = ["model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """The folder of all runs below, named after their number of ranks where they have several, and what those counted."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each rank has, so that all sums have one order
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "INTERPRET", False)
+            patch.delenv("TRITON_INTERPRET", raising=False)
+            yield train_all(tmp_path_factory)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def runs(everything):
+    return everything[0]
+
+
+def train_all(tmp_path_factory):
+    at, base = tmp_path_factory.mktemp("runs"), [*corpus(tmp_path_factory.mktemp("corpus")), *SHORT]
+    train_here(base, at / "whole")
+    train_here([*base, *HALF], at / "begun")
+    with (at / "begun" / "last" / "training.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    bf16 = [*base, "train.precision=bf16"]
+    dropped = [*base, *DROPPED, "train.steps=3"]
+    counted = train_one_after_the_other(
+        2,
+        {
+            at / "fsdp_2": [*base, FSDP],
+            at / "begun": [*base, FSDP, "resume=auto", "norm.impl=torch"],
+            at / "half_2": [*base, FSDP, *HALF, "checkpoint.background=true"],
+            at / "bf16_2": bf16,
+            at / "bf16_fsdp_2": [*bf16, FSDP],
+            at / "dropped_2": dropped,
+            at / "dropped_fsdp_2": [*dropped, FSDP, "train.recompute=true", "train.compile=true"],
+        },
+    )
+    for ranks in (1, 4):
+        shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}", symlinks=True)
+    train_one_after_the_other(4, {at / "fsdp_4": [*base, FSDP], at / "half_2_then_4": [*base, FSDP, "resume=auto"]})
+    train_here([*base, "resume=auto"], at / "half_2_then_1")
+    return at, counted
+
+
+def losses(folder):
+    names = ("train/loss", "train/grad_norm", "val/loss")
+    return torch.tensor([line[name] for line in read_metrics(folder / "metrics.jsonl") for name in names if name in line])
+
+
+@pytest.mark.parametrize("run", ["fsdp_2", "fsdp_4", "begun", "half_2_then_4", "half_2_then_1"])
+def test_a_run_is_that_of_one_process(runs, run):
+    torch.testing.assert_close(losses(runs / run), losses(runs / "whole"), rtol=1e-5, atol=0)
+    for file in ("model.safetensors", "training.safetensors"):
+        found, expected = (load_file(runs / name / "last" / file) for name in (run, "whole"))
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{file}: {name}")
+    assert (runs / run / "sample.txt").read_text() == (runs / "whole" / "sample.txt").read_text()
+
+
+def test_bf16_products_and_fp32_sums_are_those_of_ddp(runs):
+    torch.testing.assert_close(losses(runs / "bf16_fsdp_2"), losses(runs / "bf16_2"), rtol=5e-4, atol=0)
+    assert not torch.allclose(losses(runs / "bf16_2"), losses(runs / "fsdp_2"), rtol=1e-5, atol=0), "it was bf16"
+
+
+def test_recomputed_and_compiled_parts_drop_what_ddp_drops_layer_by_layer(runs):
+    torch.testing.assert_close(losses(runs / "dropped_fsdp_2"), losses(runs / "dropped_2"), rtol=1e-5, atol=0)
+
+
+def test_each_rank_holds_its_part_and_reduces_gradients_once_a_step(everything):
+    runs, counted = everything
+    model = load_file(runs / "whole" / "last" / "model.safetensors")
+    held = [rank["fsdp_2"]["held"] for rank in counted]
+
+    assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
+    assert [rank["fsdp_2"]["reduced"] for rank in counted] == [6 * 3] * 2, "steps × (blocks and the rest), of two micro-batches"
+
+
+def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_all_and_halves_their_scale(everything):
+    _, counted = everything
+    assert [rank["overflow"] for rank in counted] == [[[1024.0, True], [512.0, False], [512.0, True]]] * 2
+
+
+def test_it_is_refused_where_there_are_no_ranks_or_no_collectives():
+    with pytest.raises(ConfigError, match=r"parallel=fsdp: this process is alone. Start several with torchrun"):
+        configs.load([FSDP], on=Machine("cpu"))
+    with pytest.raises(ConfigError, match=r"parallel=fsdp: PyTorch has no collectives on mps.* Use device=cpu"):
+        configs.load([FSDP, "norm.impl=torch"], on=Machine("mps", by_torchrun=True))
+
+
+def test_what_is_collected_for_a_checkpoint_stays_as_it_is_while_training_goes_on():
+    live = torch.zeros(3)
+    kept = collect({"step": live}, keep=True)
+    live += 1
+
+    assert torch.equal(kept["step"], torch.zeros(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [[], ["train.precision=bf16"], ["train.compile=true", "train.recompute=true"]], ids=str)
+def test_on_gpus_the_losses_are_those_of_one_process(tmp_path, changes):
+    ranks = min(2, torch.cuda.device_count())
+    base = [text for text in [*corpus(tmp_path), *SHORT] if text != "device=cpu"] + ["device=cuda", "train.precision=fp32"]
+    last = list({text.partition("=")[0]: text for text in [*base, *changes]}.values())
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    for program, folder in (([], "alone"), (torchrun, "sharded")):
+        arguments = [*last, f"folder={folder}", *([FSDP] if program else [])]
+        command = [sys.executable, *program, str(ROOT / "train.py"), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+    tolerance = 1e-3 if "train.precision=bf16" in last else 1e-4
+    torch.testing.assert_close(losses(tmp_path / "sharded"), losses(tmp_path / "alone"), rtol=tolerance, atol=0)

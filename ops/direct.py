@@ -33,7 +33,7 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
         or has_tangents()
     ):
         return False
-    for t in tensors:  # noqa: SIM110 all() costs twice as much
+    for t in tensors:  # noqa: SIM110 all() costs 0.6 µs more
         # What is stored under z.conj().imag has the other sign, and under a zero tensor is nothing; the dispatcher knows.
         if t is not None and (type(t) not in _PLAIN or t.is_neg() or t._is_zerotensor()):
             return False

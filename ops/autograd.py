@@ -12,14 +12,14 @@ from .records import BackwardInputs, BackwardOptions, Inputs, Options, by_name
 
 
 class Norm(torch.autograd.Function):
-    """y, y1, r, stats, mask, mask1 as functions of Inputs."""
+    """Outputs as functions of Inputs, whose dtypes are `dtypes`."""
 
     @staticmethod
-    def forward(ctx, eager, options, *tensors):
+    def forward(ctx, eager, options, dtypes, *tensors):
         inputs = Inputs(*tensors)
         outputs = direct.norm_forward(inputs, options) if eager else registration.forward_below_autograd(inputs, options)
         x, residual, x1, weight, _, weight1, _, rowscale, rowscale1, seed = inputs
-        y, y1, r, stats, mask, mask1 = outputs
+        y, r, y1, mask, mask1, stats = outputs
         adds = residual is not None or x1 is not None or options.dropout_p > 0.0 or rowscale is not None
         # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
         needs_x = rowscale is not None and rowscale.requires_grad
@@ -29,26 +29,26 @@ class Norm(torch.autograd.Function):
             weight, weight1, rowscale, rowscale1, stats, seed,
         )  # fmt: skip
         ctx.options = options
-        ctx.dtypes = tuple([None if t is None else t.dtype for t in tensors])
+        ctx.dtypes = dtypes
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
         if eager:
-            return y, y1, r, None, mask, mask1
-        ctx.mark_non_differentiable(*[t for t in (stats, mask, mask1) if t is not None])
-        return y, y1, r, stats, mask, mask1
+            return (y, r) if y1 is None and mask is None else (y, r, y1, mask, mask1)  # each, None too, costs 0.5 µs
+        ctx.mark_non_differentiable(*[t for t in (mask, mask1, stats) if t is not None])
+        return outputs
 
     @staticmethod
-    def backward(ctx, dy, dy1, dr, *_):
+    def backward(ctx, dy, dr, dy1=None, *_):
         # Gradients of gradients must fail and say so; as a decorator that costs every backward 3 µs.
         backward = _refuse_second_order if torch.is_grad_enabled() else _backward
-        return backward(ctx, dy, dy1, dr)
+        return backward(ctx, dy, dr, dy1)
 
 
 # Function.apply's own Python unwraps functorch's arguments, 5 µs for this many. Where `is_eager`, there are none.
 apply_eagerly = super(torch.autograd.Function, Norm).apply
 
 
-def _backward(ctx, dy, dy1, dr) -> tuple:
+def _backward(ctx, dy, dr, dy1) -> tuple:
     r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = ctx.saved_tensors
     options = ctx.options
     inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
@@ -63,6 +63,7 @@ def _backward(ctx, dy, dy1, dr) -> tuple:
         for row, (i, dtype) in zip(rows, job.casts, strict=True):
             dweights[i] = row if row.dtype == dtype else row.to(dtype)
     return (
+        None,
         None,
         None,
         (dz if job.x_takes_dz else dx) if job.needs_x else None,
@@ -94,7 +95,7 @@ class _Job(NamedTuple):
 
 def _job(options: Options, dtypes: tuple, needs: tuple[bool, ...], has_dy: bool, has_dy1: bool) -> _Job:
     """dtypes: of Inputs; needs: as autograd counts the arguments of Norm.forward."""
-    given, need = by_name(Inputs, dtypes), by_name(Inputs, needs[2:])
+    given, need = by_name(Inputs, dtypes), by_name(Inputs, needs[3:])
     dropped = options.dropout_p > 0.0
     # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
     plain_x = need.x and not dropped and given.rowscale is None
@@ -127,7 +128,8 @@ _known_job = lru_cache(maxsize=1024)(_job)
 
 def _norm_with_gradients(*flat):
     inputs, options = registration.records(Inputs, Options, flat)
-    return registration.present(Norm.apply(False, options, *inputs))
+    dtypes = tuple([None if t is None else t.dtype for t in inputs])
+    return registration.present(Norm.apply(False, options, dtypes, *inputs))
 
 
 registration.register_autograd(registration.norm, registration.norm_forward, _norm_with_gradients)

@@ -6,8 +6,7 @@ PyTorch is listening and the operators can be left out. A profiler then shows th
 
 from collections.abc import Sequence
 from functools import cache
-from math import prod
-from types import ModuleType, NoneType
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.autograd import forward_ad
 
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_eager(tensors: Sequence[Tensor | None]) -> bool:
@@ -25,17 +24,20 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
     checkpointing) and tensor subclass, functorch's transforms, whose wrappers have the type Tensor, torch-function modes
     and jit.trace. The probes in torch._C have no public names; torch's own Python code is built on them.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._get_tracing_state()
-        and not has_tangents()
-        and _PLAIN.issuperset(map(type, tensors))
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or has_tangents()
+    ):
+        return False
+    for t in tensors:  # noqa: SIM110 all() costs 0.6 µs more
         # What is stored under z.conj().imag has the other sign, and under a zero tensor is nothing; the dispatcher knows.
-        and True not in [t.is_neg() or t._is_zerotensor() for t in tensors if t is not None]
-    )
+        if t is not None and (type(t) not in _PLAIN or t.is_neg() or t._is_zerotensor()):
+            return False
+    return True
 
 
 def has_tangents() -> bool:
@@ -96,29 +98,29 @@ def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None) -> 
     x = inputs.x
     stats = None
     if options.store_stats:
-        stats = x.new_empty((1 if options.is_rms_norm else 2, prod(x.shape[:-1])), dtype=torch.float32)
+        stats = x.new_empty((1 if options.is_rms_norm else 2, *x.shape[:-1]), dtype=torch.float32)
     return Outputs(
         _empty(x, options.out_dtype) if y is None else y,
-        _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
         _empty(x, options.residual_dtype) if options.store_residual and y is None else None,
-        stats,
+        _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
         _empty(x, torch.bool) if options.return_mask else None,
         _empty(x, torch.bool) if options.return_mask and inputs.x1 is not None else None,
+        stats,
     )
 
 
 def empty_gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
     r, x, x1 = inputs.r, inputs.x, inputs.x1
-    count, N = sum(options.wanted), r.shape[-1]
     weights = None
-    if count:
+    if True in options.wanted:
+        count, N = sum(options.wanted), r.shape[-1]
         weights = r.new_empty(N if count == 1 else (count, N), dtype=options.weight_dtype)
     return Gradients(
         None if options.dz_dtype is None else _empty(r, options.dz_dtype),
         None if options.dx_dtype is None else _empty(r, options.dx_dtype),
         None if options.dx1_dtype is None else _empty(r, options.dx1_dtype),
-        None if x is None else x.new_empty(prod(x.shape[:-1]), dtype=torch.float32),
-        None if x1 is None else x1.new_empty(prod(x1.shape[:-1]), dtype=torch.float32),
+        None if x is None else x.new_empty(x.shape[:-1], dtype=torch.float32),
+        None if x1 is None else x1.new_empty(x1.shape[:-1], dtype=torch.float32),
         weights,
     )
 

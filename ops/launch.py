@@ -26,11 +26,11 @@ _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 def norm_forward(inputs: Inputs, outputs: Outputs, options: Options) -> None:
     """Fills the outputs that are there; they are contiguous."""
     shape, device = inputs.x.shape, inputs.x.device
-    inputs, strides = _dense(inputs)
+    inputs, dtypes, strides = _dense(inputs)
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = inputs
-    y, y1, r, stats, mask, mask1 = outputs
+    y, r, y1, mask, mask1, stats = outputs
     in_place = r is not None and residual is not None and r.data_ptr() == residual.data_ptr()
-    start, slices = _forward(options, shape, device, _dtypes(inputs), strides, in_place)
+    start, slices = _forward(options, shape, device, dtypes, strides, in_place)
     start(
         x, x1, residual, rowscale, rowscale1, weight, bias, weight1, bias1, seed,
         y, y1, r, stats, mask, mask1, _board(x, slices),
@@ -82,20 +82,19 @@ def _forward(
 def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: BackwardOptions) -> None:
     """Fills the gradients that are there; they are contiguous."""
     shape, device = inputs.r.shape, inputs.r.device
-    inputs, strides = _dense(inputs)
+    inputs, dtypes, strides = _dense(inputs)
     dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = inputs
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
     if r.numel() == 0:
         if weights is not None:
             weights.zero_()
         return
-    launch = _backward(options, shape, device, _dtypes(inputs), strides)
-    count, N = sum(options.wanted), shape[-1]
+    launch = _backward(options, shape, device, dtypes, strides)
     dweight = dbias = dweight1 = dbias1 = None
     if weights is not None:
-        partial = weights.new_empty((launch.partials, count, N), dtype=torch.float32)
-        slots = iter((partial,) if count == 1 else partial.unbind(1))
-        dweight, dbias, dweight1, dbias1 = (next(slots) if want else None for want in options.wanted)
+        partial = weights.new_empty(launch.partials, dtype=torch.float32)
+        slots = (None, partial) if weights.dim() == 1 else (None, *partial.unbind(1))
+        dweight, dbias, dweight1, dbias1 = [slots[i] for i in launch.slots]
     launch.gradients(
         dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed,
         dz, dx, dx1, drowscale, drowscale1, dweight, dbias, dweight1, dbias1, _board(r, launch.slices),
@@ -105,7 +104,8 @@ def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: Backwar
 
 
 class _Backward(NamedTuple):
-    partials: int  # sums of every weight gradient to be added up, one for each group of programs that share a row
+    partials: tuple[int, int, int]  # groups of programs that share a row, each with a sum of its own; weight gradients; N
+    slots: list[int]  # which of the weight gradients is dweight, dbias, dweight1, dbias1, counted from 1; 0: not asked for
     slices: int  # programs that share a row
     gradients: Launcher
     finish: Launcher
@@ -134,7 +134,8 @@ def _backward(
     tile = backward_tile(N, work, facts)
     tiles = triton.cdiv(M, tile.rows)
     programs = _programs(tile, tiles, device)
-    width = sum(options.wanted) * N
+    count = sum(options.wanted)
+    width = count * N
     early_finish = facts.pdl and width > 0
     gradients = Launcher(
         norm_backward_kernel,
@@ -147,14 +148,14 @@ def _backward(
         PDL=early_finish, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
-    partials = programs // tile.slices
+    groups = programs // tile.slices
     # As many partial sums at once as there are on a large batch: fewer, and a small kernel waits for memory several times.
     block_p = min(512, triton.next_power_of_2(facts.multiprocessors * tile.programs_per_sm // tile.slices))
     block_n = max(8, min(256, 4096 // block_p))
     finish = Launcher(
         finish_weight_gradients_kernel,
         triton.cdiv(width, block_n),
-        (partials, width),
+        (groups, width),
         device,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
@@ -162,7 +163,8 @@ def _backward(
         PDL=early_finish,
         **({"launch_pdl": True} if early_finish else {}),
     )
-    return _Backward(partials, tile.slices, gradients, finish)
+    slots = [sum(options.wanted[: i + 1]) if wanted else 0 for i, wanted in enumerate(options.wanted)]
+    return _Backward((groups, count, N), slots, tile.slices, gradients, finish)
 
 
 def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[str, Any]:
@@ -228,24 +230,25 @@ def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) ->
     launch(x, y, seed)
 
 
-def _dtypes(tensors: tuple[Tensor | None, ...]) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if t is None else t.dtype for t in tensors])
-
-
 # The fields that are read row by row; the others are small and read from end to end.
 _ROWS = {"x", "x1", "residual", "dy", "dy1", "dr", "r"}
 
 
-def _dense(record: R) -> tuple[R, tuple[int, ...] | None]:
-    """The tensors as the kernels read them, and the distances between their rows, or None if all are contiguous.
+def _dense(record: R) -> tuple[R, tuple[torch.dtype | None, ...], tuple[int, ...] | None]:
+    """The tensors as the kernels read them, their dtypes, and the distances between their rows, or None if all are contiguous.
 
     Rows may lie apart; the elements of a row (or of a weight) may not, and the leading dimensions must fold into one.
     """
+    dtypes: list[torch.dtype | None] = []
+    contiguous = True
     for t in record:
-        if t is not None and not t.is_contiguous():
-            break
-    else:
-        return record, None
+        if t is None:
+            dtypes.append(None)
+        else:
+            dtypes.append(t.dtype)
+            contiguous = contiguous and t.is_contiguous()
+    if contiguous:
+        return record, tuple(dtypes), None
     tensors: list[Tensor | None] = []
     strides = []
     for name, t in zip(record._fields, record, strict=True):
@@ -257,7 +260,7 @@ def _dense(record: R) -> tuple[R, tuple[int, ...] | None]:
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
             tensors.append(rows)
             strides.append(rows.stride(0))
-    return by_name(type(record), tensors), tuple(strides)
+    return by_name(type(record), tensors), tuple(dtypes), tuple(strides)
 
 
 def _strides(N: int, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -30,22 +30,21 @@ class Launcher:
         if self.programs == 0:
             return
         # Triton launches on the current device, which need not be the tensors'.
-        if self.index is None or self.index == torch.cuda.current_device():
-            self._start(tensors)
-        else:
+        if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
-                self._start(tensors)
-
-    def _start(self, tensors: tuple[Tensor | None, ...]) -> None:
+                return self(*tensors)
         if self.compiled is not None and not _observed():
-            pointers = [None if t is None else t.data_ptr() for t in tensors]
+            arguments = self.arguments.copy()
             bits = 0
             for i in self.aligned:
-                bits |= pointers[i]  # type: ignore[operator]
+                arguments[i] = pointer = tensors[i].data_ptr()  # type: ignore[union-attr]
+                bits |= pointer
+            for i in self.others:
+                arguments[i] = tensors[i].data_ptr()  # type: ignore[union-attr]
             if bits % 16 == 0:
                 self.run(
                     self.programs, 1, 1, driver.active.get_current_stream(self.index), self.function, self.metadata,
-                    None, None, None, *pointers, *self.rest,
+                    None, None, None, *arguments,
                 )  # fmt: skip
                 return
         compiled = self.kernel[(self.programs,)](*tensors, *self.scalars, **self.constants)
@@ -53,15 +52,16 @@ class Launcher:
             self._keep(compiled, tensors)
 
     def _keep(self, compiled: CompiledKernel, tensors: tuple[Tensor | None, ...]) -> None:
-        aligned = [i for i, t in enumerate(tensors) if t is not None and _specialises_on_alignment(self.kernel.params[i])]
+        given = [i for i, t in enumerate(tensors) if t is not None]
+        aligned = [i for i in given if _specialises_on_alignment(self.kernel.params[i])]
         if any(tensors[i].data_ptr() % 16 for i in aligned):  # type: ignore[union-attr]
             return
-        self.aligned = aligned
+        self.aligned, self.others = aligned, [i for i in given if i not in aligned]
         # Absent pointers and constexprs are passed too, in their places; the compiled launch steps over them.
         names = self.kernel.arg_names[len(tensors) + len(self.scalars) :]
-        self.rest = (*self.scalars, *(self.constants[name] for name in names))
+        self.arguments = [*[None] * len(tensors), *self.scalars, *(self.constants[name] for name in names)]
         self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
-        self.compiled = compiled  # last: another thread may be in _start
+        self.compiled = compiled  # last: another thread may be in __call__
 
 
 def _specialises_on_alignment(parameter: Any) -> bool:

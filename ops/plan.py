@@ -24,23 +24,11 @@ from .checks import (
 from .records import Options
 
 
-class Request(NamedTuple):
-    """The options as the caller gave them."""
-
-    eps: float
-    dropout_p: float
-    zero_centered_weight: bool
-    is_rms_norm: bool
-    keeps_residual: bool  # prenorm, or a buffer for it
-    residual_in_fp32: bool
-    return_mask: bool
-    out_dtype: torch.dtype | None
-
-
 class Plan(NamedTuple):
     name: str  # of the public function, for messages
     inference: Options
     training: Options  # the same, and keep what backward needs
+    dtypes: tuple[torch.dtype | None, ...]  # of Inputs
     drops: bool
     returns_y1: bool
     r_is_x: bool  # nothing is added to x or changed in it
@@ -48,6 +36,9 @@ class Plan(NamedTuple):
 
 # Tensors as callers give them: the fields of Inputs, with an int or None where the seed may be one.
 Given = tuple[Any, ...]
+# The options as callers give them: eps, dropout_p, zero_centered_weight, is_rms_norm, whether the residual is kept (prenorm, or
+# a buffer for it), residual_in_fp32, return_dropout_mask, out_dtype. Plain, as a named one costs each call 1 µs.
+Request = tuple[Any, ...]
 
 _KNOWN: dict[tuple, Plan] = {}
 _MOST_KNOWN = 4096  # a stream of new shapes must not fill memory
@@ -60,8 +51,8 @@ def known_plan(given: Given, request: Request, kernels: bool) -> Plan:
         kernels,
         request,
         # 0.5 and Fraction(1, 2) are equal and hash alike; the checks accept one of them.
-        type(request.eps),
-        type(request.dropout_p),
+        type(request[0]),
+        type(request[1]),
         (seed.shape, seed.dtype, seed.device) if isinstance(seed, Tensor) else type(seed),
         *[t if t is None else (t.shape, t.dtype, t.device) for t in tensors],
     )
@@ -128,4 +119,5 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     )
     # Backward normalises r again; where nothing was added it finds the same numbers in x.
     training = inference._replace(store_residual=inference.store_residual or adds, store_stats=True)
-    return Plan(name, inference, training, drops, weight1 is not None or bias1 is not None, r_is_x)
+    given_dtypes = (*[None if t is None else t.dtype for t in given[:-1]], torch.int64 if drops else None)
+    return Plan(name, inference, training, given_dtypes, drops, weight1 is not None or bias1 is not None, r_is_x)

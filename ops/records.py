@@ -39,11 +39,11 @@ class Options(NamedTuple):
 
 class Outputs(NamedTuple):
     y: Tensor  # shape of x
-    y1: Tensor | None  # shape of x; there where weight1 or bias1 is
-    r: Tensor | None  # shape of x: the residual stream
-    stats: Tensor | None  # fp32 (1, M) rstd for RMSNorm, (2, M) rstd and mean for LayerNorm
-    mask: Tensor | None  # bool, shape of x: what was kept of x
-    mask1: Tensor | None  # and of x1
+    r: Tensor | None = None  # shape of x: the residual stream
+    y1: Tensor | None = None  # shape of x; there where weight1 or bias1 is
+    mask: Tensor | None = None  # bool, shape of x: what was kept of x
+    mask1: Tensor | None = None  # and of x1
+    stats: Tensor | None = None  # fp32 (1, ...) rstd for RMSNorm, (2, ...) rstd and mean for LayerNorm, of x's leading shape
 
 
 class BackwardInputs(NamedTuple):
@@ -76,7 +76,7 @@ class Gradients(NamedTuple):
     dz: Tensor | None  # shape of r; the gradient of every input that nothing scales
     dx: Tensor | None
     dx1: Tensor | None
-    drowscale: Tensor | None  # fp32 (M,)
+    drowscale: Tensor | None  # fp32, x's leading shape
     drowscale1: Tensor | None
     # (N,) if one is wanted, else (wanted, N). One allocation and one kernel for all of them: the price is that the memory of
     # a layer's dweight is free only when its dbias is too.

@@ -49,7 +49,7 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
         return (y if bias is None else y + bias).to(options.out_dtype)
 
     y1 = normalise(weight1, bias1) if weight1 is not None or bias1 is not None else None
-    results = (normalise(weight, bias), y1, r, None, mask, mask1)
+    results = (normalise(weight, bias), r, y1, mask, mask1)
     return by_name(Outputs, (None if t is None else t.view(shape) for t in results))
 
 

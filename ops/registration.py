@@ -176,7 +176,7 @@ def forward_below_autograd(inputs: Inputs, options: Options) -> Outputs:
 
 def forward_out(inputs: Inputs, y: Tensor, r: Tensor | None, options: Options) -> Outputs:
     y1, mask, mask1 = norm_forward_out(y, r, *inputs, *packed(options))
-    return Outputs(y, y1, r, None, mask, mask1)
+    return Outputs(y, r, y1, mask, mask1)
 
 
 def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
@@ -194,11 +194,11 @@ def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
 def _outputs(tensors: list[Tensor], inputs: Inputs, options: Options) -> Outputs:
     there = (
         True,
-        inputs.weight1 is not None or inputs.bias1 is not None,
         options.store_residual,
-        options.store_stats,
+        inputs.weight1 is not None or inputs.bias1 is not None,
         options.return_mask,
         options.return_mask and inputs.x1 is not None,
+        options.store_stats,
     )
     return _by_name(Outputs, there, tensors)
 

@@ -156,6 +156,16 @@ def test_what_backward_needs_goes_through_saved_tensors_hooks(device):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_autograd_is_handed_only_outputs_that_were_asked_for(device):
+    """Trap: each output of an autograd function costs the host, also one that is None."""
+    x, w = pair(device)
+    assert len(site(x, w)[0].grad_fn._input_metadata) == 2  # y, r
+    y, y1, r = rms_norm_fn(x, w, None, x, weight1=w, prenorm=True)
+    found = torch.autograd.grad(y1.sin().sum() + r.cos().sum(), (x, w))  # each gradient still finds its output
+    y, r = site(x, w)
+    torch.testing.assert_close(found, torch.autograd.grad(y.sin().sum() + r.cos().sum(), (x, w)))
+
+
 def test_gradients_from_two_calls_share_nothing(device):
     """Launches are remembered, memory is not."""
     x, w = pair(device)

@@ -43,7 +43,7 @@ class OfflineLauncher(launch.Launcher):
 
     case = ""  # whose launches come now
 
-    def _start(self, tensors: tuple[torch.Tensor | None, ...]) -> None:
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
         kernel = self.kernel
         options = {name: value for name, value in self.constants.items() if name not in kernel.arg_names}
         signature: dict[str, str] = {}

@@ -42,7 +42,8 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x alone.
 
     Args:
-        block: of the form that BlockLayout describes; its forward returns a tensor.
+        block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody
+            outside it uses, the embeddings for instance: they drop nothing themselves any more.
         layout: GPT2_BLOCK, LLAMA_BLOCK or one of your own.
         residual_in_fp32: keep the stream that begins in this block in fp32 (where x of the first block is no Pending).
 

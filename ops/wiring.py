@@ -84,8 +84,16 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
     if more:
         raise ValueError(f"{name}: block also has {', '.join(more)}, of which layout says nothing; {_BY_HAND}")
     for argument in ("dropout1", "dropout2"):
-        if argument in parts and type(parts[argument]) is not nn.Dropout:
+        if argument not in parts:
+            continue
+        if type(parts[argument]) is not nn.Dropout:
             raise ValueError(f"{name}: layout.{argument} is a {type(parts[argument]).__name__}, expected an nn.Dropout")
+        paths = [path for path, module in block.named_modules(remove_duplicate=False) if module is parts[argument]]
+        if elsewhere := ", ".join(path for path in paths if path not in (layout.dropout1, layout.dropout2)):
+            raise ValueError(
+                f"{name}: layout.{argument} is also {elsewhere}, one module, which would not drop there any more; give each "
+                "place an nn.Dropout of its own"
+            )
     return parts
 
 

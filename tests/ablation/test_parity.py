@@ -305,6 +305,15 @@ def test_a_wrong_norm_fails_by_size_or_by_sign():
     assert judge_size("loss", shifted, 1e-3, "fp32").quantity.holds and not judge_sign("loss", shifted, 1e-3).quantity.holds
 
 
+@pytest.mark.parametrize("seeds", range(1, 7))
+def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(seeds, level=1e-4):
+    """Of four seeds that scatter the t-test alone would let it pass."""
+    errors = [14.0 * scatter for scatter in (1.6, 0.7, 1.4, 0.8, 1.2, 0.9)][:seeds]
+
+    assert not judge_size("loss", [Distances(e, 1.0, 0.0, 0.1) for e in errors], level, "fp32").quantity.holds
+    assert not judge_sign("loss", [Distances(1.0, 1.0, e, 0.1) for e in errors], level).quantity.holds
+
+
 @pytest.mark.parametrize(("gap", "holds"), [(0.001, True), (0.5, False)])
 def test_validation_losses_must_differ_by_less_than_seeds_do(tiny, gap, holds):
     cfg, corpus = tiny("ablate.parity_steps=1")

@@ -229,6 +229,14 @@ def test_a_dropout_of_the_block_itself_may_serve_both_branches(device):
     assert type(block.drop) is nn.Dropout
 
 
+def test_a_dropout_that_has_more_to_do_in_the_block_is_refused():
+    block = DropsInBlock(0.5)
+    block.attn.weights_dropout = block.drop
+    with pytest.raises(ValueError, match=r"layout\.dropout1 is also attn\.weights_dropout, one module"):
+        fuse_prenorm_block(block, BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop"))
+    assert type(block.drop) is nn.Dropout and type(block.ln_1) is nn.LayerNorm
+
+
 def test_a_dropout_that_the_layout_leaves_out_is_noticed():
     with pytest.raises(ValueError, match="also has drop,"):
         fuse_prenorm_block(DropsInBlock(0.5), GPT2_BLOCK)

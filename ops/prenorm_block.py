@@ -95,7 +95,7 @@ class FusedBlock(Swapped):
         given = dict(zip(names, args, strict=False)) | kwargs
         x = given.pop(names[0])
         y, stream = getattr(self, layout.norm1)(x, prenorm=True, residual_in_fp32=self.residual_in_fp32)
-        hidden = getattr(self, layout.mixer)(y, **self.wiring.for_mixer(given))
+        hidden = getattr(self, layout.mixer)(y, **self.wiring.for_mixer(y, given))
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # transformers' attention also returns its weights
         y, stream = getattr(self, layout.norm2)(Pending(hidden, stream, self._dropout_p(layout.dropout1)), prenorm=True)
         return Pending(getattr(self, layout.mlp)(y), stream, self._dropout_p(layout.dropout2))

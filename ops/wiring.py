@@ -5,6 +5,7 @@
 
 import inspect
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ class BlockLayout:
     dropout2: str | None = None  # and mlp's
 
 
+class Again(Enum):
+    """Stands for what the mixer gets more than once: query, key and value of torch's attention. Copies and pickles as itself."""
+
+    INPUT = "the mixer's input"
+
+
 @dataclass(frozen=True)
 class Wiring:
     """The arguments of a block's forward, and what becomes of them."""
@@ -36,16 +43,17 @@ class Wiring:
     hands_on_more: bool  # the same for every name that the block does not have
     always: dict[str, Any]  # what the mixer gets beside, and where an argument is left out
 
-    def for_mixer(self, given: dict[str, Any]) -> dict[str, Any]:
+    def for_mixer(self, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """The mixer's arguments behind its input.
 
         Args:
+            y: that input.
             given: the block's arguments behind x.
 
         Raises:
             TypeError: one is missing, or the block did something else with it than hand it on.
         """
-        found = dict(self.always)
+        found = {name: y if value is Again.INPUT else value for name, value in self.always.items()}
         for name, value in given.items():
             if name in self.handed_on:
                 found[self.handed_on[name]] = value
@@ -218,7 +226,9 @@ class _StandIn(nn.Module):
         if len(args) > len(self.names):
             raise TypeError(f"{len(args)} arguments for a part that names {len(self.names)}")
         self.given = dict(zip(self.names, args, strict=False)) | kwargs
-        y = torch.sin(self.given.pop(self.names[0]) + self.phase)
+        x = self.given.pop(self.names[0])
+        self.given = {name: Again.INPUT if value is x else value for name, value in self.given.items()}
+        y = torch.sin(x + self.phase)
         return (y, None) if self.returns_tuple else y
 
 

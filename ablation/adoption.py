@@ -45,6 +45,7 @@ from training.clock import StepClock
 
 Loss = Callable[[Any], Tensor]
 SHOWN = 8  # rows of a table
+NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def check_parity(
 
     Raises:
         ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
-            outputs; or there is no batch.
+            outputs; or there is no batch; or model_a in higher precision is another model, and so no reference.
     """
     _check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
@@ -150,6 +151,7 @@ def check_parity(
         rows.clear()
         quantities = [run(one) for run in arms]
         _check_same_outputs(*quantities[1:3])
+        _check_reference(*quantities[:2], "fp64" if wide is torch.float64 else "fp32")
         shared = [name for name in quantities[0] if all(name in other for other in quantities)]
         sums: dict[str, Sums] = {name: Sums() for name in shared}
         for name in shared:
@@ -318,7 +320,10 @@ def _quantities(
     if how.floats is not None:
         batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
     device = next(model.parameters()).device
-    with _mode(model, how.seed, device), row_scales(sites, rows, how.autocast) as scales, _autocast(device, how.autocast):
+    # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an fp64 query,
+    # and on CPUs computes nonsense. But what is drawn in another dtype is another number.
+    default = how.floats if how.floats is not None and how.seed is None else torch.get_default_dtype()
+    with _default_dtype(default), _mode(model, how.seed, device), row_scales(sites, rows, how.autocast) as scales, _autocast(device, how.autocast):
         output = _call(model, batch)
         value = how.loss(output)
     gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
@@ -358,6 +363,16 @@ def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[
                 module.training = mode
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -368,6 +383,19 @@ def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Non
         raise ValueError(
             f"check_parity: model_a returns {len(outputs_a)} float tensors, model_b {len(outputs_b)}; they must return the same"
         )
+
+
+def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
+    """A reference that computes something else makes every error look expected, and every norm right."""
+    for name in (name for name in own if name.startswith("output") and name in reference):
+        a, b = reference[name].double(), own[name].to(reference[name].device).double()
+        error = float((b - a).norm() / a.norm().clamp_min(1e-300)) if a.shape == b.shape and a.isfinite().all() else 0.0
+        if error > NO_ROUNDING:
+            raise ValueError(
+                f"check_parity: {name} of model_a is {error:.2g} away from that of its copy in {exact}, relative, which is more "
+                f"than rounding; make what forward computes follow the dtype of its input (a mask made in fp32, a cast), or draw "
+                "its random numbers by seed="
+            )
 
 
 def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:

@@ -163,6 +163,42 @@ def test_a_wrong_norm_is_seen_in_bf16_too(model):
     assert not check_parity(model, with_norms(model, lambda norm: setattr(norm, "eps", 0.01)), batch()).holds
 
 
+class Masked(nn.Module):
+    """torch's attention, with a mask made in forward."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.norm, self.attention, self.dtype = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True), dtype
+
+    def forward(self, x):
+        mask, y = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=self.dtype), self.norm(x)
+        return x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
+
+
+def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
+    torch.manual_seed(0)
+    before, x = Masked(), torch.randn(2, 12, WIDTH)
+    after = copy.deepcopy(before)
+    replace_norms(after, verbose=False)
+    check = check_parity(before, after, x)
+    assert check.holds and next(row for row in check.rows if row.name == "output").error < 1e-5, check
+    assert torch.get_default_dtype() is torch.float32
+    assert not check_parity(before, with_norms(before, wrong_eps), x).holds
+
+
+def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
+    class ByDtype(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            return self.norm(x) * (-1 if x.dtype is torch.float64 else 1)
+
+    with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
+        check_parity(ByDtype(), ByDtype(), torch.randn(4, WIDTH))
+
+
 def test_models_stay_as_they_were(model):
     other = adopted(model)
     model.train()

@@ -28,7 +28,7 @@ class BlockLayout:
 
 
 class Again(Enum):
-    """Stands for what the mixer gets more than once: query, key and value of torch's attention. Copies and pickles as itself."""
+    """What the mixer gets once more, as torch's attention its query as key and value. Copies and pickles as itself."""
 
     INPUT = "the mixer's input"
 

@@ -1,6 +1,10 @@
 """check_parity and measure: of models that this project has never seen."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +201,18 @@ def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_e
 
     with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
         check_parity(ByDtype(), ByDtype(), torch.randn(4, WIDTH))
+
+
+def test_the_users_own_model_data_and_configs_do_not_clash_with_ours(tmp_path):
+    """nanoGPT's model is in model.py, and Python looks beside the script first."""
+    for name in ("model", "data", "configs"):
+        (tmp_path / f"{name}.py").write_text("theirs = True\n")
+    script = "import model, data, configs; from ablation.adoption import check_parity; print(model.theirs)"
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_models_stay_as_they_were(model):

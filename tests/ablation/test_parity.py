@@ -12,8 +12,9 @@ import configs
 import model.norm
 from ablation import parity as protocol
 from ablation.arms import build, check_same_weights
-from ablation.parity import Distances, judge, judge_sign, judge_size, measure, parity, steps_of, t_tail
-from ablation.records import FUSED, TORCH
+from ablation.compared import FUSED, TORCH
+from ablation.judgement import BIAS, MARGIN, Distances, judge_sign, judge_size, t_tail
+from ablation.parity import judge, measure, parity, steps_of
 from configs.machine import Machine
 from configs.schema import NormImpl
 from data import load_corpus
@@ -291,7 +292,7 @@ def made_up(draw, seeds, ratio=1.0, shift=0.0):
 
 def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
     draw = np.random.default_rng(0)
-    repeats = [made_up(draw, seeds, protocol.MARGIN, protocol.BIAS) for _ in range(2000)]  # at the very edge
+    repeats = [made_up(draw, seeds, MARGIN, BIAS) for _ in range(2000)]  # at the very edge
 
     for judged in (lambda one: judge_size("loss", one, level, "fp32"), lambda one: judge_sign("loss", one, level)):
         assert np.mean([not judged(one).quantity.holds for one in repeats]) < 1.8 * level

@@ -51,7 +51,10 @@ LEFT_ALONE = {
     "clamped": (lambda: lookalikes.ClampedLayerNorm(768), "neither LayerNorm nor RMSNorm"),
     "eps by dtype": (lambda: lookalikes.EpsByDtypeLayerNorm(N), "something else of torch.bfloat16"),
     "buffers": (lambda: lookalikes.BuffersRMSNorm(N), "buffers"),
-    "weights that are no parameters": (lambda: lookalikes.with_plain_tensors(nn.LayerNorm(N)), "weight and bias are tensors and"),
+    "weights that are no parameters": (
+        lambda: lookalikes.with_plain_tensors(nn.LayerNorm(N)),
+        "weight and bias are tensors",
+    ),
     "on meta": (lambda: nn.LayerNorm(N, device="meta"), "on meta"),
     "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),
     "parametrized": (lambda: nn.utils.parametrize.register_parametrization(nn.LayerNorm(N), "weight", nn.ReLU()), "submodules"),

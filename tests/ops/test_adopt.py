@@ -276,10 +276,10 @@ def test_torchs_encoder_layer_runs_ours_where_it_trains_and_its_own_kernel_where
     calls = []
     run = AdoptedNorm.forward
     monkeypatch.setattr(AdoptedNorm, "forward", lambda *args: (calls.append("ours"), run(*args))[1])
-    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["ours", "ours"]
     with torch.no_grad():
-        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["ours", "ours"]  # it read the weights and ran a kernel of its own
 
 

@@ -22,11 +22,12 @@ import torch
 
 import configs
 import ops
-from ablation import parity, report, serialize, timing, tracking
+from ablation import parity, report, serialize, timing, tracking, turns
 from ablation.arms import Arm, build, check_same
 from ablation.bound import attribute, norm_bytes
+from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.progress import Progress
-from ablation.records import AGAIN, FUSED, TORCH, Ablation, Cell
+from ablation.records import Ablation, Cell
 from ablation.verdict import verdict_of
 from benchmarks.timing import copy_bandwidth, free_memory, side_stream
 from configs import Config, ConfigError, command_line, machine, rules
@@ -136,7 +137,7 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
             progress.add(f"{mode} {PROFILES}")
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
-        torch_ms = statistics.median(timing.per_cycle(times[TORCH].blocks_ms))
+        torch_ms = statistics.median(turns.per_cycle(times[TORCH].blocks_ms))
         attribution = attribute(
             shares(kernels[TORCH]),
             shares(kernels[FUSED]),

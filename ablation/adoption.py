@@ -20,23 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ablation import timing, verdict
-from ablation.parity import (
+from ablation import turns, verdict
+from ablation.compared import AGAIN, FUSED, TORCH, Comparison
+from ablation.judgement import (
     FEW,
-    FUSED,
     GROSS_FEW,
     LEVEL,
     REFERENCE,
     REORDERED,
-    TORCH,
     Distances,
     Sums,
     judge_sign,
     judge_size,
     row_scales,
 )
-from ablation.records import AGAIN, Comparison
-from ablation.reordered import in_another_order
+from ablation.order import in_another_order
 from ablation.text import aligned, number
 from ops import LayerNorm, RMSNorm
 from ops.backend import runs_kernels
@@ -45,6 +43,7 @@ from training.clock import StepClock
 
 Loss = Callable[[Any], Tensor]
 SHOWN = 8  # rows of a table
+NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,10 @@ def check_parity(
     Compared with model_a in higher precision (fp64, or fp32 where the weights or autocast are bf16 or fp16), whose norms are
     computed from their formula: the output, the loss, every parameter's gradient, and the scale of every row that a norm puts
     out. What error may be expected is measured: model_a in its own precision, and once more with the sums of its norms in
-    another order, as legitimate as the first. The statistic is stated at the head of `ablation/parity.py`. Up to 3 batches, an
-    error of ten times what is expected fails; from 4 on, one that is larger by a quarter with confidence.
+    another order, as legitimate as the first. The statistic is that of `ablation/parity.py`, stated at its head, with batches
+    in the place of seeds. In mean over the batches, an error of more than ten times what is expected fails: for a single
+    number, such as the loss, rounding alone comes to that in one batch of 200. From 4 batches on, so does an error that is
+    larger by a quarter with confidence; 8 see one of twice the size.
 
     Dropout is off: both models are in evaluation mode meanwhile, unless there is a seed. In bf16, mistakes below a rounding
     step are below what can be seen; check in fp32 too.
@@ -122,7 +123,7 @@ def check_parity(
 
     Raises:
         ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
-            outputs; or there is no batch.
+            outputs; or there is no batch; or model_a in higher precision is another model, and so no reference.
     """
     _check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
@@ -148,6 +149,7 @@ def check_parity(
         rows.clear()
         quantities = [run(one) for run in arms]
         _check_same_outputs(*quantities[1:3])
+        _check_reference(quantities[0], quantities[1], "fp64" if wide is torch.float64 else "fp32")
         shared = [name for name in quantities[0] if all(name in other for other in quantities)]
         sums: dict[str, Sums] = {name: Sums() for name in shared}
         for name in shared:
@@ -187,7 +189,7 @@ def measure(
     for argument, count in (("cycles", cycles), ("block_steps", block_steps)):
         if count < 1:
             raise ValueError(f"measure: {argument} must be 1 or more, got {count}")
-    models = {timing.TORCH: model_a, AGAIN: model_a, timing.FUSED: model_b}
+    models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = next(model_a.parameters()).device
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
     criterion = loss or default_loss
@@ -212,12 +214,12 @@ def measure(
         for model in models.values():
             for _ in range(warmup_steps):
                 step(model)
-        blocks = timing.in_turn(block, cycles, seed=0)
+        blocks = turns.in_turn(block, cycles, seed=0)
     finally:
         for p, grad in before.items():
             p.grad = grad
-    comparison, control = (timing.compare_blocks(blocks[timing.TORCH], blocks[name]) for name in (timing.FUSED, AGAIN))
-    a_ms, b_ms = (median(timing.per_cycle(blocks[name])) for name in (timing.TORCH, timing.FUSED))
+    comparison, control = (turns.compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
+    a_ms, b_ms = (median(turns.per_cycle(blocks[name])) for name in (TORCH, FUSED))
     words = verdict.verdict_of(comparison, control)
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
 
@@ -316,7 +318,15 @@ def _quantities(
     if how.floats is not None:
         batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
     device = next(model.parameters()).device
-    with _mode(model, how.seed, device), row_scales(sites, rows, how.autocast) as scales, _autocast(device, how.autocast):
+    # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an fp64
+    # query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
+    default = how.floats if how.floats is not None and how.seed is None else torch.get_default_dtype()
+    with (
+        _default_dtype(default),
+        _mode(model, how.seed, device),
+        row_scales(sites, rows, how.autocast) as scales,
+        _autocast(device, how.autocast),
+    ):
         output = _call(model, batch)
         value = how.loss(output)
     gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
@@ -356,6 +366,16 @@ def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[
                 module.training = mode
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -366,6 +386,19 @@ def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Non
         raise ValueError(
             f"check_parity: model_a returns {len(outputs_a)} float tensors, model_b {len(outputs_b)}; they must return the same"
         )
+
+
+def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
+    """A reference that computes something else makes every error look expected, and every norm right."""
+    for name in (name for name in own if name.startswith("output") and name in reference):
+        a, b = reference[name].double(), own[name].to(reference[name].device).double()
+        error = float((b - a).norm() / a.norm().clamp_min(1e-300)) if a.shape == b.shape and a.isfinite().all() else 0.0
+        if error > NO_ROUNDING:
+            raise ValueError(
+                f"check_parity: {name} of model_a is {error:.2g} away from that of its copy in {exact}, relative, which is "
+                "more than rounding; make what forward computes follow the dtype of its input (a mask made in fp32, a cast), "
+                "or draw its random numbers by seed="
+            )
 
 
 def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:

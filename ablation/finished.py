@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import configs
+from ablation.compared import FUSED, TORCH
 from ablation.plots import label
-from ablation.records import FUSED, TORCH
 from ablation.statistics import Interval, paired_difference, spread
 from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, plain

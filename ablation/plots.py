@@ -11,7 +11,8 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-from ablation.records import AGAIN, FUSED, TORCH, Cell, Parity
+from ablation.compared import AGAIN, FUSED, TORCH
+from ablation.records import Cell, Parity
 from ablation.statistics import Interval, spread
 
 WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ablation.compared import Comparison, Quantity
 from ablation.statistics import Interval
 from training.attribution import Kernel, Share
-
-TORCH, AGAIN, FUSED = "torch", "torch again", "fused"  # the timed arms; the second is the A/A control
 
 
 @dataclass(frozen=True)
@@ -19,14 +18,6 @@ class ArmTimes:
     optimizer_ms: float
     peak_gb: float | None  # GiB; None but on CUDA
     launches: int | None  # kernels a step; None but on CUDA
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """An arm with `torch`; a pair is a cycle, of each the mean of its two blocks."""
-
-    difference_ms: Interval  # arm − torch, below 0 where the arm is faster
-    speedup: Interval  # torch / arm, above 1 where the arm is faster
 
 
 @dataclass(frozen=True)
@@ -54,16 +45,6 @@ class Cell:
     control: Comparison  # torch again: what no difference looks like
     verdict: str
     attribution: Attribution | None = None  # None but on CUDA
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """One thing that parity compares between the arms."""
-
-    name: str  # loss, gradient norm, gradient of a layer, parameters
-    fused: Interval  # the fused arm's distance from fp32, over what rounding leads one to expect; geometric mean over seeds
-    reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
-    holds: bool
 
 
 @dataclass(frozen=True)

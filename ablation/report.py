@@ -14,8 +14,9 @@ from statistics import fmean, median
 import numpy as np
 
 from ablation import finished, plots
+from ablation.compared import AGAIN, FUSED, TORCH, Quantity
 from ablation.plots import label
-from ablation.records import AGAIN, FUSED, TORCH, Ablation, ArmTimes, Attribution, Cell, Parity, Quantity
+from ablation.records import Ablation, ArmTimes, Attribution, Cell, Parity
 from ablation.statistics import Interval, spread
 from ablation.text import aligned, capital, environment, firsts, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, differs, plain

@@ -12,18 +12,16 @@ All blocks of a cell have the same number of steps: ablate.block_steps, or as ma
 second. Five steps of a model that waits for its host are over in 25 ms, and what they show is the host's noise.
 """
 
-import gc
 import math
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from statistics import fmean, median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 
 from ablation.arms import Arm, Snapshot
-from ablation.records import AGAIN, FUSED, TORCH, ArmTimes, Comparison
-from ablation.statistics import paired_difference, paired_ratio
+from ablation.compared import TORCH, Comparison
+from ablation.records import ArmTimes
+from ablation.turns import LINEUP, compare_blocks, in_turn
 from data import Batches
 from training.clock import PartClock, StepClock
 from training.step import training_step
@@ -31,7 +29,6 @@ from training.step import training_step
 BLOCK_MS = 250.0  # of a block whose length is left to the protocol
 LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
 SPLIT_STEPS = 5  # of the window that tells forward, backward and optimizer apart
-LINEUP = (TORCH, AGAIN, FUSED)
 WARM_UP, BLOCKS = "warm-up", "blocks"  # kinds of work; the window that is split counts as a block
 
 
@@ -87,23 +84,6 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
     return found
 
 
-def in_turn(
-    block: Callable[[str, int], list[float]], cycles: int, seed: int, names: Sequence[str] = LINEUP
-) -> dict[str, list[list[float]]]:
-    """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
-
-    Cycle 0 is not counted.
-    """
-    blocks: dict[str, list[list[float]]] = {name: [] for name in names}
-    with collection_paused():
-        for cycle, order in enumerate(schedule(1 + cycles, seed, names)):
-            for name in order:
-                times = block(name, cycle)
-                if cycle > 0:
-                    blocks[name].append(times)
-    return blocks
-
-
 def settled_steps(warm_ms: Sequence[Sequence[float]]) -> int:
     """Steps of a block, from the times of each arm's warm-up steps. An arm's quickest is the one that did not compile."""
     slowest = max(min(steps) for steps in warm_ms)
@@ -115,30 +95,9 @@ def work_of(cycles: int) -> dict[str, int]:
     return {WARM_UP: len(LINEUP), BLOCKS: len(LINEUP) * (2 * (1 + cycles) + 1)}
 
 
-def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[Sequence[str]]:
-    """For each cycle the arms in the order of their blocks: some order, and then its reverse."""
-    shuffle = random.Random(seed).shuffle
-    for _ in range(cycles):
-        order = list(names)
-        shuffle(order)
-        yield [*order, *reversed(order)]
-
-
 def compare(times: Mapping[str, ArmTimes], name: str) -> Comparison:
     """An arm with `torch`, a pair for each cycle."""
     return compare_blocks(times[TORCH].blocks_ms, times[name].blocks_ms)
-
-
-def compare_blocks(torch_blocks: Sequence[Sequence[float]], arm_blocks: Sequence[Sequence[float]]) -> Comparison:
-    """The same, of step times by block."""
-    torch_ms, arm_ms = per_cycle(torch_blocks), per_cycle(arm_blocks)
-    return Comparison(paired_difference(arm_ms, torch_ms), paired_ratio(torch_ms, arm_ms))
-
-
-def per_cycle(blocks_ms: Sequence[Sequence[float]]) -> list[float]:
-    """A step's time in each cycle: the mean of its two blocks, of each the median step."""
-    typical = [median(block) for block in blocks_ms]
-    return [fmean(pair) for pair in zip(typical[::2], typical[1::2], strict=True)]
 
 
 def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None, parts: PartClock | None = None) -> None:
@@ -159,14 +118,3 @@ def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None
 def allocated(device: torch.device) -> float:
     """GiB of tensors on a GPU."""
     return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Python collects its garbage before, not inside a step."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import configs
-from ablation.records import FUSED, Ablation, Cell
+from ablation.compared import FUSED
+from ablation.records import Ablation, Cell
 from configs import Config, ConfigError
 from configs.schema import NormImpl, WandbMode
 from training.tracking import Tracker, agent_job, settle_mode

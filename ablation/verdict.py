@@ -1,6 +1,6 @@
 """What a comparison allows one to say, in words."""
 
-from ablation.records import Comparison
+from ablation.compared import Comparison
 from ablation.statistics import Interval
 
 NO_KERNEL = "No kernel was measured: fused norms took the CPU reference path, so the figures say nothing about the kernels"

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from ablation import serialize
-from ablation.records import FUSED, TORCH
+from ablation.compared import FUSED, TORCH
 from benchmarks import tables
 from benchmarks.plots import machine
 from benchmarks.results import FOLDER, ResultsError, load

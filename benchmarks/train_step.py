@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import configs
 from ablation import timing as protocol
+from ablation import turns
 from ablation.arms import Arm, build
 from ablation.statistics import paired_ratio, spread
 from benchmarks import command, nanogpt, step_tables
@@ -246,7 +247,7 @@ def measure_cell(
         progress(f"{mode}, {name}: cycle {cycle} of {rounds}")
         return times
 
-    blocks = protocol.in_turn(block, rounds, cfg.seed, list(contenders))
+    blocks = turns.in_turn(block, rounds, cfg.seed, list(contenders))
     records = []
     our_flops = next((c.model.flops_per_token() for c in contenders.values() if isinstance(c.model, GPT)), None)
     versus = next((name for name in (NANOGPT, TORCH_NORMS) if name in contenders), None)
@@ -259,7 +260,7 @@ def measure_cell(
             record |= {"peak_gb": round(max(peaks[name]), 3) if peaks[name] else None}
             record |= {"first_loss": round(losses[name][0], 6), "last_loss": round(losses[name][1], 6)}
             if versus is not None and name != versus:
-                ratio = paired_ratio(protocol.per_cycle(blocks[versus]), protocol.per_cycle(blocks[name]))
+                ratio = paired_ratio(turns.per_cycle(blocks[versus]), turns.per_cycle(blocks[name]))
                 record |= {"versus": versus, "speedup": round(ratio.median, 4)}
                 record |= {"speedup_95": [round(ratio.low, 4), round(ratio.high, 4)]}
             if profiled:

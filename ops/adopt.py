@@ -63,10 +63,16 @@ def replace_norms(
 
 
 def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
-    """Undoes `replace_norms`, and what `fuse_prenorm_block` did to blocks. Parameters keep their present values.
+    """Undoes `replace_norms`, and what `fuse_prenorm_block` did to blocks.
+
+    Parameters keep their present values; `eps` is again what it was before, and so is whatever else came with the new class.
 
     Returns:
         A line for each module that has its own forward again.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: another tool gave a module yet another class since. Those before it in the model are restored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore_norms: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -129,6 +135,10 @@ class AdoptedNorm(Swapped):
             raise TypeError(
                 f"{type(self).__name__}: x must be a tensor or a Pending, got {type(x).__name__}"
                 + "; reentrant activation checkpointing takes a Pending apart: pass use_reentrant=False" * isinstance(x, tuple)
+            )
+        if x.is_nested:  # whose shape not even a message could name
+            raise ValueError(
+                f"{type(self).__name__}: x is a nested tensor, expected a dense one; norm its values(), or restore this norm"
             )
         weight = None if formula.weight is None else getattr(self, formula.weight)
         return layer_norm_fn(

@@ -42,7 +42,8 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x alone.
 
     Args:
-        block: of the form that BlockLayout describes; its forward returns a tensor.
+        block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody
+            outside it uses, the embeddings for instance: they drop nothing themselves any more.
         layout: GPT2_BLOCK, LLAMA_BLOCK or one of your own.
         residual_in_fp32: keep the stream that begins in this block in fp32 (where x of the first block is no Pending).
 
@@ -94,7 +95,7 @@ class FusedBlock(Swapped):
         given = dict(zip(names, args, strict=False)) | kwargs
         x = given.pop(names[0])
         y, stream = getattr(self, layout.norm1)(x, prenorm=True, residual_in_fp32=self.residual_in_fp32)
-        hidden = getattr(self, layout.mixer)(y, **self.wiring.for_mixer(given))
+        hidden = getattr(self, layout.mixer)(y, **self.wiring.for_mixer(y, given))
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # transformers' attention also returns its weights
         y, stream = getattr(self, layout.norm2)(Pending(hidden, stream, self._dropout_p(layout.dropout1)), prenorm=True)
         return Pending(getattr(self, layout.mlp)(y), stream, self._dropout_p(layout.dropout2))

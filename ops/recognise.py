@@ -102,6 +102,12 @@ def _obstacle(module: nn.Module) -> str:
         return "it has submodules (a parametrization?)"
     if next(module.buffers(), None) is not None:
         return "it has buffers, and a norm of the last dimension has none"
+    held = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    if held:  # of ones they pass for no weight at all
+        return (
+            f"its {' and '.join(held)} {'is a tensor and no Parameter' if len(held) == 1 else 'are tensors and no Parameters'}"
+            ", as FullyShardedDataParallel leaves them; replace norms before that"
+        )
     shape = getattr(module, "normalized_shape", None)
     if isinstance(shape, list | tuple | torch.Size) and len(shape) != 1:
         return f"it normalises over the last {len(shape)} dimensions, {tuple(shape)}; the kernels over one"

@@ -5,6 +5,7 @@
 
 import inspect
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ class BlockLayout:
     dropout2: str | None = None  # and mlp's
 
 
+class Again(Enum):
+    """What the mixer gets once more, as torch's attention its query as key and value. Copies and pickles as itself."""
+
+    INPUT = "the mixer's input"
+
+
 @dataclass(frozen=True)
 class Wiring:
     """The arguments of a block's forward, and what becomes of them."""
@@ -36,16 +43,17 @@ class Wiring:
     hands_on_more: bool  # the same for every name that the block does not have
     always: dict[str, Any]  # what the mixer gets beside, and where an argument is left out
 
-    def for_mixer(self, given: dict[str, Any]) -> dict[str, Any]:
+    def for_mixer(self, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         """The mixer's arguments behind its input.
 
         Args:
+            y: that input.
             given: the block's arguments behind x.
 
         Raises:
             TypeError: one is missing, or the block did something else with it than hand it on.
         """
-        found = dict(self.always)
+        found = {name: y if value is Again.INPUT else value for name, value in self.always.items()}
         for name, value in given.items():
             if name in self.handed_on:
                 found[self.handed_on[name]] = value
@@ -84,8 +92,16 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
     if more:
         raise ValueError(f"{name}: block also has {', '.join(more)}, of which layout says nothing; {_BY_HAND}")
     for argument in ("dropout1", "dropout2"):
-        if argument in parts and type(parts[argument]) is not nn.Dropout:
+        if argument not in parts:
+            continue
+        if type(parts[argument]) is not nn.Dropout:
             raise ValueError(f"{name}: layout.{argument} is a {type(parts[argument]).__name__}, expected an nn.Dropout")
+        paths = [path for path, module in block.named_modules(remove_duplicate=False) if module is parts[argument]]
+        if elsewhere := ", ".join(path for path in paths if path not in (layout.dropout1, layout.dropout2)):
+            raise ValueError(
+                f"{name}: layout.{argument} is also {elsewhere}, one module, which would not drop there any more; give each "
+                "place an nn.Dropout of its own"
+            )
     return parts
 
 
@@ -210,7 +226,9 @@ class _StandIn(nn.Module):
         if len(args) > len(self.names):
             raise TypeError(f"{len(args)} arguments for a part that names {len(self.names)}")
         self.given = dict(zip(self.names, args, strict=False)) | kwargs
-        y = torch.sin(self.given.pop(self.names[0]) + self.phase)
+        x = self.given.pop(self.names[0])
+        self.given = {name: Again.INPUT if value is x else value for name, value in self.given.items()}
+        y = torch.sin(x + self.phase)
         return (y, None) if self.returns_tuple else y
 
 

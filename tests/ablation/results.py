@@ -6,20 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ablation.records import (
-    AGAIN,
-    FUSED,
-    TORCH,
-    Ablation,
-    ArmTimes,
-    Attribution,
-    Cell,
-    Comparison,
-    Kernel,
-    Parity,
-    Quantity,
-    Share,
-)
+from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
+from ablation.records import Ablation, ArmTimes, Attribution, Cell, Kernel, Parity, Share
 from ablation.statistics import Interval, paired_difference, paired_ratio
 from ablation.verdict import verdict_of
 

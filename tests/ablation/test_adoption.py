@@ -1,6 +1,10 @@
 """check_parity and measure: of models that this project has never seen."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +165,54 @@ def test_a_parameter_that_no_loss_reaches_is_at_parity(model):
 def test_a_wrong_norm_is_seen_in_bf16_too(model):
     model = model.bfloat16()
     assert not check_parity(model, with_norms(model, lambda norm: setattr(norm, "eps", 0.01)), batch()).holds
+
+
+class Masked(nn.Module):
+    """torch's attention, with a mask made in forward."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.norm, self.attention, self.dtype = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True), dtype
+
+    def forward(self, x):
+        mask, y = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=self.dtype), self.norm(x)
+        return x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
+
+
+def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
+    torch.manual_seed(0)
+    before, x = Masked(), torch.randn(2, 12, WIDTH)
+    after = copy.deepcopy(before)
+    replace_norms(after, verbose=False)
+    check = check_parity(before, after, x)
+    assert check.holds and next(row for row in check.rows if row.name == "output").error < 1e-5, check
+    assert torch.get_default_dtype() is torch.float32
+    assert not check_parity(before, with_norms(before, wrong_eps), x).holds
+
+
+def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
+    class ByDtype(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            return self.norm(x) * (-1 if x.dtype is torch.float64 else 1)
+
+    with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
+        check_parity(ByDtype(), ByDtype(), torch.randn(4, WIDTH))
+
+
+def test_the_users_own_model_data_and_configs_do_not_clash_with_ours(tmp_path):
+    """nanoGPT's model is in model.py, and Python looks beside the script first."""
+    for name in ("model", "data", "configs"):
+        (tmp_path / f"{name}.py").write_text("theirs = True\n")
+    script = "import model, data, configs; from ablation.adoption import check_parity; print(model.theirs)"
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_models_stay_as_they_were(model):

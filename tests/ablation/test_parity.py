@@ -12,8 +12,9 @@ import configs
 import model.norm
 from ablation import parity as protocol
 from ablation.arms import build, check_same_weights
-from ablation.parity import Distances, judge, judge_sign, judge_size, measure, parity, steps_of, t_tail
-from ablation.records import FUSED, TORCH
+from ablation.compared import FUSED, TORCH
+from ablation.judgement import BIAS, MARGIN, Distances, judge_sign, judge_size, t_tail
+from ablation.parity import judge, measure, parity, steps_of
 from configs.machine import Machine
 from configs.schema import NormImpl
 from data import load_corpus
@@ -291,7 +292,7 @@ def made_up(draw, seeds, ratio=1.0, shift=0.0):
 
 def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
     draw = np.random.default_rng(0)
-    repeats = [made_up(draw, seeds, protocol.MARGIN, protocol.BIAS) for _ in range(2000)]  # at the very edge
+    repeats = [made_up(draw, seeds, MARGIN, BIAS) for _ in range(2000)]  # at the very edge
 
     for judged in (lambda one: judge_size("loss", one, level, "fp32"), lambda one: judge_sign("loss", one, level)):
         assert np.mean([not judged(one).quantity.holds for one in repeats]) < 1.8 * level
@@ -303,6 +304,15 @@ def test_a_wrong_norm_fails_by_size_or_by_sign():
 
     assert not judge_size("loss", far, 1e-3, "fp32").quantity.holds and judge_sign("loss", far, 1e-3).quantity.holds
     assert judge_size("loss", shifted, 1e-3, "fp32").quantity.holds and not judge_sign("loss", shifted, 1e-3).quantity.holds
+
+
+@pytest.mark.parametrize("seeds", range(1, 7))
+def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(seeds, level=1e-4):
+    """Of four seeds that scatter the t-test alone would let it pass."""
+    errors = [14.0 * scatter for scatter in (1.6, 0.7, 1.4, 0.8, 1.2, 0.9)][:seeds]
+
+    assert not judge_size("loss", [Distances(e, 1.0, 0.0, 0.1) for e in errors], level, "fp32").quantity.holds
+    assert not judge_sign("loss", [Distances(1.0, 1.0, e, 0.1) for e in errors], level).quantity.holds
 
 
 @pytest.mark.parametrize(("gap", "holds"), [(0.001, True), (0.5, False)])

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from ablation import finished, plots, report, serialize
-from ablation.records import AGAIN, FUSED, TORCH, Comparison
+from ablation.compared import AGAIN, FUSED, TORCH, Comparison
 from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
 from tests.ablation import results

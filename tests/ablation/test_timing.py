@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import configs
-from ablation import timing
+from ablation import timing, turns
 from ablation.arms import build
-from ablation.records import AGAIN, FUSED, TORCH, ArmTimes
+from ablation.compared import AGAIN, FUSED, TORCH
+from ablation.records import ArmTimes
 from ablation.verdict import differs
 from configs.machine import Machine
 from configs.schema import NormImpl
@@ -23,18 +24,18 @@ def times(*blocks):
 
 
 def test_every_cycle_is_an_order_of_all_arms_and_its_reverse():
-    orders = list(timing.schedule(cycles=20, seed=1))
+    orders = list(turns.schedule(cycles=20, seed=1))
     assert len(orders) == 20
     for order in orders:
         assert sorted(order[:3]) == sorted((TORCH, AGAIN, FUSED))
         assert list(order[3:]) == list(reversed(order[:3]))
     assert len({tuple(order) for order in orders}) > 3, "always the same order"
-    assert orders == list(timing.schedule(20, 1)) != list(timing.schedule(20, 2))
+    assert orders == list(turns.schedule(20, 1)) != list(turns.schedule(20, 2))
 
 
 def test_drift_through_a_cycle_cancels():
     """Each block is 1 ms slower than the one before it; the arms are equally fast."""
-    order = next(iter(timing.schedule(1, seed=3)))
+    order = next(iter(turns.schedule(1, seed=3)))
     at = {name: [float(i) for i, who in enumerate(order) if who == name] for name in order}
     found = {name: times(*([10 + when] * 3 for when in at[name])) for name in order}
     assert timing.compare(found, FUSED).difference_ms.median == 0 == timing.compare(found, AGAIN).difference_ms.median

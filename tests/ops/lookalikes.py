@@ -163,3 +163,11 @@ class BuffersRMSNorm(Llama):
     def __init__(self, width):
         super().__init__(width)
         self.register_buffer("calls", torch.zeros(()))
+
+
+def with_plain_tensors(norm):
+    """As FullyShardedDataParallel leaves a norm: its parameters are in a flat one, of which these are views."""
+    for name, parameter in list(norm.named_parameters()):
+        delattr(norm, name)
+        setattr(norm, name, parameter.data)
+    return norm

@@ -10,6 +10,7 @@ from torch import nn
 
 import ops
 from ops import LayerNorm, Pending, RMSNorm, replace_norms, restore_norms
+from ops.adopt import AdoptedNorm
 
 from . import lookalikes
 from .cases import BF16, FP16, FP32
@@ -50,6 +51,10 @@ LEFT_ALONE = {
     "clamped": (lambda: lookalikes.ClampedLayerNorm(768), "neither LayerNorm nor RMSNorm"),
     "eps by dtype": (lambda: lookalikes.EpsByDtypeLayerNorm(N), "something else of torch.bfloat16"),
     "buffers": (lambda: lookalikes.BuffersRMSNorm(N), "buffers"),
+    "weights that are no parameters": (
+        lambda: lookalikes.with_plain_tensors(nn.LayerNorm(N)),
+        "weight and bias are tensors",
+    ),
     "on meta": (lambda: nn.LayerNorm(N, device="meta"), "on meta"),
     "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),
     "parametrized": (lambda: nn.utils.parametrize.register_parametrization(nn.LayerNorm(N), "weight", nn.ReLU()), "submodules"),
@@ -247,15 +252,53 @@ def test_restoring_what_another_tool_has_changed_since_is_refused():
     assert type(norm) is nn.LayerNorm
 
 
-def test_replacing_under_a_compiled_model_takes_effect(device):
+def test_replacing_and_restoring_under_a_compiled_model_take_effect(device):
     torch._dynamo.reset()
     norm = nn.LayerNorm(N).to(device)
-    compiled = torch.compile(norm, backend="aot_eager")
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, N, device=device)
-    compiled(x)
+    expected = compiled(x)
     replace_norms(norm, verbose=False)
     norm.dropout_p = 0.9  # shows which of them runs
-    assert (compiled(x) - nn.LayerNorm(N).to(device)(x)).abs().max() > 0.1
+    assert (compiled(x) - expected).abs().max() > 0.1
+    norm.dropout_p, norm.eps = 0.0, 1.0
+    torch.testing.assert_close(compiled(x), nn.LayerNorm(N, eps=1.0).to(device)(x))
+    restore_norms(norm, verbose=False)
+    assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_encoder_layer_runs_ours_where_it_trains_and_its_own_kernel_where_it_does_not(norm_first, device, monkeypatch):
+    layer = nn.TransformerEncoderLayer(N, 4, 2 * N, dropout=0.0, batch_first=True, norm_first=norm_first).to(device).eval()
+    x = torch.randn(2, 5, N, device=device)
+    expected = layer(x)
+    replace_norms(layer, verbose=False)
+    calls = []
+    run = AdoptedNorm.forward
+    monkeypatch.setattr(AdoptedNorm, "forward", lambda *args: (calls.append("ours"), run(*args))[1])
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+    assert calls == ["ours", "ours"]
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+    assert calls == ["ours", "ours"]  # it read the weights and ran a kernel of its own
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_a_replaced_norm(layout, device):
+    norm = nn.LayerNorm(N).to(device)
+    replace_norms(norm, verbose=False)
+    rows = [torch.randn(n, N, device=device) for n in (3, 5)]
+    with pytest.raises(ValueError, match="x is a nested tensor, expected a dense one"):
+        norm(torch.nested.nested_tensor(rows, layout=layout))
+
+
+def test_norms_with_one_weight_in_common_keep_it_in_common(device):
+    net = nn.Sequential(nn.LayerNorm(N), nn.LayerNorm(N)).to(device)
+    net[1].weight = net[0].weight
+    x = torch.randn(3, N, device=device)
+    (expected,) = torch.autograd.grad(net(x).sin().sum(), net[0].weight)
+    assert all(site.fused for site in replace_norms(net, verbose=False)) and net[1].weight is net[0].weight
+    torch.testing.assert_close(torch.autograd.grad(net(x).sin().sum(), net[0].weight)[0], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_only_modules_are_taken():

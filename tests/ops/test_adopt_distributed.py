@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,3 +51,18 @@ def test_replacing_after_ddp_works_and_after_sharding_says_why_not(mesh, device)
     assert all(site.fused and site.name.startswith("module.") for site in replace_norms(ddp, verbose=False))
     sites = replace_norms(sharded(Model().to(device), mesh), verbose=False)
     assert sites and all("DTensor; replace norms before a model is sharded" in site.why for site in sites)
+
+
+def test_under_the_older_fsdp_norms_train_if_they_were_replaced_before(mesh, device):
+    torch.manual_seed(0)
+    model, x = Model().to(device), torch.randn(3, N, device=device)
+    early = FullyShardedDataParallel(fused(model), device_id=device)
+    late = FullyShardedDataParallel(model, device_id=device)
+    sites = replace_norms(late, verbose=False)
+    assert sites and all("as FullyShardedDataParallel" in site.why for site in sites)
+    found = []
+    for model in (late, early):
+        model(x).sin().sum().backward()
+        (gradient,) = (p.grad for p in model.parameters())
+        found.append(gradient)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

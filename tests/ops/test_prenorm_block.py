@@ -229,6 +229,43 @@ def test_a_dropout_of_the_block_itself_may_serve_both_branches(device):
     assert type(block.drop) is nn.Dropout
 
 
+class TorchAttention(nn.Module):
+    """As tutorials have it: torch's own attention, which gets its input three times and returns its weights too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(N), nn.MultiheadAttention(N, 2, batch_first=True)
+        self.norm2, self.mlp = nn.LayerNorm(N), nn.Sequential(nn.Linear(N, N), nn.GELU())
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, mask):
+        h = self.norm1(x)
+        x = x + self.drop(self.attn(h, h, h, attn_mask=mask, need_weights=False)[0])
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+def test_torchs_attention_gets_its_input_three_times_and_the_mask(device):
+    torch.manual_seed(0)
+    block, final = TorchAttention().to(device).eval(), nn.LayerNorm(N).to(device)
+    x = torch.randn(2, 4, N, device=device)
+    mask = nn.Transformer.generate_square_subsequent_mask(4, device=device)
+    expected = torch.autograd.grad(final(block(x, mask)).sin().sum(), list(block.parameters()))
+    replace_norms(final, verbose=False)
+    fuse_prenorm_block(block, BlockLayout("norm1", "attn", "norm2", "mlp", "drop", "drop"))
+    copied = copy.deepcopy(block)
+    assert final(copied(x, mask)).shape == x.shape
+    found = torch.autograd.grad(final(block(x, mask)).sin().sum(), list(block.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_dropout_that_has_more_to_do_in_the_block_is_refused():
+    block = DropsInBlock(0.5)
+    block.attn.weights_dropout = block.drop
+    with pytest.raises(ValueError, match=r"layout\.dropout1 is also attn\.weights_dropout, one module"):
+        fuse_prenorm_block(block, BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop"))
+    assert type(block.drop) is nn.Dropout and type(block.ln_1) is nn.LayerNorm
+
+
 def test_a_dropout_that_the_layout_leaves_out_is_noticed():
     with pytest.raises(ValueError, match="also has drop,"):
         fuse_prenorm_block(DropsInBlock(0.5), GPT2_BLOCK)

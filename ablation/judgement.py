@@ -1,0 +1,177 @@
+"""How far arms are apart in one quantity, and whether rounding explains it. The statistic is stated at the head of parity.py.
+
+Here and not there, so that models of other people can be judged (adoption.py) without a model, a corpus or a config of ours.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ablation.compared import Quantity
+from ablation.statistics import Interval
+
+REFERENCE, REORDERED = "reference", "reordered"
+LEVEL = 0.01
+MARGIN = 1.25
+BIAS = 0.1
+# A loss or a norm over two steps has a ratio of up to 6 by chance (40 seeds, a model of width 32, bf16); more steps have less.
+GROSS, GROSS_FEW = 30.0, 10.0
+FEW = 3  # seeds
+LARGEST = 1e9  # ratios stop here, so that JSON can hold what was divided by nothing or is no number
+
+
+@dataclass(frozen=True)
+class Distances:
+    """One quantity at one seed; see the head of parity.py."""
+
+    fused: float  # R_c
+    reordered: float  # R_d
+    fused_shift: float  # S_c
+    reordered_shift: float  # S_d
+
+
+@dataclass(frozen=True)
+class Result:
+    quantity: Quantity
+    excess: float  # how far beyond what is allowed; orders failures by how bad they are
+    failure: str  # in words
+
+
+class Sums:
+    """Sums over elements from which the distances of a quantity are made, so that its tensors can come one after the other."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.squares = np.zeros(5)  # of a, b − a, c − a, d − a, d − b
+        self.shifts = np.zeros(2)  # ⟨c − b, a⟩, ⟨d − b, a⟩
+
+    def add(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
+        a, b, c, d = (x.detach().to(a.device).double().flatten() for x in (a, b, c, d))
+        self.elements += a.numel()
+        self.squares += [float(x.dot(x)) for x in (a, b - a, c - a, d - a, d - b)]
+        self.shifts += [float(x.dot(a)) for x in (c - b, d - b)]
+
+    def distances(self) -> Distances:
+        size, torch_, fused, reordered, order = np.sqrt(self.squares / self.elements)
+        # No correct program need be nearer than one unit in the last place of fp32: two that differ by less are as good as the
+        # same bits, which a run may well have, and whose distance of 0 would have no logarithm.
+        unit = float(size) * torch.finfo(torch.float32).eps + 1e-30
+        expected = max(math.hypot(torch_, order), unit)
+        ratios = (max(fused, unit) / expected, max(reordered, unit) / expected)
+        shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
+        return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
+
+    def error(self) -> float:
+        """rms(c − a) / rms(a)."""
+        return _finite(float(np.sqrt(self.squares[2] / max(self.squares[0], 1e-300))))
+
+
+@contextmanager
+def row_scales(
+    sites: Mapping[str, nn.Module], rows: dict[str, Tensor], rounded_to: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row that a norm site puts out in the forward pass inside (its last), by site.
+
+    Args:
+        rows: y_a by site; the first arm, the reference, fills it.
+        rounded_to: what the layers fed by the sites round y to; None: they don't.
+    """
+    scales: dict[str, Tensor] = {}
+    fills = not rows
+
+    @torch.no_grad()
+    def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
+        y = (output if isinstance(output, Tensor) else output[0]).detach()
+        if fills:
+            rows[name] = y
+        a = rows[name]
+        y = y.to(rounded_to or y.dtype).to(a.device, a.dtype)
+        scales[name] = (y * a).sum(-1) / (a * a).sum(-1).clamp_min(1e-30)
+
+    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites.items()]
+    try:
+        yield scales
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def judge_size(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
+    fused, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("fused", "reordered"))
+    excess = fused - reordered
+    fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
+    if len(seeds) > FEW:
+        fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
+    quantity = Quantity(name, _interval(fused, math.exp), _interval(reordered, math.exp), not bool(fails))
+    failure = f"{name} is {quantity.fused.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity)})"
+    return Result(quantity, float(excess.mean()), failure)
+
+
+def judge_sign(name: str, seeds: Sequence[Distances], level: float) -> Result:
+    fused, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("fused_shift", "reordered_shift"))
+    towards = fused * np.sign(fused.mean())
+    fails = towards.mean() > GROSS_FEW or abs(fused).max() > GROSS
+    if len(seeds) > FEW:
+        deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
+        fails = fails or _p_above(towards, BIAS, deviation) < level / 2
+    quantity = Quantity(f"{name}, shift", _interval(fused), _interval(reordered), not bool(fails))
+    failure = (
+        f"{name} is shifted in one direction over the seeds, by {quantity.fused.median:+.2g} × what rounding explains "
+        f"({other_order(quantity)})"
+    )
+    # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
+    return Result(quantity, math.log(max(abs(float(fused.mean())), 1e-9)) - 100, failure)
+
+
+def other_order(quantity: Quantity) -> str:
+    return f"PyTorch's norms summed in another order: {quantity.reordered.median:.2g} ×"
+
+
+def t_tail(t: float, degrees: int) -> float:
+    """P(T > t) of Student's t: the finite sums for whole degrees of freedom, Abramowitz & Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term, total = cosine if odd else 1.0, 0.0
+    for k in range(1 + odd, degrees, 2):  # each term is the last one times cos² · k / (k + 1)
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    tail = max(0.0, 1 - inside) / 2
+    return tail if t > 0 else 1 - tail
+
+
+def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
+    """Chance of samples such as these if their mean is at most `bound`: Student's one-sided t-test."""
+    above = float(samples.mean()) - bound
+    if deviation == 0.0:
+        return 0.0 if above > 0 else 1.0
+    return t_tail(above / deviation * math.sqrt(len(samples)), len(samples) - 1)
+
+
+def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) -> Interval:
+    """Mean over seeds and its 95 % t-interval, taken back by `inverse`; of one seed, that seed."""
+    mean, half = float(samples.mean()), 0.0
+    if len(samples) > 1:
+        half = _t_quantile(0.025, len(samples) - 1) * float(samples.std(ddof=1)) / math.sqrt(len(samples))
+    most = math.log(LARGEST) if inverse is math.exp else LARGEST
+    return Interval(*(inverse(min(x, most)) for x in (mean, mean - half, mean + half)))
+
+
+@lru_cache
+def _t_quantile(tail: float, degrees: int) -> float:
+    low, high = 0.0, 1e3
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
+    return low
+
+
+def _finite(x: float) -> float:
+    return LARGEST if math.isnan(x) else min(max(x, -LARGEST), LARGEST)

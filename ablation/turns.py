@@ -1,0 +1,61 @@
+"""Blocks of steps that take turns, and what their times say. The protocol is stated at the head of timing.py."""
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean, median
+
+from ablation.compared import AGAIN, FUSED, TORCH, Comparison
+from ablation.statistics import paired_difference, paired_ratio
+
+LINEUP = (TORCH, AGAIN, FUSED)
+
+
+def in_turn(
+    block: Callable[[str, int], list[float]], cycles: int, seed: int, names: Sequence[str] = LINEUP
+) -> dict[str, list[list[float]]]:
+    """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
+
+    Cycle 0 is not counted.
+    """
+    blocks: dict[str, list[list[float]]] = {name: [] for name in names}
+    with collection_paused():
+        for cycle, order in enumerate(schedule(1 + cycles, seed, names)):
+            for name in order:
+                times = block(name, cycle)
+                if cycle > 0:
+                    blocks[name].append(times)
+    return blocks
+
+
+def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[Sequence[str]]:
+    """For each cycle the arms in the order of their blocks: some order, and then its reverse."""
+    shuffle = random.Random(seed).shuffle
+    for _ in range(cycles):
+        order = list(names)
+        shuffle(order)
+        yield [*order, *reversed(order)]
+
+
+def compare_blocks(torch_blocks: Sequence[Sequence[float]], arm_blocks: Sequence[Sequence[float]]) -> Comparison:
+    """The same, of step times by block."""
+    torch_ms, arm_ms = per_cycle(torch_blocks), per_cycle(arm_blocks)
+    return Comparison(paired_difference(arm_ms, torch_ms), paired_ratio(torch_ms, arm_ms))
+
+
+def per_cycle(blocks_ms: Sequence[Sequence[float]]) -> list[float]:
+    """A step's time in each cycle: the mean of its two blocks, of each the median step."""
+    typical = [median(block) for block in blocks_ms]
+    return [fmean(pair) for pair in zip(typical[::2], typical[1::2], strict=True)]
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Python collects its garbage before, not inside a step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch._inductor.config  # now, as it imports triton, which is what the environment says at that moment
 
+import configs
 from configs import ConfigError
+from configs.machine import Machine
+from configs.rules import WORKSPACE
 from tests.runs import bits, corpus, finish, read_json, start
-from training.determinism import WORKSPACE, deterministic
+from training.determinism import deterministic
 
 
 def state():
@@ -34,11 +37,10 @@ def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_erro
 
 def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypatch):
     monkeypatch.setenv(WORKSPACE, ":0:0")
-    with (
-        pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"),
-        deterministic(True),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"):
+        configs.load(["deterministic=true"], on=Machine("cuda"))
+    configs.load(["deterministic=true"], on=Machine("cpu"))
+    configs.load([], on=Machine("cuda"))
 
 
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):

@@ -74,7 +74,11 @@ def test_a_run_is_that_of_one_process(runs, run):
         found, expected = (load_file(runs / name / "last" / file) for name in (run, "whole"))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{file}: {name}")
+            # a second moment is smaller than any tolerance that is not its own
+            atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
+            torch.testing.assert_close(
+                found[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, at=(file, name): f"{at}: {why}"
+            )
     assert (runs / run / "sample.txt").read_text() == (runs / "whole" / "sample.txt").read_text()
 
 

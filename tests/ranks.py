@@ -1,5 +1,6 @@
 """Runs of several ranks on the CPU, each a forked process."""
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
 from tests.runs import read_json
-from training import distributed
+from training import checkpoint, distributed
 from training.resume import settle
 from training.run import open_run
 
@@ -27,7 +28,8 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
     """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
 
     Args:
-        acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN.
+        acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN,
+            `full` its disk full.
     """
     return on_ranks(ranks, _train, folder, overrides, folder, acts)
 
@@ -121,9 +123,14 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
             signal.raise_signal(signal.SIGTERM)
         if acts.get("nan") == [world.rank, index + 1]:
             state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
+        if acts.get("full") == [world.rank, index + 1]:
+            checkpoint.write_tensors = no_space
         result = step(forward, state, batch, index, *rest)
         told["steps"] += 1
         return result
+
+    def no_space(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def counted(self, forward):
         def hook(_, bucket):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from configs.rules import REPEATABLE, WORKSPACE
+from configs.rules import CUBLAS_WORKSPACE, REPEATABLE
 
 
 @contextmanager
@@ -25,11 +25,11 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    chosen = os.environ.get(WORKSPACE)
+    chosen = os.environ.get(CUBLAS_WORKSPACE)
     cudnn = torch.backends.cudnn
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.deterministic, cudnn.benchmark
-    os.environ[WORKSPACE] = chosen or REPEATABLE[0]
+    os.environ[CUBLAS_WORKSPACE] = chosen or REPEATABLE[0]
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
@@ -38,4 +38,4 @@ def deterministic(wanted: bool) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = before
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
         if chosen is None:
-            del os.environ[WORKSPACE]
+            del os.environ[CUBLAS_WORKSPACE]

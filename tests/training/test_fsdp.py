@@ -21,7 +21,7 @@ SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation
 # four, which hold two rows of six each, the last one holds nothing of those weights
 SHORT += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
 FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
-DROPPED = ["model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
+DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,9 @@ from configs.schema import (
     WandbMode,
 )
 
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+REPEATABLE = (":4096:8", ":16:8")  # its values with which results repeat, as cuBLAS documents; the first costs 24 MB, not speed
+
 
 def check(cfg: Config, machine: Machine) -> None:
     """Passes a config that can run on `machine`.
@@ -250,6 +253,11 @@ def _device(cfg: Config, machine: Machine) -> Iterator[str]:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if cfg.train.precision is Precision.fp16 and device != "cuda":
         yield f"train.precision=fp16 needs a CUDA device; this run is on {device}. Use train.precision=fp32 or bf16."
+    if cfg.deterministic and device == "cuda" and (chosen := os.environ.get(CUBLAS_WORKSPACE)) not in (None, *REPEATABLE):
+        yield (
+            f"deterministic=true: the environment has {CUBLAS_WORKSPACE}={chosen}, with which cuBLAS does not repeat its "
+            f"results. Unset it, or use {' or '.join(REPEATABLE)}."
+        )
     if cfg.train.compile and device == "cpu" and not machine.cpp_compiler:
         yield "train.compile=true needs a C++ compiler on the CPU (g++ or clang++; CXX may name it). Use train.compile=false."
 

@@ -1,10 +1,12 @@
 """Runs of several ranks on the CPU, each a forked process."""
 
+import errno
 import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -13,10 +15,11 @@ import torch
 import configs
 import train
 import training.step as step_module
+from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
 from tests.runs import read_json
-from training import distributed
+from training import checkpoint, distributed
 from training.resume import settle
 from training.run import open_run
 
@@ -25,24 +28,44 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
     """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
 
     Args:
-        acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN.
+        acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN,
+            `full` its disk full.
+    """
+    return on_ranks(ranks, _train, folder, overrides, folder, acts)
+
+
+def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: object) -> list[dict]:
+    """What `act(world, on, *arguments)` returns on each rank.
+
+    Args:
+        files: what the ranks write is kept beside it, under its name.
+
+    Raises:
+        AssertionError: a rank ended by itself before its end; with what each of them wrote.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    files.parent.mkdir(parents=True, exist_ok=True)
     started = [
-        processes.Process(target=_rank, args=(rank, ranks, port, overrides, str(folder), acts), daemon=True)
-        for rank in range(ranks)
+        processes.Process(target=_rank, args=(rank, ranks, port, act, files, arguments), daemon=True) for rank in range(ranks)
     ]
     for rank, process in enumerate(started):
-        _errors(folder, rank).touch()
+        _errors(files, rank).touch()
         process.start()
-    _join(started, folder)
-    return [read_json(Path(f"{folder}_rank_{rank}.json")) for rank in range(ranks)]
+    _join(started, files)
+    return [read_json(_told(files, rank)) for rank in range(ranks)]
 
 
-def _join(started: list, folder: Path) -> None:
+def go_on_together(cfg: Config, folder: Path, on: Machine, world: distributed.World) -> None:
+    """A run in `folder`, or the rest of it, as train.py's job does it; without its picture."""
+    origin = world.first(lambda: settle(cfg, folder, [], chosen=True))
+    with open_run(origin, torch.device("cpu"), world=world) as run:
+        run.plot = lambda: None  # type: ignore[method-assign]
+        train.train(cfg, run, on, world)
+
+
+def _join(started: list, files: Path) -> None:
     """Waits for all ranks to end well. Where one does not, the others are ended, and what each wrote is the error's message."""
     left, deadline = list(started), time.monotonic() + 400  # four ranks start on two cores that other tests use too
     while left and all(process.exitcode in (None, 0) for process in started) and time.monotonic() < deadline:
@@ -52,33 +75,38 @@ def _join(started: list, folder: Path) -> None:
     for process in left:
         process.kill()
         process.join()
-    said = (f"rank {rank} ended with {code}\n{_errors(folder, rank).read_text()}" for rank, code in enumerate(codes))
+    said = (f"rank {rank} ended with {code}\n{_errors(files, rank).read_text()}" for rank, code in enumerate(codes))
     assert codes == [0] * len(codes), "\n".join(said)
 
 
-def _errors(folder: Path | str, rank: int) -> Path:
-    return Path(f"{folder}_rank_{rank}.err")
+def _errors(files: Path, rank: int) -> Path:
+    return Path(f"{files}_rank_{rank}.err")
 
 
-def _rank(rank: int, ranks: int, port: int, overrides: list[str], folder: str, acts: dict[str, list[int]]) -> None:
-    os.dup2(os.open(_errors(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
+def _told(files: Path, rank: int) -> Path:
+    return Path(f"{files}_rank_{rank}.json")
+
+
+def _rank(rank: int, ranks: int, port: int, act: Callable[..., dict], files: Path, arguments: tuple) -> None:
+    os.dup2(os.open(_errors(files, rank), os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world, on = distributed.join(), Machine("cpu", ranks=ranks, by_torchrun=True)
+    world = distributed.join()
+    told = act(world, Machine("cpu", ranks=ranks, by_torchrun=True), *arguments)
+    _told(files, rank).write_text(json.dumps(told), encoding="utf-8")
+    world.leave(0)
+
+
+def _train(world: distributed.World, on: Machine, overrides: list[str], folder: Path, acts: dict[str, list[int]]) -> dict:
     told: dict = {"steps": 0, "seeds": [], "rows": [], "reduced": 0, "ended": None}
     _watch(world, told, acts)
-    cfg = configs.load(overrides, on=on)
     try:
-        origin = world.first(lambda: settle(cfg, Path(folder), [], chosen=True))
-        with open_run(origin, torch.device("cpu"), world=world) as run:
-            run.plot = lambda: None  # type: ignore[method-assign]
-            train.train(cfg, run, on, world)
+        go_on_together(configs.load(overrides, on=on), folder, on, world)
     except SystemExit as end:
         told["ended"] = end.code
     except Exception as error:
         told["ended"] = f"{type(error).__name__}: {error}"
-    Path(f"{folder}_rank_{rank}.json").write_text(json.dumps(told), encoding="utf-8")
-    world.leave(0)
+    return told
 
 
 def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
@@ -95,9 +123,14 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
             signal.raise_signal(signal.SIGTERM)
         if acts.get("nan") == [world.rank, index + 1]:
             state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
+        if acts.get("full") == [world.rank, index + 1]:
+            checkpoint.write_tensors = no_space
         result = step(forward, state, batch, index, *rest)
         told["steps"] += 1
         return result
+
+    def no_space(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def counted(self, forward):
         def hook(_, bucket):

@@ -8,8 +8,9 @@
 Everything is stored whole, by the name of its parameter and nothing by position or rank. A sharded run gathers its state tensor
 by tensor into the host memory of the first rank, which writes the same files: any number of ranks, sharded or not, goes on from
 them, and so does sample.py. PyTorch's own sharded format (torch.distributed.checkpoint) would spare that gathering and the host
-memory, 12 bytes a parameter. But its index is a pickle, which runs code when it is read, and a folder half written by several
-ranks has no single rename that makes it whole.
+memory: 12 bytes a parameter, and 28 while the optimizer's state is written, as safetensors then makes two copies of it. But its
+index is a pickle, which runs code when it is read, and a folder half written by several ranks has no single rename that makes
+it whole.
 
 `storage.py` has the folder that these files make.
 """

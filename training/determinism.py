@@ -3,6 +3,8 @@
 Our kernels and PyTorch's on the CPU give them anyway. On a GPU this is about cuBLAS, about sums that scatter, and about the
 backward pass of attention, whose blocks add up in the order in which they finish. Under use_deterministic_algorithms, flash and
 memory-efficient attention keep an order, cuDNN's is passed over, and an operator that can't keep one raises.
+
+One GPU is meant: sums over several are NCCL's, which promises no order.
 """
 
 import os
@@ -11,33 +13,23 @@ from contextlib import contextmanager
 
 import torch
 
-from configs import ConfigError
-
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-REPEATABLE = (":4096:8", ":16:8")  # buffers as cuBLAS documents them for results that repeat; the first costs 24 MB, not speed
+from configs.rules import CUBLAS_WORKSPACE, REPEATABLE
 
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
     """Within the block, if `wanted`, operators give the same bits each time; afterwards all is as it was. Around all of a run,
-    as cuBLAS reads its part when it is first used.
-
-    Raises:
-        ConfigError: the environment asks cuBLAS for something else.
+    as cuBLAS reads its part when it is first used. An environment that asks cuBLAS for something else is kept: rules.check
+    refuses it on a GPU.
     """
     if not wanted:
         yield
         return
-    chosen = os.environ.get(WORKSPACE)
-    if chosen not in (None, *REPEATABLE):
-        raise ConfigError(
-            f"deterministic=true: the environment has {WORKSPACE}={chosen}, with which cuBLAS does not repeat its results. "
-            f"Unset it, or use {' or '.join(REPEATABLE)}."
-        )
+    chosen = os.environ.get(CUBLAS_WORKSPACE)
     cudnn = torch.backends.cudnn
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.deterministic, cudnn.benchmark
-    os.environ[WORKSPACE] = chosen or REPEATABLE[0]
+    os.environ[CUBLAS_WORKSPACE] = chosen or REPEATABLE[0]
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:
@@ -46,4 +38,4 @@ def deterministic(wanted: bool) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = before
         torch.use_deterministic_algorithms(enabled, warn_only=warns)
         if chosen is None:
-            del os.environ[WORKSPACE]
+            del os.environ[CUBLAS_WORKSPACE]

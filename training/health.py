@@ -59,6 +59,7 @@ class Health:
             NonFiniteError: as `check`, or a weight is NaN or infinite after step `step`.
         """
         self.check()
-        largest = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=math.inf)
-        if not torch.isfinite(whole(largest)):
+        # the sum of absolute values, not the largest one, which a rank that holds nothing of a sharded weight can't tell
+        total = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=1)
+        if not torch.isfinite(whole(total)):
             raise NonFiniteError(f"a weight is NaN or infinite at step {step}", step)

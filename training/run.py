@@ -60,8 +60,8 @@ class Run:
         """
         if self.origin.in_place:
             self._take_up()
-            self._describe()
-        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))  # by now without train.precision=auto
+            self._keep_environment()
+        self._keep_config()  # by now without train.precision=auto
         storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
         mode, why = settle_mode(self.cfg.logging)
@@ -150,13 +150,15 @@ class Run:
         drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
         return picture if drawn else None
 
-    def _describe(self) -> None:
+    def _keep_config(self) -> None:
+        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))
+
+    def _keep_environment(self) -> None:
         """Keeps what the run depends on; each time that it goes on in a file of its own."""
         name = (
             f"environment_from_{self.origin.step:08d}.json" if self.origin.in_place and self.origin.step else "environment.json"
         )
         storage.replace_text(self.folder / name, json.dumps(environment(self.device), indent=2) + "\n")
-        storage.replace_text(self.folder / "config.yaml", configs.to_yaml(self.cfg))
 
     def _take_up(self) -> None:
         """Brings the folder to where its checkpoint was made: lines of metrics after that, and results, belong to no step."""
@@ -255,7 +257,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             return
         run = Run(origin, folder, device, *wandb)
         if not origin.in_place:
-            run._describe()
+            run._keep_environment()
+            run._keep_config()
         for note in origin.notes:
             print(note, flush=True)
         yield from _closing(run)

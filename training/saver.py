@@ -33,14 +33,17 @@ class Saver:
         Raises:
             StorageError: on every rank: this checkpoint, or the one before it that was on its way, can't be written.
         """
-        self._world.first(self.wait)
+        self.wait()
         parts = {}
         if state.leads or is_sharded(state.model):
             parts = state.parts(self._config, copied=self._thread is not None)
         self._world.first(lambda: self._write(state.step, parts, state.best_step))
 
     def wait(self) -> None:
-        """Returns once nothing is on its way. Raises StorageError as `save`."""
+        """Returns once nothing is on its way. All ranks call it together. Raises StorageError as `save`."""
+        self._world.first(self._finish)
+
+    def _finish(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -78,7 +81,7 @@ class Saver:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
-            self.wait()
+            self._finish()  # not `wait`: a rank may come here alone
         except Exception as failed:
             if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run would say that all is kept
                 raise

@@ -7,21 +7,24 @@ import pytest
 import torch
 import torch._inductor.config  # now, as it imports triton, which is what the environment says at that moment
 
+import configs
 from configs import ConfigError
+from configs.machine import Machine
+from configs.rules import CUBLAS_WORKSPACE
 from tests.runs import bits, corpus, finish, read_json, start
-from training.determinism import WORKSPACE, deterministic
+from training.determinism import deterministic
 
 
 def state():
     cudnn = torch.backends.cudnn
-    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, os.environ.get(WORKSPACE)
+    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark, os.environ.get(CUBLAS_WORKSPACE)
 
 
 @pytest.mark.parametrize("chosen", [None, ":16:8"])
 def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_error(monkeypatch, chosen):
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.delenv(CUBLAS_WORKSPACE, raising=False)
     if chosen:
-        monkeypatch.setenv(WORKSPACE, chosen)
+        monkeypatch.setenv(CUBLAS_WORKSPACE, chosen)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = state()
     with pytest.raises(KeyError), deterministic(True):
@@ -33,12 +36,11 @@ def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_erro
 
 
 def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypatch):
-    monkeypatch.setenv(WORKSPACE, ":0:0")
-    with (
-        pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"),
-        deterministic(True),
-    ):
-        pass
+    monkeypatch.setenv(CUBLAS_WORKSPACE, ":0:0")
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"):
+        configs.load(["deterministic=true"], on=Machine("cuda"))
+    configs.load(["deterministic=true"], on=Machine("cpu"))
+    configs.load([], on=Machine("cuda"))
 
 
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):

@@ -67,6 +67,14 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_the_same_error(tiny
     assert told[1]["ended"].partition(". Batch")[0] == told[0]["ended"].partition(". Batch")[0]
 
 
+def test_a_last_checkpoint_that_a_thread_can_not_write_stops_all_with_the_same_error(tiny, tmp_path):
+    told = train_together(2, [*tiny, "checkpoint.background=true"], tmp_path / "run", full=[0, 12])
+
+    assert told[0]["ended"] == told[1]["ended"]
+    assert told[0]["ended"].startswith("StorageError") and "step_00000012 can't be written" in told[0]["ended"]
+    assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [6]
+
+
 def test_a_run_of_one_process_goes_on_with_two_ranks(tiny, tmp_path):
     train_here([*tiny, "optim.schedule=constant", "train.steps=6"], tmp_path / "run")
     train_together(2, [*tiny, "optim.schedule=constant", "resume=auto"], tmp_path / "run")

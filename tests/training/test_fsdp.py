@@ -11,31 +11,23 @@ from safetensors.torch import load_file
 import configs
 from configs import ConfigError
 from configs.machine import Machine
-from ops import backend
 from tests.runs import ROOT, corpus, train_here
 from tests.sharded_ranks import train_one_after_the_other
 from training.plot import read_metrics
 from training.sharding import collect
 
 SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
-# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly
-SHORT += ["optim.schedule=constant", "model.bias=false", "model.context=28"]
+# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
+# four, which hold two rows of six each, the last one holds nothing of those weights
+SHORT += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
 FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
-DROPPED = ["model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
+DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """The folder of all runs below, named after their number of ranks where they have several, and what those counted."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each rank has, so that all sums have one order
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend, "INTERPRET", False)
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            yield train_all(tmp_path_factory)
-    finally:
-        torch.set_num_threads(threads)
+    return train_all(tmp_path_factory)
 
 
 @pytest.fixture
@@ -82,7 +74,11 @@ def test_a_run_is_that_of_one_process(runs, run):
         found, expected = (load_file(runs / name / "last" / file) for name in (run, "whole"))
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5, msg=f"{file}: {name}")
+            # a second moment is smaller than any tolerance that is not its own
+            atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
+            torch.testing.assert_close(
+                found[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, at=(file, name): f"{at}: {why}"
+            )
     assert (runs / run / "sample.txt").read_text() == (runs / "whole" / "sample.txt").read_text()
 
 

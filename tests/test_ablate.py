@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 import ablate
 import model.norm
 from ablation import serialize
-from ablation.records import AGAIN, FUSED, TORCH
+from ablation.compared import AGAIN, FUSED, TORCH
 from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]

@@ -7,21 +7,19 @@ from triton.language.target_info import cuda_capability_geq
 from .backend import INTERPRET
 
 PTX = tl.constexpr(not INTERPRET)
+WIDEN_BF16 = tl.constexpr("""{
+    .reg .b32 %pair;
+    mov.b32 %pair, $2;
+    shl.b32 $0, %pair, 16;
+    and.b32 $1, %pair, 0xffff0000;
+    }""")
 
 
 @triton.jit
 def widen(b):
     """A block in fp32. Two neighbours in bf16 share a register: two instructions for both, where the compiler takes three."""
     if PTX and b.dtype == tl.bfloat16 and cuda_capability_geq(8):
-        b_wide = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 %pair;
-            mov.b32 %pair, $2;
-            shl.b32 $0, %pair, 16;
-            and.b32 $1, %pair, 0xffff0000;
-            }""",
-            "=r,=r,r", [b], dtype=tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+        b_wide = tl.inline_asm_elementwise(WIDEN_BF16, "=r,=r,r", [b], dtype=tl.float32, is_pure=True, pack=2)
     else:
         b_wide = b.to(tl.float32)
     return b_wide
@@ -34,15 +32,7 @@ def widen_again(b):
     It would keep the first result instead of the block itself: twice the registers. So the instruction is not pure.
     """
     if PTX and b.dtype == tl.bfloat16 and cuda_capability_geq(8):
-        b_wide = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 %pair;
-            mov.b32 %pair, $2;
-            shl.b32 $0, %pair, 16;
-            and.b32 $1, %pair, 0xffff0000;
-            }""",
-            "=r,=r,r", [b], dtype=tl.float32, is_pure=False, pack=2,
-        )  # fmt: skip
+        b_wide = tl.inline_asm_elementwise(WIDEN_BF16, "=r,=r,r", [b], dtype=tl.float32, is_pure=False, pack=2)
     elif PTX and b.dtype == tl.float16 and cuda_capability_geq(8):
         b_wide = tl.inline_asm_elementwise(
             """{

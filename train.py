@@ -41,7 +41,7 @@ from training.sampling import continue_text, encode_prompt
 from training.saver import Saver
 from training.schedule import learning_rate
 from training.sharding import shard
-from training.step import training_step
+from training.step import prepare, training_step
 from training.storage import StorageError, relative
 
 
@@ -76,8 +76,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
         if cfg.init_from and not run.origin.stored:
             pretrained.load(model, cfg.init_from)
-        model.recompute = cfg.train.recompute
-    if cfg.train.compile:
+        prepare(model, cfg.train, on)
+    if cfg.train.compile or model.compile_loss:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations
     sharded = cfg.parallel is Parallel.fsdp
     if sharded:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from configs import Config, to_dict
-from configs.schema import DropoutMasks, NormImpl
+from configs import Config, machine, to_dict
+from configs.schema import Device, DropoutMasks, NormImpl
 from model import GPT
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
+from training.step import prepare
 
 
 @dataclass
@@ -58,6 +59,7 @@ def build(
             model = GPT(cfg.model, cfg.norm, vocab_size)
         model.to_empty(device=precision.device)
         copy_values(like.state.model, model)
+    prepare(model, cfg.train, machine.inspect(Device(precision.device.type)))
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
     forward: Callable[..., Tensor] = torch.compile(model, fullgraph=True) if compiled else model
     return Arm(name, cfg, precision, state, forward)

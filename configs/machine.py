@@ -22,6 +22,11 @@ class Machine:
     local_rank: int = 0  # of this process on its node
     by_torchrun: bool = False  # which then started them, be it only one
 
+    @property
+    def compiles_loss(self) -> bool:
+        """What train.compile_loss=null is: where copies of the logits cost most. A C++ compiler stands for a C compiler too."""
+        return self.device == "cuda" and self.triton and self.cpp_compiler
+
 
 def inspect(device: Device) -> Machine:
     """The machine as `device` asks for it.

@@ -75,7 +75,8 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.recompute", "device", "parallel", "deterministic"),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_loss", "train.recompute"),
+    *("device", "parallel", "deterministic"),
     *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes", "profile"),
 }
@@ -258,8 +259,9 @@ def _device(cfg: Config, machine: Machine) -> Iterator[str]:
             f"deterministic=true: the environment has {CUBLAS_WORKSPACE}={chosen}, with which cuBLAS does not repeat its "
             f"results. Unset it, or use {' or '.join(REPEATABLE)}."
         )
-    if cfg.train.compile and device == "cpu" and not machine.cpp_compiler:
-        yield "train.compile=true needs a C++ compiler on the CPU (g++ or clang++; CXX may name it). Use train.compile=false."
+    for key in ("compile", "compile_loss"):
+        if getattr(cfg.train, key) and device == "cpu" and not machine.cpp_compiler:
+            yield f"train.{key}=true needs a C++ compiler on the CPU (g++ or clang++; CXX may name it). Use train.{key}=false."
 
 
 def _nearest_divisor(of: int, to: int) -> int:

@@ -129,7 +129,7 @@ def main() -> None:
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     # vocabulary, context, width, heads, layers, dropout; cycles of the measurement, and steps in their blocks
     sizes, effort = (GPT2_SMALL, (10, 5)) if gpu else (TINY, (2, 2))
-    tokens = torch.randint(sizes[0], (8 if gpu else 2, sizes[1] + 1), device=device)
+    tokens = torch.randint(sizes[0], (16 if gpu else 2, sizes[1] + 1), device=device)
     batch = (tokens[:, :-1], tokens[:, 1:])
 
     model = GPT(*sizes).to(device)

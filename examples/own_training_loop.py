@@ -54,10 +54,11 @@ def train(model: nn.Module, x: torch.Tensor, steps: int) -> list[float]:
 
 def main() -> None:
     torch.manual_seed(0)
-    x = torch.randn(256, 64, device="cuda" if torch.cuda.is_available() else "cpu")
-    textbook, fused = Textbook().to(x.device), Fused().to(x.device)
+    rows, width, device = (16384, 1024, "cuda") if torch.cuda.is_available() else (256, 64, "cpu")
+    x = torch.randn(rows, width, device=device)
+    textbook, fused = Textbook(width).to(device), Fused(width).to(device)
     fused.load_state_dict(textbook.state_dict())
-    print(f"fused norms run as: {backend_for(x.device)}")
+    print(f"fused norms run as: {backend_for(device)}")
     print(check_parity(textbook, fused, x))
     print(measure(textbook, fused, x, cycles=3, block_steps=2))
     ours, theirs = (train(model, x, steps=20) for model in (fused, textbook))

@@ -94,7 +94,7 @@ def main() -> None:
     sizes, effort = ((768, 12, 12), (10, 5)) if gpu else ((32, 4, 3), (2, 2))
     before, after = (ViT(block, *sizes).to(device) for block in (Before, After))
     after.load_state_dict(before.state_dict())
-    patches = torch.randn(64 if gpu else 8, 196 if gpu else 32, 48, device=device)
+    patches = torch.randn(192 if gpu else 8, 196 if gpu else 32, 48, device=device)
     print(f"fused norms run as: {backend_for(device)}")
     # With a seed: in training mode. Both draw the same factors in the same order.
     print(check_parity(before, after, patches, seed=1, autocast=autocast))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from configs.schema import BlockLayout, DropoutMasks, ModelConfig, NormConfig, NormImpl, Positions, ResidualDtype
 from model.attention import rotary_table
 from model.block import ParallelBlock, SequentialBlock, norm_site
+from model.loss import cross_entropy
 from model.norm import activation_dtype
 
 
@@ -55,6 +56,7 @@ class GPT(nn.Module):
         self.sites_per_block = Block.sites
         self.dropout_sites = cfg.layers * Block.sites + 1  # and the final norm
         self.recompute = False  # train.recompute: blocks keep their inputs alone for backward, and are computed again in it
+        self.compile_loss = False  # train.compile_loss: where the model runs eager, its loss runs compiled
         self.initialize()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, seeds: Tensor | None = None) -> Tensor:
@@ -89,8 +91,7 @@ class GPT(nn.Module):
         logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
         if targets is None:
             return logits
-        # Cross-entropy as log-softmax that reads 16-bit logits and writes fp32: no fp32 copy of the logits beside its result.
-        return F.nll_loss(F.log_softmax(logits.flatten(0, 1), dim=-1, dtype=torch.float32), targets.flatten())
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), compiled=self.compile_loss)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, width]. Their dropout happens at the first norm site."""

@@ -51,7 +51,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
         "device": f"{device.type}, {hardware}",
         **ranks,
         "precision": precision.name
-        + (", compiled" if cfg.train.compile else "")
+        + (", compiled" if cfg.train.compile else ", loss compiled" if model.compile_loss else "")
         + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
         "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",

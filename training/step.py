@@ -6,6 +6,9 @@ from contextlib import nullcontext
 import torch
 
 from configs import Config
+from configs.machine import Machine
+from configs.schema import TrainConfig
+from model import GPT
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World, gradients_stay
 from training.optimizer import set_learning_rate
@@ -40,7 +43,7 @@ def training_step(
     for micro_batch, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         seeds = seed_micro_batch(cfg.seed, step, micro_batch, world.rank, sites=state.model.dropout_sites)
         last = micro_batch == cfg.train.accumulation - 1
-        with nullcontext() if last else gradients_stay(forward):
+        with precision.attention(), nullcontext() if last else gradients_stay(forward):
             with precision.autocast():
                 loss = forward(x, y, seeds=to_device(seeds, precision.device))
             mark("forward")
@@ -57,6 +60,12 @@ def training_step(
     state.optimizer.zero_grad(set_to_none=True)
     mark("optimizer")
     return world.sum(total) / world.size, grad_norm
+
+
+def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
+    """Tells the model how to run where the config leaves it a choice."""
+    model.recompute = train.recompute
+    model.compile_loss = machine.compiles_loss if train.compile_loss is None else train.compile_loss
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -100,6 +100,7 @@ DEVICES = {
     "norm.impl=fused seed=2": (Machine(device="cuda", triton=False), "Install triton, or use norm.impl=torch."),
     "train.precision=bf16": (Machine(device="cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     "train.compile=true": (Machine(device="cpu", cpp_compiler=False), "train.compile=true needs a C++ compiler on the CPU"),
+    "train.compile_loss=true": (Machine(device="cpu", cpp_compiler=False), "train.compile_loss=true needs a C++ compiler"),
 }
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 import training.step as step_module
+from configs.machine import Machine
+from configs.schema import TrainConfig
 from model import GPT
 from tests.runs import composed
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
-from training.step import training_step
+from training.step import prepare, training_step
 
 
 def one_step(overrides, batch, scaled=False):
@@ -88,6 +90,24 @@ def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
     moved = [(model.blocks[0].mlp.down.weight - start.blocks[0].mlp.down.weight).abs().max().item() for model in (slow, fast)]
     # Adam's first step is the rate itself; warm-up starts at a third of it
     assert moved == pytest.approx([1e-6 / 3, 1e-2 / 3], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "expected"),
+    [
+        (None, Machine("cpu"), False),
+        (None, Machine("cuda"), True),
+        (None, Machine("cuda", triton=False), False),
+        (None, Machine("cuda", cpp_compiler=False), False),
+        (False, Machine("cuda"), False),
+        (True, Machine("cpu"), True),
+    ],
+)
+def test_the_loss_is_compiled_where_it_is_asked_for_or_left_open_on_a_gpu(tiny, given, machine, expected):
+    cfg = composed(tiny)
+    model = GPT(cfg.model, cfg.norm, vocab_size=20)
+    prepare(model, TrainConfig(compile_loss=given, recompute=True), machine)
+    assert model.compile_loss is expected and model.recompute
 
 
 def test_both_implementations_start_from_the_same_weights(tiny):

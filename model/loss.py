@@ -1,0 +1,31 @@
+"""The loss of next tokens."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
+    """The mean over rows of -log softmax(logits)[target] in nats: a scalar, computed in fp32.
+
+    Args:
+        logits: [N, V] of any floating dtype.
+        targets: [N] int64; rows of -100 don't count.
+        compiled: this function alone through torch.compile. Eager PyTorch goes through several fp32 copies of the logits, by
+            far GPT-2's largest tensor; compiled, they are read as they are, and only their gradient is written.
+    """
+    if compiled and not torch.compiler.is_compiling():  # of a model that is compiled whole, this is a part
+        return _compiled()(logits, targets)
+    return _cross_entropy(logits, targets)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets)
+
+
+@cache
+def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_cross_entropy)

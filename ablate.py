@@ -38,7 +38,7 @@ from training.attribution import KernelTime, by_name, launches, profile_step, sh
 from training.environment import environment, gpu_state
 from training.folder import claim
 from training.precision import Precision
-from training.step import training_step
+from training.step import prepare, training_step
 from training.storage import relative
 
 EAGER, COMPILED = "eager", "compiled"
@@ -184,9 +184,11 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     """What a step is made of: the smaller the vocabulary and the batch, the more the norms weigh."""
     with torch.device("meta"), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+    prepare(model, cfg.train, machine.inspect(cfg.device))
     return (
         f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
+        + (" The loss runs compiled in eager cells too (train.compile_loss)." if model.compile_loss else "")
     )
 
 

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 import configs
 from ablation.compared import FUSED, TORCH
-from ablation.plots import label
-from ablation.statistics import Interval, paired_difference, spread
+from ablation.plots import label, trained
+from ablation.statistics import Interval, mean_interval, spread
 from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, plain
 from training.plot import read_metrics
@@ -35,6 +35,7 @@ class FinishedRun:
     environment: dict[str, Any]  # by dotted name
     windows_ms: list[float]  # medians of step time between two lines of metrics
     val_loss: float  # the last one, nats per token
+    val_losses: list[tuple[int, float]]  # step and loss of every evaluation
 
     @property
     def impl(self) -> str:
@@ -43,6 +44,9 @@ class FinishedRun:
     @property
     def seed(self) -> int:
         return self.config["seed"]
+
+
+Group = tuple[dict[str, str], list[FinishedRun]]  # what sets it apart, and its runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,11 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("report"), help="the folder for report.md (default: ./report)")
     arguments = parser.parse_args(argv)
     try:
-        text = of_runs([read_run(folder) for given in arguments.folders for folder in run_folders(given)])
+        runs = [read_run(folder) for given in arguments.folders for folder in run_folders(given)]
+        groups = grouped(list({run.folder.resolve(): run for run in runs}.values()))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
+    text = report(groups, draw(groups, arguments.output))
     (arguments.output / "report.md").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
@@ -98,19 +104,15 @@ def read_run(folder: Path) -> FinishedRun:
         )
         metrics = read_metrics(folder / "metrics.jsonl")
         windows = [line["perf/step_ms"] for line in metrics if line.get("perf/step_ms") is not None]
-        return FinishedRun(folder, config, flat(environment), windows, float(summary["final"]["loss"]))
+        evaluated = [(int(line["step"]), float(line["val/loss"])) for line in metrics if line.get("val/loss") is not None]
+        return FinishedRun(folder, config, flat(environment), windows, float(summary["final"]["loss"]), evaluated)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}: not as train.py writes it: {type(error).__name__}: {error}") from error
 
 
-def of_runs(runs: Sequence[FinishedRun]) -> str:
-    """The report of finished runs, as Markdown.
-
-    Raises:
-        ValueError: runs with only one of the two operators.
-    """
-    runs = list({run.folder.resolve(): run for run in runs}.values())
-    groups = _grouped(runs)
+def report(groups: Sequence[Group], pictures: Sequence[str]) -> str:
+    """The report of finished runs, as Markdown; `pictures` are the files that belong to the groups."""
+    runs = [run for _, of in groups for run in of]
     found = [(overrides, of, _ratio(of)) for overrides, of in groups]
     outcomes = [_outcome(ratio) + (f" with {label(overrides)}" if overrides else "") for overrides, _, ratio in found]
     heading = "; ".join(outcomes) if len(found) <= 2 else f"{len(found)} groups"
@@ -122,15 +124,20 @@ def of_runs(runs: Sequence[FinishedRun]) -> str:
     if any(run.impl == FUSED and run.environment.get("gpu.name") is None for run in runs):
         top[0] = f"# {NO_KERNEL}"
         top += [f"Of the reference path: {heading}."]
-    parts = ["\n".join(top), *(_group(overrides, of, ratio) for overrides, of, ratio in found)]
+    parts = ["\n".join(top)]
+    parts += [_group(overrides, of, ratio, picture) for (overrides, of, ratio), picture in zip(found, pictures, strict=True)]
     notes = _unlike(runs)
     parts.append(section("Notes", "\n".join(f"- {note}" for note in notes)))
     parts.append(section("Environment of the first run", environment(runs[0].environment)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _grouped(runs: Sequence[FinishedRun]) -> list[tuple[dict[str, str], list[FinishedRun]]]:
-    """Runs that differ in nothing but FREE, with the keys and values that set their group apart."""
+def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
+    """Runs that differ in nothing but FREE, with the keys and values that set their group apart.
+
+    Raises:
+        ValueError: a group with only one of the two operators.
+    """
     kept = [{key: fact(value) for key, value in run.config.items() if not key.startswith(FREE)} for run in runs]
     varied = [key for key in dict.fromkeys(chain(*kept)) if len({of.get(key) for of in kept}) > 1]
     groups: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
@@ -170,7 +177,15 @@ def _outcome(ratio: Interval | None) -> str:
     return f"no difference found, {words}" if ratio.holds(1) else words
 
 
-def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interval | None) -> str:
+def draw(groups: Sequence[Group], folder: Path) -> list[str]:
+    """The picture of each group, and its name in `folder`."""
+    names = ["losses.png"] if len(groups) == 1 else [f"losses_{index}.png" for index in range(len(groups))]
+    for name, (overrides, runs) in zip(names, groups, strict=True):
+        trained([(run.impl, run.seed, run.val_losses, run.val_loss) for run in runs], label(overrides), folder / name)
+    return names
+
+
+def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interval | None, picture: str) -> str:
     rows = []
     for run in sorted(runs, key=lambda run: (run.impl != TORCH, run.seed)):
         windows = spread(run.windows_ms) if run.windows_ms else None
@@ -184,7 +199,7 @@ def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interv
         "Step time: median, p10 and p90 over the windows between two lines of metrics, in ms. The range is from torch's least "
         "p10 over fused's largest p90 to torch's largest p90 over fused's least p10. Loss in nats per token."
     )
-    lines += ["", wrapped(note)]
+    lines += ["", wrapped(note), "", f"![Validation loss of every run, and the final ones by seed]({picture})"]
     return section(capital(label(overrides)), "\n".join(lines))
 
 
@@ -202,8 +217,8 @@ def _validation(runs: Sequence[FinishedRun]) -> str:
     if len(seeds) < 3:
         each = ", ".join(f"{signed(f - t)} (seed {s})" for s, t, f in zip(seeds, torch, fused, strict=True))
         return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
-    interval = plain(paired_difference(fused, torch), 5)
-    return f"Final validation loss: fused − torch {interval}, median and 95 % interval, paired over {len(seeds)} seeds{over}."
+    interval = plain(mean_interval([f - t for t, f in zip(torch, fused, strict=True)]), 5)
+    return f"Final validation loss: fused − torch {interval}, mean and 95 % t-interval, paired over {len(seeds)} seeds{over}."
 
 
 def _unlike(runs: Sequence[FinishedRun]) -> list[str]:

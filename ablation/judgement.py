@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ablation.compared import Quantity
-from ablation.statistics import Interval
+from ablation.statistics import Interval, mean_interval, t_tail
 
 REFERENCE, REORDERED = "reference", "reordered"
 LEVEL = 0.01
@@ -133,20 +132,6 @@ def other_order(quantity: Quantity) -> str:
     return f"PyTorch's norms summed in another order: {quantity.reordered.median:.2g} ×"
 
 
-def t_tail(t: float, degrees: int) -> float:
-    """P(T > t) of Student's t: the finite sums for whole degrees of freedom, Abramowitz & Stegun 26.7.3 and 26.7.4."""
-    angle = math.atan(abs(t) / math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term, total = cosine if odd else 1.0, 0.0
-    for k in range(1 + odd, degrees, 2):  # each term is the last one times cos² · k / (k + 1)
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    tail = max(0.0, 1 - inside) / 2
-    return tail if t > 0 else 1 - tail
-
-
 def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
     """Chance of samples such as these if their mean is at most `bound`: Student's one-sided t-test."""
     above = float(samples.mean()) - bound
@@ -156,21 +141,10 @@ def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
 
 
 def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) -> Interval:
-    """Mean over seeds and its 95 % t-interval, taken back by `inverse`; of one seed, that seed."""
-    mean, half = float(samples.mean()), 0.0
-    if len(samples) > 1:
-        half = _t_quantile(0.025, len(samples) - 1) * float(samples.std(ddof=1)) / math.sqrt(len(samples))
+    """Mean over seeds and its interval, taken back by `inverse`."""
+    found = mean_interval(samples)
     most = math.log(LARGEST) if inverse is math.exp else LARGEST
-    return Interval(*(inverse(min(x, most)) for x in (mean, mean - half, mean + half)))
-
-
-@lru_cache
-def _t_quantile(tail: float, degrees: int) -> float:
-    low, high = 0.0, 1e3
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
-    return low
+    return Interval(*(inverse(min(x, most)) for x in (found.median, found.low, found.high)))
 
 
 def _finite(x: float) -> float:

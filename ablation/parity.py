@@ -37,7 +37,7 @@ spread: a seed whose fused arm is GROSS times as far as the reordered one, or sh
 must stay below GROSS_FEW, however many they are: FEW seeds or less have no spread to speak of, and no t-test; a few more have
 one whose estimate is so rough that a t-test alone would let ten times the expected error pass.
 
-**Outcome.** The 95 % interval of the paired difference fused − torch of final validation losses must lie within ± the standard
+**Outcome.** The 95 % t-interval of the mean difference fused − torch of final validation losses must lie within ± the standard
 deviation of torch's over seeds. With one seed there is none, and this is left out.
 
 Dropout on attention weights is off in all arms. It draws from torch's generator, and what it draws depends on the dtype.
@@ -67,7 +67,7 @@ from ablation.judgement import (
 )
 from ablation.records import Parity
 from ablation.reordered import double, reorder
-from ablation.statistics import Interval, paired_difference
+from ablation.statistics import Interval, mean_interval
 from benchmarks.timing import free_memory
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype
@@ -299,7 +299,7 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
     tests += [judge_sign(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
 
     val_loss = {arm: [run.val_loss[arm] for run in runs] for arm in ARMS}
-    difference = paired_difference(val_loss[FUSED], val_loss[TORCH])
+    difference = mean_interval(np.subtract(val_loss[FUSED], val_loss[TORCH]))
     spread = float(np.std(val_loss[TORCH], ddof=1)) if len(runs) > 1 else 0.0
     outcome = len(runs) == 1 or (-spread <= difference.low and difference.high <= spread)
     sick = [arm for arm in ARMS if not np.isfinite([run.losses[arm] for run in runs]).all()]

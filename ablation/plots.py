@@ -128,6 +128,34 @@ def losses(parity: Parity, path: Path) -> None:
     _finish(figure, f"Parity over {seeds}, {parity.precision}: {label(parity.overrides)}", path)
 
 
+def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], title: str, path: Path) -> None:
+    """Above, the validation loss of every run as it trained; below, the final ones: a row for each operator, seeds numbered.
+
+    A run is its operator, seed, step and loss of each evaluation, and final loss.
+    """
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(WIDTH, 5.2), dpi=DPI, layout="constrained", height_ratios=(3, 1.3))
+    styles = {TORCH: LINES[0] | {"linewidth": 2.6}, FUSED: LINES[2] | {"linewidth": 1.0}}
+    for at, (impl, style) in enumerate(styles.items()):
+        of = [(seed, evaluated, final) for name, seed, evaluated, final in runs if name == impl]
+        for index, (_, evaluated, _) in enumerate(of):
+            steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
+            above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
+        finals = [final for _, _, final in of]
+        below.plot(finals, [at] * len(of), "o", markersize=3.5, color="#111111")
+        below.plot([np.mean(finals)] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
+        for seed, _, final in of:
+            below.annotate(str(seed), (final, at), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7)
+    above.set_xlabel("step")
+    above.set_ylabel("validation loss, nats per token", fontsize=9)
+    above.legend(frameon=False, fontsize=8, handlelength=3.2)
+    below.set_yticks(range(len(styles)), list(styles))
+    below.set_ylim(len(styles) - 0.4, -0.6)
+    below.set_xlabel("final validation loss, nats per token: a dot and its number for each seed, a line for the mean")
+    _bare(above, grid="both")
+    _bare(below, grid="x")
+    _finish(figure, f"Runs to their end: {title}", path)
+
+
 def attributions(cells: Sequence[Cell], path: Path) -> bool:
     """GPU time of a step by kind of work, torch above fused, for each cell that was profiled; returns whether any was."""
     profiled = [cell for cell in cells if cell.attribution is not None]

@@ -52,7 +52,7 @@ def evaluate(
     spare = range(world.highest(len(windows)) - len(windows) if is_sharded(model) else 0)
     nothing = torch.zeros(1, context, dtype=torch.int64)
     try:
-        with evaluated(model), precision.attention(), precision.autocast():
+        with evaluated(model), precision.autocast():
             for inputs, targets in windows:
                 loss = model(inputs.to(precision.device), targets.to(precision.device))
                 total += loss * targets.numel()  # the last batch may have fewer rows

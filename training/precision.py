@@ -1,18 +1,12 @@
-"""The arithmetic of a run: autocast, the kernels of attention, and loss scaling where fp16 needs it."""
+"""The arithmetic of a run: autocast, and loss scaling where fp16 needs it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs import schema
 from configs.machine import Machine
-
-# The order in which they are tried on Hopper and later. PyTorch has cuDNN's kernels last, which are the faster ones there:
-# on an H200 GPT-2's attention takes 0.76 ms a layer, forward and backward, in place of 1.03 (with dropout 1.06 and 1.19).
-ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-HOPPER = (9, 0)  # compute capability
 
 
 @dataclass(frozen=True)
@@ -37,12 +31,6 @@ class Precision:
     @property
     def name(self) -> str:
         return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
-
-    def attention(self) -> AbstractContextManager:
-        """Around forward, and around backward, which may compute a block again: ATTENTION's order where it is faster."""
-        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= HOPPER:
-            return sdpa_kernel(ATTENTION, set_priority=True)
-        return nullcontext()
 
     def autocast(self) -> AbstractContextManager:
         if self.dtype is torch.float32:

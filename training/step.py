@@ -43,7 +43,7 @@ def training_step(
     for micro_batch, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         seeds = seed_micro_batch(cfg.seed, step, micro_batch, world.rank, sites=state.model.dropout_sites)
         last = micro_batch == cfg.train.accumulation - 1
-        with precision.attention(), nullcontext() if last else gradients_stay(forward):
+        with nullcontext() if last else gradients_stay(forward):
             with precision.autocast():
                 loss = forward(x, y, seeds=to_device(seeds, precision.device))
             mark("forward")

@@ -198,6 +198,19 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
 # ---- finished training runs ------------------------------------------------------------------------------------------------
 
 
+def test_the_picture_of_finished_runs_has_every_run_and_every_final_loss(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append((figure, title)))
+    curve = [(250, 2.0), (500, 1.5)]
+    plots.trained([("torch", 1, curve, 1.4), ("fused", 1, curve, 1.3), ("fused", 2, [], 1.2)], "here", tmp_path / "x.png")
+    ((figure, title),) = figures
+    above, below = figure.axes
+    drawn = [[list(line.get_xdata()), list(line.get_ydata())] for line in above.lines]
+    assert drawn == [[[250, 500], [2.0, 1.5]], [[250, 500], [2.0, 1.5]], [[], []]] and "here" in title
+    assert [list(line.get_xdata()) for line in below.lines[::2]] == [[1.4], [1.3, 1.2]]
+    assert [text.get_text() for text in below.texts] == ["1", "1", "2"]
+
+
 def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="train:\n  steps: 10\n", gpu="NVIDIA H200"):
     """A folder as train.py leaves it."""
     folder.mkdir(parents=True)
@@ -220,9 +233,10 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, capsys):
     assert text == (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     first, second = text.splitlines()[:2]
     assert "6 finished runs, unpaired: 1.220 × as fast (range 1.192 to 1.248)" in first and second.startswith("Unpaired")
-    difference = "fused − torch 0.00200 (0.00200 to 0.00200), median and 95 % interval, paired over 3 seeds"
+    difference = "fused − torch 0.00200 (0.00200 to 0.00200), mean and 95 % t-interval, paired over 3 seeds"
     assert difference in " ".join(text.split())
     assert NO_KERNEL not in text
+    assert "](losses.png)" in text and (tmp_path / "out" / "losses.png").is_file()
 
 
 def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
@@ -232,6 +246,8 @@ def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "## train.batch_size=16" in text and "## train.batch_size=32" in text and "+0.00000 (seed 1)" in text
     assert text.count("no difference found, 1.000 × as fast") == 4  # its range contains 1
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.md", "losses_0.png", "losses_1.png"}
+    assert "](losses_0.png)" in text and "](losses_1.png)" in text
 
 
 def test_what_else_differs_between_runs_is_noted(tmp_path, capsys):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ablation.statistics import paired_ratio, spread
+from ablation.statistics import mean_interval, paired_ratio, spread
 
 
 def test_spread_is_median_and_outer_tenths():
@@ -25,3 +25,15 @@ def test_interval_of_a_ratio_covers_the_truth_and_narrows_with_rounds():
 def test_interval_is_the_same_each_time():
     a, b = [1.0, 1.2, 0.9, 1.1], [1.0, 1.0, 1.0, 1.0]
     assert paired_ratio(a, b) == paired_ratio(a, b)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 30])
+def test_the_interval_of_a_mean_covers_the_truth_nineteen_times_in_twenty_however_few_samples(count):
+    draw = np.random.default_rng(count)
+    found = [mean_interval(draw.normal(3, 0.5, count)) for _ in range(2000)]
+    assert np.mean([one.holds(3) for one in found]) == pytest.approx(0.95, abs=0.015)
+
+
+def test_one_sample_is_its_own_interval():
+    only = mean_interval([2.0])
+    assert (only.median, only.low, only.high) == (2, 2, 2)

@@ -1,12 +1,7 @@
 """What the tests beside this one claim of the reference, for the kernels inside the model, eager and compiled."""
 
-from collections import Counter
-
 import pytest
 import torch
-from torch.profiler import ProfilerActivity
-
-from training.precision import HOPPER, Precision
 
 pytestmark = pytest.mark.gpu
 
@@ -53,23 +48,6 @@ def test_compiled_equals_eager_under_bf16(build, batch, impl, block, residual_dt
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=2**-8)  # an ulp of bf16 at 1, on a loss near 4
     assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_attention_runs_on_the_kernels_that_its_order_names_first_and_so_does_its_recomputation(build, batch, recompute):
-    precision = Precision(torch.device("cuda"), torch.bfloat16)
-    if torch.cuda.get_device_capability() < HOPPER:
-        pytest.skip("Hopper and later have an order of their own")
-    model = build(width=256, dropout=0.1, layers=1).cuda()
-    model.recompute = recompute
-    batch = [t.cuda() for t in batch]
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler, precision.attention():
-        with precision.autocast():
-            loss = model(*batch)
-        loss.backward()
-    ran = Counter(event.name for event in profiler.events())
-    assert ran["aten::_scaled_dot_product_cudnn_attention"] == 1 + recompute
-    assert ran["aten::_scaled_dot_product_cudnn_attention_backward"] == 1
 
 
 def test_grouped_query_in_fp32_does_not_materialise_the_attention_weights(build):

@@ -54,9 +54,9 @@ class Variant:
     cfg: Config
     overrides: dict[str, str]  # the swept keys
 
-    def modes(self, device: torch.device) -> list[str]:
-        wanted = self.cfg.ablate.compile
-        return [EAGER, COMPILED] if wanted or (wanted is None and device.type == "cuda") else [EAGER]
+    @property
+    def modes(self) -> list[str]:
+        return [EAGER, COMPILED] if self.cfg.train.compile else [EAGER]
 
 
 def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
@@ -86,7 +86,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     with Progress(work_of(variants, device)) as progress:
         try:
             for variant, corpus, precision in zip(variants, corpora, precisions, strict=True):
-                for mode in variant.modes(device):
+                for mode in variant.modes:
                     progress.now(variant.overrides, mode)
                     free_memory(device)
                     found.cells.append(measure(variant, mode, precision, corpus, progress))
@@ -215,7 +215,7 @@ def work_of(variants: Sequence[Variant], device: torch.device) -> Counter[str]:
     """Units of work by kind, for the bar."""
     work: Counter[str] = Counter()
     for variant in variants:
-        for mode in variant.modes(device):
+        for mode in variant.modes:
             work.update({f"{mode} {kind}": units for kind, units in timing.work_of(variant.cfg.ablate.cycles).items()})
             work[f"{mode} {PROFILES}"] += len(timing.LINEUP) if on_gpu(device) else 0
         work[PARITY] += parity.steps_of(variant.cfg)
@@ -233,9 +233,12 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     for job in command_line.jobs(arguments, sweep=True):
         rules.check_ablation(job)
         cfg = configs.compose_only(job)
+        on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.
-        cfg.norm.impl, cfg.train.compile = NormImpl.fused, bool(cfg.ablate.compile)
-        rules.check(cfg, machine.inspect(cfg.device))
+        cfg.norm.impl, cfg.train.compile = NormImpl.fused, on.device == "cuda"
+        if cfg.ablate.compile is not None:
+            cfg.train.compile = cfg.ablate.compile
+        rules.check(cfg, on)
         pairs = (override.partition("=")[::2] for override in job)
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
     return found

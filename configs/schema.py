@@ -153,6 +153,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
     precision: Precision = Precision.auto
     compile: bool = False  # torch.compile(fullgraph=True)
+    cuda_graphs: bool = False  # with compile: forward and backward are one launch each, for models that wait for the host
     compile_loss: bool | None = None  # torch.compile for the loss alone, of a model that is not compiled; null: on CUDA
     recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
 

@@ -97,7 +97,7 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     _, eager = train_here(overrides, tmp_path / "eager")
     compiled, metrics = train_here([*overrides, "train.compile=true"], tmp_path / "compiled")
 
-    assert asked == [{"fullgraph": True}]
+    assert asked == [{"fullgraph": True, "mode": None}]
     assert losses(metrics) == pytest.approx(losses(eager), rel=1e-5)
     # the checkpoint has the names of the model, not of its compiled wrapper
     assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder).model())

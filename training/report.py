@@ -45,14 +45,15 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     batch_tokens = cfg.train.batch_size * cfg.model.context
     epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
+    compiled = ", loss compiled" if model.compile_loss else ""
+    if cfg.train.compile:
+        compiled = ", compiled into CUDA graphs" if cfg.train.cuda_graphs else ", compiled"
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
     ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
-        "precision": precision.name
-        + (", compiled" if cfg.train.compile else ", loss compiled" if model.compile_loss else "")
-        + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
+        "precision": precision.name + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
         "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",

@@ -68,6 +68,11 @@ def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
     model.compile_loss = machine.compiles_loss if train.compile_loss is None else train.compile_loss
 
 
+def compiled(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:
+    """The whole model through torch.compile, in one graph; with train.cuda_graphs as CUDA graphs, one for each direction."""
+    return torch.compile(model, fullgraph=True, mode="reduce-overhead" if train.cuda_graphs else None)
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On CUDA through pinned memory, so that the copy waits for nothing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -66,6 +66,8 @@ RULES = {
     "model.drop_path=1": r"model.drop_path=1.0: must be in [0, 1).",
     "optim.warmup_steps=20 train.steps=10": "optim.warmup_steps=20 is more than train.steps=10",
     "optim.lr=1e-3 optim.min_lr=1e-2": "optim.min_lr=0.01 is more than optim.lr=0.001",
+    "train.cuda_graphs=true": "Use train.compile=true with it",
+    "train.cuda_graphs=true train.compile=true": "train.cuda_graphs=true needs a CUDA device; this run is on cpu",
     "optim.lr=0": "optim.lr=0.0: must be more than 0 and finite",
     "optim.lr=nan": "optim.lr=nan: must be more than 0 and finite",
     "optim.lr=inf": "optim.lr=inf: must be more than 0 and finite",
@@ -100,6 +102,11 @@ DEVICES = {
     "norm.impl=fused seed=2": (Machine(device="cuda", triton=False), "Install triton, or use norm.impl=torch."),
     "train.precision=bf16": (Machine(device="cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     "train.compile=true": (Machine(device="cpu", cpp_compiler=False), "train.compile=true needs a C++ compiler on the CPU"),
+    "train.compile=true train.cuda_graphs=true train.accumulation=2": (Machine(device="cuda"), "(train.accumulation=2)"),
+    "train.compile=true train.cuda_graphs=true": (
+        Machine(device="cuda", gpus=2, ranks=2, by_torchrun=True),
+        "train.cuda_graphs=true is for a single process",
+    ),
     "train.compile_loss=true": (Machine(device="cpu", cpp_compiler=False), "train.compile_loss=true needs a C++ compiler"),
 }
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import configs
 import training.step as step_module
 from configs.machine import Machine
 from configs.schema import TrainConfig
@@ -11,7 +12,7 @@ from tests.runs import composed
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
-from training.step import prepare, training_step
+from training.step import compiled, prepare, training_step
 
 
 def one_step(overrides, batch, scaled=False):
@@ -108,6 +109,35 @@ def test_the_loss_is_compiled_where_it_is_asked_for_or_left_open_on_a_gpu(tiny, 
     model = GPT(cfg.model, cfg.norm, vocab_size=20)
     prepare(model, TrainConfig(compile_loss=given, recompute=True), machine)
     assert model.compile_loss is expected and model.recompute
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["fused", "torch"])
+def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl):
+    # shared masks, since a graph draws torch's own elsewhere in the generator's stream
+    given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.1", "model.attention_dropout=0", f"norm.impl={impl}"]
+    precision, found = Precision(torch.device("cuda"), torch.bfloat16), []
+    for graphs in ("true", "false"):
+        torch.compiler.reset()
+        on_gpu = ["device=cuda", "norm.dropout_masks=shared", "train.compile=true", f"train.cuda_graphs={graphs}"]
+        cfg = configs.load([*given, *on_gpu], on=Machine("cuda"))
+        torch.manual_seed(0)
+        model = GPT(cfg.model, cfg.norm, vocab_size=20).cuda()
+        state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
+        forward = compiled(model, cfg.train)
+        draw = torch.Generator().manual_seed(1)
+        batches = [tuple(torch.randint(20, (8, 32), generator=draw) for _ in range(2)) for _ in range(8)]
+        steps = [training_step(forward, state, batch, step, cfg, precision) for step, batch in enumerate(batches)]
+        found.append(torch.stack([torch.stack(pair) for pair in steps]))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+
+
+def test_cuda_graphs_are_asked_of_torch_compile(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options))
+    for graphs in (True, False):
+        compiled(None, TrainConfig(compile=True, cuda_graphs=graphs))
+    assert [options["mode"] for options in asked] == ["reduce-overhead", None]
 
 
 def test_both_implementations_start_from_the_same_weights(tiny):

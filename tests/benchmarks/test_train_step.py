@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import nanogpt, train_step
+from benchmarks import nanogpt, step_contenders, train_step
 from benchmarks.nanogpt import PeerError
 from benchmarks.results import load
 from model import GPT
@@ -22,7 +22,7 @@ CPU = ["--device", "cpu", "--rounds", "2", "--common", *SMALL]
 
 def config(*overrides):
     options = train_step.options_of(["--device", "cpu", "--common", *SMALL, *overrides])[1]
-    return train_step.config_of(options, 0.0)
+    return step_contenders.config_of(options, 0.0)
 
 
 def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(tmp_path, capsys):
@@ -93,13 +93,13 @@ def test_a_contender_that_is_no_gpt2_is_refused_beside_nanogpt(tmp_path, monkeyp
 
 
 def test_a_step_whose_first_loss_is_off_ends_the_program(tmp_path, monkeypatch):
-    real = train_step.training_step
+    real = step_contenders.training_step
 
     def wrong(forward, state, *rest):
         loss, norm = real(forward, state, *rest)
         return (1.01 * loss if state.model.norm.impl == "fused" else loss), norm
 
-    monkeypatch.setattr(train_step, "training_step", wrong)
+    monkeypatch.setattr(step_contenders, "training_step", wrong)
     with pytest.raises(SystemExit, match=r"ours: its first loss is .* further from the others' than rounding explains"):
         train_step.main([*CPU, "--output", str(tmp_path), "--nanogpt", str(checkout(tmp_path / "nanoGPT"))])
     assert not (tmp_path / "train_step.json").exists()
@@ -113,14 +113,14 @@ def test_without_a_checkout_ours_are_compared_and_nanogpt_is_said_to_be_missing(
 
 
 def test_a_contender_that_fails_is_a_record_and_the_others_are_timed(tmp_path, monkeypatch, capsys):
-    real = train_step.training_step
+    real = step_contenders.training_step
 
     def fails(forward, state, *rest):
         if state.model.norm.impl == "torch":
             raise RuntimeError("no room")
         return real(forward, state, *rest)
 
-    monkeypatch.setattr(train_step, "training_step", fails)
+    monkeypatch.setattr(step_contenders, "training_step", fails)
     train_step.main([*CPU, "--output", str(tmp_path), "--dropout", "0", "--no-profile"])
     records = {r["contender"]: r for r in load(tmp_path / "train_step.json")["records"]}
     assert records["ours"]["ms"] > 0 and records["ours, torch norms"]["error"] == "RuntimeError: no room"
@@ -175,6 +175,8 @@ def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_p
         (["--ours", "train.precision=bf16"], "train.precision is the same for all contenders"),
         (["--ours", "ablate.block_steps=9"], "ablate is the same for all contenders"),
         (["--common", "train.compile=true"], "compiled or not by --mode"),
+        (["--ours", "train.compile=true"], "compiled or not by --mode"),
+        (["--mode", "compiled", "--ours", "train.cuda_graphs=true"], "needs a CUDA device"),
         (["--common", "model.heads=3"], "model.heads=3 does not divide"),
     ],
 )
@@ -187,12 +189,21 @@ def test_overrides_are_checked_before_anything_runs(tmp_path, arguments, message
 def test_defaults_are_the_published_sizes():
     options = train_step.options_of([])[1]
     assert (options.size, options.mode, options.dropout) == ("gpt2", ["eager", "compiled"], [0.0, 0.1])
-    cfg = train_step.config_of(train_step.options_of(["--device", "cpu", "--size", "gpt2"])[1], 0.1)
+    cfg = step_contenders.config_of(train_step.options_of(["--device", "cpu", "--size", "gpt2"])[1], 0.1)
     m = cfg.model
     assert (m.layers, m.heads, m.width, m.context, m.vocab_size, m.dropout) == (12, 12, 768, 1024, 50304, 0.1)
     assert cfg.train.batch_size == 32 and cfg.optim.clip_norm == 1.0
     with torch.device("meta"):
         assert GPT(m, cfg.norm, m.vocab_size).parameter_count() == 124_475_904
+
+
+def test_what_compiled_cells_alone_can_do_may_be_asked_for(monkeypatch):
+    monkeypatch.setattr(step_contenders.machine, "inspect", lambda _: step_contenders.machine.Machine("cuda"))
+    options = train_step.options_of(["--ours", "train.cuda_graphs=true"])[1]
+    found = step_contenders.lineup(options, 0.0)
+    assert {name: cfg.train.cuda_graphs for name, cfg in found.items()} == {
+        "ours": False, "ours, torch norms": False, "ours, train.cuda_graphs=true": True,
+    }  # fmt: skip
 
 
 def test_times_are_the_median_of_all_counted_steps(monkeypatch):

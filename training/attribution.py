@@ -158,6 +158,9 @@ RULES = (
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
     _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
     _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
+    # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
+    # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
+    _rule("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
     _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.

@@ -10,6 +10,7 @@ Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the
 import shlex
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,6 +45,10 @@ from training.storage import relative
 EAGER, COMPILED = "eager", "compiled"
 PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
 OUT_OF_MEMORY = 3  # exit code
+COMPILED_LOSS = (
+    " Eager cells run their loss, and nothing else, through torch.compile (train.compile_loss), in all arms: their steps are "
+    "shorter for it, and the norms a larger part of them. train.compile_loss=false times the plain one."
+)
 SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
 
@@ -74,6 +79,9 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
     sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
+    if len(set(sizes)) > 1:
+        sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
+    began = time.monotonic()
     found = Ablation(
         cells=[],
         parity=[],
@@ -92,7 +100,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     found.cells.append(measure(variant, mode, precision, corpus, progress))
                     if found.environment["gpu"] is not None:
                         found.environment["gpu"]["after the last timed cell"] = gpu_state(device)
-                    keep(found, folder)
+                    keep(found, folder, began)
                 if variant.cfg.ablate.parity_seeds:
                     progress.now(variant.overrides, PARITY)
                     free_memory(device)
@@ -100,10 +108,10 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     found.parity.append(
                         parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=told)
                     )
-                    keep(found, folder)
+                    keep(found, folder, began)
         except torch.OutOfMemoryError:
             found.notes.append("Out of memory: what is missing below was not measured.")
-            keep(found, folder)
+            keep(found, folder, began)
             raise
     return found
 
@@ -188,11 +196,12 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     return (
         f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
-        + (" The loss runs compiled in eager cells too (train.compile_loss)." if model.compile_loss else "")
+        + (COMPILED_LOSS if model.compile_loss else "")
     )
 
 
-def keep(found: Ablation, folder: Path) -> None:
+def keep(found: Ablation, folder: Path, began: float) -> None:
+    found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
     serialize.save(found, folder)
     report.write(found, folder)
 

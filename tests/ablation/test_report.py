@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from ablation import finished, plots, report, serialize
-from ablation.compared import AGAIN, FUSED, TORCH, Comparison
+from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
 from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
 from tests.ablation import results
@@ -127,8 +127,8 @@ def test_report_has_every_section_and_its_pictures(tmp_path):
     text = report.write(results.ablation(), tmp_path).read_text(encoding="utf-8")
     titles = re.findall(r"^## (.*)$", text, re.M)
     assert titles == [
-        "Step times", "Fused against torch", "Forward, backward, optimizer", "What torch.compile buys, and what is left",
-        "Where the GPU time goes", "Parity", "Plots", "Notes", "Environment", "Command", "Configuration",
+        "What was measured", "Step times", "Fused against torch", "Forward, backward, optimizer", "What torch.compile buys, and what is left",
+        "Where the GPU time goes", "Parity", "Plots", "Environment", "Command", "Configuration",
     ]  # fmt: skip
     pictures = re.findall(r"\]\((\S+)\)", text)
     assert pictures == ["step_times.png", "speedup.png", "attribution.png", "parity_0.png", "parity_1.png"]
@@ -156,6 +156,30 @@ def test_compile_alone_is_torch_eager_over_torch_compiled(tmp_path):
     row = next(line for line in text.splitlines() if line.startswith("| this configuration"))
     alone, after, both = (float(cell.split()[0]) for cell in row.split("|")[2:-1])
     assert alone == pytest.approx(131.7 / 104.2, rel=0.01) and both == pytest.approx(alone * after, rel=0.01)
+
+
+def test_what_was_measured_and_on_what_stands_before_the_first_figure(tmp_path):
+    found = results.ablation()
+    found.environment["minutes"] = 4.2
+    setting = " ".join(written(found, tmp_path).partition("## Step times")[0].partition("## What was measured")[2].split())
+    assert setting == "- A note. - NVIDIA H200, torch 2.11.0, triton 3.6.0. The ablation has taken 4.2 minutes."
+
+
+def test_the_tables_of_parity_begin_with_what_failed_and_then_what_came_nearest_to_it(tmp_path):
+    far = [("c", 1.0, 1.0), ("a", 0.6, 0.4), ("b", 1.1, 1.0), ("broken", 0.5, 0.6), *((f"x{i}", 0.9, 1.0) for i in range(9))]
+    quantities = [Quantity(n, Interval(f, f, f), Interval(r, r, r), n != "broken") for n, f, r in far]
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    found = dataclasses.replace(found, parity=[dataclasses.replace(found.parity[0], quantities=quantities)])
+    table = written(found, tmp_path).partition("| distance from reference")[2].partition("\n\n")
+    assert [row.split()[1] for row in table[0].splitlines()[2:6]] == ["broken", "a", "b", "c"]
+    assert table[2].startswith("The 10 nearest to failing of 13; report.json has all.")
+
+
+def test_profiled_time_stands_beside_the_timed_step(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    row = next(line for line in written(found, tmp_path).splitlines() if line.startswith("| a timed step"))
+    timed = [float(cell) for cell in row.split("|")[2:-1] if cell.strip()]
+    assert timed == pytest.approx([131.7, 131.7 / 1.2], rel=0.02)
 
 
 def test_bound_of_norms_is_in_bytes_over_copy_bandwidth(tmp_path):

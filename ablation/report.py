@@ -26,10 +26,10 @@ SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign th
 MOST_QUANTITIES = 10
 PARITY_RULE = (
     "Every arm runs eager, but for its loss where train.compile_loss compiles that, without dropout on attention weights, from "
-    "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, everything in fp32 (in "
-    "fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the sums of its norms in another "
-    "order, which is what a legitimate change looks like. Distances and shifts are from the reference, over what the run's "
-    "rounding leads one to expect. The statistic and its level are stated in ablation/parity.py."
+    "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
+    "everything in fp32 (in fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
+    "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
+    "reference, over what the run's rounding leads one to expect. The statistic and its level are stated in ablation/parity.py."
 )
 
 
@@ -239,7 +239,7 @@ def _compile(cells: Sequence[Cell]) -> str:
 
 def _attributions(cells: Sequence[Cell]) -> str:
     note = (
-        "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it was counted as. "
+        "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
         "A timed step is longer than all its GPU time where the GPU waits for the host, or clocks drop under a longer load."
     )
     return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""

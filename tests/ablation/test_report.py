@@ -127,8 +127,9 @@ def test_report_has_every_section_and_its_pictures(tmp_path):
     text = report.write(results.ablation(), tmp_path).read_text(encoding="utf-8")
     titles = re.findall(r"^## (.*)$", text, re.M)
     assert titles == [
-        "What was measured", "Step times", "Fused against torch", "Forward, backward, optimizer", "What torch.compile buys, and what is left",
-        "Where the GPU time goes", "Parity", "Plots", "Environment", "Command", "Configuration",
+        "What was measured", "Step times", "Fused against torch", "Forward, backward, optimizer",
+        "What torch.compile buys, and what is left", "Where the GPU time goes", "Parity",
+        "Plots", "Environment", "Command", "Configuration",
     ]  # fmt: skip
     pictures = re.findall(r"\]\((\S+)\)", text)
     assert pictures == ["step_times.png", "speedup.png", "attribution.png", "parity_0.png", "parity_1.png"]

@@ -20,6 +20,7 @@ from ablation.plots import boxes_of, label, trained
 from ablation.statistics import Interval, mean_interval, spread
 from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, plain
+from configs.schema import DropoutMasks
 from training.plot import read_metrics
 
 # What may differ between runs that are compared: the operator, the seed, and where and how a run is kept.
@@ -285,6 +286,11 @@ def _unlike(runs: Sequence[FinishedRun]) -> list[str]:
         values = list(dict.fromkeys(fact(run.environment.get(name)) for run in runs))
         if len(values) > 1:
             notes.append(f"The runs differ in {name}: {', '.join(values)}.")
+    if any(run.config["model.dropout"] and run.config["norm.dropout_masks"] == DropoutMasks.native for run in runs):
+        notes.append(
+            "Runs of one seed share initial weights and batches, and not the masks of dropout: norm.dropout_masks=shared would "
+            "have made those the same too."
+        )
     resumed = [run.folder.name for run in runs if run.config.get("resume") not in ("never", "auto")]
     if resumed:
         notes.append(f"Resumed, so timed over a part of their steps: {', '.join(resumed)}.")

@@ -174,7 +174,7 @@ def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], tit
     above.legend(frameon=False, fontsize=8, handlelength=3.2)
     below.set_yticks(range(len(styles)), list(styles))
     below.set_ylim(len(styles) - 0.4, -0.6)
-    below.set_xlabel("final validation loss, nats per token: a dot and its number for each seed, a line for the mean")
+    below.set_xlabel("final validation loss, nats per token: dots are seeds, lines their means")
     _bare(above, grid="both")
     _bare(between, grid="both")
     _bare(below, grid="x")

@@ -29,7 +29,8 @@ PARITY_RULE = (
     "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
     "everything in fp32 (in fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
     "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
-    "reference, over what the run's rounding leads one to expect. The statistic and its level are stated in ablation/parity.py."
+    "reference, over what the run's rounding leads one to expect; means over seeds, geometric ones of distances, with "
+    "Student's intervals. The statistic and its level are stated in ablation/parity.py."
 )
 
 
@@ -293,7 +294,9 @@ def _parity(parity: Parity) -> str:
     rows = [[str(seed), *(loss(parity.val_loss[arm][i]) for arm in arms)] for i, seed in enumerate(parity.seeds)]
     if len(parity.seeds) > 1:
         rows.append(["mean", *(loss(fmean(parity.val_loss[arm])) for arm in arms)])
-        spread_words = f"paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
+        spread_words = (
+            f"mean and 95 % t-interval, paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
+        )
     else:
         spread_words = "of one seed, so without an interval."
     difference = plain(parity.val_difference, 6) if len(parity.seeds) > 1 else signed(parity.val_difference.median, 6)

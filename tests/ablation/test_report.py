@@ -313,7 +313,18 @@ def test_what_else_differs_between_runs_is_noted(tmp_path, capsys):
     folders = [finished_run(tmp_path / "a", "torch", gpu="NVIDIA A100"), finished_run(tmp_path / "b", "fused", gpu=None)]
     assert finished.main([*folders, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert "differ in gpu.name: NVIDIA A100" in text and NO_KERNEL in text
+    assert "differ in gpu.name: NVIDIA A100" in text and NO_KERNEL in text and "norm.dropout_masks" not in text
+
+
+@pytest.mark.parametrize(("masks", "said"), [("native", True), ("shared", False)])
+def test_runs_whose_dropout_masks_differ_say_so(tmp_path, capsys, masks, said):
+    config = "model:\n  dropout: 0.1\n"
+    for impl in (TORCH, FUSED):
+        finished_run(tmp_path / impl, impl, config=config)
+        file = tmp_path / impl / "config.yaml"
+        file.write_text(file.read_text().replace("norm:\n", f"norm:\n  dropout_masks: {masks}\n"))
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    assert ("norm.dropout_masks=shared would" in " ".join(capsys.readouterr().out.split())) == said
 
 
 @pytest.mark.parametrize("missing", ["torch", "fused"])

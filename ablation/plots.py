@@ -162,10 +162,10 @@ def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], tit
     curves = {(name, seed): dict(evaluated) for name, seed, evaluated, _ in runs}
     pairs = [(curves[TORCH, seed], of) for (name, seed), of in curves.items() if name == FUSED and (TORCH, seed) in curves]
     apart = [{step: fused[step] - torch[step] for step in fused if step in torch} for torch, fused in pairs]
-    for of in apart:
-        between.plot(list(of), list(of.values()), color=GREY, linewidth=0.8)
-    if apart and (steps := sorted(set.intersection(*map(set, apart)))):
-        between.plot(steps, [np.mean([of[step] for of in apart]) for step in steps], color="#111111", linewidth=2.0)
+    for seed_apart in apart:
+        between.plot(list(seed_apart), list(seed_apart.values()), color=GREY, linewidth=0.8)
+    if apart and (shared := sorted(set.intersection(*map(set, apart)))):
+        between.plot(shared, [np.mean([of[step] for of in apart]) for step in shared], color="#111111", linewidth=2.0)
     between.axhline(0.0, color="#c2410c", linewidth=1.0, linestyle="--")
     above.set_ylabel("validation loss,\nnats per token", fontsize=9)
     between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)

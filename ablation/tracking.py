@@ -58,7 +58,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
     summary.summarise({"verdicts": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]})
     summary.log_table("cells", ["cell", "speed-up", "low", "high", "A/A low", "A/A high"], [row(cell) for cell in found.cells])
     if found.parity:
-        columns = ["configuration", "holds", "fused − torch, nats", "low", "high", "of seeds", "verdict"]
+        columns: list[str | int] = ["configuration", "holds", "fused − torch, nats", "low", "high", "of seeds", "verdict"]
         summary.log_table("parity", columns, [parity_row(one) for one in found.parity])
     for picture in sorted(folder.glob("*.png")):
         summary.log_image(picture.stem, picture, 0)

@@ -245,10 +245,10 @@ def _losses(groups: Sequence[Group]) -> str:
     found = [_paired(runs) for _, runs in groups]
     judged = [mean_interval(apart) for apart in found if len(apart) >= LEAST_SEEDS]
     same = sum(one.holds(0) for one in judged)
-    few = f"; {len(found) - len(judged)} have too few seeds for an interval" * (len(judged) < len(found))
-    return (
-        f"Final validation loss: no difference found in {same} of {len(judged)} groups with {LEAST_SEEDS} seeds or more{few}."
-    )
+    few = len(found) - len(judged)
+    counts = {"no difference found": same, "a difference": len(judged) - same, "too few seeds for an interval": few}
+    words = ", ".join(f"{outcome} in {count}" for outcome, count in counts.items() if count)
+    return f"Final validation loss, in {len(groups)} groups: {words}."
 
 
 def _paired(runs: Sequence[FinishedRun]) -> list[float]:

@@ -10,7 +10,7 @@ ranges, but names its kernels after the operators in them; there, the name decid
     norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms of queries and keys
     loss       log-softmax and likelihood; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
-    other      embeddings, activations, casts, copies to the GPU
+    other      embeddings, activations, copies to the GPU, and casts, among them that of the logits where the loss runs eager
 """
 
 import math

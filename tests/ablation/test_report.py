@@ -292,7 +292,7 @@ def test_losses_that_differ_in_one_direction_at_every_seed_are_called_different_
             finished_run(tmp_path / f"fused{size}_{seed}", "fused", seed, loss=3.0 + by, config=config)
     assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[1].startswith("Final validation loss: no difference found in 1 of 2 groups with 3 seeds or more.")
+    assert text.splitlines()[1].startswith("Final validation loss, in 2 groups: no difference found in 1, a difference in 1.")
     words = " ".join(text.split())
     assert "loss: fused − torch 0.01100" in words and "loss: no difference found, fused − torch −0.00300" in words
 

@@ -12,12 +12,13 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
-from training.environment import environment, gpu_state
+from training.environment import environment, gpu_state_during
 from training.folder import claim
 from training.precision import Precision
 from training.step import prepare, training_step
@@ -97,9 +98,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                 for mode in variant.modes(device):
                     progress.now(variant.overrides, mode)
                     free_memory(device)
-                    found.cells.append(measure(variant, mode, precision, corpus, progress))
-                    if found.environment["gpu"] is not None:
-                        found.environment["gpu"]["after the last timed cell"] = gpu_state(device)
+                    found.cells.append(measure(variant, mode, precision, corpus, progress, found.environment["gpu"]))
                     keep(found, folder, began)
                 if variant.cfg.ablate.parity_seeds:
                     progress.now(variant.overrides, PARITY)
@@ -128,8 +127,10 @@ def unless_empty(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
-    """The cell of a variant, eager or compiled."""
+def measure(
+    variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress, gpu: dict[str, Any] | None = None
+) -> Cell:
+    """The cell of a variant, eager or compiled; `gpu`, the facts about it, get those of its state in torch's steps."""
     cfg = variant.cfg
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
@@ -143,6 +144,8 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
         for name, arm in arms.items():
             kernels[name] = profiled(arm, batches, mode)
             progress.add(f"{mode} {PROFILES}")
+        if gpu is not None:
+            gpu["during steps of the last cell"] = gpu_state_during(step_of(arms[TORCH], batches), precision.device)
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
         torch_ms = statistics.median(turns.per_cycle(times[TORCH].blocks_ms))
@@ -168,13 +171,18 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
 
 def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
     """The kernels of a training step. Where eager, norm sites are marked; compiled code names what it fused."""
+    return profile_step(step_of(arm, batches), arm.precision.device, arm.state.model if mode == EAGER else None)
+
+
+def step_of(arm: Arm, batches: Batches) -> Callable[[], None]:
+    """A training step of the arm, always of the same batch."""
     step = arm.cfg.ablate.warmup_steps
     batch = batches[step]
 
     def one() -> None:
         training_step(arm.forward, arm.state, batch, step, arm.cfg, arm.precision)
 
-    return profile_step(one, arm.precision.device, arm.state.model if mode == EAGER else None)
+    return one
 
 
 def on_gpu(device: torch.device) -> bool:

@@ -148,8 +148,12 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate, "profiled", lambda arm, *_: [kernel("gemm", 5.0, 7.0 if "torch" in arm.name else 3.0)])
     monkeypatch.setattr(ablate, "copy_gb_per_s", lambda device: 4000.0)
     monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
+    steps = []
+    monkeypatch.setattr(ablate, "gpu_state_during", lambda step, device: steps.append(step()) or {"clocks.sm": "1500 MHz"})
     with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
-        cell = ablate.measure(variant, "eager", precision, corpus_, progress)
+        gpu = {"name": "NVIDIA H200"}
+        cell = ablate.measure(variant, "eager", precision, corpus_, progress, gpu)
+    assert gpu["during steps of the last cell"] == {"clocks.sm": "1500 MHz"} and len(steps) == 1
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
 

@@ -147,7 +147,7 @@ def _setting(ablation: Ablation) -> str:
     """What a reader has to know before any figure: what a step is made of, and on what it ran."""
     known = flat(ablation.environment)
     libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
-    machine = ", ".join([known.get("gpu.name") or "A CPU", *libraries])
+    machine = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
     took = f" The ablation has taken {known['minutes']} minutes." if "minutes" in known else ""
     return "\n".join(wrapped(f"- {note}") for note in [*ablation.notes, f"{machine}.{took}"])
 

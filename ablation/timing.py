@@ -7,7 +7,7 @@ with PyTorch's norms: what they seem to differ by is what the protocol makes of 
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
 the state back and reading the events are outside. They leave the GPU without work, so a block opens with a step that is not
-counted: it fills the queue, which a training run never lets run dry.
+counted: it fills the queue, which in a training run seldom runs dry.
 
 All blocks of a cell have the same number of steps: ablate.block_steps, or as many of the slowest arm's as make a quarter of a
 second. Five steps of a model that waits for its host are over in 25 ms, and what they show is the host's noise.

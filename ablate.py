@@ -10,13 +10,15 @@ Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the
 import shlex
 import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
-from training.environment import environment, gpu_state
+from training.environment import environment, gpu_state_during
 from training.folder import claim
 from training.precision import Precision
 from training.step import prepare, training_step
@@ -44,6 +46,10 @@ from training.storage import relative
 EAGER, COMPILED = "eager", "compiled"
 PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
 OUT_OF_MEMORY = 3  # exit code
+COMPILED_LOSS = (
+    " Eager cells run their loss, and nothing else, through torch.compile (train.compile_loss), in all arms: their steps are "
+    "shorter for it, and the norms a larger part of them. train.compile_loss=false times the plain one."
+)
 SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
 
@@ -74,6 +80,9 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
     sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
+    if len(set(sizes)) > 1:
+        sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
+    began = time.monotonic()
     found = Ablation(
         cells=[],
         parity=[],
@@ -89,10 +98,8 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                 for mode in variant.modes:
                     progress.now(variant.overrides, mode)
                     free_memory(device)
-                    found.cells.append(measure(variant, mode, precision, corpus, progress))
-                    if found.environment["gpu"] is not None:
-                        found.environment["gpu"]["after the last timed cell"] = gpu_state(device)
-                    keep(found, folder)
+                    found.cells.append(measure(variant, mode, precision, corpus, progress, found.environment["gpu"]))
+                    keep(found, folder, began)
                 if variant.cfg.ablate.parity_seeds:
                     progress.now(variant.overrides, PARITY)
                     free_memory(device)
@@ -100,10 +107,10 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     found.parity.append(
                         parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=told)
                     )
-                    keep(found, folder)
+                    keep(found, folder, began)
         except torch.OutOfMemoryError:
             found.notes.append("Out of memory: what is missing below was not measured.")
-            keep(found, folder)
+            keep(found, folder, began)
             raise
     return found
 
@@ -120,8 +127,10 @@ def unless_empty(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
-    """The cell of a variant, eager or compiled."""
+def measure(
+    variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress, gpu: dict[str, Any] | None = None
+) -> Cell:
+    """The cell of a variant, eager or compiled; `gpu`, the facts about it, get those of its state in torch's steps."""
     cfg = variant.cfg
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
@@ -135,6 +144,8 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
         for name, arm in arms.items():
             kernels[name] = profiled(arm, batches, mode)
             progress.add(f"{mode} {PROFILES}")
+        if gpu is not None:
+            gpu["during steps of the last cell"] = gpu_state_during(step_of(arms[TORCH], batches), precision.device)
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
         torch_ms = statistics.median(turns.per_cycle(times[TORCH].blocks_ms))
@@ -160,13 +171,18 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
 
 def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
     """The kernels of a training step. Where eager, norm sites are marked; compiled code names what it fused."""
+    return profile_step(step_of(arm, batches), arm.precision.device, arm.state.model if mode == EAGER else None)
+
+
+def step_of(arm: Arm, batches: Batches) -> Callable[[], None]:
+    """A training step of the arm, always of the same batch."""
     step = arm.cfg.ablate.warmup_steps
     batch = batches[step]
 
     def one() -> None:
         training_step(arm.forward, arm.state, batch, step, arm.cfg, arm.precision)
 
-    return profile_step(one, arm.precision.device, arm.state.model if mode == EAGER else None)
+    return one
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -188,11 +204,12 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     return (
         f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
-        + (" The loss runs compiled in eager cells too (train.compile_loss)." if model.compile_loss else "")
+        + (COMPILED_LOSS if model.compile_loss else "")
     )
 
 
-def keep(found: Ablation, folder: Path) -> None:
+def keep(found: Ablation, folder: Path, began: float) -> None:
+    found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
     serialize.save(found, folder)
     report.write(found, folder)
 

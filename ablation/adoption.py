@@ -180,7 +180,7 @@ def measure(
 
     Args:
         batch, loss, autocast: as for `check_parity`.
-        cycles, block_steps: each cycle gives each model two blocks of so many steps.
+        cycles, block_steps: each cycle gives each model two blocks of so many steps, after one that is not counted.
         warmup_steps: of each model, before.
 
     Raises:
@@ -202,8 +202,8 @@ def measure(
             p.grad = None
 
     def block(name: str, _: int) -> list[float]:
-        clock = StepClock(device, warmup=0)
-        for _step in range(block_steps):
+        clock = StepClock(device, warmup=turns.LEAD_IN)
+        for _step in range(turns.LEAD_IN + block_steps):
             with clock.step():
                 step(models[name])
         return list(clock.steps_ms)

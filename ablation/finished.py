@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,14 +16,17 @@ from omegaconf import OmegaConf
 
 import configs
 from ablation.compared import FUSED, TORCH
-from ablation.plots import label, trained
+from ablation.plots import boxes_of, label, trained
 from ablation.statistics import Interval, mean_interval, spread
 from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, plain
+from configs.schema import DropoutMasks
 from training.plot import read_metrics
 
 # What may differ between runs that are compared: the operator, the seed, and where and how a run is kept.
 FREE = ("norm.impl", "seed", "folder", "resume", "logging.", "ablate.", "data.cache_dir")
+LEAST_SEEDS = 3  # that a difference of losses needs for an interval
+STEP_TIMES, COMMANDS = "step_times.png", "## Commands"
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
 
 
@@ -34,8 +38,11 @@ class FinishedRun:
     config: dict[str, Any]  # by dotted name
     environment: dict[str, Any]  # by dotted name
     windows_ms: list[float]  # medians of step time between two lines of metrics
+    tokens_per_s: float | None  # median over these windows
+    peak_gb: float | None  # GiB; None but on CUDA
     val_loss: float  # the last one, nats per token
     val_losses: list[tuple[int, float]]  # step and loss of every evaluation
+    yaml: str  # its config.yaml
 
     @property
     def impl(self) -> str:
@@ -50,14 +57,15 @@ Group = tuple[dict[str, str], list[FinishedRun]]  # what sets it apart, and its 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report of finished runs and writes it to --output; returns the exit code, 2 for folders it can't use."""
+    """Writes the report of finished runs to --output and prints what it found; the exit code is 2 for folders it can't use."""
     parser = argparse.ArgumentParser(
         prog="python -m ablation.report",
         description="Compares finished training runs with norm.impl=torch and norm.impl=fused.",
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run, or a folder of runs (a sweep)")
     parser.add_argument("--output", type=Path, default=Path("report"), help="the folder for report.md (default: ./report)")
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = parser.parse_args(words)
     try:
         runs = [read_run(folder) for given in arguments.folders for folder in run_folders(given)]
         groups = grouped(list({run.folder.resolve(): run for run in runs}.values()))
@@ -65,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = report(groups, draw(groups, arguments.output))
+    text = report(groups, draw(groups, arguments.output), shlex.join(["python", "-m", "ablation.report", *words]))
     (arguments.output / "report.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    print(f"{text.partition(COMMANDS)[0].rstrip()}\n\nreport: {arguments.output}/report.md")
     return 0
 
 
@@ -97,20 +105,26 @@ def read_run(folder: Path) -> FinishedRun:
             resume = f" The run did not finish; to go on: python train.py resume={folder}" if name == "summary.json" else ""
             raise ValueError(f"{folder}: no {name}.{resume}")
     try:
-        stored = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        yaml = (folder / "config.yaml").read_text(encoding="utf-8")
+        stored = OmegaConf.to_container(OmegaConf.create(yaml))
         config = flat(configs.to_dict(configs.from_dict(stored)))  # type: ignore[arg-type]
         environment, summary = (
             json.loads((folder / name).read_text(encoding="utf-8")) for name in ("environment.json", "summary.json")
         )
         metrics = read_metrics(folder / "metrics.jsonl")
-        windows = [line["perf/step_ms"] for line in metrics if line.get("perf/step_ms") is not None]
+        windows, rates, peaks = (
+            [float(line[name]) for line in metrics if line.get(name) is not None]
+            for name in ("perf/step_ms", "perf/tokens_per_s", "perf/peak_gb")
+        )
         evaluated = [(int(line["step"]), float(line["val/loss"])) for line in metrics if line.get("val/loss") is not None]
-        return FinishedRun(folder, config, flat(environment), windows, float(summary["final"]["loss"]), evaluated)
+        rate, peak = median(rates) if rates else None, max(peaks, default=None)
+        final = float(summary["final"]["loss"])
+        return FinishedRun(folder, config, flat(environment), windows, rate, peak, final, evaluated, yaml)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}: not as train.py writes it: {type(error).__name__}: {error}") from error
 
 
-def report(groups: Sequence[Group], pictures: Sequence[str]) -> str:
+def report(groups: Sequence[Group], pictures: Sequence[str], command: str) -> str:
     """The report of finished runs, as Markdown; `pictures` are the files that belong to the groups."""
     runs = [run for _, of in groups for run in of]
     found = [(overrides, of, _ratio(of)) for overrides, of in groups]
@@ -118,17 +132,29 @@ def report(groups: Sequence[Group], pictures: Sequence[str]) -> str:
     heading = "; ".join(outcomes) if len(found) <= 2 else f"{len(found)} groups"
     top = [
         f"# Fused norms against PyTorch's, from {len(runs)} finished runs, unpaired: {heading}",
-        "Unpaired: whatever else changed from run to run is in these ratios, and no A/A control shows how much that is.  ",
-        "So they have a range and no interval, and prove no speed-up: `python ablate.py` measures in pairs.",
+        f"{_losses(groups)}  ",
+        "Step times are unpaired: whatever else changed from run to run is in their ratio, and no A/A control shows how much. "
+        "So it has a range and no interval, and proves no speed-up: `python ablate.py` measures in pairs.",
     ]
     if any(run.impl == FUSED and run.environment.get("gpu.name") is None for run in runs):
         top[0] = f"# {NO_KERNEL}"
-        top += [f"Of the reference path: {heading}."]
+        top[2] = f"Of the reference path: {heading}. {top[2]}"
     parts = ["\n".join(top)]
     parts += [_group(overrides, of, ratio, picture) for (overrides, of, ratio), picture in zip(found, pictures, strict=True)]
+    if any(run.windows_ms for run in runs):
+        parts.append(f"![Step times: quartiles, 10th and 90th percentile, medians of runs]({STEP_TIMES})")
     notes = _unlike(runs)
-    parts.append(section("Notes", "\n".join(f"- {note}" for note in notes)))
-    parts.append(section("Environment of the first run", environment(runs[0].environment)))
+    parts.append(section("Notes", "\n".join(wrapped(f"- {note}") for note in notes)))
+    commands = dict.fromkeys(run.environment.get("command") for run in runs)
+    parts.append(
+        section(
+            COMMANDS.removeprefix("## "),
+            "```\n" + "\n".join([command, *(f"python {one}" for one in commands if one)]) + "\n```",
+        )
+    )
+    facts = {name: value for name, value in runs[0].environment.items() if name != "command"}
+    parts.append(section("Environment of the first run", environment(facts)))
+    parts.append(section("Configuration of the first run", f"```yaml\n{runs[0].yaml.rstrip()}\n```"))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -178,7 +204,13 @@ def _outcome(ratio: Interval | None) -> str:
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """The picture of each group, and its name in `folder`."""
+    """The picture of each group's losses, and its name in `folder`; beside them one of all step times."""
+    timed = [
+        (label(overrides), {i: [run.windows_ms for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED)})
+        for overrides, runs in groups
+    ]
+    if timed := [(title, {i: parts for i, parts in of.items() if parts}) for title, of in timed if any(of.values())]:
+        boxes_of(timed, "runs", folder / STEP_TIMES)
     names = ["losses.png"] if len(groups) == 1 else [f"losses_{index}.png" for index in range(len(groups))]
     for name, (overrides, runs) in zip(names, groups, strict=True):
         trained([(run.impl, run.seed, run.val_losses, run.val_loss) for run in runs], label(overrides), folder / name)
@@ -190,8 +222,10 @@ def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interv
     for run in sorted(runs, key=lambda run: (run.impl != TORCH, run.seed)):
         windows = spread(run.windows_ms) if run.windows_ms else None
         figures = [number(ms) for ms in (windows.median, windows.p10, windows.p90)] if windows else ["–"] * 3
-        rows.append([run.folder.name, run.impl, str(run.seed), *figures, loss(run.val_loss)])
-    header = ["run", "norm.impl", "seed", "step ms", "p10", "p90", "final val loss"]
+        rate = "–" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}"
+        peak = "–" if run.peak_gb is None else f"{run.peak_gb:.2f}"
+        rows.append([run.folder.name, run.impl, str(run.seed), *figures, rate, peak, loss(run.val_loss)])
+    header = ["run", "norm.impl", "seed", "step ms", "p10", "p90", "tokens/s", "peak GiB", "final val loss"]
     lines = [markdown(header, rows), ""]
     lines.append(f"- Step time of fused over torch: {_outcome(ratio)}; unpaired.")
     lines.append(wrapped(f"- {_validation(runs)}"))
@@ -199,8 +233,28 @@ def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interv
         "Step time: median, p10 and p90 over the windows between two lines of metrics, in ms. The range is from torch's least "
         "p10 over fused's largest p90 to torch's largest p90 over fused's least p10. Loss in nats per token."
     )
-    lines += ["", wrapped(note), "", f"![Validation loss of every run, and the final ones by seed]({picture})"]
+    words = "Validation loss of every run, how far fused is from torch, and the final losses by seed"
+    lines += ["", wrapped(note), "", f"![{words}]({picture})"]
     return section(capital(label(overrides)), "\n".join(lines))
+
+
+def _losses(groups: Sequence[Group]) -> str:
+    """The final validation losses in a line."""
+    if len(groups) == 1:
+        return _validation(groups[0][1])
+    found = [_paired(runs) for _, runs in groups]
+    judged = [mean_interval(apart) for apart in found if len(apart) >= LEAST_SEEDS]
+    same = sum(one.holds(0) for one in judged)
+    few = len(found) - len(judged)
+    counts = {"no difference found": same, "a difference": len(judged) - same, "too few seeds for an interval": few}
+    words = ", ".join(f"{outcome} in {count}" for outcome, count in counts.items() if count)
+    return f"Final validation loss, in {len(groups)} groups: {words}."
+
+
+def _paired(runs: Sequence[FinishedRun]) -> list[float]:
+    """Fused − torch of the final validation losses, for each seed that has both."""
+    by = {(run.impl, run.seed): run.val_loss for run in runs}
+    return [final - by[TORCH, seed] for (impl, seed), final in by.items() if impl == FUSED and (TORCH, seed) in by]
 
 
 def _validation(runs: Sequence[FinishedRun]) -> str:
@@ -214,11 +268,15 @@ def _validation(runs: Sequence[FinishedRun]) -> str:
         difference = fmean(by[FUSED].values()) - fmean(by[TORCH].values())
         return f"Final validation loss: fused − torch {signed(difference)}; no seed has both, so this includes their spread."
     over = f"; standard deviation of torch's over seeds {stdev(torch):.5f}" if len(seeds) > 1 else ""
-    if len(seeds) < 3:
+    if len(seeds) < LEAST_SEEDS:
         each = ", ".join(f"{signed(f - t)} (seed {s})" for s, t, f in zip(seeds, torch, fused, strict=True))
         return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
-    interval = plain(mean_interval([f - t for t, f in zip(torch, fused, strict=True)]), 5)
-    return f"Final validation loss: fused − torch {interval}, mean and 95 % t-interval, paired over {len(seeds)} seeds{over}."
+    found = mean_interval([f - t for t, f in zip(torch, fused, strict=True)])
+    verdict = "no difference found, " if found.holds(0) else ""
+    return (
+        f"Final validation loss: {verdict}fused − torch {plain(found, 5)}, mean and 95 % t-interval, paired over {len(seeds)} "
+        f"seeds{over}."
+    )
 
 
 def _unlike(runs: Sequence[FinishedRun]) -> list[str]:
@@ -228,6 +286,11 @@ def _unlike(runs: Sequence[FinishedRun]) -> list[str]:
         values = list(dict.fromkeys(fact(run.environment.get(name)) for run in runs))
         if len(values) > 1:
             notes.append(f"The runs differ in {name}: {', '.join(values)}.")
+    if any(run.config["model.dropout"] and run.config["norm.dropout_masks"] == DropoutMasks.native for run in runs):
+        notes.append(
+            "Runs of one seed share initial weights and batches, and not the masks of dropout: norm.dropout_masks=shared would "
+            "have made those the same too."
+        )
     resumed = [run.folder.name for run in runs if run.config.get("resume") not in ("never", "auto")]
     if resumed:
         notes.append(f"Resumed, so timed over a part of their steps: {', '.join(resumed)}.")

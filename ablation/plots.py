@@ -36,12 +36,23 @@ GROUPS: dict[str, tuple[str, str]] = {  # fill and hatch; norms stand out, since
 
 
 def step_times(cells: Sequence[Cell], path: Path) -> None:
-    """A panel for each cell: steps of every arm as a box between quartiles, whiskers p10 to p90; medians of blocks as dots."""
-    figure, panels = _rows(len(cells), each=1.25)
-    for axes, cell in zip(panels, cells, strict=True):
-        arms = list(cell.arms)
+    """A panel for each cell: every arm's steps, and its blocks as dots."""
+    titled = [(label(cell.overrides, cell.mode), {name: arm.blocks_ms for name, arm in cell.arms.items()}) for cell in cells]
+    boxes_of(titled, "blocks", path)
+
+
+def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: str, path: Path) -> None:
+    """A panel for each title: by arm a box between quartiles, whiskers p10 to p90; the medians of its parts as dots.
+
+    Args:
+        titled: of each arm milliseconds of steps, in parts.
+        dots: what the parts are, in the plural.
+    """
+    figure, panels = _rows(len(titled), each=1.25)
+    for axes, (title, parts) in zip(panels, titled, strict=True):
+        arms = list(parts)
         boxes = axes.bxp(
-            [_box(cell.arms[name].blocks_ms) for name in arms],
+            [_box(parts[name]) for name in arms],
             positions=range(len(arms)), orientation="horizontal", widths=0.62, showfliers=False, patch_artist=True,
             medianprops={"color": "#111111", "linewidth": 2.2},
         )  # fmt: skip
@@ -49,15 +60,15 @@ def step_times(cells: Sequence[Cell], path: Path) -> None:
             box.set(facecolor=FILL.get(name, "white"), hatch=HATCH.get(name, ""), edgecolor=GREY)
         scatter = np.random.default_rng(0)
         for at, name in enumerate(arms):
-            blocks = [float(np.median(block)) for block in cell.arms[name].blocks_ms]
-            heights = at + scatter.uniform(-0.24, 0.24, len(blocks))
-            axes.plot(blocks, heights, "o", markersize=2.6, color="#111111", markerfacecolor="white", markeredgewidth=0.7)
+            middles = [float(np.median(part)) for part in parts[name]]
+            heights = at + scatter.uniform(-0.24, 0.24, len(middles))
+            axes.plot(middles, heights, "o", markersize=2.6, color="#111111", markerfacecolor="white", markeredgewidth=0.7)
         axes.set_yticks(range(len(arms)), [_arm(name) for name in arms])
         axes.invert_yaxis()
-        axes.set_title(label(cell.overrides, cell.mode), loc="left", fontsize=9)
+        axes.set_title(title, loc="left", fontsize=9)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         _bare(axes, grid="x")
-    panels[-1].set_xlabel("ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots blocks")
+    panels[-1].set_xlabel(f"ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots {dots}")
     _finish(figure, "Step time (axes need not begin at 0)", path)
 
 
@@ -129,11 +140,14 @@ def losses(parity: Parity, path: Path) -> None:
 
 
 def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], title: str, path: Path) -> None:
-    """Above, the validation loss of every run as it trained; below, the final ones: a row for each operator, seeds numbered.
+    """Three panels: the validation loss of every run as it trained; how far fused is above torch, a line for each seed that has
+    both and a wide one for their mean; and the final losses, a row for each operator, seeds numbered.
 
     A run is its operator, seed, step and loss of each evaluation, and final loss.
     """
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(WIDTH, 5.2), dpi=DPI, layout="constrained", height_ratios=(3, 1.3))
+    figure, (above, between, below) = pyplot.subplots(
+        3, 1, figsize=(WIDTH, 7.2), dpi=DPI, layout="constrained", height_ratios=(3, 2, 1.3)
+    )
     styles = {TORCH: LINES[0] | {"linewidth": 2.6}, FUSED: LINES[2] | {"linewidth": 1.0}}
     for at, (impl, style) in enumerate(styles.items()):
         of = [(seed, evaluated, final) for name, seed, evaluated, final in runs if name == impl]
@@ -145,13 +159,24 @@ def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], tit
         below.plot([np.mean(finals)] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
         for seed, _, final in of:
             below.annotate(str(seed), (final, at), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7)
-    above.set_xlabel("step")
-    above.set_ylabel("validation loss, nats per token", fontsize=9)
+    curves = {(name, seed): dict(evaluated) for name, seed, evaluated, _ in runs}
+    pairs = [(curves[TORCH, seed], of) for (name, seed), of in curves.items() if name == FUSED and (TORCH, seed) in curves]
+    apart = [{step: fused[step] - torch[step] for step in fused if step in torch} for torch, fused in pairs]
+    for seed_apart in apart:
+        between.plot(list(seed_apart), list(seed_apart.values()), color=GREY, linewidth=0.8)
+    if apart and (shared := sorted(set.intersection(*map(set, apart)))):
+        between.plot(shared, [np.mean([of[step] for of in apart]) for step in shared], color="#111111", linewidth=2.0)
+    between.axhline(0.0, color="#c2410c", linewidth=1.0, linestyle="--")
+    above.set_ylabel("validation loss,\nnats per token", fontsize=9)
+    between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
+    between.set_xlabel("step")
+    between.sharex(above)
     above.legend(frameon=False, fontsize=8, handlelength=3.2)
     below.set_yticks(range(len(styles)), list(styles))
     below.set_ylim(len(styles) - 0.4, -0.6)
-    below.set_xlabel("final validation loss, nats per token: a dot and its number for each seed, a line for the mean")
+    below.set_xlabel("final validation loss, nats per token: dots are seeds, lines their means")
     _bare(above, grid="both")
+    _bare(between, grid="both")
     _bare(below, grid="x")
     _finish(figure, f"Runs to their end: {title}", path)
 

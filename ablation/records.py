@@ -56,7 +56,7 @@ class Parity:
     losses: dict[str, list[list[float]]]  # by arm: for each seed, for each step; nats per token
     quantities: list[Quantity]
     val_loss: dict[str, list[float]]  # by arm: for each seed
-    val_difference: Interval  # fused − torch, pairs are seeds
+    val_difference: Interval  # fused − torch, pairs are seeds: the mean, with Student's interval
     val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str

@@ -5,7 +5,7 @@ python -m ablation.report RUN_FOLDER…        folders that train.py wrote, or t
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,18 +18,19 @@ from ablation.compared import AGAIN, FUSED, TORCH, Quantity
 from ablation.plots import label
 from ablation.records import Ablation, ArmTimes, Attribution, Cell, Parity
 from ablation.statistics import Interval, spread
-from ablation.text import aligned, capital, environment, firsts, loss, markdown, number, section, signed, wrapped
+from ablation.text import aligned, capital, environment, firsts, flat, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, differs, plain
 
 MODES = ("eager", "compiled")
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
-MOST_QUANTITIES = 20
+MOST_QUANTITIES = 10
 PARITY_RULE = (
-    "Every arm runs eager, without dropout on attention weights, from the same initial weights, batches and dropout masks; "
-    "compiled code was not compared. reference: PyTorch's norms, everything in fp32 (in "
-    "fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the sums of its norms in another "
-    "order, which is what a legitimate change looks like. Distances and shifts are from the reference, over what the run's "
-    "rounding leads one to expect. The statistic and its level are stated in ablation/parity.py."
+    "Every arm runs eager, but for its loss where train.compile_loss compiles that, without dropout on attention weights, from "
+    "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
+    "everything in fp32 (in fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
+    "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
+    "reference, over what the run's rounding leads one to expect; means over seeds, geometric ones of distances, with "
+    "Student's intervals. The statistic and its level are stated in ablation/parity.py."
 )
 
 
@@ -39,6 +40,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
     cells = ablation.cells
     parts = [
         _verdicts(ablation),
+        section("What was measured", _setting(ablation)),
         section("Step times", _step_times(cells)),
         section("Fused against torch", _comparisons(cells)),
         section("Forward, backward, optimizer", _split(cells)),
@@ -46,7 +48,6 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Where the GPU time goes", _attributions([cell for cell in cells if cell.attribution])),
         section("Parity", "\n\n".join([*map(_parity, ablation.parity), wrapped(PARITY_RULE)]) if ablation.parity else ""),
         section("Plots", _pictures(ablation, folder)),
-        section("Notes", "\n".join(wrapped(f"- {note}") for note in ablation.notes)),
         section("Environment", environment({k: v for k, v in ablation.environment.items() if k != "command"})),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
@@ -87,7 +88,9 @@ def _verdicts(ablation: Ablation) -> str:
         heading = f"# Fused norms against PyTorch's: {_headline(ablation.cells)}; {agreement}"
     else:
         heading = f"# {NO_KERNEL}"
-    timing = ("" if ablation.kernels else "Of the reference path: ") + _timing(ablation.cells)
+    timing = _timing(ablation.cells)
+    if not ablation.kernels:
+        timing = f"Of the reference path: {timing[:1].lower()}{timing[1:]}"
     if not parity:
         return f"{heading}\n{timing}  \nParity was not measured."
     if len(parity) == 1:
@@ -140,6 +143,15 @@ def _parity_sentence(parity: Parity, several: bool) -> str:
 # ---- tables ----------------------------------------------------------------------------------------------------------------
 
 
+def _setting(ablation: Ablation) -> str:
+    """What a reader has to know before any figure: what a step is made of, and on what it ran."""
+    known = flat(ablation.environment)
+    libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
+    machine = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
+    took = f" The ablation has taken {known['minutes']} minutes." if "minutes" in known else ""
+    return "\n".join(wrapped(f"- {note}") for note in [*ablation.notes, f"{machine}.{took}"])
+
+
 def _step_times(cells: Sequence[Cell]) -> str:
     header = ["cell", "arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "launches"]
     rows = [
@@ -164,7 +176,8 @@ def _blocks(cells: Sequence[Cell]) -> str:
         words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
     return (
         f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. The order of arms in a "
-        "cycle is random, and reversed in its second half."
+        "cycle is random, and reversed in its second half. A block opens with a step that is not counted: it fills the GPU's "
+        "queue, which copying weights back has emptied."
     )
 
 
@@ -227,7 +240,8 @@ def _compile(cells: Sequence[Cell]) -> str:
 
 def _attributions(cells: Sequence[Cell]) -> str:
     note = (
-        "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it was counted as."
+        "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
+        "A timed step is longer than all its GPU time where the GPU waits for the host, or clocks drop under a longer load."
     )
     return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
 
@@ -246,6 +260,8 @@ def _attribution(cell: Cell) -> str:
         rows.append(row)
     launches = [sum(share.launches for share in shares) for shares in (found.torch, found.fused)]
     rows.append(["all", number(totals[TORCH]), "", f"{launches[0]:,}", number(totals[FUSED]), "", f"{launches[1]:,}"])
+    timed = [number(median(chain(*cell.arms[name].blocks_ms))) for name in (TORCH, FUSED)]
+    rows.append(["a timed step", timed[0], "", "", timed[1], "", ""])
     header = ["GPU time", "torch ms", "%", "launches", "fused ms", "%", "launches"]
     title = f"### {capital(label(cell.overrides, cell.mode))}"
     words = _bound(found)
@@ -278,15 +294,17 @@ def _parity(parity: Parity) -> str:
     rows = [[str(seed), *(loss(parity.val_loss[arm][i]) for arm in arms)] for i, seed in enumerate(parity.seeds)]
     if len(parity.seeds) > 1:
         rows.append(["mean", *(loss(fmean(parity.val_loss[arm])) for arm in arms)])
-        spread_words = f"paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
+        spread_words = (
+            f"mean and 95 % t-interval, paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
+        )
     else:
         spread_words = "of one seed, so without an interval."
     difference = plain(parity.val_difference, 6) if len(parity.seeds) > 1 else signed(parity.val_difference.median, 6)
     parts = [
         f"### {capital(label(parity.overrides))}",
         wrapped(_parity_sentence(parity, several=False)),
-        _quantities("distance from reference", size),
-        _quantities("shift in one direction", shift),
+        _quantities("distance from reference", size, lambda one: one.fused.median / max(one.reordered.median, 1e-9)),
+        _quantities("shift in one direction", shift, lambda one: abs(one.fused.median)),
         "Final validation loss, nats per token:",
         markdown(["seed", *arms], rows),
         wrapped(f"Fused − torch {difference}, {spread_words}"),
@@ -294,15 +312,15 @@ def _parity(parity: Parity) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _quantities(title: str, quantities: Sequence[Quantity]) -> str:
+def _quantities(title: str, quantities: Sequence[Quantity], nearness: Callable[[Quantity], float]) -> str:
     """What failed and what came nearest to it; a deep model has more layers than anybody reads."""
-    worst = sorted(quantities, key=lambda one: (one.holds, -abs(one.fused.median)))[:MOST_QUANTITIES]
+    worst = sorted(quantities, key=lambda one: (one.holds, -nearness(one)))[:MOST_QUANTITIES]
     rows = [[one.name, plain(one.fused, 2), plain(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst]
     if not rows:
         return ""
     kept = markdown([title, "fused (95 %)", "reordered (95 %)", "holds"], rows)
     rest = len(quantities) - len(worst)
-    return kept + (f"\n\nThe {len(worst)} largest of {len(quantities)}; the others are in report.json." if rest else "")
+    return kept + (f"\n\nThe {len(worst)} nearest to failing of {len(quantities)}; report.json has all." if rest else "")
 
 
 def _pictures(ablation: Ablation, folder: Path) -> str:

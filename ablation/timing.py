@@ -6,7 +6,8 @@ other arms take in that cycle. A first cycle brings clocks and caches to where t
 with PyTorch's norms: what they seem to differ by is what the protocol makes of no difference.
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
-the state back and reading the events are outside.
+the state back and reading the events are outside. They leave the GPU without work, so a block opens with a step that is not
+counted: it fills the queue, which in a training run seldom runs dry.
 
 All blocks of a cell have the same number of steps: ablate.block_steps, or as many of the slowest arm's as make a quarter of a
 second. Five steps of a model that waits for its host are over in 25 ms, and what they show is the host's noise.
@@ -21,7 +22,7 @@ import torch
 from ablation.arms import Arm, Snapshot
 from ablation.compared import TORCH, Comparison
 from ablation.records import ArmTimes
-from ablation.turns import LINEUP, compare_blocks, in_turn
+from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn
 from data import Batches
 from training.clock import PartClock, StepClock
 from training.step import training_step
@@ -53,10 +54,10 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
 
     def block(name: str, cycle: int) -> list[float]:
         start.restore(arms[name])
-        clock = StepClock(device, warmup=0)
+        clock = StepClock(device, warmup=LEAD_IN)
         before = allocated(device)
-        first = plan.warmup_steps + cycle * block_steps
-        run(arms[name], batches, range(first, first + block_steps), clock)
+        first = plan.warmup_steps + cycle * (LEAD_IN + block_steps)
+        run(arms[name], batches, range(first, first + LEAD_IN + block_steps), clock)
         times = list(clock.steps_ms)
         if cycle > 0 and clock.peak_gb is not None:
             # Whatever else is held, other arms above all, is not this one's.
@@ -70,9 +71,9 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
         arm = arms[name]
         start.restore(arm)
         parts = PartClock(device)
-        run(arm, batches, range(plan.warmup_steps, plan.warmup_steps + SPLIT_STEPS), parts=parts)
+        run(arm, batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts=parts)
         progress(BLOCKS)
-        split = {part: median(times) for part, times in parts.read().items()}
+        split = {part: median(times[LEAD_IN:]) for part, times in parts.read().items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
             forward_ms=split["forward"],

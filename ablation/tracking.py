@@ -2,11 +2,16 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import configs
 from ablation.compared import FUSED
-from ablation.records import Ablation, Cell
+from ablation.plots import label
+from ablation.records import Ablation, ArmTimes, Cell, Parity
+from ablation.statistics import spread
 from configs import Config, ConfigError
 from configs.schema import NormImpl, WandbMode
 from training.tracking import Tracker, agent_job, settle_mode
@@ -47,13 +52,36 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
             run = tracker("_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]), [arm, cell.mode], own)
             for step, ms in enumerate(ms for block in times.blocks_ms for ms in block):
                 run.log({"perf/step_ms": ms}, step)
+            run.summarise(figures(cell, times))
             run.finish(0)
     summary = tracker("summary", ["summary"], cfg)
     summary.summarise({"verdicts": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]})
     summary.log_table("cells", ["cell", "speed-up", "low", "high", "A/A low", "A/A high"], [row(cell) for cell in found.cells])
+    if found.parity:
+        columns: list[str | int] = ["configuration", "holds", "fused − torch, nats", "low", "high", "of seeds", "verdict"]
+        summary.log_table("parity", columns, [parity_row(one) for one in found.parity])
     for picture in sorted(folder.glob("*.png")):
         summary.log_image(picture.stem, picture, 0)
     summary.finish(0)
+
+
+def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:
+    """What the report's tables have of an arm, by the names that train.py's runs have in W&B."""
+    steps = list(chain(*times.blocks_ms))
+    whole = spread(steps)
+    return {
+        **{f"perf/step_ms_{name}": ms for name, ms in asdict(whole).items()},
+        **{f"perf/{part}_ms": getattr(times, f"{part}_ms") for part in ("forward", "backward", "optimizer")},
+        "perf/tokens_per_s": 1000 * cell.tokens_per_step / fmean(steps),
+        "perf/peak_gb": times.peak_gb,
+        "perf/launches": times.launches,
+    }
+
+
+def parity_row(one: Parity) -> list:
+    difference = one.val_difference
+    means = [difference.median, difference.low, difference.high]
+    return [label(one.overrides), one.holds, *means, one.val_spread, one.verdict]
 
 
 def row(cell: Cell) -> list:

@@ -49,10 +49,10 @@ def seed_figures(file: dict[str, Any]) -> str:
 
 def ablation(folder: Path) -> str:
     """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …"""
-    rows, environment = [], None
+    rows, machines = [], []
     for name in sorted(path.parent.name for path in folder.glob("*/report.json")):
         found = serialize.load(folder / name)
-        environment = found.environment
+        machines.append(machine(found.environment))
         for cell in found.cells:
             torch, fused = (median(itertools.chain(*cell.arms[arm].blocks_ms)) for arm in (TORCH, FUSED))
             bound = "–" if cell.attribution is None else f"{cell.attribution.bound:.3f}"
@@ -63,10 +63,10 @@ def ablation(folder: Path) -> str:
             what = ", ".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
             link = f"[{name}](benchmarks/results/{folder.parent.name}/{folder.name}/{name}/report.md)"
             rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
-    if environment is None:
+    if not machines:
         raise ResultsError(f"README.md: {folder} has no report.json; record an ablation there, or remove the marker")
     header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
-    return f"{tables.markdown(header, rows)}\n\n{machine(environment)}"
+    return f"{tables.markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
 
 
 TABLES = {"norms": norms, "host": host, "memory": memory, "seed_figures": seed_figures}

@@ -6,9 +6,9 @@ python -m benchmarks.train_step --ours model.residual_dtype=compute          one
 python -m benchmarks.train_step --device cpu --nanogpt ../nanoGPT            the default run's model on a CPU
 
 All contenders of a cell have the same sizes, initial weights, batches and optimizer (fused AdamW, clipping, learning rates).
-They take turns in blocks as in `ablation.timing`: each cycle an order and its reverse, a first cycle not counted. A step is all
-from the copy of the batch to the cleared gradients. Each project does it its own way: ours by `training.step`, nanoGPT's by its
-model.py and optimizer, in the order of its train.py.
+They take turns in blocks as in `ablation.timing`: each cycle an order and its reverse; a first cycle, and the first step of
+each block, are not counted. A step is all from the copy of the batch to the cleared gradients. Each project does it its own
+way: ours by `training.step`, nanoGPT's by its model.py and optimizer, in the order of its train.py.
 
 Before anything is timed, both models must compute the same loss and gradients from the same weights in fp64. Without dropout,
 the first step of all contenders must also give the same loss to the rounding of the run's precision.
@@ -137,8 +137,8 @@ def measure_cell(
 
     def block(name: str, cycle: int) -> list[float]:
         held = protocol.allocated(device)
-        todo = range(taken[name], taken[name] + steps)
-        times, (_, losses[name][1]), peak_gb = block_of(contenders[name], batches, todo, device)
+        todo = range(taken[name], taken[name] + turns.LEAD_IN + steps)
+        times, (_, losses[name][1]), peak_gb = block_of(contenders[name], batches, todo, device, turns.LEAD_IN)
         taken[name] = todo.stop
         if peak_gb is not None:
             peaks[name].append(peak_gb - held + contenders[name].resident_gb)  # other contenders' memory is not its own
@@ -171,10 +171,10 @@ def measure_cell(
 
 
 def block_of(
-    contender: Contender, batches: Batches, todo: range, device: torch.device
+    contender: Contender, batches: Batches, todo: range, device: torch.device, lead_in: int = 0
 ) -> tuple[list[float], list[float], float | None]:
-    """Steps one by one: their milliseconds, the losses of the first and of the last, and the peak of memory in GiB."""
-    clock = StepClock(device, warmup=0)
+    """Steps one by one: milliseconds of those after the lead-in, losses of the first and the last, peak of memory in GiB."""
+    clock = StepClock(device, warmup=lead_in)
     drawn, losses = [batches[step] for step in todo], []
     for step, batch in zip(todo, drawn, strict=True):
         with clock.step():

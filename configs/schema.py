@@ -205,7 +205,7 @@ class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
     cycles: int = 10  # of timed blocks, after one uncounted: every arm has two in each, in some order and in its reverse
-    block_steps: int | None = None  # optimizer steps in a block; null: about 250 ms of the slowest arm's, from 5 to 100
+    block_steps: int | None = None  # of a block, behind one uncounted; null: about 250 ms of the slowest arm's, from 5 to 100
     warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
     compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone
     parity_seeds: int = 5  # runs of each arm of the parity protocol; 0: no parity

@@ -68,8 +68,8 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """x [B, T, heads, head_width] turned by its position, in x's dtype; rotary [2, T, head_width / 2].
 
     Feature i is paired with feature i + head_width / 2 (the split that Llama checkpoints on the Hub use), not with i + 1.
-    Computed in fp32: bf16 has too few bits for an angle of a thousand turns.
+    Computed in fp32 (fp64 for fp64): bf16 has too few bits for an angle of a thousand turns.
     """
     cos, sin = rotary[:, :, None]  # [T, 1, head_width / 2]
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
-    """The mean over rows of -log softmax(logits)[target] in nats: a scalar, computed in fp32.
+    """The mean over rows of -log softmax(logits)[target] in nats: a scalar, computed in fp32, in fp64 for fp64 logits.
 
     Args:
         logits: [N, V] of any floating dtype.
@@ -23,7 +23,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, compiled: bool = False) -> Te
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), targets)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
 
 @cache

@@ -10,6 +10,7 @@ import ablate
 import model.norm
 from ablation import serialize
 from ablation.compared import AGAIN, FUSED, TORCH
+from tests.ablation import results
 from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
@@ -51,6 +52,17 @@ def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
     assert [cell.overrides for cell in cells] == [
         {"norm.kind": kind, "model.dropout": p} for kind in ("layernorm", "rmsnorm") for p in ("0.0", "0.1")
     ]
+
+
+def test_what_a_step_is_made_of_is_said_for_each_configuration_where_it_differs(tiny, here, monkeypatch):
+    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cpu"))  # with a C++ compiler
+    monkeypatch.setattr(ablate, "measure", lambda variant, *_: results.cell(variant.overrides, kernels=False))
+    assert ablate.main([*tiny, "train.compile_loss=true,false", "ablate.parity_seeds=0"]) == 0
+    with_it, without = (note for note in serialize.load(here()).notes if "A model of" in note)
+    assert (
+        with_it.startswith("train.compile_loss=True: ") and "run their loss, and nothing else, through torch.compile" in with_it
+    )
+    assert without.startswith("train.compile_loss=False: ") and "torch.compile" not in without
 
 
 def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
@@ -136,8 +148,12 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate, "profiled", lambda arm, *_: [kernel("gemm", 5.0, 7.0 if "torch" in arm.name else 3.0)])
     monkeypatch.setattr(ablate, "copy_gb_per_s", lambda device: 4000.0)
     monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
+    steps = []
+    monkeypatch.setattr(ablate, "gpu_state_during", lambda step, device: steps.append(step()) or {"clocks.sm": "1500 MHz"})
     with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
-        cell = ablate.measure(variant, "eager", precision, corpus_, progress)
+        gpu = {"name": "NVIDIA H200"}
+        cell = ablate.measure(variant, "eager", precision, corpus_, progress, gpu)
+    assert gpu["during steps of the last cell"] == {"clocks.sm": "1500 MHz"} and len(steps) == 1
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
 
@@ -186,14 +202,17 @@ def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, mo
             self.exit_code = exit_code
 
     monkeypatch.setattr("training.tracking.wandb.init", lambda **how: Run(**how))
-    assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline", "logging.tags=[mine]"]) == 0
+    assert ablate.main([*tiny, "ablate.parity_seeds=1", "logging.wandb=offline", "logging.tags=[mine]"]) == 0
     assert {run.how["group"] for run in started} == {here().name}
     assert [run.how["name"].split("/")[1] for run in started] == ["eager_torch", "eager_torch-again", "eager_fused", "summary"]
     *arms, summary = started
     assert [run.how["config"]["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
     assert all(len(run.logged) == 12 and run.logged[0][1].keys() == {"perf/step_ms"} for run in arms)
+    for run in arms:
+        assert run.summary["perf/step_ms_p10"] <= run.summary["perf/step_ms_median"] <= run.summary["perf/step_ms_p90"]
+        assert run.summary["perf/tokens_per_s"] > 0 and run.summary["perf/backward_ms"] > 0
     assert all({"mine", "ablation"} <= set(run.how["tags"]) for run in started)
-    assert {"cells", "speedup", "step_times"} <= {name for _, values in summary.logged for name in values}
+    assert {"cells", "parity", "speedup", "step_times"} <= {name for _, values in summary.logged for name in values}
     assert json.dumps(summary.summary["verdicts"])
 
 

@@ -10,7 +10,7 @@ ranges, but names its kernels after the operators in them; there, the name decid
     norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms of queries and keys
     loss       log-softmax and likelihood; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
-    other      embeddings, activations, casts, copies to the GPU
+    other      embeddings, activations, copies to the GPU, and casts, among them that of the logits where the loss runs eager
 """
 
 import math
@@ -158,6 +158,9 @@ RULES = (
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
     _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
     _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
+    # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
+    # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
+    _rule("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
     _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.

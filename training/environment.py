@@ -5,6 +5,9 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,24 @@ def gpu_state(device: torch.device) -> dict[str, str]:
         return {}
     values = done.stdout.strip().split(", ")
     return dict(zip(names, values, strict=True)) if done.returncode == 0 and len(values) == len(names) else {}
+
+
+def gpu_state_during(step: Callable[[], None], device: torch.device, settle_s: float = 1.5) -> dict[str, str]:
+    """`gpu_state` while the GPU takes one step after the other: an idle one has its highest clock and draws little.
+
+    Args:
+        settle_s: seconds of steps before it is asked; the power it tells is a mean over about one.
+    """
+
+    def ask() -> dict[str, str]:
+        time.sleep(settle_s)
+        return gpu_state(device)
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        asked = pool.submit(ask)
+        while not asked.done():
+            step()
+    return asked.result()
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -257,7 +257,7 @@ def test_measure_times_both_models_in_turn_against_a_control(model):
     model.register_forward_hook(lambda *call: calls.append("a"))
     other.register_forward_hook(lambda *call: calls.append("b"))
     timing = measure(model, other, batch(), cycles=3, block_steps=2, warmup_steps=1)
-    assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * 2 * (1 + 3))
+    assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * (1 + 2) * (1 + 3))
     assert timing.a_ms > 0 and timing.b_ms > 0
     assert timing.verdict in str(timing) and "A/A" in timing.verdict
     assert ("No kernel was measured" in timing.verdict) == (not runs_kernels(torch.device("cpu")))

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from ablation import finished, plots, report, serialize
-from ablation.compared import AGAIN, FUSED, TORCH, Comparison
+from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
 from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
 from tests.ablation import results
@@ -127,8 +127,9 @@ def test_report_has_every_section_and_its_pictures(tmp_path):
     text = report.write(results.ablation(), tmp_path).read_text(encoding="utf-8")
     titles = re.findall(r"^## (.*)$", text, re.M)
     assert titles == [
-        "Step times", "Fused against torch", "Forward, backward, optimizer", "What torch.compile buys, and what is left",
-        "Where the GPU time goes", "Parity", "Plots", "Notes", "Environment", "Command", "Configuration",
+        "What was measured", "Step times", "Fused against torch", "Forward, backward, optimizer",
+        "What torch.compile buys, and what is left", "Where the GPU time goes", "Parity",
+        "Plots", "Environment", "Command", "Configuration",
     ]  # fmt: skip
     pictures = re.findall(r"\]\((\S+)\)", text)
     assert pictures == ["step_times.png", "speedup.png", "attribution.png", "parity_0.png", "parity_1.png"]
@@ -156,6 +157,30 @@ def test_compile_alone_is_torch_eager_over_torch_compiled(tmp_path):
     row = next(line for line in text.splitlines() if line.startswith("| this configuration"))
     alone, after, both = (float(cell.split()[0]) for cell in row.split("|")[2:-1])
     assert alone == pytest.approx(131.7 / 104.2, rel=0.01) and both == pytest.approx(alone * after, rel=0.01)
+
+
+def test_what_was_measured_and_on_what_stands_before_the_first_figure(tmp_path):
+    found = results.ablation()
+    found.environment["minutes"] = 4.2
+    setting = " ".join(written(found, tmp_path).partition("## Step times")[0].partition("## What was measured")[2].split())
+    assert setting == "- A note. - NVIDIA H200, torch 2.11.0, triton 3.6.0. The ablation has taken 4.2 minutes."
+
+
+def test_the_tables_of_parity_begin_with_what_failed_and_then_what_came_nearest_to_it(tmp_path):
+    far = [("c", 1.0, 1.0), ("a", 0.6, 0.4), ("b", 1.1, 1.0), ("broken", 0.5, 0.6), *((f"x{i}", 0.9, 1.0) for i in range(9))]
+    quantities = [Quantity(n, Interval(f, f, f), Interval(r, r, r), n != "broken") for n, f, r in far]
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    found = dataclasses.replace(found, parity=[dataclasses.replace(found.parity[0], quantities=quantities)])
+    table = written(found, tmp_path).partition("| distance from reference")[2].partition("\n\n")
+    assert [row.split()[1] for row in table[0].splitlines()[2:6]] == ["broken", "a", "b", "c"]
+    assert table[2].startswith("The 10 nearest to failing of 13; report.json has all.")
+
+
+def test_profiled_time_stands_beside_the_timed_step(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    row = next(line for line in written(found, tmp_path).splitlines() if line.startswith("| a timed step"))
+    timed = [float(cell) for cell in row.split("|")[2:-1] if cell.strip()]
+    assert timed == pytest.approx([131.7, 131.7 / 1.2], rel=0.02)
 
 
 def test_bound_of_norms_is_in_bytes_over_copy_bandwidth(tmp_path):
@@ -201,12 +226,15 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
 def test_the_picture_of_finished_runs_has_every_run_and_every_final_loss(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append((figure, title)))
-    curve = [(250, 2.0), (500, 1.5)]
-    plots.trained([("torch", 1, curve, 1.4), ("fused", 1, curve, 1.3), ("fused", 2, [], 1.2)], "here", tmp_path / "x.png")
+    curve, other = [(250, 2.0), (500, 1.5)], [(250, 2.25), (500, 1.25)]
+    runs = [("torch", 1, curve, 1.4), ("fused", 1, other, 1.3), ("fused", 2, [], 1.2)]
+    plots.trained(runs, "here", tmp_path / "x.png")
     ((figure, title),) = figures
-    above, below = figure.axes
+    above, between, below = figure.axes
     drawn = [[list(line.get_xdata()), list(line.get_ydata())] for line in above.lines]
-    assert drawn == [[[250, 500], [2.0, 1.5]], [[250, 500], [2.0, 1.5]], [[], []]] and "here" in title
+    assert drawn == [[[250, 500], [2.0, 1.5]], [[250, 500], [2.25, 1.25]], [[], []]] and "here" in title
+    seed, mean, _ = between.lines  # of the one seed that has both
+    assert [list(line.get_ydata()) for line in (seed, mean)] == [[0.25, -0.25]] * 2
     assert [list(line.get_xdata()) for line in below.lines[::2]] == [[1.4], [1.3, 1.2]]
     assert [text.get_text() for text in below.texts] == ["1", "1", "2"]
 
@@ -216,10 +244,16 @@ def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"norm:\n  impl: {impl}\nseed: {seed}\nlogging:\n  name: {folder.name}\n{config}")
     lines = [{"step": 5 * i, "train/loss": 3.0, "perf/step_ms": step_ms + i} for i in (-1, 0, 1)]
+    lines = [line | {"perf/tokens_per_s": 32768.0, "perf/peak_gb": 18.64} for line in lines]
     lines.insert(0, {"step": 1, "train/loss": 3.0, "perf/step_ms": None})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss, "bits_per_byte": 1.0}, "median_step_ms": step_ms}))
-    environment = {"gpu": {"name": gpu} if gpu else None, "versions": {"torch": "2.11.0"}, "git": None}
+    environment = {
+        "command": f"train.py seed={seed} norm.impl={impl}",
+        "gpu": {"name": gpu} if gpu else None,
+        "versions": {"torch": "2.11.0"},
+        "git": None,
+    }
     (folder / "environment.json").write_text(json.dumps(environment))
     return str(folder)
 
@@ -230,13 +264,37 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, capsys):
         finished_run(tmp_path / f"fused{seed}", "fused", seed, 100.0, 3.002 + 0.1 * seed)
     assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert text == (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-    first, second = text.splitlines()[:2]
-    assert "6 finished runs, unpaired: 1.220 × as fast (range 1.192 to 1.248)" in first and second.startswith("Unpaired")
+    written = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    found, _, rest = written.partition("## Commands")
+    assert text == f"{found.rstrip()}\n\nreport: {tmp_path / 'out'}/report.md\n"
+    first, second, third = text.splitlines()[:3]
+    assert "6 finished runs, unpaired: 1.220 × as fast (range 1.192 to 1.248)" in first and third.startswith(
+        "Step times are unpaired"
+    )
     difference = "fused − torch 0.00200 (0.00200 to 0.00200), mean and 95 % t-interval, paired over 3 seeds"
-    assert difference in " ".join(text.split())
+    assert second.startswith(f"Final validation loss: {difference}") and difference in " ".join(
+        found.partition("## ")[2].split()
+    )
     assert NO_KERNEL not in text
-    assert "](losses.png)" in text and (tmp_path / "out" / "losses.png").is_file()
+    row = next(line for line in text.splitlines() if line.startswith("| torch1"))
+    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "120.20", "121.80", "32,768", "18.64", "3.10000"]
+    for name in ("losses.png", "step_times.png"):
+        assert f"]({name})" in text and (tmp_path / "out" / name).stat().st_size > 5000
+    assert f"python -m ablation.report {tmp_path} --output" in rest and "python train.py seed=3 norm.impl=fused" in rest
+    assert "NVIDIA H200" in rest and "steps: 10" in rest.partition("## Configuration of the first run")[2]
+
+
+def test_losses_that_differ_in_one_direction_at_every_seed_are_called_different_and_others_not(tmp_path, capsys):
+    for seed, apart in enumerate((0.01, 0.012, 0.011), start=1):
+        for size, by in ((16, apart), (32, apart * (-1) ** seed)):
+            config = f"train:\n  batch_size: {size}\n"
+            finished_run(tmp_path / f"torch{size}_{seed}", "torch", seed, loss=3.0, config=config)
+            finished_run(tmp_path / f"fused{size}_{seed}", "fused", seed, loss=3.0 + by, config=config)
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[1].startswith("Final validation loss, in 2 groups: no difference found in 1, a difference in 1.")
+    words = " ".join(text.split())
+    assert "loss: fused − torch 0.01100" in words and "loss: no difference found, fused − torch −0.00300" in words
 
 
 def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
@@ -246,7 +304,8 @@ def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "## train.batch_size=16" in text and "## train.batch_size=32" in text and "+0.00000 (seed 1)" in text
     assert text.count("no difference found, 1.000 × as fast") == 4  # its range contains 1
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.md", "losses_0.png", "losses_1.png"}
+    pictures = {"losses_0.png", "losses_1.png", "step_times.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.md", *pictures}
     assert "](losses_0.png)" in text and "](losses_1.png)" in text
 
 
@@ -254,7 +313,18 @@ def test_what_else_differs_between_runs_is_noted(tmp_path, capsys):
     folders = [finished_run(tmp_path / "a", "torch", gpu="NVIDIA A100"), finished_run(tmp_path / "b", "fused", gpu=None)]
     assert finished.main([*folders, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert "differ in gpu.name: NVIDIA A100" in text and NO_KERNEL in text
+    assert "differ in gpu.name: NVIDIA A100" in text and NO_KERNEL in text and "norm.dropout_masks" not in text
+
+
+@pytest.mark.parametrize(("masks", "said"), [("native", True), ("shared", False)])
+def test_runs_whose_dropout_masks_differ_say_so(tmp_path, capsys, masks, said):
+    config = "model:\n  dropout: 0.1\n"
+    for impl in (TORCH, FUSED):
+        finished_run(tmp_path / impl, impl, config=config)
+        file = tmp_path / impl / "config.yaml"
+        file.write_text(file.read_text().replace("norm:\n", f"norm:\n  dropout_masks: {masks}\n"))
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    assert ("norm.dropout_masks=shared would" in " ".join(capsys.readouterr().out.split())) == said
 
 
 @pytest.mark.parametrize("missing", ["torch", "fused"])

@@ -1,6 +1,7 @@
 """The timing protocol: who runs when, on what, and what is made of it."""
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
     begun, taken, real = [], [], timing.run
 
     def run(arm, batches, steps, *arguments, **named):
-        if len(steps) == 2:
+        if len(steps) == turns.LEAD_IN + 2:
             begun.append([parameter.detach().clone() for parameter in arm.state.model.parameters()])
             taken.append((steps.start, arm.name))
         real(arm, batches, steps, *arguments, **named)
@@ -80,7 +81,7 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
     monkeypatch.setattr(timing, "run", run)
     told = []
     found = timing.time_arms(arms, Batches(), told.append)
-    assert [start for start, _ in taken] == [1 + 2 * cycle for cycle in range(7) for _ in range(6)]
+    assert [start for start, _ in taken] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert sorted(name for _, name in taken) == [FUSED] * 14 + [TORCH] * 14 + [AGAIN] * 14
     assert all(all(map(torch.equal, weights, begun[0])) for weights in begun)
     assert {name: [len(block) for block in arm.blocks_ms] for name, arm in found.items()} == {
@@ -91,6 +92,29 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
     for arm in found.values():
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0
         assert arm.peak_gb is None and arm.launches is None
+
+
+def test_the_step_that_fills_an_empty_queue_is_not_counted(arms, monkeypatch):
+    """After each restored state a step takes a second, those behind it 10 ms."""
+    clock, empty = [0.0], [False]
+
+    class Restored(timing.Snapshot):
+        def restore(self, arm):
+            empty[0] = True
+
+    def training_step(*arguments, mark=lambda part: None):
+        for part in ("forward", "backward", "optimizer"):
+            clock[0] += 1.0 if empty[0] else 0.01
+            mark(part)
+        empty[0] = False
+
+    monkeypatch.setattr(timing, "Snapshot", Restored)
+    monkeypatch.setattr(timing, "training_step", training_step)
+    for name in ("StepClock", "PartClock"):
+        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: clock[0]))
+    for arm in timing.time_arms(arms, Batches(), lambda kind: None).values():
+        assert [ms for block in arm.blocks_ms for ms in block] == pytest.approx([30.0] * 24)
+        assert (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) == pytest.approx((10.0,) * 3)
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,9 @@ def test_contenders_take_the_same_batches_in_blocks_that_take_turns(monkeypatch)
     taken = []
     real = train_step.block_of
 
-    def block_of(contender, batches, todo, device):
+    def block_of(contender, batches, todo, *given):
         taken.append((contender.name, todo))
-        return real(contender, batches, todo, device)
+        return real(contender, batches, todo, *given)
 
     monkeypatch.setattr(train_step, "block_of", block_of)
     cfg = config()
@@ -143,7 +143,7 @@ def test_contenders_take_the_same_batches_in_blocks_that_take_turns(monkeypatch)
     assert len(told) == train_step.work_of(2, 3, True)
     by_name = {name: [todo for who, todo in taken if who == name] for name in found}
     assert by_name["ours"] == by_name["ours, torch norms"]
-    assert [step for todo in by_name["ours"] for step in todo] == list(range(2 + 8 * 2)), "none twice"
+    assert [step for todo in by_name["ours"] for step in todo] == list(range(2 + 8 * (1 + 2))), "none twice"
     order = [name for name, _ in taken[2:]]
     assert all(order[i : i + 4] == order[i : i + 4][::-1] for i in range(0, len(order), 4))
 

@@ -74,6 +74,9 @@ def test_rotary_is_computed_in_fp32_and_keeps_the_dtype():
     x = torch.randn(1, 512, 2, 8).bfloat16()
     assert rotate(x, table).dtype == torch.bfloat16
     torch.testing.assert_close(rotate(x, table), rotate(x.float(), table).bfloat16(), atol=0, rtol=0)
+    wide = torch.randn(1, 512, 2, 8, dtype=torch.float64)
+    (a, b), (cos, sin) = wide.chunk(2, dim=-1), table.double()[:, :, None]
+    torch.testing.assert_close(rotate(wide, table.double())[..., :4], a * cos - b * sin, atol=0, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

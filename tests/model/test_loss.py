@@ -40,6 +40,13 @@ def test_it_is_the_mean_over_targets_that_count_in_fp32(traced, dtype, compiled)
     torch.testing.assert_close(logits.grad, exact.grad.to(dtype), **tolerance)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_of_fp64_logits_is_fp64_as_parity_of_an_fp32_run_needs_it(traced, compiled):
+    logits, targets = torch.randn(6, 10, dtype=torch.float64), torch.tensor([1, 0, 9, 0, 2, 3])
+    exact = -logits.log_softmax(-1)[torch.arange(6), targets].mean()
+    torch.testing.assert_close(cross_entropy(logits, targets, compiled), exact, atol=0, rtol=1e-14)
+
+
 def test_a_model_that_is_compiled_whole_has_it_inside(traced, build, batch):
     model = build(layers=1)
     model.compile_loss = True

@@ -35,6 +35,7 @@ NAMES = {
         "triton_per_fused_add_embedding_native_layer_norm_0",
         "triton_poi_fused_native_dropout_1",
         "triton_poi_fused__to_copy_native_dropout_backward_9",
+        "triton_poi_fused__to_copy_view_2",
         "triton_poi_fused_inductor_lookup_seed_inductor_random_2",
         "triton_red_fused__fused_rms_norm__to_copy_add_view_7",
         "triton_red_fused__fused_rms_norm_backward__to_copy_add_mul_select_slice_backward_view_12",
@@ -83,6 +84,7 @@ NAMES = {
         "triton_poi_fused_addmm_gelu_4",
         "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",
         "triton_poi_fused__to_copy_2",
+        "triton_poi_fused__to_copy_t_16",
         "Memcpy HtoD (Pinned -> Device)",
     ],
 }

@@ -1,6 +1,7 @@
 """Facts about the machine that a run's numbers depend on."""
 
 import stat
+import time
 from types import SimpleNamespace
 
 import torch
@@ -17,3 +18,10 @@ def test_clocks_and_power_are_asked_of_nvidia_smi_and_missing_without_it(tmp_pat
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     state = environment.gpu_state(torch.device("cuda"))
     assert state["clocks.sm"] == "1980 MHz" and state["power.limit"] == "700 W" and len(state) == 6
+
+
+def test_the_state_of_a_gpu_is_asked_for_between_the_first_and_the_last_of_its_steps(monkeypatch):
+    taken, asked_at = [], []
+    monkeypatch.setattr(environment, "gpu_state", lambda device: asked_at.append(len(taken)) or {"clocks.sm": "1500 MHz"})
+    state = environment.gpu_state_during(lambda: taken.append(time.sleep(0.005)), torch.device("cuda"), settle_s=0.1)
+    assert state == {"clocks.sm": "1500 MHz"} and 0 < asked_at[0] <= len(taken)

@@ -44,6 +44,7 @@ from training.clock import StepClock
 Loss = Callable[[Any], Tensor]
 SHOWN = 8  # rows of a table
 NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
+ANOTHER_LOSS = 1.0  # of all gradients together: those of two losses that have nothing to do with each other are 1.4 apart
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def check_parity(
 
     Raises:
         ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
-            outputs; or there is no batch; or model_a in higher precision is another model, and so no reference.
+            outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
+            reference.
     """
     _check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
@@ -236,7 +238,8 @@ def default_loss(output: Any) -> Tensor:
     if not tensors:
         raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
     y = tensors[0]
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
+    # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
     return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights).sum() / math.sqrt(y.numel())
 
 
@@ -399,6 +402,16 @@ def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor],
                 "more than rounding; make what forward computes follow the dtype of its input (a mask made in fp32, a cast), "
                 "or draw its random numbers by seed="
             )
+    names = [name for name in own if name.startswith("gradient of ") and name in reference]
+    errors = [(own[name].to(reference[name].device).double() - reference[name].double()).norm() for name in names]
+    sizes = [reference[name].double().norm() for name in names]
+    away = math.hypot(*map(float, errors)) / max(math.hypot(*map(float, sizes)), 1e-300)
+    if away > ANOTHER_LOSS:
+        raise ValueError(
+            f"check_parity: the gradients of model_a, all together, are {away:.2g} away from those of its copy in {exact}, "
+            "relative, which is more than rounding; make what loss computes follow the dtype of the output, and draw no random "
+            "numbers in it"
+        )
 
 
 def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:

@@ -190,6 +190,16 @@ def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
     assert not check_parity(before, with_norms(before, wrong_eps), x).holds
 
 
+@pytest.mark.parametrize("change", [wrong_backward, lost_weight_gradient])
+def test_a_wrong_gradient_is_seen_of_a_model_without_a_loss_too(model, change):
+    """The projection of the output that stands in for a loss is the same one in fp64."""
+    tokens, _ = batch()
+    check = check_parity(model, adopted(model), tokens)
+    assert check.holds and max(row.error for row in check.rows) < 1e-4, check
+    check = check_parity(model, with_norms(model, change), tokens)
+    assert not check.holds and check.rows[0].name.startswith("gradient of"), check
+
+
 def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
     class ByDtype(nn.Module):
         def __init__(self):
@@ -201,6 +211,12 @@ def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_e
 
     with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
         check_parity(ByDtype(), ByDtype(), torch.randn(4, WIDTH))
+
+    def another_in_fp64(y):
+        return y.square().mean() if y.dtype is torch.float64 else y.sin().mean()
+
+    with pytest.raises(ValueError, match=r"the gradients of model_a, all together, are \S+ away from those of its copy in fp64"):
+        check_parity(model := Masked(), model, torch.randn(2, 12, WIDTH), loss=another_in_fp64)
 
 
 def test_the_users_own_model_data_and_configs_do_not_clash_with_ours(tmp_path):

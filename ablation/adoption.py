@@ -123,10 +123,12 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
+        TypeError: a model is no module.
         ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
             outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
             reference.
     """
+    _check_modules("check_parity", model_a, model_b)
     _check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
@@ -186,11 +188,13 @@ def measure(
         warmup_steps: of each model, before.
 
     Raises:
-        ValueError: cycles or block_steps is less than 1.
+        TypeError: a model is no module.
+        ValueError: cycles or block_steps is less than 1, or the loss needs no gradient.
     """
+    _check_modules("measure", model_a, model_b)
     for argument, count in (("cycles", cycles), ("block_steps", block_steps)):
-        if count < 1:
-            raise ValueError(f"measure: {argument} must be 1 or more, got {count}")
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"measure: {argument} must be a whole number of 1 or more, got {count}")
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = next(model_a.parameters()).device
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
@@ -199,6 +203,8 @@ def measure(
     def step(model: nn.Module) -> None:
         with _autocast(device, autocast):
             value = criterion(_call(model, batch))
+        if not value.requires_grad:
+            raise ValueError("measure: the loss needs no gradient, and backward is timed too; unfreeze a parameter")
         value.backward()
         for p in model.parameters():
             p.grad = None
@@ -332,7 +338,10 @@ def _quantities(
     ):
         output = _call(model, batch)
         value = how.loss(output)
-    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    reached = bool(parameters) and value.requires_grad
+    gradients = (
+        torch.autograd.grad(value, list(parameters.values()), allow_unused=True) if reached else [None] * len(parameters)
+    )
     outputs = [t for t in _float_tensors(output) if t.dim() > 0]
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     found["loss"] = value.detach()
@@ -381,6 +390,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _check_modules(function: str, model_a: Any, model_b: Any) -> None:
+    for argument, model in (("model_a", model_a), ("model_b", model_b)):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:

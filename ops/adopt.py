@@ -98,12 +98,14 @@ class Pending(NamedTuple):
     def __add__(self, other: Any) -> Any:  # a tuple would take these for its own
         raise TypeError(f"+ {_NO_TENSOR}")
 
-    __radd__ = __add__
+    def __radd__(self, other: Any) -> Any:
+        return self + other
 
     def __mul__(self, other: Any) -> Any:
         raise TypeError(f"* {_NO_TENSOR}")
 
-    __rmul__ = __mul__
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f".{name} {_NO_TENSOR}" if hasattr(Tensor, name) else f"Pending has no attribute {name!r}")

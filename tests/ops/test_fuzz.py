@@ -29,7 +29,7 @@ def test_wrong_calls_are_refused_by_name_and_right_ones_work_on_the_reference(mo
 
 def test_wrong_calls_are_refused_by_name_and_right_ones_work_on_the_kernels(device):
     wrong = []
-    for number in range(100 if backend.INTERPRET else 10_000):
+    for number in range(300 if backend.INTERPRET else 10_000):
         call = fuzz.random_call(random.Random(f"kernels:{number}"), device)
         outcome, problem = fuzz.tried(call)
         if outcome is fuzz.Outcome.wrong:
@@ -106,7 +106,7 @@ LAYOUTS: st.SearchStrategy[dict[str, Callable]] = st.fixed_dictionaries(
 
 
 @seed(20_240_229)
-@settings(max_examples=10 if backend.INTERPRET else 16, deadline=None, database=None)
+@settings(max_examples=40 if backend.INTERPRET else 16, deadline=None, database=None)
 @given(case=CASES, layouts=LAYOUTS)
 def test_any_shape_dtype_layout_and_option_is_as_accurate_as_pytorch(case, layouts):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

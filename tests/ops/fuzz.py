@@ -218,7 +218,8 @@ def random_case(draw: random.Random) -> Case:
 def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Tensor], Tensor]]) -> str | None:
     """What of a right call is farther from fp64 than twice what PyTorch's operations are, and a little.
 
-    The little: a unit in its last place, and what chance does to the rounding of few numbers.
+    The little: a unit in its last place, and what chance does to the rounding of few numbers. Left out is drowscale of rows
+    whose factor is next to nothing: a norm divides by it, so that two such rows carry the whole error, and PyTorch's is luck.
     """
     tensors = {}
     for name, t in case_inputs(case, device).items():
@@ -226,14 +227,20 @@ def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Te
         tensors[name] = laid.requires_grad_(t.requires_grad)
     exact, mine, theirs = oracle(tensors, case), ours(tensors, case), pytorch(tensors, case)
     coarsest = max(torch.finfo(t.dtype).eps for t in (*tensors.values(), *mine.values()))
-    for name, expected in exact.items():
+    for name in exact:
         if mine[name].dtype != theirs[name].dtype:
             return f"{name} is {mine[name].dtype}, expected {theirs[name].dtype}"
+        expected, *found = (results[name].detach().double() for results in (exact, mine, theirs))
+        if "rowscale" in name:
+            judged = tensors[name.removeprefix("d")].abs() > 0.2
+            expected, *found = (t.flatten()[judged] for t in (expected, *found))
+            if not judged.any():
+                continue
         # A gradient may be a small difference of large numbers: beside the upstream gradient, about 1, and drowscale, which
         # a norm makes next to nothing, beside a sum of N such.
-        natural = 0.1 * math.sqrt(expected.numel() * (case.n if "rowscale" in name else 1))
+        natural = (0.3 * math.sqrt(case.n) if "rowscale" in name else 0.1) * math.sqrt(expected.numel())
         scale = max(expected.norm().item(), natural)
-        error, allowed = ((found[name].double() - expected).norm().item() / scale for found in (mine, theirs))
+        error, allowed = ((t - expected).norm().item() / scale for t in found)
         chance = 4 * coarsest / math.sqrt(expected.numel())
         if not error <= 2 * allowed + torch.finfo(mine[name].dtype).eps + chance:
             return f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"

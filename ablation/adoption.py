@@ -44,6 +44,7 @@ from training.clock import StepClock
 Loss = Callable[[Any], Tensor]
 SHOWN = 8  # rows of a table
 NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
+ANOTHER_LOSS = 1.0  # of all gradients together: those of two losses that have nothing to do with each other are 1.4 apart
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,12 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
+        TypeError: a model is no module.
         ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
-            outputs; or there is no batch; or model_a in higher precision is another model, and so no reference.
+            outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
+            reference.
     """
+    _check_modules("check_parity", model_a, model_b)
     _check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
@@ -184,11 +188,13 @@ def measure(
         warmup_steps: of each model, before.
 
     Raises:
-        ValueError: cycles or block_steps is less than 1.
+        TypeError: a model is no module.
+        ValueError: cycles or block_steps is less than 1, or the loss needs no gradient.
     """
+    _check_modules("measure", model_a, model_b)
     for argument, count in (("cycles", cycles), ("block_steps", block_steps)):
-        if count < 1:
-            raise ValueError(f"measure: {argument} must be 1 or more, got {count}")
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"measure: {argument} must be a whole number of 1 or more, got {count}")
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = next(model_a.parameters()).device
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
@@ -197,6 +203,8 @@ def measure(
     def step(model: nn.Module) -> None:
         with _autocast(device, autocast):
             value = criterion(_call(model, batch))
+        if not value.requires_grad:
+            raise ValueError("measure: the loss needs no gradient, and backward is timed too; unfreeze a parameter")
         value.backward()
         for p in model.parameters():
             p.grad = None
@@ -236,7 +244,8 @@ def default_loss(output: Any) -> Tensor:
     if not tensors:
         raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
     y = tensors[0]
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.device)
+    # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
     return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights).sum() / math.sqrt(y.numel())
 
 
@@ -329,7 +338,10 @@ def _quantities(
     ):
         output = _call(model, batch)
         value = how.loss(output)
-    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    reached = bool(parameters) and value.requires_grad
+    gradients = (
+        torch.autograd.grad(value, list(parameters.values()), allow_unused=True) if reached else [None] * len(parameters)
+    )
     outputs = [t for t in _float_tensors(output) if t.dim() > 0]
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     found["loss"] = value.detach()
@@ -380,6 +392,12 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
+def _check_modules(function: str, model_a: Any, model_b: Any) -> None:
+    for argument, model in (("model_a", model_a), ("model_b", model_b)):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     outputs_a, outputs_b = ([name for name in quantities if name.startswith("output")] for quantities in (a, b))
     if outputs_a != outputs_b:
@@ -399,6 +417,16 @@ def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor],
                 "more than rounding; make what forward computes follow the dtype of its input (a mask made in fp32, a cast), "
                 "or draw its random numbers by seed="
             )
+    names = [name for name in own if name.startswith("gradient of ") and name in reference]
+    errors = [(own[name].to(reference[name].device).double() - reference[name].double()).norm() for name in names]
+    sizes = [reference[name].double().norm() for name in names]
+    away = math.hypot(*map(float, errors)) / max(math.hypot(*map(float, sizes)), 1e-300)
+    if away > ANOTHER_LOSS:
+        raise ValueError(
+            f"check_parity: the gradients of model_a, all together, are {away:.2g} away from those of its copy in {exact}, "
+            "relative, which is more than rounding; make what loss computes follow the dtype of the output, and draw no random "
+            "numbers in it"
+        )
 
 
 def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:

@@ -22,13 +22,14 @@ MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets 
 
 def check(arguments: Sequence[str]) -> None:
     """Returns if every job that `arguments` ask for can start; otherwise says why and ends the process with EXIT_CODE."""
-    args = get_args_parser().parse_args(arguments)
+    args, unknown = get_args_parser().parse_known_args(arguments)
     if args.help or args.hydra_help or args.info or args.shell_completion or args.config_dir or args.config_name:
         return  # no run, or somebody else's configuration: what it becomes is checked again when its job starts
     sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     checked: list[str] | None = None
     resumed: set[Path] = set()  # folders of runs
     try:
+        compose.parse(unknown)
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
             checked = overrides if sweep else None
             cfg = compose.compose_only(overrides)
@@ -150,7 +151,7 @@ def _folder_name(name: str | None, resume: str, *what: object) -> str:
 def _swept(arguments: Sequence[str]) -> set[str]:
     """The keys that have several values."""
     try:
-        overrides = compose.parse(get_args_parser().parse_args(arguments).overrides)
+        overrides = compose.parse(get_args_parser().parse_known_args(arguments)[0].overrides)
     except ConfigError:
         return set()  # Hydra has its own message
     return {override.get_key_element() for override in overrides if override.is_sweep_override()}

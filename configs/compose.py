@@ -52,6 +52,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     """
     parsed = []
     for text in overrides:
+        if text.startswith("-"):
+            raise ConfigError(f"{text}: no such option. Settings are written key=value, without dashes: train.steps=100.")
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:

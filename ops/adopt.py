@@ -93,11 +93,33 @@ class Pending(NamedTuple):
 
     def __getitem__(self, index: Any) -> Any:
         # Loops and hooks that take output[0] of whatever is a tuple would go on with half a stream, and nobody would know.
-        raise TypeError(
-            f"[{index!r}] of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let "
-            "the next fused block or a replaced norm have it (output_hidden_states needs blocks that are not fused: "
-            "restore_norms)"
-        )
+        raise TypeError(f"[{index!r}] {_NO_TENSOR}")
+
+    def __add__(self, other: Any) -> Any:  # a tuple would take these for its own
+        raise TypeError(f"+ {_NO_TENSOR}")
+
+    def __radd__(self, other: Any) -> Any:
+        return self + other
+
+    def __mul__(self, other: Any) -> Any:
+        raise TypeError(f"* {_NO_TENSOR}")
+
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f".{name} {_NO_TENSOR}" if hasattr(Tensor, name) else f"Pending has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{getattr(function, '__name__', function)} {_NO_TENSOR}")
+
+
+_NO_TENSOR = (
+    "of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let the next fused block "
+    "or a replaced norm have it: fuse every block of the stack, and replace_norms the model, whose final norm adds it up "
+    "(output_hidden_states needs blocks that are not fused: restore_norms)"
+)
 
 
 class AdoptedNorm(Swapped):

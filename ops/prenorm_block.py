@@ -48,8 +48,15 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
         residual_in_fp32: keep the stream that begins in this block in fp32 (where x of the first block is no Pending).
 
     Raises:
+        TypeError: block is no module, or layout no BlockLayout.
         ValueError: the block is of another form, has other parts too, or its norms are not ours to replace. It is as it was.
     """
+    if not isinstance(block, nn.Module):
+        raise TypeError(f"fuse_prenorm_block: block must be a torch.nn.Module, got {type(block).__name__}")
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(
+            f"fuse_prenorm_block: layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got {type(layout).__name__}"
+        )
     name = f"fuse_prenorm_block({type(block).__name__})"
     if isinstance(block, FusedBlock):
         raise ValueError(f"{name}: block is fused already; restore_norms undoes it")

@@ -100,6 +100,8 @@ def _obstacle(module: nn.Module) -> str:
         return "its forward is replaced on the instance, by a tool that wraps modules; replace norms before that"
     if next(module.children(), None) is not None:
         return "it has submodules (a parametrization?)"
+    if isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):
+        return "it norms channels; the kernels norm the last dimension"
     if next(module.buffers(), None) is not None:
         return "it has buffers, and a norm of the last dimension has none"
     held = [name for name, value in vars(module).items() if isinstance(value, Tensor)]

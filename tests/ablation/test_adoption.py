@@ -162,6 +162,13 @@ def test_a_parameter_that_no_loss_reaches_is_at_parity(model):
     assert check_parity(model, adopted(model), batch()).holds
 
 
+def test_models_without_gradients_are_compared_by_what_they_put_out(model):
+    model.requires_grad_(False)
+    check = check_parity(model, adopted(model), batch())
+    assert check.holds and not [row for row in check.rows if row.name.startswith("gradient")], check
+    assert not check_parity(model, with_norms(model, wrong_eps), batch()).holds
+
+
 def test_a_wrong_norm_is_seen_in_bf16_too(model):
     model = model.bfloat16()
     assert not check_parity(model, with_norms(model, lambda norm: setattr(norm, "eps", 0.01)), batch()).holds
@@ -190,6 +197,16 @@ def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
     assert not check_parity(before, with_norms(before, wrong_eps), x).holds
 
 
+@pytest.mark.parametrize("change", [wrong_backward, lost_weight_gradient])
+def test_a_wrong_gradient_is_seen_of_a_model_without_a_loss_too(model, change):
+    """The projection of the output that stands in for a loss is the same one in fp64."""
+    tokens, _ = batch()
+    check = check_parity(model, adopted(model), tokens)
+    assert check.holds and max(row.error for row in check.rows) < 1e-4, check
+    check = check_parity(model, with_norms(model, change), tokens)
+    assert not check.holds and check.rows[0].name.startswith("gradient of"), check
+
+
 def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
     class ByDtype(nn.Module):
         def __init__(self):
@@ -201,6 +218,12 @@ def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_e
 
     with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
         check_parity(ByDtype(), ByDtype(), torch.randn(4, WIDTH))
+
+    def another_in_fp64(y):
+        return y.square().mean() if y.dtype is torch.float64 else y.sin().mean()
+
+    with pytest.raises(ValueError, match=r"the gradients of model_a, all together, are \S+ away from those of its copy"):
+        check_parity(model := Masked(), model, torch.randn(2, 12, WIDTH), loss=another_in_fp64)
 
 
 def test_the_users_own_model_data_and_configs_do_not_clash_with_ours(tmp_path):
@@ -247,8 +270,13 @@ def test_what_can_not_be_compared_is_refused(model):
     with pytest.raises(ValueError, match="model_a returns 1 float tensors, model_b 2"):
         check_parity(model, other, batch())
     for argument in ("cycles", "block_steps"):
-        with pytest.raises(ValueError, match=f"measure: {argument} must be 1 or more, got 0"):
+        with pytest.raises(ValueError, match=f"measure: {argument} must be a whole number of 1 or more, got 0"):
             measure(model, model, batch(), **{argument: 0})
+    for compare in (check_parity, measure):
+        with pytest.raises(TypeError, match=f"{compare.__name__}: model_b must be a torch.nn.Module, got Tensor"):
+            compare(model, torch.ones(2), batch())
+    with pytest.raises(ValueError, match="the loss needs no gradient, and backward is timed too"):
+        measure(model.requires_grad_(False), model, batch())
 
 
 def test_measure_times_both_models_in_turn_against_a_control(model):

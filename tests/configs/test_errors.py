@@ -197,6 +197,15 @@ def test_a_mistake_ends_with_one_message_and_code_2(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: norm.impl=fusd: must be one of fused, torch. Did you mean fused?\n"
 
 
+@pytest.mark.parametrize("arguments", [["--train.steps=3"], ["--steps", "3"], ["norm.kind=rmsnorm", "-steps=3"]])
+def test_settings_written_as_options_are_answered_with_how_they_are_written(arguments, capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as end:
+        command_line.check(arguments)
+    assert end.value.code == 2
+    assert re.fullmatch(r"error: -\S+: no such option\. Settings are written key=value, without .*\n", capsys.readouterr().err)
+
+
 def test_a_developer_can_have_the_traceback(monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ConfigError):

@@ -2,6 +2,8 @@
 
     python -m tests.ops.fuzz --minutes 5 --seed 0         on the GPU if there is one; without, on the PyTorch reference
     python -m tests.ops.fuzz --seed 0 --only 1234         one call again
+    python -m tests.ops.fuzz --seed 0 --calls 5000        the first 5000 again: which calls they are, the seed says alone
+    python -m tests.ops.fuzz --output fuzz.json           what came of them, with versions and machine, as benchmarks record it
 
 `random_call` draws a call of a public function in which some arguments are not what they should be: another shape, dtype,
 device, layout or type, a number out of range. Every call must work, forward and backward, or raise a ValueError or TypeError
@@ -16,12 +18,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ops
+from ablation.text import aligned
+from benchmarks.results import Results, environment
 
 from .cases import BF16, FP16, FP32, Case, oracle, ours, pytorch
 from .cases import inputs as case_inputs
@@ -38,6 +44,12 @@ FUNCTIONS = (
     ops.LayerNorm,
     ops.RMSNorm,
 )
+
+
+class Outcome(StrEnum):
+    worked = "worked"  # of a right call also: it is as accurate as PyTorch
+    refused = "refused"  # by an error that names the argument
+    wrong = "wrong"
 
 
 @dataclass
@@ -157,18 +169,18 @@ LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
 )  # fmt: skip
 
 
-def problem(call: Call) -> str | None:
-    """What is wrong with how the call went; None if it worked or was refused as it should be."""
+def tried(call: Call) -> tuple[Outcome, str]:
+    """How the call went, and what is wrong with that."""
     try:
         result = call.function(**call.arguments)
         if isinstance(result, torch.nn.Module):
-            return None
+            return Outcome.worked, ""
     except (ValueError, TypeError) as error:
-        names = list(inspect.signature(call.function).parameters)
-        named = [name for name in names if name in str(error)]
-        return None if named else f"{type(error).__name__} that names no argument: {error}"
+        if any(name in str(error) for name in inspect.signature(call.function).parameters):
+            return Outcome.refused, ""
+        return Outcome.wrong, f"{type(error).__name__} that names no argument: {error}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return Outcome.wrong, f"{type(error).__name__}: {error}"
     try:
         outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
         total = sum(t.float().sum() for t in outputs if t.requires_grad)
@@ -176,10 +188,10 @@ def problem(call: Call) -> str | None:
             total.backward()
         for name, value in call.arguments.items():
             if isinstance(value, Tensor) and value.is_leaf and value.grad is not None and value.grad.shape != value.shape:
-                return f"the gradient of {name} has shape {tuple(value.grad.shape)}"
+                return Outcome.wrong, f"the gradient of {name} has shape {tuple(value.grad.shape)}"
     except Exception as error:
-        return f"backward: {type(error).__name__}: {error}"
-    return None
+        return Outcome.wrong, f"backward: {type(error).__name__}: {error}"
+    return Outcome.worked, ""
 
 
 def random_case(draw: random.Random) -> Case:
@@ -206,7 +218,8 @@ def random_case(draw: random.Random) -> Case:
 def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Tensor], Tensor]]) -> str | None:
     """What of a right call is farther from fp64 than twice what PyTorch's operations are, and a little.
 
-    The little: a unit in its last place, and what chance does to the rounding of few numbers.
+    The little: a unit in its last place, and what chance does to the rounding of few numbers. Left out is drowscale of rows
+    whose factor is next to nothing: a norm divides by it, so that two such rows carry the whole error, and PyTorch's is luck.
     """
     tensors = {}
     for name, t in case_inputs(case, device).items():
@@ -214,56 +227,84 @@ def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Te
         tensors[name] = laid.requires_grad_(t.requires_grad)
     exact, mine, theirs = oracle(tensors, case), ours(tensors, case), pytorch(tensors, case)
     coarsest = max(torch.finfo(t.dtype).eps for t in (*tensors.values(), *mine.values()))
-    for name, expected in exact.items():
+    for name in exact:
         if mine[name].dtype != theirs[name].dtype:
             return f"{name} is {mine[name].dtype}, expected {theirs[name].dtype}"
+        expected, *found = (results[name].detach().double() for results in (exact, mine, theirs))
+        if "rowscale" in name:
+            judged = tensors[name.removeprefix("d")].abs() > 0.2
+            expected, *found = (t.flatten()[judged] for t in (expected, *found))
+            if not judged.any():
+                continue
         # A gradient may be a small difference of large numbers: beside the upstream gradient, about 1, and drowscale, which
         # a norm makes next to nothing, beside a sum of N such.
-        natural = 0.1 * math.sqrt(expected.numel() * (case.n if "rowscale" in name else 1))
+        natural = (0.3 * math.sqrt(case.n) if "rowscale" in name else 0.1) * math.sqrt(expected.numel())
         scale = max(expected.norm().item(), natural)
-        error, allowed = ((found[name].double() - expected).norm().item() / scale for found in (mine, theirs))
+        error, allowed = ((t - expected).norm().item() / scale for t in found)
         chance = 4 * coarsest / math.sqrt(expected.numel())
         if not error <= 2 * allowed + torch.finfo(mine[name].dtype).eps + chance:
             return f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
     return None
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="the number of a call to make again")
-    options = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=5.0, help="start no call after them (%(default)s)")
+    parser.add_argument("--calls", type=int, help="so many calls, however long they take")
+    parser.add_argument("--seed", type=int, default=0, help="of all calls (%(default)s)")
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="the number of a call to make again")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON file of environment and counts; replaced")
+    parser.add_argument("--revision", help="of the code, for --output, where it runs without its git repository")
+    options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.only is not None:
+        _, outcome, what = attempt(options.seed, options.only, device)
+        print(f"{outcome}: {what}")
+        raise SystemExit(outcome is Outcome.wrong)
     print(f"{ops.backend_for(device)} on {device}, seed {options.seed}")
-    counts: Counter[str] = Counter()
-    end = time.monotonic() + 60 * options.minutes
-    number = options.only or 0
-    while time.monotonic() < end:
-        found, what = attempt(options.seed, number, device)
-        counts["wrong" if found else "fine"] += 1
-        if found:
-            print(f"#{number} {what}\n    {found}", flush=True)
-        if options.only is not None:
-            print(what)
-            break
+    counts: Counter[tuple[str, Outcome]] = Counter()
+    number, end = 0, time.monotonic() + 60 * options.minutes
+    while number < options.calls if options.calls is not None else time.monotonic() < end:
+        subject, outcome, what = attempt(options.seed, number, device)
+        counts[subject, outcome] += 1
+        if outcome is Outcome.wrong:
+            print(f"#{number} {what}", flush=True)
         number += 1
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    print(f"{counts['fine'] + counts['wrong']} calls, {counts['wrong']} of them wrong")
-    raise SystemExit(counts["wrong"] > 0)
+
+    records: list[dict[str, Any]] = []
+    for subject in sorted({subject for subject, _ in counts}):
+        by_outcome = {str(outcome): counts[subject, outcome] for outcome in Outcome}
+        records.append({"seed": options.seed, "backend": ops.backend_for(device), "subject": subject, **by_outcome})
+    print(aligned(["", *Outcome], [[r["subject"], *(f"{r[outcome]:,}" for outcome in Outcome)] for r in records]))
+    totals = {outcome: sum(r[outcome] for r in records) for outcome in Outcome}
+    print(f"{number:,} calls: {', '.join(f'{count:,} {outcome}' for outcome, count in totals.items())}")
+    if options.output is not None:
+        command = f"python -m tests.ops.fuzz --seed {options.seed} --calls {number}"  # which makes these calls again
+        facts = environment(device, {}, options.revision)
+        Results(options.output, ("seed", "subject"), facts, command, fresh=True).add(records)
+    raise SystemExit(totals[Outcome.wrong] > 0)
 
 
-def attempt(seed: int, number: int, device: torch.device) -> tuple[str | None, str]:
-    """What was wrong with call `number`, and what it was. Every fourth is a right one, compared with the reference."""
+def attempt(seed: int, number: int, device: torch.device) -> tuple[str, Outcome, str]:
+    """What call `number` was of, how it went, and the call and what was wrong with it.
+
+    Every fourth is a right one, compared with the reference.
+    """
     draw = random.Random(f"{seed}:{number}")
     torch.manual_seed(number)
     if number % 4:
         call = random_call(draw, device)
-        return problem(call), str(call)
-    case = random_case(draw)
-    layouts = {name: draw.choice(LAYOUTS) for name in ("x", "residual", "x1")}
-    return inaccuracy(case, device, layouts), f"{case} {[f.__name__ for f in layouts.values()]}"
+        outcome, problem = tried(call)
+        subject, what = call.function.__name__, str(call)
+    else:
+        case = random_case(draw)
+        layouts = {name: draw.choice(LAYOUTS) for name in ("x", "residual", "x1")}
+        problem = inaccuracy(case, device, layouts) or ""
+        outcome = Outcome.wrong if problem else Outcome.worked
+        subject, what = "right calls, beside fp64", f"{case} {[f.__name__ for f in layouts.values()]}"
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # so that what a kernel does to memory is told of its own call
+    return subject, outcome, f"{what}\n    {problem}" if problem else what
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ TAKEN = {
 LEFT_ALONE = {
     "several dimensions": (lambda: nn.LayerNorm((2, N)), "over the last 2 dimensions"),
     "RMSNorm of several dimensions": (lambda: nn.RMSNorm((2, N)), "over the last 2 dimensions"),
-    "BatchNorm": (lambda: nn.BatchNorm1d(N), "buffers"),
-    "GroupNorm of one group": (lambda: nn.GroupNorm(1, N), "raised RuntimeError"),
+    "BatchNorm": (lambda: nn.BatchNorm1d(N), "it norms channels"),
+    "GroupNorm of one group": (lambda: nn.GroupNorm(1, N), "it norms channels"),
     "part of the row": (lambda: lookalikes.RMSNormOfPart(N), "neither LayerNorm nor RMSNorm"),
     "unbiased variance": (lambda: lookalikes.UnbiasedLayerNorm(4096), "neither LayerNorm nor RMSNorm"),
     "eps outside the root": (lambda: lookalikes.EpsOutsideRMSNorm(N), "neither LayerNorm nor RMSNorm"),
@@ -239,6 +239,24 @@ def test_a_pending_is_not_taken_apart_in_silence(device):
         norm(tuple(pending))
     with pytest.raises(TypeError, match="and residual was given"):
         norm(pending, residual=x)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: nn.LayerNorm(N)(x),
+        lambda x: x + x,
+        lambda x: torch.ones(N) + x,
+        lambda x: 2 * x,
+        lambda x: x.mean(1),
+        lambda x: torch.cat([x, x]),
+        lambda x: x.shape,
+    ],
+    ids=["a norm that is not replaced", "+", "a tensor +", "*", "mean", "cat", "shape"],
+)
+def test_a_pending_in_the_place_of_a_tensor_says_what_it_is_and_what_to_do(use):
+    with pytest.raises((TypeError, AttributeError), match=r"of a Pending.*fuse every block of the stack"):
+        use(Pending(torch.ones(3, N), torch.ones(3, N), 0.0))
 
 
 def test_restoring_what_another_tool_has_changed_since_is_refused():

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks import results
 from ops import backend, layer_norm_linear_fn
 
 from . import fuzz
@@ -20,17 +21,19 @@ def test_wrong_calls_are_refused_by_name_and_right_ones_work_on_the_reference(mo
     wrong = []
     for number in range(2500):
         call = fuzz.random_call(random.Random(f"reference:{number}"), torch.device("cpu"))
-        if found := fuzz.problem(call):
-            wrong.append(f"{call}\n    {found}")
+        outcome, problem = fuzz.tried(call)
+        if outcome is fuzz.Outcome.wrong:
+            wrong.append(f"{call}\n    {problem}")
     assert not wrong, "\n".join(wrong[:5])
 
 
 def test_wrong_calls_are_refused_by_name_and_right_ones_work_on_the_kernels(device):
     wrong = []
-    for number in range(100 if backend.INTERPRET else 10_000):
+    for number in range(300 if backend.INTERPRET else 10_000):
         call = fuzz.random_call(random.Random(f"kernels:{number}"), device)
-        if found := fuzz.problem(call):
-            wrong.append(f"{call}\n    {found}")
+        outcome, problem = fuzz.tried(call)
+        if outcome is fuzz.Outcome.wrong:
+            wrong.append(f"{call}\n    {problem}")
     assert not wrong, "\n".join(wrong[:5])
 
 
@@ -45,6 +48,37 @@ def test_random_calls_are_of_both_kinds_and_of_every_function(monkeypatch):
         except (ValueError, TypeError):
             refused += 1
     assert 100 < refused < 300
+
+
+def test_a_fuzz_is_recorded_with_what_makes_it_again(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backend, "INTERPRET", False)
+    files = []
+    for name in ("once", "again"):
+        with pytest.raises(SystemExit) as end:
+            fuzz.main(["--seed", "7", "--calls", "60", "--output", str(tmp_path / name)])
+        assert end.value.code == 0
+        files.append(results.load(tmp_path / name))
+    assert files[0]["records"] == files[1]["records"]
+    assert files[0]["command"] == "python -m tests.ops.fuzz --seed 7 --calls 60"
+    assert files[0]["environment"]["versions"]["torch"] == torch.__version__
+    assert sum(record[outcome] for record in files[0]["records"] for outcome in fuzz.Outcome) == 60
+    assert next(r for r in files[0]["records"] if r["subject"] == "right calls, beside fp64")["worked"] == 15
+    assert "60 calls: " in capsys.readouterr().out
+
+
+def test_a_call_that_goes_wrong_is_counted_shown_and_fails_the_fuzz(monkeypatch, tmp_path, capsys):
+    def broken(x):
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fuzz, "FUNCTIONS", (broken,))
+    with pytest.raises(SystemExit) as end:
+        fuzz.main(["--calls", "4", "--output", str(tmp_path / "record.json")])
+    assert end.value.code == 1
+    out = capsys.readouterr().out
+    assert "#1 broken(" in out and "RuntimeError: CUDA error: an illegal memory access" in out
+    assert {r["subject"]: r["wrong"] for r in results.load(tmp_path / "record.json")["records"]}["broken"] == 3
 
 
 DTYPES = st.sampled_from([FP32, BF16, FP16])
@@ -72,7 +106,7 @@ LAYOUTS: st.SearchStrategy[dict[str, Callable]] = st.fixed_dictionaries(
 
 
 @seed(20_240_229)
-@settings(max_examples=10 if backend.INTERPRET else 16, deadline=None, database=None)
+@settings(max_examples=40 if backend.INTERPRET else 16, deadline=None, database=None)
 @given(case=CASES, layouts=LAYOUTS)
 def test_any_shape_dtype_layout_and_option_is_as_accurate_as_pytorch(case, layouts):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

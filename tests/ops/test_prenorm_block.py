@@ -207,6 +207,13 @@ def test_a_fused_block_is_not_fused_again():
         fuse_prenorm_block(block, GPT2_BLOCK)
 
 
+def test_what_is_no_block_or_no_layout_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"block must be a torch\.nn\.Module, got list"):
+        fuse_prenorm_block([], GPT2_BLOCK)
+    with pytest.raises(TypeError, match="layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got str"):
+        fuse_prenorm_block(Block(), "gpt2")
+
+
 class DropsInBlock(Block):
     """With a dropout of its own in place of the sublayers'."""
 

@@ -7,10 +7,8 @@ Statistics, planted order of summation, blocks in turn and verdicts are those of
 which needs torch and triton alone.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -18,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ablation import turns, verdict
+from ablation.adopted_arms import exact_copy, norms_of, reordered_copy
 from ablation.compared import AGAIN, FUSED, TORCH, Comparison
 from ablation.judgement import (
     FEW,
@@ -32,16 +30,12 @@ from ablation.judgement import (
     Sums,
     judge_sign,
     judge_size,
-    row_scales,
 )
-from ablation.order import in_another_order
+from ablation.passes import How, Loss, autocasting, call, default_loss, results_of
 from ablation.text import aligned, number
-from ops import LayerNorm, RMSNorm
 from ops.backend import runs_kernels
-from ops.recognise import Formula, compute, may_be_a_norm, recognise
 from training.clock import StepClock
 
-Loss = Callable[[Any], Tensor]
 SHOWN = 8  # rows of a table
 NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
 ANOTHER_LOSS = 1.0  # of all gradients together: those of two losses that have nothing to do with each other are 1.4 apart
@@ -135,18 +129,18 @@ def check_parity(
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
     dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
     wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
-    norms = _norms(model_a)
+    norms = norms_of(model_a)
     arms: list[Callable[[Any], dict[str, Tensor]]] = []
     rows: dict[str, Tensor] = {}
     for name, model in (
-        (REFERENCE, _exact(model_a, norms, wide)),
+        (REFERENCE, exact_copy(model_a, norms, wide)),
         (TORCH, model_a),
         (FUSED, model_b),
-        (REORDERED, _reordered(model_a, norms)),
+        (REORDERED, reordered_copy(model_a, norms)),
     ):
         sites = {site: module for site, module in model.named_modules() if site in norms}
-        how = _How(loss or default_loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
-        arms.append(partial(_quantities, model, sites, how, rows))
+        how = How(loss or default_loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
+        arms.append(partial(results_of, model, sites, how, rows))
 
     found: list[dict[str, Sums]] = []
     for one in batches:
@@ -201,8 +195,8 @@ def measure(
     criterion = loss or default_loss
 
     def step(model: nn.Module) -> None:
-        with _autocast(device, autocast):
-            value = criterion(_call(model, batch))
+        with autocasting(device, autocast):
+            value = criterion(call(model, batch))
         if not value.requires_grad:
             raise ValueError("measure: the loss needs no gradient, and backward is timed too; unfreeze a parameter")
         value.backward()
@@ -232,164 +226,7 @@ def measure(
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
 
 
-def default_loss(output: Any) -> Tensor:
-    """The output's `loss`, a scalar in it, or a fixed random projection of its first tensor."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    tensors = _float_tensors(output)
-    scalars = [t for t in tensors if t.dim() == 0]
-    if scalars:
-        return scalars[0]
-    if not tensors:
-        raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
-    y = tensors[0]
-    # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
-    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights).sum() / math.sqrt(y.numel())
-
-
-# ---- arms --------------------------------------------------------------------------------------------------------------------
-
-
-def _norms(model: nn.Module) -> dict[str, Formula | None]:
-    """The norms of a model by name, with their formula; None for those that are fused already."""
-    found: dict[str, Formula | None] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LayerNorm | RMSNorm):
-            found[name] = getattr(module, "formula", None)
-        elif may_be_a_norm(module) and isinstance(formula := recognise(module), Formula):
-            found[name] = formula
-    return found
-
-
-def _exact(model: nn.Module, norms: Mapping[str, Formula | None], dtype: torch.dtype) -> nn.Module:
-    """A copy in a wider dtype, whose norms, which may round to fp32 inside, are computed from their formula."""
-    model = copy.deepcopy(model).to(dtype)
-    for name, formula in norms.items():
-        module = model.get_submodule(name)
-        if formula is not None:
-            _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
-    return model
-
-
-def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], own: Callable, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return own(*args, **kwargs)
-    return compute(formula, parameters, args[0]).to(args[0].dtype)
-
-
-def _reordered(model: nn.Module, norms: Mapping[str, Formula | None]) -> nn.Module:
-    """A copy whose norms sum in another order."""
-    model = copy.deepcopy(model)
-    for name in norms:
-        module = model.get_submodule(name)
-        _patch(module, partial(_in_another_order, module))
-    return model
-
-
-def _in_another_order(module: nn.Module, own: Callable, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return own(*args, **kwargs)
-
-    def norm(rows: Tensor, order: Tensor) -> Tensor:
-        clone = object.__new__(type(module))
-        clone.__dict__.update(module.__dict__)
-        weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
-        clone.__dict__["_parameters"] = weights
-        return type(module).forward(clone, rows)
-
-    return in_another_order(norm, args[0])
-
-
-def _patch(module: nn.Module, forward: Callable) -> None:
-    """Puts forward(the module's own forward, its arguments …) in its place."""
-    module.forward = partial(forward, module.forward)
-
-
-@dataclass(frozen=True)
-class _How:
-    loss: Loss
-    seed: int | None  # None: evaluation mode
-    autocast: torch.dtype | None
-    floats: torch.dtype | None  # what the floats of the batch become; None: they stay
-
-
-def _quantities(
-    model: nn.Module,
-    sites: Mapping[str, nn.Module],
-    how: "_How",
-    rows: dict[str, Tensor],
-    batch: Any,
-) -> dict[str, Tensor]:
-    """All that is compared, of one model and batch, by name. sites, rows: as for `row_scales`."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if how.floats is not None:
-        batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-    device = next(model.parameters()).device
-    # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an fp64
-    # query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
-    default = how.floats if how.floats is not None and how.seed is None else torch.get_default_dtype()
-    with (
-        _default_dtype(default),
-        _mode(model, how.seed, device),
-        row_scales(sites, rows, how.autocast) as scales,
-        _autocast(device, how.autocast),
-    ):
-        output = _call(model, batch)
-        value = how.loss(output)
-    reached = bool(parameters) and value.requires_grad
-    gradients = (
-        torch.autograd.grad(value, list(parameters.values()), allow_unused=True) if reached else [None] * len(parameters)
-    )
-    outputs = [t for t in _float_tensors(output) if t.dim() > 0]
-    found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
-    found["loss"] = value.detach()
-    # A parameter that the loss does not reach has a gradient of zeros, so that one which is lost in model_b is seen.
-    found |= {
-        f"gradient of {name}": torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(parameters.items(), gradients, strict=True)
-    }
-    return found | {f"row scale of {name}": scale for name, scale in scales.items()}
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-def _float_tensors(output: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-@contextmanager
-def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[None]:
-    """Evaluation mode, or training mode with seeded generators; then modules and generators as they were."""
-    training = {module: module.training for module in model.modules()}
-    model.train(seed is not None)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if seed is not None:
-            torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for module, mode in training.items():
-                module.training = mode
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+# ---- checks ------------------------------------------------------------------------------------------------------------------
 
 
 def _check_modules(function: str, model_a: Any, model_b: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ablation.adoption import check_parity, default_loss, measure
+from ablation.adoption import check_parity, measure
+from ablation.passes import default_loss
 from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
 from ops.backend import runs_kernels
 

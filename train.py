@@ -41,7 +41,7 @@ from training.sampling import continue_text, encode_prompt
 from training.saver import Saver
 from training.schedule import learning_rate
 from training.sharding import shard
-from training.step import compiled, prepare, training_step
+from training.step import compile_model, prepare, training_step
 from training.storage import StorageError, relative
 
 
@@ -93,7 +93,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             state.best, state.best_step, state.owes_validation = None, None, False
     forward: Callable[..., torch.Tensor] = model
     if cfg.train.compile and not sharded:
-        forward = compiled(model, cfg.train)
+        forward = compile_model(model, cfg.train)
     forward = world.replicate(forward)
 
     def validate() -> Validation:

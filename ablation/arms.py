@@ -13,8 +13,7 @@ from model import GPT
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
-from training.step import compiled as compile_whole
-from training.step import prepare
+from training.step import compile_model, prepare
 
 
 @dataclass
@@ -62,7 +61,7 @@ def build(
         copy_values(like.state.model, model)
     prepare(model, cfg.train, machine.inspect(Device(precision.device.type)))
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
-    forward: Callable[..., Tensor] = compile_whole(model, cfg.train) if compiled else model
+    forward: Callable[..., Tensor] = compile_model(model, cfg.train) if compiled else model
     return Arm(name, cfg, precision, state, forward)
 
 

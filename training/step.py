@@ -68,7 +68,7 @@ def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
     model.compile_loss = machine.compiles_loss if train.compile_loss is None else train.compile_loss
 
 
-def compiled(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:
+def compile_model(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:
     """The whole model through torch.compile, in one graph; with train.cuda_graphs as CUDA graphs, one for each direction."""
     return torch.compile(model, fullgraph=True, mode="reduce-overhead" if train.cuda_graphs else None)
 

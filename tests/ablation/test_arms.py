@@ -39,6 +39,14 @@ def test_two_implementations_begin_with_the_same_everything(pair):
     assert [arm.state.model.final_norm.impl for arm in pair] == [NormImpl.torch, NormImpl.fused]
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_an_arm_runs_as_the_config_says_where_it_leaves_a_choice(wanted):
+    given = [f"{key}={str(wanted).lower()}" for key in ("train.recompute", "train.compile_loss")]
+    cfg = configs.load([*SMALL, *given], on=CPU)
+    model = build("torch", cfg, NormImpl.torch, Precision.settle(cfg.train.precision, CPU), vocab_size=64).state.model
+    assert (model.recompute, model.compile_loss) == (wanted, wanted)
+
+
 @pytest.mark.parametrize("options", [[], ["model.positions=rotary", "model.tie_embeddings=false", "norm.kind=rmsnorm"]])
 def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
     cfg = configs.load([*SMALL, *options], on=CPU)

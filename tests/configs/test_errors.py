@@ -289,6 +289,7 @@ def test_a_run_that_goes_on_takes_other_machines_intervals_and_operators():
     stored = configs.to_dict(configs.load(on=CPU))
     overrides = [
         *("data.processes=2", "data.cache_dir=x", "norm.impl=torch", "norm.dropout_masks=shared", "train.compile=true"),
+        *("train.compile_loss=true", "train.cuda_graphs=true", "train.recompute=true"),
         *("device=cpu", "eval.every=7", "checkpoint.every=3", "checkpoint.background=true", "logging.wandb=disabled"),
         *("sample.tokens=1", "resume=auto", "folder=x", "seed=1"),
     ]

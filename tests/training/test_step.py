@@ -12,7 +12,7 @@ from tests.runs import composed
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
-from training.step import compiled, prepare, training_step
+from training.step import compile_model, prepare, training_step
 
 
 def one_step(overrides, batch, scaled=False):
@@ -124,7 +124,7 @@ def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl):
         torch.manual_seed(0)
         model = GPT(cfg.model, cfg.norm, vocab_size=20).cuda()
         state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
-        forward = compiled(model, cfg.train)
+        forward = compile_model(model, cfg.train)
         draw = torch.Generator().manual_seed(1)
         batches = [tuple(torch.randint(20, (8, 32), generator=draw) for _ in range(2)) for _ in range(8)]
         steps = [training_step(forward, state, batch, step, cfg, precision) for step, batch in enumerate(batches)]
@@ -136,7 +136,7 @@ def test_cuda_graphs_are_asked_of_torch_compile(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options))
     for graphs in (True, False):
-        compiled(None, TrainConfig(compile=True, cuda_graphs=graphs))
+        compile_model(None, TrainConfig(compile=True, cuda_graphs=graphs))
     assert [options["mode"] for options in asked] == ["reduce-overhead", None]
 
 

@@ -129,7 +129,7 @@ def check_parity(
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
     dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
     wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
-    norms = norms_of(model_a)
+    norms, loss = norms_of(model_a), loss or default_loss()
     arms: list[Callable[[Any], dict[str, Tensor]]] = []
     rows: dict[str, Tensor] = {}
     for name, model in (
@@ -139,7 +139,7 @@ def check_parity(
         (REORDERED, reordered_copy(model_a, norms)),
     ):
         sites = {site: module for site, module in model.named_modules() if site in norms}
-        how = How(loss or default_loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
+        how = How(loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
         arms.append(partial(results_of, model, sites, how, rows))
 
     found: list[dict[str, Sums]] = []
@@ -192,7 +192,7 @@ def measure(
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = next(model_a.parameters()).device
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
-    criterion = loss or default_loss
+    criterion = loss or default_loss()
 
     def step(model: nn.Module) -> None:
         with autocasting(device, autocast):

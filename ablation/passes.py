@@ -61,21 +61,27 @@ def results_of(
     return found | {f"row scale of {name}": scale for name, scale in scales.items()}
 
 
-def default_loss(output: Any) -> Tensor:
+def default_loss() -> Loss:
     """The output's `loss`, a scalar in it, or a fixed random projection of its first tensor."""
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    tensors = float_tensors(output)
-    scalars = [t for t in tensors if t.dim() == 0]
-    if scalars:
-        return scalars[0]
-    if not tensors:
-        raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
-    y = tensors[0]
-    # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
-    return (y.to(torch.promote_types(y.dtype, torch.float32)) * weights).sum() / math.sqrt(y.numel())
+    drawn: dict[tuple[torch.Size, torch.device], Tensor] = {}  # once: drawing takes longer than many a model's step
+
+    def loss(output: Any) -> Tensor:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, Tensor):
+            return own
+        tensors = float_tensors(output)
+        scalars = [t for t in tensors if t.dim() == 0]
+        if scalars:
+            return scalars[0]
+        if not tensors:
+            raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
+        y = tensors[0]
+        if (key := (y.shape, y.device)) not in drawn:
+            # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
+            drawn[key] = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
+        return (y.to(torch.promote_types(y.dtype, torch.float32)) * drawn[key]).sum() / math.sqrt(y.numel())
+
+    return loss
 
 
 def call(model: nn.Module, batch: Any) -> Any:

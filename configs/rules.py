@@ -12,6 +12,8 @@ from configs import keys
 from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import (
+    COMPILE_MODES,
+    CUDA_GRAPHS,
     Config,
     DataConfig,
     NormImpl,
@@ -75,7 +77,7 @@ def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
 # What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
 # Any other key decides which numbers the run gives.
 FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.cuda_graphs", "train.compile_loss", "train.recompute"),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_mode", "train.compile_loss", "train.recompute"),
     *("device", "parallel", "deterministic"),
     *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes", "profile"),
@@ -212,15 +214,18 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
             f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. "
             f"Use train.batch_size={_round_up(train.batch_size, train.accumulation * ranks)} or change train.accumulation."
         )
-    if train.cuda_graphs and not train.compile:
-        yield "train.cuda_graphs=true: torch.compile captures the graphs. Use train.compile=true with it."
-    if train.cuda_graphs and train.accumulation > 1:
+    mode = f"train.compile_mode={train.compile_mode}"
+    if train.compile_mode not in COMPILE_MODES:
+        yield f"{mode}: not a mode of torch.compile's that can be used here. Use {', '.join(COMPILE_MODES)}."
+    elif train.compile_mode != "default" and not train.compile:
+        yield f"{mode} is how to compile, and train.compile=false. Use train.compile=true with it."
+    if train.compile_mode in CUDA_GRAPHS and train.accumulation > 1:
         yield (
-            f"train.cuda_graphs=true: a graph writes gradients where the last micro-batch's are (train.accumulation="
-            f"{train.accumulation}). Use train.accumulation=1 or train.cuda_graphs=false."
+            f"{mode} makes CUDA graphs, which write gradients where the last micro-batch's are (train.accumulation="
+            f"{train.accumulation}). Use train.accumulation=1 or another mode."
         )
-    if train.cuda_graphs and (ranks > 1 or cfg.parallel is Parallel.fsdp):
-        yield "train.cuda_graphs=true is for a single process: ranks talk outside of the graphs. Use train.cuda_graphs=false."
+    if train.compile_mode in CUDA_GRAPHS and (ranks > 1 or cfg.parallel is Parallel.fsdp):
+        yield f"{mode} makes CUDA graphs, which are for a single process: ranks talk outside of them. Use another mode."
     if optim.warmup_steps is not None and optim.warmup_steps > train.steps:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
@@ -268,8 +273,8 @@ def _device(cfg: Config, machine: Machine) -> Iterator[str]:
             f"deterministic=true: the environment has {CUBLAS_WORKSPACE}={chosen}, with which cuBLAS does not repeat its "
             f"results. Unset it, or use {' or '.join(REPEATABLE)}."
         )
-    if cfg.train.cuda_graphs and device != "cuda":
-        yield f"train.cuda_graphs=true needs a CUDA device; this run is on {device}. Use train.cuda_graphs=false."
+    if cfg.train.compile_mode in CUDA_GRAPHS and device != "cuda":
+        yield f"train.compile_mode={cfg.train.compile_mode} needs a CUDA device; this run is on {device}. Use another mode."
     for key in ("compile", "compile_loss"):
         if getattr(cfg.train, key) and device == "cpu" and not machine.cpp_compiler:
             yield f"train.{key}=true needs a C++ compiler on the CPU (g++ or clang++; CXX may name it). Use train.{key}=false."

@@ -146,6 +146,13 @@ class Precision(StrEnum):
     fp32 = "fp32"
 
 
+# Those of torch.compile. reduce-overhead and max-autotune make CUDA graphs, in which forward and backward are one launch each:
+# for models that wait for the host. Both max-autotune time variants of each kernel: slow to start, and not the same bits each
+# time.
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
 @dataclass
 class TrainConfig:
     steps: int = 900  # optimizer steps
@@ -153,7 +160,7 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
     precision: Precision = Precision.auto
     compile: bool = False  # torch.compile(fullgraph=True)
-    cuda_graphs: bool = False  # with compile: forward and backward are one launch each, for models that wait for the host
+    compile_mode: str = "default"  # with compile, one of COMPILE_MODES
     compile_loss: bool | None = None  # torch.compile for the loss alone, of a model that is not compiled; null: on CUDA
     recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
 

@@ -7,6 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# For torch.compile, of a model with this loss in it: maximum and sum of a row of logits in two plain passes. The second finds the
+# row in cache: 1.7 ms for GPT-2's 32768 rows on an H200; inductor's one pass, which corrects its sum for each new maximum, 2.2.
+TWO_PASSES: dict[str, str | int | bool | Callable] = {"online_softmax": False}
+
 
 def cross_entropy(logits: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
     """The mean over rows of -log softmax(logits)[target] in nats: a scalar, computed in fp32, in fp64 for fp64 logits.
@@ -28,4 +32,4 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_cross_entropy)
+    return torch.compile(_cross_entropy, options=TWO_PASSES)

@@ -47,7 +47,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
     compiled = ", loss compiled" if model.compile_loss else ""
     if cfg.train.compile:
-        compiled = ", compiled into CUDA graphs" if cfg.train.cuda_graphs else ", compiled"
+        compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
     ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
     return {

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from torch._inductor import list_mode_options
 
 from configs import Config
 from configs.machine import Machine
 from configs.schema import TrainConfig
 from model import GPT
+from model.loss import TWO_PASSES
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World, gradients_stay
 from training.optimizer import set_learning_rate
@@ -69,8 +71,8 @@ def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
 
 
 def compile_model(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:
-    """The whole model through torch.compile, in one graph; with train.cuda_graphs as CUDA graphs, one for each direction."""
-    return torch.compile(model, fullgraph=True, mode="reduce-overhead" if train.cuda_graphs else None)
+    """The whole model through torch.compile, in one graph, as train.compile_mode says."""
+    return torch.compile(model, fullgraph=True, options={**list_mode_options(train.compile_mode), **TWO_PASSES})
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -301,11 +301,19 @@ def test_measure_times_both_models_in_turn_against_a_control(model):
     ],
 )
 def test_the_loss_is_the_models_own_where_it_has_one(output, expected):
-    assert default_loss(output).item() == expected
+    assert default_loss()(output).item() == expected
 
 
 def test_without_a_loss_a_fixed_projection_of_the_output_stands_in():
     y = torch.randn(3, 5)
-    assert default_loss(y).dim() == 0 and torch.equal(default_loss(y), default_loss((y, None)))
+    assert default_loss()(y).dim() == 0 and torch.equal(default_loss()(y), default_loss()((y, None)))
     with pytest.raises(ValueError, match="no float tensor in the model's output, a list"):
-        default_loss([torch.ones(2).long()])
+        default_loss()([torch.ones(2).long()])
+
+
+def test_the_projection_is_drawn_once_so_that_no_step_is_timed_drawing_it(monkeypatch):
+    drawn, draw = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: drawn.append(args) or draw(*args, **kwargs))
+    layer = torch.nn.Linear(8, 4)
+    measure(layer, copy.deepcopy(layer), torch.ones(2, 8), cycles=2, block_steps=2)
+    assert len(drawn) == 1

@@ -176,7 +176,7 @@ def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_p
         (["--ours", "ablate.block_steps=9"], "ablate is the same for all contenders"),
         (["--common", "train.compile=true"], "compiled or not by --mode"),
         (["--ours", "train.compile=true"], "compiled or not by --mode"),
-        (["--mode", "compiled", "--ours", "train.cuda_graphs=true"], "needs a CUDA device"),
+        (["--mode", "compiled", "--ours", "train.compile_mode=reduce-overhead"], "needs a CUDA device"),
         (["--common", "model.heads=3"], "model.heads=3 does not divide"),
     ],
 )
@@ -199,11 +199,13 @@ def test_defaults_are_the_published_sizes():
 
 def test_what_compiled_cells_alone_can_do_may_be_asked_for(monkeypatch):
     monkeypatch.setattr(step_contenders.machine, "inspect", lambda _: step_contenders.machine.Machine("cuda"))
-    options = train_step.options_of(["--ours", "train.cuda_graphs=true"])[1]
+    options = train_step.options_of(["--ours", "train.compile_mode=reduce-overhead"])[1]
     found = step_contenders.lineup(options, 0.0)
-    assert {name: cfg.train.cuda_graphs for name, cfg in found.items()} == {
-        "ours": False, "ours, torch norms": False, "ours, train.cuda_graphs=true": True,
-    }  # fmt: skip
+    assert {name: cfg.train.compile_mode for name, cfg in found.items()} == {
+        "ours": "default",
+        "ours, torch norms": "default",
+        "ours, train.compile_mode=reduce-overhead": "reduce-overhead",
+    }
 
 
 def test_times_are_the_median_of_all_counted_steps(monkeypatch):

@@ -66,8 +66,9 @@ RULES = {
     "model.drop_path=1": r"model.drop_path=1.0: must be in [0, 1).",
     "optim.warmup_steps=20 train.steps=10": "optim.warmup_steps=20 is more than train.steps=10",
     "optim.lr=1e-3 optim.min_lr=1e-2": "optim.min_lr=0.01 is more than optim.lr=0.001",
-    "train.cuda_graphs=true": "Use train.compile=true with it",
-    "train.cuda_graphs=true train.compile=true": "train.cuda_graphs=true needs a CUDA device; this run is on cpu",
+    "train.compile_mode=fast": "not a mode of torch.compile's that can be used here. Use default, reduce-overhead,",
+    "train.compile_mode=max-autotune-no-cudagraphs": "Use train.compile=true with it",
+    "train.compile_mode=reduce-overhead train.compile=true": "train.compile_mode=reduce-overhead needs a CUDA device; this run",
     "optim.lr=0": "optim.lr=0.0: must be more than 0 and finite",
     "optim.lr=nan": "optim.lr=nan: must be more than 0 and finite",
     "optim.lr=inf": "optim.lr=inf: must be more than 0 and finite",
@@ -102,10 +103,13 @@ DEVICES = {
     "norm.impl=fused seed=2": (Machine(device="cuda", triton=False), "Install triton, or use norm.impl=torch."),
     "train.precision=bf16": (Machine(device="cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     "train.compile=true": (Machine(device="cpu", cpp_compiler=False), "train.compile=true needs a C++ compiler on the CPU"),
-    "train.compile=true train.cuda_graphs=true train.accumulation=2": (Machine(device="cuda"), "(train.accumulation=2)"),
-    "train.compile=true train.cuda_graphs=true": (
+    "train.compile=true train.compile_mode=max-autotune train.accumulation=2": (
+        Machine(device="cuda"),
+        "(train.accumulation=2)",
+    ),
+    "train.compile=true train.compile_mode=reduce-overhead": (
         Machine(device="cuda", gpus=2, ranks=2, by_torchrun=True),
-        "train.cuda_graphs=true is for a single process",
+        "train.compile_mode=reduce-overhead makes CUDA graphs, which are for a single process",
     ),
     "train.compile_loss=true": (Machine(device="cpu", cpp_compiler=False), "train.compile_loss=true needs a C++ compiler"),
 }
@@ -289,7 +293,7 @@ def test_a_run_that_goes_on_takes_other_machines_intervals_and_operators():
     stored = configs.to_dict(configs.load(on=CPU))
     overrides = [
         *("data.processes=2", "data.cache_dir=x", "norm.impl=torch", "norm.dropout_masks=shared", "train.compile=true"),
-        *("train.compile_loss=true", "train.cuda_graphs=true", "train.recompute=true"),
+        *("train.compile_loss=true", "train.compile_mode=reduce-overhead", "train.recompute=true"),
         *("device=cpu", "eval.every=7", "checkpoint.every=3", "checkpoint.background=true", "logging.wandb=disabled"),
         *("sample.tokens=1", "resume=auto", "folder=x", "seed=1"),
     ]

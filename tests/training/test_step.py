@@ -6,7 +6,7 @@ import torch
 import configs
 import training.step as step_module
 from configs.machine import Machine
-from configs.schema import TrainConfig
+from configs.schema import COMPILE_MODES, TrainConfig
 from model import GPT
 from tests.runs import composed
 from training.checkpoint import TrainState
@@ -117,9 +117,9 @@ def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl):
     # shared masks, since a graph draws torch's own elsewhere in the generator's stream
     given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.1", "model.attention_dropout=0", f"norm.impl={impl}"]
     precision, found = Precision(torch.device("cuda"), torch.bfloat16), []
-    for graphs in ("true", "false"):
+    for mode in ("reduce-overhead", "default"):
         torch.compiler.reset()
-        on_gpu = ["device=cuda", "norm.dropout_masks=shared", "train.compile=true", f"train.cuda_graphs={graphs}"]
+        on_gpu = ["device=cuda", "norm.dropout_masks=shared", "train.compile=true", f"train.compile_mode={mode}"]
         cfg = configs.load([*given, *on_gpu], on=Machine("cuda"))
         torch.manual_seed(0)
         model = GPT(cfg.model, cfg.norm, vocab_size=20).cuda()
@@ -132,12 +132,16 @@ def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl):
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
-def test_cuda_graphs_are_asked_of_torch_compile(monkeypatch):
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_the_mode_is_asked_of_torch_compile(monkeypatch, mode):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options))
-    for graphs in (True, False):
-        compile_model(None, TrainConfig(compile=True, cuda_graphs=graphs))
-    assert [options["mode"] for options in asked] == ["reduce-overhead", None]
+    compile_model(None, TrainConfig(compile=True, compile_mode=mode))
+    found = asked[0].pop("options")
+    assert asked == [{"fullgraph": True}]
+    assert ("triton.cudagraphs" in found) == (mode in ("reduce-overhead", "max-autotune"))
+    assert ("max_autotune" in found) == (mode in ("max-autotune", "max-autotune-no-cudagraphs"))
+    assert found["online_softmax"] is False  # the loss inside
 
 
 def test_both_implementations_start_from_the_same_weights(tiny):

@@ -1,5 +1,7 @@
 """Every norm case × width × library: GPU time with cold L2, as a share of the copy bandwidth that this card reaches.
 
+Beside them, on a GPU, a kernel that only moves the same tensors (`traffic.py`): what any norm could reach there.
+
 python -m benchmarks.norms                                       everything that can be imported; hours of compilation in all
 python -m benchmarks.norms --case ln --width 768 1024            some of it; records add up in one file
 python -m benchmarks.norms --missing --minutes 8                 what the file lacks, as far as eight minutes go
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from ablation.statistics import paired_ratio, spread
-from benchmarks import command, plots, tables, timing
+from benchmarks import command, plots, tables, timing, traffic
 from benchmarks.cases import (
     CASES,
     DIRECTIONS,
@@ -111,6 +113,8 @@ def measure_shape(
             contender(name, function, shape.case, setting, direction, sets, shape.case.name in PROVIDERS[name].overwrites_dy)
             for name, function in functions.items()
         ]
+        if device.type == "cuda":
+            contenders.append(traffic.contender(shape.case, direction, sets))
         outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=True)
         del contenders, sets
         timing.free_memory(device)
@@ -216,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def lacks(results: Results, shape: Shape, direction: str, names: Sequence[str], options: argparse.Namespace) -> bool:
     setting = setting_of(shape, options)
     cell = cell_of(shape, setting, direction)
-    return not all(results.has(**cell, provider=name) for name in functions_of(shape, setting, names))
+    bound = [traffic.NAME] if options.device == "cuda" else []
+    return not all(results.has(**cell, provider=name) for name in [*functions_of(shape, setting, names), *bound])
 
 
 def compile_only(todo: Sequence[Shape], names: Sequence[str], device: torch.device, options: argparse.Namespace) -> None:

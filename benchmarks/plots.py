@@ -13,9 +13,11 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from benchmarks import tables
 from benchmarks.cases import DIRECTIONS
+from benchmarks.traffic import NAME as TRAFFIC
 
 # Colours differ in lightness too; marker and dash tell lines apart where colour does not.
 STYLES: dict[str, dict[str, Any]] = {
+    TRAFFIC: {"color": "#6b7280", "marker": "_", "linestyle": "-", "linewidth": 0.8, "zorder": 1},
     "ours": {"color": "#111111", "marker": "o", "linestyle": "-", "linewidth": 2.8, "markersize": 6, "zorder": 5},
     "ours-seeded": {"color": "#111111", "marker": "o", "linestyle": ":", "linewidth": 1.6, "markerfacecolor": "white"},
     "torch": {"color": "#c2410c", "marker": "s", "linestyle": "--"},
@@ -27,6 +29,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "tutorial": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
 }
 LABELS = {
+    TRAFFIC: "the same tensors, moved alone",
     "compile": "torch.compile",
     "ours-seeded": "ours, seed given",
     "flash-attn": "flash-attn (Triton)",

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.cases import CASES, DIRECTIONS
 from benchmarks.providers import OURS, PROVIDERS
+from benchmarks.traffic import NAME as TRAFFIC
 
 Record = dict[str, Any]
 
@@ -61,8 +62,8 @@ def share(record: Record | None) -> str:
 
 
 def best_peer(providers: dict[str, Record]) -> Record | None:
-    """The fastest of those that are not ours."""
-    peers = [r for name, r in providers.items() if name not in OURS and r.get("us") is not None]
+    """The fastest of the libraries: neither ours nor the bound."""
+    peers = [r for name, r in providers.items() if name not in (*OURS, TRAFFIC) and r.get("us") is not None]
     return min(peers, key=lambda record: record["us"], default=None)
 
 
@@ -80,7 +81,7 @@ def norms_text(records: Sequence[Record]) -> str:
     for rows, sweep in by_rows(records).items():
         for (case, direction, residual, weights), widths in grouped(sweep).items():
             columns = sorted(widths)
-            names = [name for name in PROVIDERS if any(name in widths[n] for n in columns)]
+            names = [name for name in (TRAFFIC, *PROVIDERS) if any(name in widths[n] for n in columns)]
             lines = [[f"  {name}", *(share(widths[n].get(name)) for n in columns)] for name in names]
             peers = [best_peer(widths[n]) for n in columns]
             leads = [lead(widths[n]) for n in columns]

@@ -1,0 +1,61 @@
+"""The bound of a cell: a kernel that reads and writes the same tensors, element by element, and computes next to nothing.
+
+Copy bandwidth is that of one long copy between two tensors. A cell has two to five tensors, which get in each other's way in
+memory, and may be over in 25 microseconds, the first and last of which move little. This kernel pays for those too.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks.cases import FORWARD, Case, Inputs
+from benchmarks.timing import Contender
+
+NAME = "traffic"
+BLOCK, WARPS = 2048, 4
+
+
+@triton.jit
+def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr):
+    """y = z = a + b + c, of those that are there."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    total = tl.load(p_a + at, inside).to(tl.float32)
+    if p_b is not None:
+        total += tl.load(p_b + at, inside)
+    if p_c is not None:
+        total += tl.load(p_c + at, inside)
+    tl.store(p_y + at, total, inside)
+    if p_z is not None:
+        tl.store(p_z + at, total, inside)
+
+
+def contender(case: Case, direction: str, sets: Sequence[Inputs]) -> Contender:
+    return Contender(NAME, lambda: [partial(move, case, direction, inputs) for inputs in sets])
+
+
+def move(case: Case, direction: str, inputs: Inputs, block: int = BLOCK, warps: int = WARPS) -> tuple[Tensor, ...]:
+    """Moves the bytes of `cases.minimum_bytes` and no others. Returns what it wrote, for outputs to rotate."""
+    read, written = tensors(case, direction, inputs)
+    outputs = tuple(torch.empty_like(t) for t in written)
+    elements = inputs.x.numel()
+    a, b, c = (*read, None, None)[:3]
+    y, z = (*outputs, None)[:2]
+    traffic_kernel[(triton.cdiv(elements, block),)](a, b, c, y, z, elements, BLOCK=block, num_warps=warps)
+    return outputs
+
+
+def tensors(case: Case, direction: str, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+    """What is read, and tensors like those that are written: the new stream is as large as the old one, its gradient too."""
+    x, residual, dy, dr = (None if t is None else t.detach() for t in (inputs.x, inputs.residual, inputs.dy, inputs.dr))
+    assert x is not None and dy is not None
+    if residual is None or dr is None:
+        return ([x], [x]) if direction == FORWARD else ([dy, x], [x])
+    if direction == FORWARD:
+        return [x, residual], [x, residual]
+    separate_dx = case.dropout or residual.dtype != x.dtype
+    return [dy, residual, dr], [residual, x] if separate_dx else [residual]

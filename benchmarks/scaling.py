@@ -6,14 +6,15 @@ python -m benchmarks.scaling --device cpu                       to try it: the d
 
 For each model and number of ranks torchrun starts that many processes, once. All of them stay, and are given turns: in a turn
 one cell trains a fresh model for some uncounted and some counted steps, and everybody else waits without work. A round gives
-every cell two turns, in some order and then in its reverse. The step is train.py's; one rank is under torchrun too, so that only
-the number of ranks differs. `alone` is the plain step of one process: no wrapper, no other ranks.
+every cell two turns, in some order and then in its reverse. The step is train.py's; one rank is under torchrun too, so that
+only the number of ranks differs. `alone` is the plain step of one process: no wrapper, no other ranks.
 
-Efficiency is tokens/s of a GPU with N ranks over that with one: the mean over rounds of the ratio within a round, with Student's
-95 % interval, as rounds are few.
+Efficiency is tokens/s of a GPU with N ranks over that with one: the geometric mean over rounds of the ratio within a round.
+Rounds are few, so its 95 % interval is Student's, of the logarithms.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -236,10 +237,10 @@ def ratio_of(name: str, base: Measured | None, measured: Measured) -> Record:
     if base is None or base.error is not None:
         return {}
     pairs = zip(turns.per_cycle(base.blocks_ms), turns.per_cycle(measured.blocks_ms), strict=True)
-    ratios = [base_ms / ms for base_ms, ms in pairs]
-    mean = mean_interval(ratios)
-    interval = [round(mean.low, 4), round(mean.high, 4)] if len(ratios) > 1 else None
-    return {name: round(mean.median, 4), f"{name}_95": interval}
+    logarithms = [math.log(base_ms / ms) for base_ms, ms in pairs]
+    mean = mean_interval(logarithms)
+    ratio, low, high = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
+    return {name: ratio, f"{name}_95": [low, high] if len(logarithms) > 1 else None}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -270,7 +271,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 results.add(records_of(found))
     finally:
         for job in jobs.values():
-            job.stop()
+            job.dismiss()
+        for job in jobs.values():
+            job.end()
     show({"environment": results.environment, "records": results.records}, results.path.parent)
 
 

@@ -1,6 +1,5 @@
 """What torchrun starts for benchmarks.scaling: each rank waits for turns, and in a turn trains a fresh model for some steps."""
 
-import itertools
 import json
 import os
 import sys
@@ -107,16 +106,16 @@ def take_turns(store: dist.Store) -> World:
     world = join()
     if world.leads:
         store.set(JOINED, "")
-    for number in itertools.count():
-        asked = store.get(TURN.format(number))  # waits for it, without work
-        if not asked:
-            return world
+    number = 0
+    while asked := store.get(TURN.format(number)):  # waits for it, without work
         turn = json.loads(asked)
         cfg = _composed(tuple(turn["overrides"]))
         answer = measure(cfg, turn["steps"], ALONE if cfg.parallel is Parallel.auto else world)
         free_memory(torch.device(machine.inspect(cfg.device).device))
         if world.leads:
             store.set(ANSWER.format(number), json.dumps(answer))
+        number += 1
+    return world
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Weak scaling as a table, for a terminal and for README.md, and as a picture."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,18 +85,20 @@ def plot(file: dict[str, Any], folder: Path) -> Path | None:
         reach += [[high - v for v, (_, high) in zip(values, intervals, strict=True)]]
         axes.errorbar(
             [r["ranks"] * 2 ** (0.02 * (at - (len(lines) - 1) / 2)) for r in points],  # side by side, not over one another
-            values, yerr=reach, label=f"{parallel}, {name}", color=COLOURS[titles.index(name) % len(COLOURS)],
-            marker=marker, linestyle=dash, linewidth=1.6, markersize=6, capsize=4,
+            values, yerr=reach, label=textwrap.fill(f"{parallel}, {name}", 100),
+            color=COLOURS[titles.index(name) % len(COLOURS)], marker=marker, linestyle=dash, linewidth=1.6,
+            markersize=6, capsize=4,
         )  # fmt: skip
     ranks = sorted({r["ranks"] for points in lines.values() for r in points})
     axes.axhline(1.0, color=GREY, linewidth=1.0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(n) for n in ranks])
     axes.minorticks_off()
+    axes.set_xlim(ranks[0] / 1.1, ranks[-1] * 1.1)
     lowest = min(r["efficiency"] for points in lines.values() for r in points)
     axes.set_ylim(min(0.8, math.floor(20 * lowest - 1) / 20), 1.05)
     axes.set_xlabel("GPUs, each with the same batch")
-    axes.set_ylabel("tokens/s of a GPU, relative to one alone under the same wrapper")
+    axes.set_ylabel("efficiency: tokens/s of a GPU, relative to 1")
     axes.grid(axis="y", color=GREY, alpha=0.18, linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

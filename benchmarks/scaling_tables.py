@@ -98,7 +98,7 @@ def plot(file: dict[str, Any], folder: Path) -> Path | None:
     lowest = min(r["efficiency"] for points in lines.values() for r in points)
     axes.set_ylim(min(0.8, math.floor(20 * lowest - 1) / 20), 1.05)
     axes.set_xlabel("GPUs, each with the same batch")
-    axes.set_ylabel("efficiency: tokens/s of a GPU, relative to 1")
+    axes.set_ylabel("efficiency: tokens/s of each GPU over that of one")
     axes.grid(axis="y", color=GREY, alpha=0.18, linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
-from benchmarks import readme, scaling, scaling_tables
+import configs
+from benchmarks import readme, scaling, scaling_rank, scaling_tables
 from benchmarks.results import load
 from benchmarks.scaling import Cell, Measured, records_of
 from benchmarks.scaling_job import Job, JobError
 from benchmarks.scaling_rank import WARM_UP, measure
 from tests.benchmarks.records import ENVIRONMENT
+from tests.ranks import on_ranks
 from training.distributed import ALONE
 
 SMALL = [
@@ -128,10 +130,32 @@ def test_a_turn_that_takes_too_long_is_an_error():
         job.turn(overrides("parallel=ddp"), 1)
 
 
+def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(tmp_path):
+    told = on_ranks(2, _what_steps_are_given, tmp_path / "turns")
+    for rank in told:
+        assert rank["auto"] == [["GPT", 4, 1]] * (WARM_UP + 1)
+        assert rank["ddp"] == [["DistributedDataParallel", 2, 2]] * (WARM_UP + 1)
+        assert rank["fsdp"] == [["FSDPGPT", 2, 2]] * (WARM_UP + 1)
+
+
+def _what_steps_are_given(world, on):
+    """The class of the model, the rows of the batch and the size of the world, of each step by `parallel`."""
+    step, told = scaling_rank.training_step, {}
+
+    def watched(forward, state, batch, number, cfg, precision, within):
+        told.setdefault(str(cfg.parallel), []).append([type(forward).__name__, len(batch[0]), within.size])
+        return step(forward, state, batch, number, cfg, precision, within)
+
+    scaling_rank.training_step = watched  # of a process that ends after this
+    for parallel in ("auto", "ddp", "fsdp"):
+        measure(configs.compose_only(overrides(f"parallel={parallel}")), 1, ALONE if parallel == "auto" else world)
+    return told
+
+
 def test_warm_up_is_not_counted():
     options = scaling.options_of(CPU)[1]
     alone = next(cell for cell in scaling.cells_of(options) if cell.parallel == "alone")
-    cfg = scaling.configs.compose_only(alone.overrides)
+    cfg = configs.compose_only(alone.overrides)
     assert cfg.train.steps == WARM_UP + 3, "so the schedule of learning rates covers all steps"
     assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
 
@@ -162,6 +186,9 @@ def test_by_default_gpt2_runs_both_ways_and_gpt2_xl_sharded_on_powers_of_two(mon
         *(("gpt2", how, ranks, 32) for how in ("ddp", "fsdp") for ranks in (1, 2, 4)),
         *(("gpt2_xl", "fsdp", ranks, 4) for ranks in (1, 2, 4)),
     ]
+    assert [c.overrides.count(f"train.batch_size={c.batch_size * c.ranks}") for c in scaling.cells_of(options)] == [1] * len(
+        found
+    )
 
 
 def test_readme_can_show_the_table(tmp_path):

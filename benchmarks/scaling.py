@@ -72,8 +72,8 @@ class Cell:
     context: int
     precision: str
     compiled: bool
-    common: str
-    nccl: str
+    common: str  # overrides that the user gave
+    nccl: str  # settings of NCCL in the environment, which may decide how fast it is
 
     @property
     def name(self) -> str:
@@ -110,8 +110,9 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         help=f"of {ALONE}, {DDP}, {FSDP} (all; {FSDP} for gpt2_xl)",
     )  # fmt: skip
     parser.add_argument(
-        "--ranks", nargs="+", type=command.positive, metavar="N", help="(powers of two up to the GPUs here; 1 2 on the CPU)"
-    )
+        "--ranks", nargs="+", type=command.positive, metavar="N",
+        help="with 1 among them, for efficiency (powers of two up to the GPUs here; 1 2 on the CPU)",
+    )  # fmt: skip
     parser.add_argument(
         "--batch-size", type=command.positive, metavar="B",
         help=f"sequences of each rank ({', '.join(f'{size.batch_size} for {name}' for name, size in SIZES.items())})",
@@ -139,47 +140,47 @@ def powers_of_two(most: int) -> list[int]:
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """Raises ConfigError: a key, a value or a combination that can't be used."""
+    machine.refuse_ranks(f"-m benchmarks.{PROGRAM}")  # which starts torchrun itself
     for text in options.common:
         key = text.partition("=")[0].lstrip("+")
         if key in OWNED:
             raise ConfigError(f"--common {text}: {key} is set by {OWNED[key]}. Leave it out.")
-    nccl = " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and options.device == "cuda")
-    cells = []
-    for model in dict.fromkeys(options.model):
-        size = SIZES[model]
-        batch_size = options.batch_size or size.batch_size
-        for parallel in dict.fromkeys(options.parallel or size.parallel):
-            for ranks in [1] if parallel == ALONE else options.ranks:
-                overrides = (
-                    f"model={model}",
-                    *size.overrides,
-                    *options.common,
-                    f"device={options.device}",
-                    f"parallel={'auto' if parallel == ALONE else parallel}",
-                    f"train.batch_size={batch_size * ranks}",
-                    f"train.compile={str(options.compile).lower()}",
-                    f"train.steps={WARM_UP + options.steps}",
-                )
-                cfg = configs.compose_only(overrides)
-                on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
-                rules.check(cfg, on)
-                precision = Precision.settle(cfg.train.precision, on).name
-                common = " ".join(options.common)
-                cells.append(
-                    Cell(
-                        model,
-                        parallel,
-                        ranks,
-                        overrides,
-                        batch_size,
-                        cfg.model.context,
-                        precision,
-                        options.compile,
-                        common,
-                        nccl,
-                    )
-                )
-    return cells
+    return [
+        cell_of(options, model, parallel, ranks)
+        for model in dict.fromkeys(options.model)
+        for parallel in dict.fromkeys(options.parallel or SIZES[model].parallel)
+        for ranks in ([1] if parallel == ALONE else options.ranks)
+    ]
+
+
+def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) -> Cell:
+    size = SIZES[model]
+    batch_size = options.batch_size or size.batch_size
+    overrides = (
+        f"model={model}",
+        *size.overrides,
+        *options.common,
+        f"device={options.device}",
+        f"parallel={'auto' if parallel == ALONE else parallel}",
+        f"train.batch_size={batch_size * ranks}",
+        f"train.compile={str(options.compile).lower()}",
+        f"train.steps={WARM_UP + options.steps}",
+    )
+    cfg = configs.compose_only(overrides)
+    on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
+    rules.check(cfg, on)
+    return Cell(
+        model=model,
+        parallel=parallel,
+        ranks=ranks,
+        overrides=overrides,
+        batch_size=batch_size,
+        context=cfg.model.context,
+        precision=Precision.settle(cfg.train.precision, on).name,
+        compiled=options.compile,
+        common=" ".join(options.common),
+        nccl=" ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and on.device == "cuda"),
+    )
 
 
 def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -> None:

@@ -22,7 +22,6 @@ ENDS_S = 45.0  # for torchrun to end its ranks, which it kills after 30 s
 TAIL = 6  # lines of what a job wrote, for an error
 # Of torchrun's report of a failure: facts of the machine, and lines that only rule off.
 NOISE = ("time ", "host ", "error_file:", "====", "----", "[W", "[E")
-
 SIGNAL = re.compile(r"Signal \d+ \((?!SIGTERM)(\w+)\) received by PID")  # in that report; it ends all others by SIGTERM
 
 
@@ -31,7 +30,7 @@ class JobError(RuntimeError):
 
 
 class Job:
-    """`ranks` processes that torchrun starts. They take no GPU time while they wait for a turn.
+    """`ranks` processes that torchrun starts. While they wait for a turn they take no GPU time, and little of its memory.
 
     Args:
         timeout_s: seconds for all ranks to have joined, and then for each turn.

@@ -169,6 +169,10 @@ def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         scaling.main([*CPU, "--parallel", "pipeline"])
     assert "--parallel" in capsys.readouterr().err
+    with monkeypatch.context() as by_torchrun, pytest.raises(SystemExit, match="Start it without torchrun"):
+        by_torchrun.setenv("TORCHELASTIC_RUN_ID", "mine")
+        by_torchrun.setenv("LOCAL_RANK", "0")
+        scaling.main([*CPU, "--output", str(tmp_path)])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(SystemExit):
         scaling.main(["--ranks", "4"])

@@ -19,7 +19,7 @@ from typing import Any
 
 from ablation import serialize
 from ablation.compared import FUSED, TORCH
-from benchmarks import tables
+from benchmarks import scaling_tables, tables
 from benchmarks.plots import machine
 from benchmarks.results import FOLDER, ResultsError, load
 
@@ -69,7 +69,13 @@ def ablation(folder: Path) -> str:
     return f"{tables.markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
 
 
-TABLES = {"norms": norms, "host": host, "memory": memory, "seed_figures": seed_figures}
+TABLES = {
+    "norms": norms,
+    "host": host,
+    "memory": memory,
+    "seed_figures": seed_figures,
+    "scaling": scaling_tables.markdown,
+}
 
 
 def rewritten(text: str, folder: Path = FOLDER) -> str:

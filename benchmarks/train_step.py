@@ -22,7 +22,6 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +44,7 @@ from benchmarks.step_contenders import (
     lineup,
 )
 from benchmarks.timing import describe, free_memory
+from benchmarks.tokens import token_stream
 from configs import Config, ConfigError, machine
 from data import Batches
 from model import GPT
@@ -81,15 +81,6 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     options.mode = options.mode or ([EAGER] if on_cpu else [EAGER, COMPILED])
     options.dropout = options.dropout or ([0.0] if options.quick else [0.0, 0.1])
     return parser, options
-
-
-def token_stream(cfg: Config) -> np.ndarray:
-    """Random tokens, the frequent ones as frequent as words are (Mandelbrot's law): the gradient of the embedding takes longer
-    where rows repeat."""
-    assert cfg.model.vocab_size is not None
-    weights = 1 / (np.arange(cfg.model.vocab_size) + 2.7)
-    count = 64 * cfg.train.batch_size * cfg.model.context + 1  # then they come again in another order
-    return np.random.default_rng(cfg.seed).choice(cfg.model.vocab_size, size=count, p=weights / weights.sum())
 
 
 def measure_cell(

@@ -1,0 +1,288 @@
+"""Weak scaling of a training step: the batch of a GPU stays, the number of GPUs grows. DDP and FSDP2.
+
+python -m benchmarks.scaling                                    GPT-2 both ways, GPT-2 XL sharded, on 1, 2, 4 … of the GPUs here
+python -m benchmarks.scaling --model gpt2 --parallel ddp --ranks 1 8 --compile     some of it; records add up in one file
+python -m benchmarks.scaling --device cpu                       to try it: the default run's model, ranks that talk over gloo
+
+For each model and number of ranks torchrun starts that many processes, once. All of them stay, and are given turns: in a turn
+one cell trains a fresh model for some uncounted and some counted steps, and everybody else waits without work. A round gives
+every cell two turns, in some order and then in its reverse. The step is train.py's; one rank is under torchrun too, so that
+only the number of ranks differs. `alone` is the plain step of one process: no wrapper, no other ranks.
+
+Efficiency is tokens/s of a GPU with N ranks over that with one: the geometric mean over rounds of the ratio within a round.
+Rounds are few, so its 95 % interval is Student's, of the logarithms.
+"""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import configs
+from ablation import turns
+from ablation.statistics import mean_interval, spread
+from benchmarks import command, scaling_tables
+from benchmarks.results import Record
+from benchmarks.scaling_job import Job, JobError
+from benchmarks.scaling_rank import WARM_UP
+from configs import ConfigError, machine, rules
+from training.precision import Precision
+
+PROGRAM = "scaling"
+KEY = ("model", "parallel", "ranks", "batch_size", "context", "precision", "compiled", "common", "nccl")
+ROUNDS = (3, 1)  # by default, and with --quick
+ALONE, DDP, FSDP = "alone", "ddp", "fsdp"
+
+
+@dataclass(frozen=True)
+class Size:
+    overrides: tuple[str, ...]
+    batch_size: int  # sequences of a rank
+    parallel: tuple[str, ...] = (ALONE, DDP, FSDP)  # by default
+
+
+SIZES = {
+    "tiny": Size(("model.vocab_size=2048",), 8),  # the default run's
+    "gpt2": Size(("model.vocab_size=50304",), 32),
+    "gpt2_xl": Size(("model.vocab_size=50304",), 4, (FSDP,)),  # 25 GB of weights, gradients and optimizer state unsharded
+}
+OWNED = {  # keys that --common can't set, and the option that does
+    "model": "--model",
+    "device": "--device",
+    "parallel": "--parallel",
+    "train.batch_size": "--batch-size",
+    "train.compile": "--compile",
+    "train.steps": "--steps",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    parallel: str
+    ranks: int
+    overrides: tuple[str, ...]  # of the config that its ranks train with
+    batch_size: int  # sequences of a rank
+    context: int
+    precision: str
+    compiled: bool
+    common: str  # overrides that the user gave
+    nccl: str  # settings of NCCL in the environment, which may decide how fast it is
+
+    @property
+    def name(self) -> str:
+        """Among the cells of one run."""
+        return f"{self.model} {self.parallel} {self.ranks}"
+
+    @property
+    def job(self) -> tuple[str, int]:
+        """Cells share one where their losses have the same shapes, for which they are compiled but once."""
+        return self.model, self.ranks
+
+    @property
+    def step_tokens(self) -> int:
+        return self.ranks * self.batch_size * self.context
+
+
+@dataclass
+class Measured:
+    """What the turns of a cell gave."""
+
+    blocks_ms: list[list[float]] = field(default_factory=list)  # of each turn, the counted steps
+    peak_gb: float | None = None
+    error: str | None = None
+
+
+def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = command.parser(PROGRAM, __doc__.splitlines()[0], ROUNDS)
+    parser.add_argument(
+        "--model", nargs="+", choices=tuple(SIZES), metavar="MODEL",
+        help=f"of {', '.join(SIZES)} (gpt2 gpt2_xl; gpt2 with --quick; tiny on the CPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parallel", nargs="+", choices=(ALONE, DDP, FSDP), metavar="HOW",
+        help=f"of {ALONE}, {DDP}, {FSDP} (all; {FSDP} for gpt2_xl)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks", nargs="+", type=command.positive, metavar="N",
+        help="with 1 among them, for efficiency (powers of two up to the GPUs here; 1 2 on the CPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=command.positive, metavar="B",
+        help=f"sequences of each rank ({', '.join(f'{size.batch_size} for {name}' for name, size in SIZES.items())})",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=command.positive, default=10, help="counted in a turn (%(default)s)")
+    parser.add_argument("--compile", action="store_true", help="compiled models, each anew in every turn (eager)")
+    parser.add_argument("--common", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of the config of all")
+    parser.add_argument(
+        "--timeout", type=command.positive, default=300, metavar="S", help="seconds for a start, and for a turn (%(default)s)"
+    )
+    options = command.parse(parser, argv, ROUNDS)
+    on_cpu = options.device == "cpu"
+    options.model = options.model or (["tiny"] if on_cpu else ["gpt2"] if options.quick else ["gpt2", "gpt2_xl"])
+    options.ranks = sorted(set(options.ranks or ([1, 2] if on_cpu else powers_of_two(torch.cuda.device_count()))))
+    if not on_cpu and not options.plot_only and options.ranks and options.ranks[-1] > torch.cuda.device_count() > 0:
+        parser.error(
+            f"--ranks {options.ranks[-1]}: each rank needs a GPU of its own, and there are {torch.cuda.device_count()}"
+        )
+    return parser, options
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    """Raises ConfigError: a key, a value or a combination that can't be used."""
+    machine.refuse_ranks(f"-m benchmarks.{PROGRAM}")  # which starts torchrun itself
+    for text in options.common:
+        key = text.partition("=")[0].lstrip("+")
+        if key in OWNED:
+            raise ConfigError(f"--common {text}: {key} is set by {OWNED[key]}. Leave it out.")
+    return [
+        cell_of(options, model, parallel, ranks)
+        for model in dict.fromkeys(options.model)
+        for parallel in dict.fromkeys(options.parallel or SIZES[model].parallel)
+        for ranks in ([1] if parallel == ALONE else options.ranks)
+    ]
+
+
+def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) -> Cell:
+    size = SIZES[model]
+    batch_size = options.batch_size or size.batch_size
+    overrides = (
+        f"model={model}",
+        *size.overrides,
+        *options.common,
+        f"device={options.device}",
+        f"parallel={'auto' if parallel == ALONE else parallel}",
+        f"train.batch_size={batch_size * ranks}",
+        f"train.compile={str(options.compile).lower()}",
+        f"train.steps={WARM_UP + options.steps}",
+    )
+    cfg = configs.compose_only(overrides)
+    on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
+    rules.check(cfg, on)
+    return Cell(
+        model=model,
+        parallel=parallel,
+        ranks=ranks,
+        overrides=overrides,
+        batch_size=batch_size,
+        context=cfg.model.context,
+        precision=Precision.settle(cfg.train.precision, on).name,
+        compiled=options.compile,
+        common=" ".join(options.common),
+        nccl=" ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and on.device == "cuda"),
+    )
+
+
+def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -> None:
+    """All at once, since importing takes most of it. A job that does not start is the failure of all its cells."""
+    for job in jobs.values():
+        job.start()
+    for which, job in jobs.items():
+        try:
+            job.join()
+        except JobError as error:
+            for cell, measured in found.items():
+                if cell.job == which:
+                    measured.error = str(error)
+
+
+def take_turn(cell: Cell, measured: Measured, job: Job, steps: int) -> None:
+    """A cell that failed once gets no more turns."""
+    if measured.error is not None:
+        return
+    try:
+        answer = job.turn(cell.overrides, steps)
+    except JobError as error:  # a cell's failure is a result
+        measured.error = str(error)
+        return
+    measured.blocks_ms.append(answer["steps_ms"])
+    if answer["peak_gb"] is not None:
+        measured.peak_gb = max(measured.peak_gb or 0.0, answer["peak_gb"])
+
+
+def records_of(found: Mapping[Cell, Measured]) -> list[Record]:
+    """A record for each cell, once every cell has had the turns of as many rounds."""
+    by_name = {cell.name: measured for cell, measured in found.items()}
+    records = []
+    for cell, measured in found.items():
+        record: Record = {name: getattr(cell, name) for name in KEY}
+        if measured.error is not None:
+            records.append({**record, "ms": None, "error": measured.error})
+            continue
+        times = spread([ms for block in measured.blocks_ms for ms in block])
+        tokens_per_s = 1000 * cell.step_tokens / times.median
+        record |= {"ms": round(times.median, 4), "p10": round(times.p10, 4), "p90": round(times.p90, 4)}
+        record |= {"tokens_per_s": round(tokens_per_s, 1), "tokens_per_s_of_rank": round(tokens_per_s / cell.ranks, 1)}
+        record |= ratio_of("efficiency", by_name.get(replace(cell, ranks=1).name), measured)
+        record |= ratio_of("of_alone", by_name.get(replace(cell, ranks=1, parallel=ALONE).name), measured)
+        record |= {"peak_gb": None if measured.peak_gb is None else round(measured.peak_gb, 3)}
+        records.append({**record, "blocks_ms": measured.blocks_ms})
+    return records
+
+
+def ratio_of(name: str, base: Measured | None, measured: Measured) -> Record:
+    """tokens/s of a rank over those of `base`, which has the same batch a rank: base's milliseconds over these.
+
+    Nothing where `base` was not measured; of a single round without an interval.
+    """
+    if base is None or base.error is not None:
+        return {}
+    pairs = zip(turns.per_cycle(base.blocks_ms), turns.per_cycle(measured.blocks_ms), strict=True)
+    logarithms = [math.log(base_ms / ms) for base_ms, ms in pairs]
+    mean = mean_interval(logarithms)
+    ratio, low, high = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
+    return {name: ratio, f"{name}_95": [low, high] if len(logarithms) > 1 else None}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser, options = options_of(argv)
+    if options.plot_only:
+        show(command.recorded(options.output / f"{PROGRAM}.json"), options.output)
+        return
+    device = command.pick_device(parser, options)
+    try:
+        cells = cells_of(options)
+    except ConfigError as error:
+        raise SystemExit(f"error: {error}") from error
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else None
+    results = command.open_results(PROGRAM, KEY, options, device, [], argv, nccl)
+    found = {cell: Measured() for cell in cells}
+    by_name = {cell.name: cell for cell in cells}
+    jobs = {cell.job: Job(cell.ranks, options.timeout) for cell in cells}
+    try:
+        with command.progress(2 * options.rounds * len(cells), PROGRAM, "turn") as bar:
+            command.now(bar, "start")
+            start(jobs, found)
+            for order in turns.schedule(options.rounds, 0, list(by_name)):
+                for name in order:
+                    command.now(bar, name)
+                    take_turn(by_name[name], found[by_name[name]], jobs[by_name[name].job], options.steps)
+                    bar.update()
+                results.add(records_of(found))
+    finally:
+        for job in jobs.values():
+            job.dismiss()
+        for job in jobs.values():
+            job.end()
+    show({"environment": results.environment, "records": results.records}, results.path.parent)
+
+
+def show(file: dict[str, Any], folder: Path) -> None:
+    print(scaling_tables.text(file["records"]))
+    if picture := scaling_tables.plot(file, folder):
+        print(f"\nplot: {picture}")
+
+
+if __name__ == "__main__":
+    main()

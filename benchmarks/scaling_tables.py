@@ -1,0 +1,113 @@
+"""Weak scaling as a table, for a terminal and for README.md, and as a picture."""
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tables
+from benchmarks.plots import GREY, machine, pyplot
+
+Record = dict[str, Any]
+HEADER = ("", "GPUs", "ms", "p10", "p90", "tokens/s", "of one GPU", "efficiency", "95 %", "of alone", "95 %", "GiB")
+COLOURS = ("#111111", "#2563eb", "#c2410c", "#0f8a6d")  # of models, which differ in lightness too
+MARKS = {"ddp": ("o", "-"), "fsdp": ("s", "--")}
+
+
+def cells(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records by the title of their table, those of a table in the order of its lines."""
+    found: dict[str, list[Record]] = {}
+    for r in records:
+        found.setdefault(title(r), []).append(r)
+    return {name: sorted(of, key=lambda r: (r["parallel"], r["ranks"])) for name, of in found.items()}
+
+
+def title(r: Record) -> str:
+    how = "compiled" if r["compiled"] else "eager"
+    further = [text for text in (r["common"], r["nccl"]) if text]
+    return ", ".join([f"{r['model']}: {r['batch_size']} × {r['context']} tokens a GPU, {r['precision']}, {how}", *further])
+
+
+def text(records: Sequence[Record]) -> str:
+    """A table for each model and what it is trained with, and under it what failed."""
+    parts = []
+    for name, of in cells(records).items():
+        lines = [name, tables.aligned(HEADER, map(row, timed(of)))]
+        lines += [f"failed: {r['parallel']} on {r['ranks']}: {r['error']}" for r in of if r["ms"] is None]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def markdown(file: dict[str, Any]) -> str:
+    found = {name: timed(of) for name, of in cells(file["records"]).items()}
+    return "\n\n".join(f"{name}\n\n{tables.markdown(HEADER, map(row, of))}" for name, of in found.items() if of)
+
+
+def timed(records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r["ms"] is not None]
+
+
+def row(r: Record) -> list[str]:
+    return [
+        r["parallel"],
+        str(r["ranks"]),
+        *(f"{r[key]:.2f}" for key in ("ms", "p10", "p90")),
+        *(f"{r[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_s_of_rank")),
+        *_ratio(r, "efficiency"),
+        *_ratio(r, "of_alone"),
+        "–" if r["peak_gb"] is None else f"{r['peak_gb']:.2f}",
+    ]
+
+
+def _ratio(r: Record, name: str) -> list[str]:
+    interval = r.get(f"{name}_95")
+    return [f"{r[name]:.3f}" if name in r else "–", "{:.3f} to {:.3f}".format(*interval) if interval else "–"]
+
+
+def plot(file: dict[str, Any], folder: Path) -> Path | None:
+    """scaling.png: efficiency over ranks, a line for each model and way to share the work; None where none has two points."""
+    lines = {
+        (name, parallel): points
+        for name, of in cells(file["records"]).items()
+        for parallel in MARKS
+        if len(points := [r for r in timed(of) if r["parallel"] == parallel and "efficiency" in r]) > 1
+    }
+    if not lines:
+        return None
+    figure, axes = pyplot.subplots(figsize=(8.4, 5.2), dpi=110, layout="constrained")
+    titles = list(dict.fromkeys(name for name, _ in lines))
+    for at, ((name, parallel), points) in enumerate(lines.items()):
+        marker, dash = MARKS[parallel]
+        values = [r["efficiency"] for r in points]
+        intervals = [r["efficiency_95"] or [r["efficiency"]] * 2 for r in points]
+        reach = [[v - low for v, (low, _) in zip(values, intervals, strict=True)]]
+        reach += [[high - v for v, (_, high) in zip(values, intervals, strict=True)]]
+        axes.errorbar(
+            [r["ranks"] * 2 ** (0.02 * (at - (len(lines) - 1) / 2)) for r in points],  # side by side, not over one another
+            values, yerr=reach, label=textwrap.fill(f"{parallel}, {name}", 100),
+            color=COLOURS[titles.index(name) % len(COLOURS)], marker=marker, linestyle=dash, linewidth=1.6,
+            markersize=6, capsize=4,
+        )  # fmt: skip
+    ranks = sorted({r["ranks"] for points in lines.values() for r in points})
+    axes.axhline(1.0, color=GREY, linewidth=1.0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(n) for n in ranks])
+    axes.minorticks_off()
+    axes.set_xlim(ranks[0] / 1.1, ranks[-1] * 1.1)
+    lowest = min(r["efficiency"] for points in lines.values() for r in points)
+    axes.set_ylim(min(0.8, math.floor(20 * lowest - 1) / 20), 1.05)
+    axes.set_xlabel("GPUs, each with the same batch")
+    axes.set_ylabel("efficiency: tokens/s of each GPU over that of one")
+    axes.grid(axis="y", color=GREY, alpha=0.18, linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=9)
+    figure.suptitle(
+        f"Weak scaling of a training step, with 95 % intervals\n{machine(file['environment'])}", x=0.01, ha="left", fontsize=10
+    )
+    path = folder / "scaling.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,204 @@
+"""Weak scaling: what is measured and recorded, its arithmetic, and ranks that fail."""
+
+import math
+
+import pytest
+import torch
+
+import configs
+from benchmarks import readme, scaling, scaling_rank, scaling_tables
+from benchmarks.results import load
+from benchmarks.scaling import Cell, Measured, records_of
+from benchmarks.scaling_job import Job, JobError
+from benchmarks.scaling_rank import WARM_UP, measure
+from tests.benchmarks.records import ENVIRONMENT
+from tests.ranks import on_ranks
+from training.distributed import ALONE
+
+SMALL = [
+    *("model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "model.vocab_size=64", "tokenizer=char"),
+    "train.precision=fp32",
+]
+CPU = ["--device", "cpu", "--rounds", "2", "--steps", "3", "--batch-size", "2", "--common", *SMALL]
+
+
+def cell(parallel, ranks):
+    return Cell("tiny", parallel, ranks, (), 4, 10, "bf16", False, "", "")
+
+
+def overrides(*more):
+    return ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", *more]
+
+
+def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, capsys):
+    scaling.main([*CPU, "--output", str(tmp_path), "--rounds", "1"])
+    file = load(tmp_path / "scaling.json")
+    found = {(r["parallel"], r["ranks"]): r for r in file["records"]}
+    assert list(found) == [("alone", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
+    for (_, ranks), r in found.items():
+        assert "error" not in r and [len(block) for block in r["blocks_ms"]] == [3] * 2, "two turns in a round"
+        assert 0 < r["p10"] <= r["ms"] <= r["p90"] and r["peak_gb"] is None, "memory is not known on a CPU"
+        assert r["tokens_per_s"] == pytest.approx(1000 * ranks * 2 * 16 / r["ms"], rel=1e-3), "the batch of a rank stays"
+        assert r["tokens_per_s_of_rank"] == pytest.approx(r["tokens_per_s"] / ranks, rel=1e-3)
+        assert r["efficiency"] > 0 and (ranks > 1 or r["efficiency"] == 1)
+        assert (r["model"], r["precision"], r["compiled"], r["common"]) == ("tiny", "fp32", False, " ".join(SMALL))
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("alone", "ddp", "fsdp", "efficiency", "2 × 16 tokens a GPU"))
+    scaling.main(["--plot-only", "--output", str(tmp_path)])
+    assert capsys.readouterr().out == printed
+
+
+def test_efficiency_is_the_time_of_one_rank_over_that_of_many_within_a_round():
+    """Two rounds of two turns: 10 and 20 ms with one rank, 12.5 and 20 ms with two, so 0.8 and 1.0."""
+    found = {
+        cell("alone", 1): Measured([[8.0] * 3] * 2 + [[16.0] * 3] * 2),
+        cell("ddp", 1): Measured([[9.0, 10.0, 90.0], [10.0, 10.0, 10.0], [20.0] * 3, [20.0] * 3]),
+        cell("ddp", 2): Measured([[12.0] * 3, [13.0] * 3, [20.0] * 3, [20.0] * 3], peak_gb=1.23456),
+    }
+    _, _, record = records_of(found)
+    assert record["efficiency"] == pytest.approx(math.sqrt(0.8), abs=1e-4)
+    # Student's 97.5 % quantile of one degree of freedom, and the deviation of log 0.8 and log 1, over the root of two
+    half = 12.706 * abs(math.log(0.8)) / math.sqrt(2) / math.sqrt(2)
+    assert record["efficiency_95"] == pytest.approx([math.sqrt(0.8) * math.exp(s * half) for s in (-1, 1)], rel=1e-3)
+    assert record["of_alone"] == pytest.approx(math.sqrt(8 / 12.5 * 16 / 20), abs=1e-4)
+    assert record["ms"] == 16.5 and record["tokens_per_s"] == round(2 * 4 * 10 / 0.0165, 1) and record["peak_gb"] == 1.235
+
+
+def test_a_single_round_has_no_interval_and_no_efficiency_is_made_up_without_one_rank():
+    one = Measured([[10.0], [10.0]])
+    assert records_of({cell("ddp", 1): one, cell("ddp", 2): one})[1]["efficiency_95"] is None
+    assert "efficiency" not in records_of({cell("ddp", 2): one, cell("fsdp", 1): one})[0]
+    assert "efficiency" not in records_of({cell("ddp", 1): Measured(error="no"), cell("ddp", 2): one})[1]
+
+
+def test_a_failure_is_recorded_and_the_other_cells_have_their_turns(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    class FailsUnderFsdp:
+        def __init__(self, ranks, timeout_s):
+            self.ranks = ranks
+
+        def turn(self, overrides, steps):
+            asked.append((self.ranks, "parallel=fsdp" in overrides))
+            if asked[-1] == (2, True):
+                raise JobError("rank 1: OutOfMemoryError: no")
+            return {"steps_ms": [10.0] * steps, "peak_gb": 2.0}
+
+        start = join = dismiss = end = lambda self: None
+
+    monkeypatch.setattr(scaling, "Job", FailsUnderFsdp)
+    scaling.main([*CPU, "--output", str(tmp_path), "--parallel", "ddp", "fsdp"])
+    records = load(tmp_path / "scaling.json")["records"]
+    assert [r.get("error") for r in records] == [None, None, None, "rank 1: OutOfMemoryError: no"]
+    assert asked.count((2, True)) == 1 and all(asked.count(turn) == 4 for turn in ((1, False), (1, True), (2, False)))
+    assert "failed: fsdp on 2: rank 1: OutOfMemoryError: no" in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_start_are_the_failure_of_all_their_cells():
+    class Absent:
+        def start(self): ...
+
+        def join(self):
+            raise JobError("no ranks")
+
+    found = {cell("ddp", 2): Measured(), cell("fsdp", 2): Measured()}
+    scaling.start({("tiny", 2): Absent()}, found)
+    assert [measured.error for measured in found.values()] == ["no ranks"] * 2
+
+
+def test_an_error_of_a_rank_is_told_and_the_next_turn_starts_ranks_anew():
+    job = Job(1, timeout_s=120)
+    try:
+        with pytest.raises(JobError, match=r"rank 0: ConfigError: no\.such\.key"):
+            job.turn(overrides("no.such.key=1"), 1)
+        assert len(job.turn(overrides("parallel=ddp"), 2)["steps_ms"]) == 2
+    finally:
+        job.dismiss()
+        job.end()
+
+
+def test_a_rank_that_is_killed_ends_the_turn_with_its_signal():
+    job = Job(2, timeout_s=120, program="tests.benchmarks.killed_rank")
+    with pytest.raises(JobError, match="SIGKILL"):
+        job.turn(overrides("parallel=ddp"), 1)
+
+
+def test_a_turn_that_takes_too_long_is_an_error():
+    job = Job(1, timeout_s=0)
+    with pytest.raises(JobError, match=r"no answer in 0 s \(--timeout\)"):
+        job.turn(overrides("parallel=ddp"), 1)
+
+
+def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(tmp_path):
+    told = on_ranks(2, _what_steps_are_given, tmp_path / "turns")
+    for rank in told:
+        assert rank["auto"] == [["GPT", 4, 1]] * (WARM_UP + 1)
+        assert rank["ddp"] == [["DistributedDataParallel", 2, 2]] * (WARM_UP + 1)
+        assert rank["fsdp"] == [["FSDPGPT", 2, 2]] * (WARM_UP + 1)
+
+
+def _what_steps_are_given(world, on):
+    """The class of the model, the rows of the batch and the size of the world, of each step by `parallel`."""
+    step, told = scaling_rank.training_step, {}
+
+    def watched(forward, state, batch, number, cfg, precision, within):
+        told.setdefault(str(cfg.parallel), []).append([type(forward).__name__, len(batch[0]), within.size])
+        return step(forward, state, batch, number, cfg, precision, within)
+
+    scaling_rank.training_step = watched  # of a process that ends after this
+    for parallel in ("auto", "ddp", "fsdp"):
+        measure(configs.compose_only(overrides(f"parallel={parallel}")), 1, ALONE if parallel == "auto" else world)
+    return told
+
+
+def test_warm_up_is_not_counted():
+    options = scaling.options_of(CPU)[1]
+    alone = next(cell for cell in scaling.cells_of(options) if cell.parallel == "alone")
+    cfg = configs.compose_only(alone.overrides)
+    assert cfg.train.steps == WARM_UP + 3, "so the schedule of learning rates covers all steps"
+    assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
+
+
+def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):
+    for text in ("parallel=ddp", "train.batch_size=8", "train.compile=true", "device=cpu", "model=gpt2"):
+        with pytest.raises(SystemExit, match=rf"--common {text}: .* is set by --"):
+            scaling.main([*CPU, text, "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"train.batch_size=2 can't be cut .* train.accumulation=4"):
+        scaling.main([*CPU, "train.accumulation=4", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        scaling.main([*CPU, "--parallel", "pipeline"])
+    assert "--parallel" in capsys.readouterr().err
+    with monkeypatch.context() as by_torchrun, pytest.raises(SystemExit, match="Start it without torchrun"):
+        by_torchrun.setenv("TORCHELASTIC_RUN_ID", "mine")
+        by_torchrun.setenv("LOCAL_RANK", "0")
+        scaling.main([*CPU, "--output", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        scaling.main(["--ranks", "4"])
+    assert "--ranks 4: each rank needs a GPU of its own, and there are 2" in capsys.readouterr().err
+
+
+def test_by_default_gpt2_runs_both_ways_and_gpt2_xl_sharded_on_powers_of_two(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    options = scaling.options_of([])[1]
+    assert options.model == ["gpt2", "gpt2_xl"] and options.ranks == [1, 2, 4]
+    options.device = "cpu"
+    found = [(c.model, c.parallel, c.ranks, c.batch_size) for c in scaling.cells_of(options)]
+    assert found == [
+        ("gpt2", "alone", 1, 32),
+        *(("gpt2", how, ranks, 32) for how in ("ddp", "fsdp") for ranks in (1, 2, 4)),
+        *(("gpt2_xl", "fsdp", ranks, 4) for ranks in (1, 2, 4)),
+    ]
+    assert [c.overrides.count(f"train.batch_size={c.batch_size * c.ranks}") for c in scaling.cells_of(options)] == [1] * len(
+        found
+    )
+
+
+def test_readme_can_show_the_table(tmp_path):
+    one = Measured([[10.0], [10.0]] * 2, peak_gb=1.0)
+    records = records_of({cell("ddp", 1): one, cell("ddp", 2): one, cell("fsdp", 2): Measured(error="no")})
+    shown = readme.TABLES["scaling"]({"environment": ENVIRONMENT, "records": records})
+    assert shown.startswith("tiny: 4 × 10 tokens a GPU, bf16, eager\n\n|") and "| ddp | 2 | 10.00 |" in shown
+    assert "fsdp" not in shown, "what failed has no figures"
+    assert scaling_tables.plot({"environment": ENVIRONMENT, "records": records}, tmp_path) == tmp_path / "scaling.png"

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -98,7 +97,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                 for mode in variant.modes:
                     progress.now(variant.overrides, mode)
                     free_memory(device)
-                    found.cells.append(measure(variant, mode, precision, corpus, progress, found.environment["gpu"]))
+                    found.cells.append(measure(variant, mode, precision, corpus, progress))
                     keep(found, folder, began)
                 if variant.cfg.ablate.parity_seeds:
                     progress.now(variant.overrides, PARITY)
@@ -127,10 +126,8 @@ def unless_empty(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def measure(
-    variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress, gpu: dict[str, Any] | None = None
-) -> Cell:
-    """The cell of a variant, eager or compiled; `gpu`, the facts about it, get those of its state in torch's steps."""
+def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
+    """The cell of a variant, eager or compiled."""
     cfg = variant.cfg
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
@@ -138,14 +135,13 @@ def measure(
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     times = timing.time_arms(arms, batches, lambda kind: progress.add(f"{mode} {kind}"))
     fused, control = timing.compare(times, FUSED), timing.compare(times, AGAIN)
-    attribution = None
+    attribution, gpu = None, {}
     if on_gpu(precision.device):
         kernels = {}
         for name, arm in arms.items():
             kernels[name] = profiled(arm, batches, mode)
             progress.add(f"{mode} {PROFILES}")
-        if gpu is not None:
-            gpu["during steps of the last cell"] = gpu_state_during(step_of(arms[TORCH], batches), precision.device)
+        gpu = {name: gpu_state_during(step_of(arms[name], batches), precision.device) for name in (TORCH, FUSED)}
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
         torch_ms = statistics.median(turns.per_cycle(times[TORCH].blocks_ms))
@@ -166,6 +162,7 @@ def measure(
         control=control,
         verdict=verdict_of(fused, control),
         attribution=attribution,
+        gpu=gpu,
     )
 
 

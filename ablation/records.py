@@ -45,6 +45,8 @@ class Cell:
     control: Comparison  # torch again: what no difference looks like
     verdict: str
     attribution: Attribution | None = None  # None but on CUDA
+    # By arm, while it takes steps: clocks and power with their units, by the names of nvidia-smi. Empty but on NVIDIA's GPUs.
+    gpu: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

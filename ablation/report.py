@@ -5,7 +5,7 @@ python -m ablation.report RUN_FOLDER…        folders that train.py wrote, or t
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,6 +24,7 @@ from ablation.verdict import NO_KERNEL, differs, plain
 MODES = ("eager", "compiled")
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
 MOST_QUANTITIES = 10
+AT_LIMIT = 0.97  # of the power limit: a GPU that is held there is told to draw a little more or less
 PARITY_RULE = (
     "Every arm runs eager, but for its loss where train.compile_loss compiles that, without dropout on attention weights, from "
     "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
@@ -270,7 +271,31 @@ def _attribution(cell: Cell) -> str:
             f" The step is {cell.fused.speedup.median:.3f} × as fast, which is more: part of what torch's norms take is not in "
             "their group above, or the GPU waits."
         )
+    words += _power(cell.gpu)
     return f"{title}\n\n{markdown(header, rows)}\n\n{wrapped(words)}"
+
+
+def _power(gpu: Mapping[str, Mapping[str, str]]) -> str:
+    """Clocks and power under each arm; and what it means where the power limit sets the clocks."""
+    told, limited = [], False
+    for name, state in gpu.items():
+        try:
+            clock, most, draw, limit = (
+                float(state[field].split()[0]) for field in ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit")
+            )
+        except (KeyError, ValueError):  # nvidia-smi was not there, or does not know it of this GPU
+            continue
+        told.append(f"{clock:.0f} of {most:.0f} MHz and {draw:.0f} of {limit:.0f} W under {name}")
+        limited |= draw > AT_LIMIT * limit
+    if not told:
+        return ""
+    words = f" While it took steps the GPU was at {', '.join(told)}."
+    if limited:
+        words += (
+            " That is its power limit: clocks follow what the kernels draw, and GPU time that is saved need not all be saved of "
+            "the step."
+        )
+    return words
 
 
 def _bound(found: Attribution) -> str:

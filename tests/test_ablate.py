@@ -151,9 +151,8 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     steps = []
     monkeypatch.setattr(ablate, "gpu_state_during", lambda step, device: steps.append(step()) or {"clocks.sm": "1500 MHz"})
     with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
-        gpu = {"name": "NVIDIA H200"}
-        cell = ablate.measure(variant, "eager", precision, corpus_, progress, gpu)
-    assert gpu["during steps of the last cell"] == {"clocks.sm": "1500 MHz"} and len(steps) == 1
+        cell = ablate.measure(variant, "eager", precision, corpus_, progress)
+    assert cell.gpu == {TORCH: {"clocks.sm": "1500 MHz"}, FUSED: {"clocks.sm": "1500 MHz"}} and len(steps) == 2
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
 

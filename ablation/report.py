@@ -292,8 +292,8 @@ def _power(gpu: Mapping[str, Mapping[str, str]]) -> str:
     words = f" While it took steps the GPU was at {', '.join(told)}."
     if limited:
         words += (
-            " That is its power limit: clocks follow what the kernels draw, and GPU time that is saved need not all be saved of "
-            "the step."
+            " That is its power limit: clocks follow what the kernels draw, and GPU time that is saved need not all be step "
+            "time saved."
         )
     return words
 

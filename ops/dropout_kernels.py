@@ -23,8 +23,10 @@ def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: 
         w0, w1, w2, w3 = tl.philox(seed, vector // 2, c1, c2, zero + STREAM, 7)
         second = vector % 2 == 1
         words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))  # [ROWS, BLOCK_N / 4, 2]
-    halves = tl.join(words & 0xFFFF, words >> 16)  # draw j: low half of word j / 2 for even j, high half for odd
-    return tl.reshape(halves, [rows.shape[0], BLOCK_N]).to(tl.int32) >= threshold
+    # Draw j is the low half of word j / 2 for even j, the high half for odd: compared as the high half of 32 bits, of which
+    # the low half then decides nothing.
+    draws = tl.join(words << 16, words)
+    return tl.reshape(draws, [rows.shape[0], BLOCK_N]) >= (threshold.to(tl.uint32) << 16)
 
 
 @triton.jit

@@ -1,5 +1,7 @@
 """The kernels over every class of tile: one block, two, several, looped, split; whatever the table picks for this GPU."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -63,6 +65,25 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
     assert_as_accurate_as_pytorch(
         Case(x=dtype, residual=residual, rms=rms, bias=not rms, m=3, n=n, dropout_p=dropout_p), device
     )
+
+
+@pytest.mark.parametrize("shape", ["one block", "split"])
+@pytest.mark.parametrize("mean", [0.0, 30.0, 3e3])
+def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, shape, device, use_tile):
+    use_tile(tile_for(512, shape, rows=2, programs_per_sm=1, stages=2))
+    draw = torch.Generator().manual_seed(2)
+    x, weight, bias, dy = (torch.randn(*size, generator=draw) for size in ((6, 512), (512,), (512,), (6, 512)))
+
+    def gradients(norm, dtype, where):
+        leaves = [t.to(where, dtype).requires_grad_() for t in (x + mean, weight, bias)]
+        return [g.cpu().double() for g in torch.autograd.grad(norm(*leaves), leaves, dy.to(where, dtype))]
+
+    torchs = partial(torch.nn.functional.layer_norm, normalized_shape=(512,), eps=1e-5)
+    wanted = gradients(lambda x, w, b: torchs(x, weight=w, bias=b), torch.float64, "cpu")
+    got = gradients(lambda x, w, b: layer_norm_fn(x, w, b, eps=1e-5), torch.float32, device)
+    theirs = gradients(lambda x, w, b: torchs(x, weight=w, bias=b), torch.float32, device)
+    for ours_, their, exact in zip(got, theirs, wanted, strict=True):
+        assert (ours_ - exact).abs().max() <= 2 * (their - exact).abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("where", [0, 256, 511])

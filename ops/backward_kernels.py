@@ -115,13 +115,11 @@ def norm_backward_kernel(
                     if IS_RMS:
                         b_c1 += b_c2  # a zero, but with both in use the compiler does not repeat the wait
                     b_g = weighted_sum(b_finish_dy, b_weight, b_dy1, b_weight1, True, False)
-                    b_slope = -share * b_rstd * b_rstd * b_c1
-                    b_offset = -share * b_rstd * b_c2 - b_slope * b_mean
+                    b_slope = -share * b_rstd * b_c1
+                    b_offset = -share * b_c2 - b_slope * b_mean
                     b_dz = add_norm_gradient(b_dz, b_g, b_finish_r, b_slope, b_offset, b_rstd, p_dr is not None, IS_RMS)
                 else:
-                    b_slope = -share * b_rstd * b_c1
-                    b_offset = -share * b_rstd * b_c2
-                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, b_slope, b_offset, b_rstd, p_dr is not None, IS_RMS)
+                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, -share * b_c1, -share * b_c2, b_rstd, p_dr is not None, IS_RMS)
             b_ds, b_ds1 = store_input_gradients(
                 p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
                 rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
@@ -176,9 +174,7 @@ def norm_backward_kernel(
                     if p_dbias1 is not None:
                         accumulate(p_dbias1 + partial, b_dy1[0], first_col, N, first)
                     b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
-                    b_dz = add_norm_gradient(
-                        b_dz, b_g, b_xhat, -share * b_rstd * b_c1, -share * b_rstd * b_c2, b_rstd, p_dr is not None, IS_RMS
-                    )
+                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, -share * b_c1, -share * b_c2, b_rstd, p_dr is not None, IS_RMS)
                 b_block_ds, b_block_ds1 = store_input_gradients(
                     p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
                     rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
@@ -237,21 +233,23 @@ def weighted_sum(b_dy, b_weight, b_dy1, b_weight1, HAS_DY: tl.constexpr, HAS_DY1
 
 @triton.jit
 def add_norm_gradient(b_dz, b_g, b_base, b_slope, b_offset, b_rstd, HAS_DZ: tl.constexpr, IS_RMS: tl.constexpr):
-    """dz + rstd · (g − x̂ · c1 − c2) = dz + g · rstd + base · slope + offset, in which each product has its sum.
+    """dz + rstd · (g − x̂ · c1 − c2), as dz + rstd · (g + base · slope + offset).
 
-    base is x̂, slope −rstd · c1 and offset, for LayerNorm alone, −rstd · c2. Or base is r itself, slope −rstd² · c1 and offset
-    −rstd · c2 − slope · mean: what that loses where the mean is large is what the rounding of r has lost before.
+    base is x̂, slope −c1 and offset, for LayerNorm alone, −c2. Or base is r itself, slope −rstd · c1 and offset
+    −c2 − slope · mean: what that loses where the mean is large, the rounding of r has lost before.
     """
     b_sum = ()
     for i in tl.static_range(len(b_dz)):
-        if IS_RMS:
-            b = b_dz[i] + b_base[i] * b_slope[:, None]
-            b += b_g[i] * b_rstd[:, None]
+        if HAS_DZ or IS_RMS:
+            # Differences before the factor: where g is nearly its mean, both may be much larger than what is left.
+            b = b_g[i] + b_base[i] * b_slope[:, None]
+            if not IS_RMS:
+                b += b_offset[:, None]
+            b = b_dz[i] + b * b_rstd[:, None]
         else:
-            b = b_base[i] * b_slope[:, None] + b_offset[:, None]
+            # Multiplied out, each product has its sum: an instruction less, and the products are not rounded either.
+            b = b_base[i] * (b_slope * b_rstd)[:, None] + (b_offset * b_rstd)[:, None]
             b += b_g[i] * b_rstd[:, None]
-            if HAS_DZ:
-                b += b_dz[i]
         b_sum += (b,)
     return b_sum
 

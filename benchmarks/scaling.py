@@ -225,7 +225,7 @@ def records_of(found: Mapping[Cell, Measured]) -> list[Record]:
         record |= {"tokens_per_s": round(tokens_per_s, 1), "tokens_per_s_of_rank": round(tokens_per_s / cell.ranks, 1)}
         record |= ratio_of("efficiency", by_name.get(replace(cell, ranks=1).name), measured)
         record |= ratio_of("of_alone", by_name.get(replace(cell, ranks=1, parallel=ALONE).name), measured)
-        record |= {"peak_gb": None if measured.peak_gb is None else round(measured.peak_gb, 3)}
+        record |= {"peak_gb": None if measured.peak_gb is None else round(measured.peak_gb, 6)}
         records.append({**record, "blocks_ms": measured.blocks_ms})
     return records
 

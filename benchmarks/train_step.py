@@ -146,7 +146,7 @@ def measure_cell(
             model = contenders[name].model
             flops = model.flops_per_token() if isinstance(model, GPT) else our_flops
             record |= times_of(blocks[name], found[OURS], flops, precision)
-            record |= {"peak_gb": round(max(peaks[name]), 3) if peaks[name] else None}
+            record |= {"peak_gb": round(max(peaks[name]), 6) if peaks[name] else None}
             record |= {"first_loss": round(losses[name][0], 6), "last_loss": round(losses[name][1], 6)}
             if versus is not None and name != versus:
                 ratio = paired_ratio(turns.per_cycle(blocks[versus]), turns.per_cycle(blocks[name]))

@@ -83,23 +83,35 @@ def norm_backward_kernel(
                 b_dy1 = load_row(p_dy1, rows, m_row, stride_dy1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
                 b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
                 b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-                if p_dweight is not None:
-                    b_dweight = add_product(b_dweight, b_dy, b_xhat)
                 if p_dbias is not None:
                     b_dbias = add_rows(b_dbias, b_dy)
-                if p_dweight1 is not None:
-                    b_dweight1 = add_product(b_dweight1, b_dy1, b_xhat)
                 if p_dbias1 is not None:
                     b_dbias1 = add_rows(b_dbias1, b_dy1)
+                if p_dweight1 is not None:
+                    b_dweight1 = add_product(b_dweight1, b_dy1, b_xhat)
+                # Where g itself is wanted a round later, its sums are had from dy · x̂, which the weight gradients need too.
+                # Not for RMSNorm, which has one sum less to gain by it and a tile that would spill.
+                BY_PRODUCT: tl.constexpr = SLICES > 1 and not IS_RMS
+                if BY_PRODUCT:
+                    b_product = product(b_dy, b_xhat)
+                    if p_dweight is not None:
+                        b_dweight = add_rows(b_dweight, b_product)
+                elif p_dweight is not None:
+                    b_dweight = add_product(b_dweight, b_dy, b_xhat)
                 if not HOLD:
                     b_weight = load_vector(p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET)
-                b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
-                if IS_RMS:
-                    b_c1 = dot_rows(b_g, b_xhat, SPAN)
-                    b_c2 = tl.zeros([ROWS], tl.float32)
+                if BY_PRODUCT:
+                    b_c1, b_c2 = tl.reduce((b_product[0] * b_weight[0], b_dy[0] * b_weight[0]), 1, add_pairs)
                 else:
-                    b_c1, b_c2 = two_dots(b_g, b_xhat, SPAN)
-                if SLICES > 1:
+                    b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
+                    if IS_RMS:
+                        b_c1 = dot_rows(b_g, b_xhat, SPAN)
+                        b_c2 = tl.zeros([ROWS], tl.float32)
+                    else:
+                        b_c1, b_c2 = two_dots(b_g, b_xhat, SPAN)
+                if SLICES == 1:
+                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, -share * b_c1, -share * b_c2, b_rstd, p_dr is not None, IS_RMS)
+                else:
                     # From here on rows and m_row are those of the tile before, whose sums have had the time to arrive.
                     publish(p_board, b_c1, b_c2, rows, m_row, slice_id, SLICES)
                     b_finish_r = widen_row(b_held_r)
@@ -118,8 +130,6 @@ def norm_backward_kernel(
                     b_slope = -share * b_rstd * b_c1
                     b_offset = -share * b_c2 - b_slope * b_mean
                     b_dz = add_norm_gradient(b_dz, b_g, b_finish_r, b_slope, b_offset, b_rstd, p_dr is not None, IS_RMS)
-                else:
-                    b_dz = add_norm_gradient(b_dz, b_g, b_xhat, -share * b_c1, -share * b_c2, b_rstd, p_dr is not None, IS_RMS)
             b_ds, b_ds1 = store_input_gradients(
                 p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
                 rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
@@ -273,6 +283,14 @@ def add_rows(b_row, b_other):
     for i in tl.static_range(len(b_row)):
         b_sum += (b_row[i] + (tl.sum(b_other[i], 0) if len(b_row[i].shape) == 1 else b_other[i]),)
     return b_sum
+
+
+@triton.jit
+def product(b_row, b_other):
+    b_product = ()
+    for i in tl.static_range(len(b_row)):
+        b_product += (b_row[i] * b_other[i],)
+    return b_product
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def results_of(
 
 
 def default_loss() -> Loss:
-    """The output's `loss`, a scalar in it, or a fixed random projection of its first tensor."""
+    """A loss: the output's `loss`, a scalar in it, or a projection of its first tensor on a random one, which it keeps."""
     drawn: dict[tuple[torch.Size, torch.device], Tensor] = {}  # once: drawing takes longer than many a model's step
 
     def loss(output: Any) -> Tensor:

@@ -45,7 +45,7 @@ class Cell:
     control: Comparison  # torch again: what no difference looks like
     verdict: str
     attribution: Attribution | None = None  # None but on CUDA
-    # By arm, while it takes steps: clocks and power with their units, by the names of nvidia-smi. Empty but on NVIDIA's GPUs.
+    # By arm, while it takes steps: clocks and power with units, by nvidia-smi's names; nothing where that is missing.
     gpu: dict[str, dict[str, str]] = field(default_factory=dict)
 
 

@@ -24,7 +24,7 @@ from ablation.verdict import NO_KERNEL, differs, plain
 MODES = ("eager", "compiled")
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
 MOST_QUANTITIES = 10
-AT_LIMIT = 0.97  # of the power limit: a GPU that is held there is told to draw a little more or less
+AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
 PARITY_RULE = (
     "Every arm runs eager, but for its loss where train.compile_loss compiles that, without dropout on attention weights, from "
     "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
@@ -277,7 +277,7 @@ def _attribution(cell: Cell) -> str:
 
 def _power(gpu: Mapping[str, Mapping[str, str]]) -> str:
     """Clocks and power under each arm; and what it means where the power limit sets the clocks."""
-    told, limited = [], False
+    told, limited = [], []
     for name, state in gpu.items():
         try:
             clock, most, draw, limit = (
@@ -286,14 +286,14 @@ def _power(gpu: Mapping[str, Mapping[str, str]]) -> str:
         except (KeyError, ValueError):  # nvidia-smi was not there, or does not know it of this GPU
             continue
         told.append(f"{clock:.0f} of {most:.0f} MHz and {draw:.0f} of {limit:.0f} W under {name}")
-        limited |= draw > AT_LIMIT * limit
+        limited += [name] if draw > AT_LIMIT * limit else []
     if not told:
         return ""
-    words = f" While it took steps the GPU was at {', '.join(told)}."
+    words = f" Read once while it took steps, the GPU was at {', '.join(told)}."
     if limited:
         words += (
-            " That is its power limit: clocks follow what the kernels draw, and GPU time that is saved need not all be step "
-            "time saved."
+            f" Under {' and '.join(limited)} that is its power limit: clocks follow what the kernels draw, and GPU time that "
+            "is saved need not all be step time saved."
         )
     return words
 

@@ -1,6 +1,6 @@
 """Every norm case × width × library: GPU time with cold L2, as a share of the copy bandwidth that this card reaches.
 
-Beside them, on a GPU, a kernel that only moves the same tensors (`traffic.py`): what any norm could reach there.
+Beside them, on a GPU, a plain kernel that only moves the same tensors (`traffic.py`): what there is to reach.
 
 python -m benchmarks.norms                                       everything that can be imported; hours of compilation in all
 python -m benchmarks.norms --case ln --width 768 1024            some of it; records add up in one file
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ablation.statistics import paired_ratio, spread
-from benchmarks import command, plots, tables, timing, traffic
+from benchmarks import command, plots, tables, timing
 from benchmarks.cases import (
     CASES,
     DIRECTIONS,
@@ -29,7 +29,7 @@ from benchmarks.cases import (
     minimum_bytes,
 )
 from benchmarks.contenders import contender
-from benchmarks.providers import PROVIDERS, Function
+from benchmarks.providers import PROVIDERS, TRAFFIC, Function
 from benchmarks.results import Record, Results
 from benchmarks.warm import compile_in_processes, forget_tuning, run_once, share_of
 
@@ -114,6 +114,8 @@ def measure_shape(
             for name, function in functions.items()
         ]
         if device.type == "cuda":
+            from benchmarks import traffic  # a kernel: without a GPU there may be no Triton either
+
             contenders.append(traffic.contender(shape.case, direction, sets))
         outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=True)
         del contenders, sets
@@ -220,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def lacks(results: Results, shape: Shape, direction: str, names: Sequence[str], options: argparse.Namespace) -> bool:
     setting = setting_of(shape, options)
     cell = cell_of(shape, setting, direction)
-    bound = [traffic.NAME] if options.device == "cuda" else []
-    return not all(results.has(**cell, provider=name) for name in [*functions_of(shape, setting, names), *bound])
+    moved = [TRAFFIC] if options.device == "cuda" else []
+    return not all(results.has(**cell, provider=name) for name in [*functions_of(shape, setting, names), *moved])
 
 
 def compile_only(todo: Sequence[Shape], names: Sequence[str], device: torch.device, options: argparse.Namespace) -> None:

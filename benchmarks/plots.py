@@ -13,11 +13,12 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from benchmarks import tables
 from benchmarks.cases import DIRECTIONS
-from benchmarks.traffic import NAME as TRAFFIC
+from benchmarks.providers import TRAFFIC
 
+GREY = "#6b7280"
 # Colours differ in lightness too; marker and dash tell lines apart where colour does not.
 STYLES: dict[str, dict[str, Any]] = {
-    TRAFFIC: {"color": "#6b7280", "marker": "_", "linestyle": "-", "linewidth": 0.8, "zorder": 1},
+    TRAFFIC: {"color": GREY, "marker": "+", "linestyle": (0, (1, 2)), "linewidth": 1.0, "zorder": 1},
     "ours": {"color": "#111111", "marker": "o", "linestyle": "-", "linewidth": 2.8, "markersize": 6, "zorder": 5},
     "ours-seeded": {"color": "#111111", "marker": "o", "linestyle": ":", "linewidth": 1.6, "markerfacecolor": "white"},
     "torch": {"color": "#c2410c", "marker": "s", "linestyle": "--"},
@@ -37,7 +38,6 @@ LABELS = {
     "quack-kernels": "quack",
     "tutorial": "Triton tutorial's way",
 }
-GREY = "#6b7280"
 
 
 def norms(file: dict[str, Any], folder: Path) -> list[Path]:

@@ -169,6 +169,7 @@ PROVIDERS = {
     "apex": Provider(apex, "apex.normalization.fused_layer_norm", "apex"),
 }
 OURS = ("ours", "ours-seeded")
+TRAFFIC = "traffic"  # beside them in norms: a kernel that moves the same tensors and computes nothing
 
 
 def missing(names: list[str]) -> dict[str, str]:

@@ -10,7 +10,9 @@ every cell two turns, in some order and then in its reverse. The step is train.p
 only the number of ranks differs. `alone` is the plain step of one process: no wrapper, no other ranks.
 
 Efficiency is tokens/s of a GPU with N ranks over that with one: the geometric mean over rounds of the ratio within a round.
-Rounds are few, so its 95 % interval is Student's, of the logarithms.
+Rounds are few, so its 95 % interval is Student's, of the logarithms. The one rank is on the first GPU, and measured anew in
+each run: measure all numbers of ranks together. Sharded, each of N GPUs has an Nth of the optimizer's work, so that efficiency
+may pass 1.
 """
 
 import argparse
@@ -82,7 +84,7 @@ class Cell:
 
     @property
     def job(self) -> tuple[str, int]:
-        """Cells share one where their losses have the same shapes, for which they are compiled but once."""
+        """Cells share one where they need as many processes, and where what is compiled for one fits the other."""
         return self.model, self.ranks
 
     @property
@@ -117,7 +119,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         "--batch-size", type=command.positive, metavar="B",
         help=f"sequences of each rank ({', '.join(f'{size.batch_size} for {name}' for name, size in SIZES.items())})",
     )  # fmt: skip
-    parser.add_argument("--steps", type=command.positive, default=10, help="counted in a turn (%(default)s)")
+    parser.add_argument("--steps", type=command.positive, default=25, help="counted in a turn (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="compiled models, each anew in every turn (eager)")
     parser.add_argument("--common", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of the config of all")
     parser.add_argument(

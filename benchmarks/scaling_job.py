@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +57,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=self._written,
             stderr=self._written,
+            start_new_session=True,  # so that a torchrun that has to be killed takes its ranks with it
         )
 
     def join(self) -> None:
@@ -88,7 +91,7 @@ class Job:
         """Waits until the processes, which were told to end, have done so."""
         if self._process is None:
             return
-        for insist in (self._process.terminate, self._process.kill):
+        for insist in (self._process.terminate, partial(os.killpg, self._process.pid, signal.SIGKILL)):
             try:
                 self._process.wait(ENDS_S)
             except subprocess.TimeoutExpired:

@@ -32,7 +32,7 @@ from training.step import compile_model, prepare, training_step
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.
 JOINED, FAILED, TURN, ANSWER = "joined", "failed", "turn {}", "answer {}"
 HOST = "127.0.0.1"
-# Steps that open a turn and are not counted: the first compiles the loss, and none after it waits for the host.
+# Steps that open a turn and are not counted: the first compiles the loss, the others fill the GPU's queue and warm it.
 WARM_UP = 5
 
 

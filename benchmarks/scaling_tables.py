@@ -95,8 +95,8 @@ def plot(file: dict[str, Any], folder: Path) -> Path | None:
     axes.set_xticks(ranks, [str(n) for n in ranks])
     axes.minorticks_off()
     axes.set_xlim(ranks[0] / 1.1, ranks[-1] * 1.1)
-    lowest = min(r["efficiency"] for points in lines.values() for r in points)
-    axes.set_ylim(min(0.8, math.floor(20 * lowest - 1) / 20), 1.05)
+    ends = [end for points in lines.values() for r in points for end in (r["efficiency"], *(r["efficiency_95"] or ()))]
+    axes.set_ylim(min(0.8, math.floor(20 * min(ends)) / 20), max(1.05, math.ceil(20 * max(ends)) / 20))
     axes.set_xlabel("GPUs, each with the same batch")
     axes.set_ylabel("efficiency: tokens/s of each GPU over that of one")
     axes.grid(axis="y", color=GREY, alpha=0.18, linewidth=0.8)

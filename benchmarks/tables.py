@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.cases import CASES, DIRECTIONS
-from benchmarks.providers import OURS, PROVIDERS
-from benchmarks.traffic import NAME as TRAFFIC
+from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
 
 Record = dict[str, Any]
 
@@ -62,7 +61,7 @@ def share(record: Record | None) -> str:
 
 
 def best_peer(providers: dict[str, Record]) -> Record | None:
-    """The fastest of the libraries: neither ours nor the bound."""
+    """The fastest of the libraries: neither ours nor the kernel that only moves the tensors."""
     peers = [r for name, r in providers.items() if name not in (*OURS, TRAFFIC) and r.get("us") is not None]
     return min(peers, key=lambda record: record["us"], default=None)
 

@@ -1,4 +1,4 @@
-"""The bound of a cell: a kernel that reads and writes the same tensors, element by element, and computes next to nothing.
+"""What a cell leaves to reach: a plain kernel that reads and writes the same tensors and computes next to nothing.
 
 Copy bandwidth is that of one long copy between two tensors. A cell has two to five tensors, which get in each other's way in
 memory, and may be over in 25 microseconds, the first and last of which move little. This kernel pays for those too.
@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.cases import FORWARD, Case, Inputs
+from benchmarks.providers import TRAFFIC
 from benchmarks.timing import Contender
 
-NAME = "traffic"
-BLOCK, WARPS = 1024, 4  # of five choices the fastest or within half a percent of it, in 33 cells on an H200
+BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next to it, whatever the cell
 
 
 @triton.jit
@@ -35,17 +35,17 @@ def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr):
 
 
 def contender(case: Case, direction: str, sets: Sequence[Inputs]) -> Contender:
-    return Contender(NAME, lambda: [partial(move, case, direction, inputs) for inputs in sets])
+    return Contender(TRAFFIC, lambda: [partial(move, case, direction, inputs) for inputs in sets])
 
 
-def move(case: Case, direction: str, inputs: Inputs, block: int = BLOCK, warps: int = WARPS) -> tuple[Tensor, ...]:
+def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
     """Moves the bytes of `cases.minimum_bytes` and no others. Returns what it wrote, for outputs to rotate."""
     read, written = tensors(case, direction, inputs)
     outputs = tuple(torch.empty_like(t) for t in written)
     elements = inputs.x.numel()
     a, b, c = (*read, None, None)[:3]
     y, z = (*outputs, None)[:2]
-    traffic_kernel[(triton.cdiv(elements, block),)](a, b, c, y, z, elements, BLOCK=block, num_warps=warps)
+    traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, num_warps=WARPS)
     return outputs
 
 

@@ -218,13 +218,20 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
     if train.compile_mode not in COMPILE_MODES:
         yield f"{mode}: not a mode of torch.compile's that can be used here. Use {', '.join(COMPILE_MODES)}."
     elif train.compile_mode != "default" and not train.compile:
-        yield f"{mode} is how to compile, and train.compile=false. Use train.compile=true with it."
+        yield (
+            f"{mode} is how to compile, and nothing is compiled. Use train.compile=true with it; for ablate.py that is "
+            "ablate.compile=true, for benchmarks.train_step --mode compiled."
+        )
+    elif train.compile_mode != "default" and cfg.parallel is Parallel.fsdp:
+        yield f"{mode}: parallel=fsdp compiles part by part, in the default mode. Use train.compile_mode=default."
+    if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
+        yield f"{mode} chooses kernels by their speed on the day, deterministic=true wants the same bits. Use one of them."
     if train.compile_mode in CUDA_GRAPHS and train.accumulation > 1:
         yield (
             f"{mode} makes CUDA graphs, which write gradients where the last micro-batch's are (train.accumulation="
             f"{train.accumulation}). Use train.accumulation=1 or another mode."
         )
-    if train.compile_mode in CUDA_GRAPHS and (ranks > 1 or cfg.parallel is Parallel.fsdp):
+    if train.compile_mode in CUDA_GRAPHS and ranks > 1:
         yield f"{mode} makes CUDA graphs, which are for a single process: ranks talk outside of them. Use another mode."
     if optim.warmup_steps is not None and optim.warmup_steps > train.steps:
         yield (

@@ -160,7 +160,8 @@ class TrainConfig:
     accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
     precision: Precision = Precision.auto
     compile: bool = False  # torch.compile(fullgraph=True)
-    compile_mode: str = "default"  # with compile, one of COMPILE_MODES
+    # with compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs, as torch.compile has them
+    compile_mode: str = "default"
     compile_loss: bool | None = None  # torch.compile for the loss alone, of a model that is not compiled; null: on CUDA
     recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
 

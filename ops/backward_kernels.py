@@ -93,6 +93,7 @@ def norm_backward_kernel(
                 # Not for RMSNorm, which has one sum less to gain by it and a tile that would spill.
                 BY_PRODUCT: tl.constexpr = SLICES > 1 and not IS_RMS
                 if BY_PRODUCT:
+                    tl.static_assert(TAIL_N == 0, "a split row is one block in each program")
                     b_product = product(b_dy, b_xhat)
                     if p_dweight is not None:
                         b_dweight = add_rows(b_dweight, b_product)
@@ -128,7 +129,11 @@ def norm_backward_kernel(
                         b_c1 += b_c2  # a zero, but with both in use the compiler does not repeat the wait
                     b_g = weighted_sum(b_finish_dy, b_weight, b_dy1, b_weight1, True, False)
                     b_slope = -share * b_rstd * b_c1
-                    b_offset = -share * b_c2 - b_slope * b_mean
+                    b_offset = -share * b_c2
+                    if p_r.dtype.element_ty == tl.float32:
+                        b_finish_r = subtract(b_finish_r, b_mean, IS_RMS)
+                    else:
+                        b_offset -= b_slope * b_mean  # where that loses digits, the rounding of r has lost more
                     b_dz = add_norm_gradient(b_dz, b_g, b_finish_r, b_slope, b_offset, b_rstd, p_dr is not None, IS_RMS)
             b_ds, b_ds1 = store_input_gradients(
                 p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
@@ -242,22 +247,31 @@ def weighted_sum(b_dy, b_weight, b_dy1, b_weight1, HAS_DY: tl.constexpr, HAS_DY1
 
 
 @triton.jit
+def subtract(b_r, b_mean, IS_RMS: tl.constexpr):
+    """r − mean, whatever it is past the row's end; r for RMSNorm."""
+    b_centred = ()
+    for i in tl.static_range(len(b_r)):
+        b_centred += (b_r[i] if IS_RMS else b_r[i] - b_mean[:, None],)
+    return b_centred
+
+
+@triton.jit
 def add_norm_gradient(b_dz, b_g, b_base, b_slope, b_offset, b_rstd, HAS_DZ: tl.constexpr, IS_RMS: tl.constexpr):
     """dz + rstd · (g − x̂ · c1 − c2), as dz + rstd · (g + base · slope + offset).
 
-    base is x̂, slope −c1 and offset, for LayerNorm alone, −c2. Or base is r itself, slope −rstd · c1 and offset
-    −c2 − slope · mean: what that loses where the mean is large, the rounding of r has lost before.
+    base is x̂, slope −c1 and offset, for LayerNorm alone, −c2. Or base is r − mean and slope −rstd · c1. Or base is r itself
+    and offset −c2 − slope · mean.
     """
     b_sum = ()
     for i in tl.static_range(len(b_dz)):
         if HAS_DZ or IS_RMS:
-            # Differences before the factor: where g is nearly its mean, both may be much larger than what is left.
+            # Multiplied out this would be as many instructions, and three tiles would spill.
             b = b_g[i] + b_base[i] * b_slope[:, None]
             if not IS_RMS:
                 b += b_offset[:, None]
             b = b_dz[i] + b * b_rstd[:, None]
         else:
-            # Multiplied out, each product has its sum: an instruction less, and the products are not rounded either.
+            # Multiplied out, each product has its sum: an instruction less.
             b = b_base[i] * (b_slope * b_rstd)[:, None] + (b_offset * b_rstd)[:, None]
             b += b_g[i] * b_rstd[:, None]
         b_sum += (b,)
@@ -287,6 +301,7 @@ def add_rows(b_row, b_other):
 
 @triton.jit
 def product(b_row, b_other):
+    """row · other, block by block."""
     b_product = ()
     for i in tl.static_range(len(b_row)):
         b_product += (b_row[i] * b_other[i],)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch._inductor import list_mode_options
 
 from configs import Config
 from configs.machine import Machine
@@ -72,6 +71,8 @@ def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
 
 def compile_model(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:
     """The whole model through torch.compile, in one graph, as train.compile_mode says."""
+    from torch._inductor import list_mode_options  # takes seconds to import, so only a run that compiles does
+
     return torch.compile(model, fullgraph=True, options={**list_mode_options(train.compile_mode), **TWO_PASSES})
 
 

@@ -60,7 +60,7 @@ def test_clocks_and_power_are_told_of_each_arm_and_what_a_power_limit_means(tmp_
     of = dataclasses.replace(found.cells[0], gpu={TORCH: results.gpu_state(1710, 560.0), FUSED: results.gpu_state(1650, watts)})
     text = " ".join(written(dataclasses.replace(found, cells=[of]), tmp_path).split())
     assert f"the GPU was at 1710 of 1980 MHz and 560 of 700 W under torch, 1650 of 1980 MHz and {watts:.0f} of 700 W" in text
-    assert ("That is its power limit" in text) == limited
+    assert ("Under fused that is its power limit" in text) == limited
 
 
 @pytest.mark.parametrize("state", [{}, {"clocks.sm": "1710 MHz"}, results.gpu_state(1710, 1) | {"power.draw": "[N/A]"}])

@@ -9,6 +9,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 SHARES = {
+    "traffic": 0.97,
     "ours": 0.97,
     "torch": 0.5,
     "compile": 0.8,

@@ -1,9 +1,13 @@
-"""The bound that norms are held against: it moves what they must move."""
+"""The kernel that norms are held against: it moves what they must move."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import tables, traffic
+from benchmarks import norms, tables, traffic
 from benchmarks.cases import CASES, DIRECTIONS, Setting, make_inputs, minimum_bytes
 
 STREAMS = [torch.bfloat16, torch.float32]
@@ -38,6 +42,21 @@ def test_it_reads_and_writes_every_element(name, direction, stream):
     assert [t.dtype for t in outputs] == [t.dtype for t in written]
     for output in outputs:
         torch.testing.assert_close(output, total.to(output.dtype))
+
+
+def test_what_needs_no_kernel_needs_no_triton():
+    """Tables of recorded results are made on any machine."""
+    code = "import sys; sys.modules['triton'] = None; import benchmarks.readme, benchmarks.norms, benchmarks.train_step"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_cell_without_it_is_missing_on_a_gpu_and_whole_on_a_cpu():
+    shape = norms.Shape(CASES["ln"], None, 8, 64, 8)
+    has = SimpleNamespace(has=lambda provider, **_: provider == "torch")
+    options = SimpleNamespace(device="cpu", weight_dtype="bf16")
+    assert not norms.lacks(has, shape, "forward", ["torch"], options)
+    options.device = "cuda"
+    assert norms.lacks(has, shape, "forward", ["torch"], options)
 
 
 def test_it_is_no_peer():

@@ -67,7 +67,8 @@ RULES = {
     "optim.warmup_steps=20 train.steps=10": "optim.warmup_steps=20 is more than train.steps=10",
     "optim.lr=1e-3 optim.min_lr=1e-2": "optim.min_lr=0.01 is more than optim.lr=0.001",
     "train.compile_mode=fast": "not a mode of torch.compile's that can be used here. Use default, reduce-overhead,",
-    "train.compile_mode=max-autotune-no-cudagraphs": "Use train.compile=true with it",
+    "train.compile_mode=max-autotune-no-cudagraphs": "with it; for ablate.py that is ablate.compile=true",
+    "train.compile=true train.compile_mode=max-autotune-no-cudagraphs deterministic=true": "Use one of them",
     "train.compile_mode=reduce-overhead train.compile=true": "train.compile_mode=reduce-overhead needs a CUDA device; this run",
     "optim.lr=0": "optim.lr=0.0: must be more than 0 and finite",
     "optim.lr=nan": "optim.lr=nan: must be more than 0 and finite",
@@ -110,6 +111,10 @@ DEVICES = {
     "train.compile=true train.compile_mode=reduce-overhead": (
         Machine(device="cuda", gpus=2, ranks=2, by_torchrun=True),
         "train.compile_mode=reduce-overhead makes CUDA graphs, which are for a single process",
+    ),
+    "parallel=fsdp train.compile=true train.compile_mode=max-autotune-no-cudagraphs": (
+        Machine(device="cuda", gpus=2, ranks=2, by_torchrun=True),
+        "parallel=fsdp compiles part by part, in the default mode. Use train.compile_mode=default.",
     ),
     "train.compile_loss=true": (Machine(device="cpu", cpp_compiler=False), "train.compile_loss=true needs a C++ compiler"),
 }

@@ -14,6 +14,7 @@ def traced(monkeypatch):
     original, given = torch.compile, []
 
     def compile(function, options=None):
+        assert options in (None, loss.TWO_PASSES) and (options is None) == isinstance(function, torch.nn.Module)
         given.append(function)
         return original(function, backend="aot_eager", fullgraph=True)
 

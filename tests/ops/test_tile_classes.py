@@ -1,7 +1,5 @@
 """The kernels over every class of tile: one block, two, several, looped, split; whatever the table picks for this GPU."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -68,22 +66,35 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
 
 
 @pytest.mark.parametrize("shape", ["one block", "split"])
+@pytest.mark.parametrize("upstream", [False, True])
+@pytest.mark.parametrize("stream", [FP32, BF16])
 @pytest.mark.parametrize("mean", [0.0, 30.0, 3e3])
-def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, shape, device, use_tile):
+def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, stream, upstream, shape, device, use_tile):
+    """dy has a part along x, which the mean could spoil; upstream, the residual stream has a gradient too."""
     use_tile(tile_for(512, shape, rows=2, programs_per_sm=1, stages=2))
     draw = torch.Generator().manual_seed(2)
-    x, weight, bias, dy = (torch.randn(*size, generator=draw) for size in ((6, 512), (512,), (512,), (6, 512)))
+    x, weight, bias, dy, dr = (torch.randn(*size, generator=draw) for size in ((6, 512), (512,), (512,), (6, 512), (6, 512)))
+    x, dy = (x + mean).to(stream), (dy + x).to(stream)
 
     def gradients(norm, dtype, where):
-        leaves = [t.to(where, dtype).requires_grad_() for t in (x + mean, weight, bias)]
-        return [g.cpu().double() for g in torch.autograd.grad(norm(*leaves), leaves, dy.to(where, dtype))]
+        """Of r, weight and bias, where r is read by the norm and, upstream, goes on as it is."""
+        r, w, b = leaves = [t.to(where, dtype or t.dtype).requires_grad_() for t in (x, weight, bias)]
+        outputs, given = norm(r, w, b), [t.to(where, dtype or stream) for t in (dy, dr)]
+        return [g.cpu().double() for g in torch.autograd.grad(outputs[: 1 + upstream], leaves, given[: 1 + upstream])]
 
-    torchs = partial(torch.nn.functional.layer_norm, normalized_shape=(512,), eps=1e-5)
-    wanted = gradients(lambda x, w, b: torchs(x, weight=w, bias=b), torch.float64, "cpu")
-    got = gradients(lambda x, w, b: layer_norm_fn(x, w, b, eps=1e-5), torch.float32, device)
-    theirs = gradients(lambda x, w, b: torchs(x, weight=w, bias=b), torch.float32, device)
-    for ours_, their, exact in zip(got, theirs, wanted, strict=True):
-        assert (ours_ - exact).abs().max() <= 2 * (their - exact).abs().max() + 1e-6
+    def torchs(r, w, b):
+        return torch.nn.functional.layer_norm(r.to(w.dtype), (512,), w, b, 1e-5).to(r.dtype), r * 1
+
+    def ours_(r, w, b):
+        return layer_norm_fn(torch.zeros_like(r), w, b, residual=r, eps=1e-5, prenorm=True)
+
+    wanted, got, theirs = (
+        gradients(torchs, torch.float64, "cpu"),
+        gradients(ours_, None, device),
+        gradients(torchs, None, device),
+    )
+    for our, their, exact in zip(got, theirs, wanted, strict=True):
+        assert (our - exact).abs().max() <= 2 * (their - exact).abs().max() + 1e-6
 
 
 @pytest.mark.parametrize("where", [0, 256, 511])

@@ -41,10 +41,11 @@ class Interrupt:
             signal.signal(number, handler)
 
     def wanted(self) -> bool:
-        """Whether a signal has reached any rank; `requested` then says on each rank which."""
-        if number := self._world.highest(self.requested or 0):
+        """Whether a signal has reached any rank; `requested` then says on each rank which. All ranks call it together."""
+        number = self._world.highest(self.requested or 0)
+        if number:
             self.requested = signal.Signals(number)
-        return self.requested is not None
+        return bool(number)  # not of `requested`: a signal that has come to this rank meanwhile is news to the others
 
     @contextmanager
     def at_once(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .conversion_kernels import narrow
 from .dropout_kernels import drop_block
 from .row_kernels import block_cols, block_count, block_mask, block_start, load_row, store_row
 
@@ -59,7 +60,7 @@ def store_branch_gradient(
             if p_dx is not None:
                 if p_rowscale is not None:
                     b_dx = tl.where((b_scale != 0.0)[:, None], b_dx * b_scale[:, None], 0.0)
-                tl.store(p_dx + rows[:, None] * N + cols[None, :], b_dx, mask=m)
+                tl.store(p_dx + rows[:, None] * N + cols[None, :], narrow(b_dx, p_dx.dtype.element_ty), mask=m)
     return b_ds
 
 

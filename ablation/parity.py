@@ -38,9 +38,9 @@ must stay below GROSS_FEW, however many they are: FEW seeds or less have no spre
 one whose estimate is so rough that a t-test alone would let ten times the expected error pass.
 
 **Outcome.** The 95 % t-interval of the mean difference fused − torch of final validation losses must lie within ± the standard
-deviation of torch's over seeds. With FEW seeds or less this is left out too: of two, that deviation may be near 0 by chance, and
-half the interval is 9 times that of the differences. Right norms whose losses differ by a hundredth of what seeds differ by would
-fail one time in 16, and by a twentieth two times in seven (GPT-2 in bf16: a fiftieth with dropout, a fifteenth without).
+deviation of torch's over seeds. With FEW seeds or less this is left out: of two, that deviation may be near 0 by chance, and
+half the interval is 9 times that of the differences. Right norms whose losses differ by a hundredth of what seeds differ by
+would fail one time in 16, by a twentieth two times in seven (GPT-2 in bf16: a fiftieth with dropout, a fifteenth without).
 
 Dropout on attention weights is off in all arms. It draws from torch's generator, and what it draws depends on the dtype.
 """

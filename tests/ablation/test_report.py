@@ -250,6 +250,19 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
         assert (tmp_path / "parity.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("most", [3e-7, 3e-3], ids=["within a decade", "over four"])
+def test_the_axis_of_distances_from_the_reference_has_labels_to_read_a_scale_from(tmp_path, monkeypatch, most):
+    figures = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
+    parity = results.parity_of({}, seeds=1, steps=4)
+    exact, *others = parity.losses
+    off = {name: [[7.0, 7.0 + most, 7.0, 7.0 + 1.2e-7]] for name in others}
+    plots.losses(dataclasses.replace(parity, losses={exact: [[7.0] * 4], **off}), tmp_path / "x.png")
+    below = figures[0].axes[1]
+    low, high = below.get_ylim()
+    assert low == 0 and most < high and sum(0 < at <= high for at in below.get_yticks()) >= 2
+
+
 # ---- finished training runs ------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +318,7 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, capsys):
     assert second.startswith(f"Final validation loss: {difference}") and difference in " ".join(
         found.partition("## ")[2].split()
     )
+    assert "- Steps of fused beside those of torch: 1.220 × as fast" in text, "not fused over torch, which would be 0.820"
     assert NO_KERNEL not in text
     row = next(line for line in text.splitlines() if line.startswith("| torch1"))
     assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "120.20", "121.80", "32,768", "18.64", "3.10000"]

@@ -44,6 +44,13 @@ def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, c
     assert differs(fused, control) == said.startswith("^fused norms")
 
 
+@pytest.mark.parametrize(("low", "high", "off"), [(0.991, 0.998, True), (0.991, 1.001, False), (1.002, 1.005, True)])
+def test_a_control_whose_interval_leaves_out_its_truth_is_told_of(low, high, off):
+    apart = Interval(0.0, -1.0, 1.0)
+    fused, control = Comparison(apart, Interval(1.15, 1.14, 1.16)), Comparison(apart, Interval((low + high) / 2, low, high))
+    assert ("leaves out 1: intervals here may be too narrow" in verdict_of(fused, control)) == off
+
+
 def test_a_gain_beyond_the_bound_is_named_as_one(tmp_path):
     found = results.ablation(overrides=[{}], modes=["eager"])
     cell = found.cells[0]

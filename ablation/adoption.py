@@ -32,6 +32,7 @@ from ablation.judgement import (
     judge_size,
 )
 from ablation.passes import How, Loss, autocasting, call, default_loss, results_of
+from ablation.statistics import LEAST_SAMPLES
 from ablation.text import aligned, number
 from ops.backend import runs_kernels
 from training.clock import StepClock
@@ -178,17 +179,18 @@ def measure(
 
     Args:
         batch, loss, autocast: as for `check_parity`.
-        cycles, block_steps: each cycle gives each model two blocks of so many steps, after one that is not counted.
+        cycles, block_steps: each cycle gives each model two blocks of so many steps, after one that is not counted. At least 6
+            cycles: of one, two equal models would be called different every other time; of two, one time in six.
         warmup_steps: of each model, before.
 
     Raises:
         TypeError: a model is no module.
-        ValueError: cycles or block_steps is less than 1, or the loss needs no gradient.
+        ValueError: cycles is less than 6 or block_steps less than 1, or the loss needs no gradient.
     """
     _check_modules("measure", model_a, model_b)
-    for argument, count in (("cycles", cycles), ("block_steps", block_steps)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"measure: {argument} must be a whole number of 1 or more, got {count}")
+    for argument, count, least in (("cycles", cycles, LEAST_SAMPLES), ("block_steps", block_steps, 1)):
+        if not isinstance(count, int) or count < least:
+            raise ValueError(f"measure: {argument} must be a whole number of {least} or more, got {count}")
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = next(model_a.parameters()).device
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}

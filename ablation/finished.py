@@ -227,7 +227,7 @@ def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interv
         rows.append([run.folder.name, run.impl, str(run.seed), *figures, rate, peak, loss(run.val_loss)])
     header = ["run", "norm.impl", "seed", "step ms", "p10", "p90", "tokens/s", "peak GiB", "final val loss"]
     lines = [markdown(header, rows), ""]
-    lines.append(f"- Step time of fused over torch: {_outcome(ratio)}; unpaired.")
+    lines.append(f"- Steps of fused beside those of torch: {_outcome(ratio)}; unpaired.")
     lines.append(wrapped(f"- {_validation(runs)}"))
     note = (
         "Step time: median, p10 and p90 over the windows between two lines of metrics, in ms. The range is from torch's least "

@@ -121,7 +121,10 @@ def losses(parity: Parity, path: Path) -> None:
     for at, (name, distance) in enumerate(off.items(), start=1):
         same = ": no difference" if (distance == 0).all() else ""
         below.plot(distance, label=name + same, **LINES[at % len(LINES)])
-    if np.isfinite(least):
+    most = max((distance[np.isfinite(distance)].max(initial=0.0) for distance in off.values()), default=0.0)
+    if most < 10 * least < np.inf:
+        below.set_ylim(bottom=0)  # on a logarithm less than a decade has one label, which gives no scale
+    elif np.isfinite(least):
         # Linear below the smallest distance: many a loss is the reference's to the bit, and a logarithm has no place for zero.
         below.set_yscale("symlog", linthresh=least, linscale=0.5)
         below.set_ylim(bottom=0)
@@ -210,7 +213,7 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
         _bare(axes, grid="")
     panels[-1].set_xlabel("GPU time of a step, ms")
     figure.legend(entries.values(), entries, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    _finish(figure, "Where the GPU time of a step goes", path)
+    _finish(figure, "Where the GPU time of a step goes (each panel has an axis of its own)", path)
     return True
 
 

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import numpy as np
 
+LEAST_SAMPLES = 6  # for a bootstrap's interval of a median: of 4 it misses the truth one time in 8, of 2 every other time
+
 
 @dataclass(frozen=True)
 class Spread:

@@ -42,7 +42,7 @@ def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[
 
 
 def compare_blocks(torch_blocks: Sequence[Sequence[float]], arm_blocks: Sequence[Sequence[float]]) -> Comparison:
-    """The same, of step times by block."""
+    """An arm with `torch`, of step times by block; a pair is a cycle."""
     torch_ms, arm_ms = per_cycle(torch_blocks), per_cycle(arm_blocks)
     return Comparison(paired_difference(arm_ms, torch_ms), paired_ratio(torch_ms, arm_ms))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ablation.statistics import paired_ratio, spread
+from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
 from benchmarks import command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
 from benchmarks.norms import Shape, functions_of
@@ -113,7 +113,9 @@ def record_of(outcome: timing.Outcome, ours: timing.Outcome | None) -> Record:
     record: Record = {"us": round(times.median, 2), "p10": round(times.p10, 2), "p90": round(times.p90, 2)}
     if ours is not None and ours is not outcome and ours.us:
         ratio = paired_ratio(outcome.us, ours.us)
-        record |= {"times_ours": round(ratio.median, 4), "times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
+        record |= {"times_ours": round(ratio.median, 4)}
+        if len(ours.us) >= LEAST_SAMPLES:
+            record |= {"times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
     return record
 
 

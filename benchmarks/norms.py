@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ablation.statistics import paired_ratio, spread
+from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
 from benchmarks import command, plots, tables, timing
 from benchmarks.cases import (
     CASES,
@@ -149,7 +149,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int, copy_gb_per_s: float) -> Record:
-    """Times in microseconds a call; `times_ours` is this time over ours of the same round, above 1 where ours is faster."""
+    """Times in microseconds a call; `times_ours` is this time over ours of the same round, above 1 where ours is faster.
+
+    Its interval is `times_ours_95`; fewer rounds than LEAST_SAMPLES have none.
+    """
     record: Record = {"bytes": bytes_, "copy_gb_per_s": round(copy_gb_per_s, 1)}
     if outcome.error is not None:
         return {**record, "us": None, "error": outcome.error}
@@ -164,7 +167,9 @@ def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int,
     }
     if ours is not None and ours is not outcome and ours.us:
         ratio = paired_ratio(outcome.us, ours.us)
-        record |= {"times_ours": round(ratio.median, 4), "times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
+        record |= {"times_ours": round(ratio.median, 4)}
+        if len(ours.us) >= LEAST_SAMPLES:
+            record |= {"times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
     return record
 
 

@@ -84,7 +84,7 @@ def _times(r: Record) -> list[str]:
         "–" if r["mfu"] is None else f"{100 * r['mfu']:.1f}",
         "–" if r["peak_gb"] is None else f"{r['peak_gb']:.2f}",
         f"{r['speedup']:.3f}" if "speedup" in r else "–",
-        "{:.3f} to {:.3f}".format(*r["speedup_95"]) if "speedup" in r else "–",
+        "{:.3f} to {:.3f}".format(*r["speedup_95"]) if "speedup_95" in r else "–",
     ]
     return [
         r["contender"],

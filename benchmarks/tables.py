@@ -117,7 +117,7 @@ def norms_cell(providers: dict[str, Record]) -> str:
     text = share(ours)
     if peer is None:
         return text
-    low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none where the two were not measured in one run
+    low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none where not measured in one run, or in few rounds
     if low > 1.0:
         text = f"**{text}**"
     elif high < 1.0:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ablation import timing as protocol
 from ablation import turns
-from ablation.statistics import paired_ratio, spread
+from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
 from benchmarks import command, nanogpt, step_tables
 from benchmarks.nanogpt import PeerError
 from benchmarks.results import Record
@@ -151,7 +151,8 @@ def measure_cell(
             if versus is not None and name != versus:
                 ratio = paired_ratio(turns.per_cycle(blocks[versus]), turns.per_cycle(blocks[name]))
                 record |= {"versus": versus, "speedup": round(ratio.median, 4)}
-                record |= {"speedup_95": [round(ratio.low, 4), round(ratio.high, 4)]}
+                if rounds >= LEAST_SAMPLES:
+                    record |= {"speedup_95": [round(ratio.low, 4), round(ratio.high, 4)]}
             if profiled:
                 record |= breakdown_of(contenders[name], batches, taken[name], mode, device, record["ms"])
                 progress(f"{mode}, {name}: profile")

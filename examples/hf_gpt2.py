@@ -22,7 +22,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     config = GPT2Config() if gpu else GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    effort = (6, 2) if gpu else (2, 2)
+    effort = (6, 2) if gpu else (6, 1)
     tokens = torch.randint(config.vocab_size, (16 if gpu else 2, config.n_positions), device=device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
 

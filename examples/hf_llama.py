@@ -25,7 +25,7 @@ def main() -> None:
     device = "cuda" if gpu else "cpu"
     large = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16)
     tiny = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    config, effort = (large, (6, 2)) if gpu else (tiny, (2, 2))
+    config, effort = (large, (6, 2)) if gpu else (tiny, (6, 1))
     tokens = torch.randint(config.vocab_size, (8, 1024) if gpu else (2, 32), device=device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
 

@@ -128,7 +128,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     # vocabulary, context, width, heads, layers, dropout; cycles of the measurement, and steps in their blocks
-    sizes, effort = (GPT2_SMALL, (6, 2)) if gpu else (TINY, (2, 2))
+    sizes, effort = (GPT2_SMALL, (6, 2)) if gpu else (TINY, (6, 1))
     tokens = torch.randint(sizes[0], (16 if gpu else 2, sizes[1] + 1), device=device)
     batch = (tokens[:, :-1], tokens[:, 1:])
 

@@ -91,7 +91,7 @@ def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
-    sizes, effort = ((768, 12, 12), (8, 2)) if gpu else ((32, 4, 3), (2, 2))
+    sizes, effort = ((768, 12, 12), (8, 2)) if gpu else ((32, 4, 3), (6, 1))
     before, after = (ViT(block, *sizes).to(device) for block in (Before, After))
     after.load_state_dict(before.state_dict())
     patches = torch.randn(192 if gpu else 8, 196 if gpu else 32, 48, device=device)

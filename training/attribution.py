@@ -157,6 +157,9 @@ RULES = (
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
     _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
+    # A bias gradient: the sum, over rows, of what a dropout's backward gives, made anew for it. It takes as long as the plain
+    # triton_red_fused_sum_view_ that stands in its place with fused norms.
+    _rule("other", _kernel, r"^triton_(red|per)_fused_(_to_copy_)?native_dropout_backward_sum_(view_)?\d+$"),
     _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
     # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.

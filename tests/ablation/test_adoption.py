@@ -246,7 +246,7 @@ def test_models_stay_as_they_were(model):
     modes = [module.training for module in model.modules()]
     model.head.weight.grad = torch.ones_like(model.head.weight)
     check_parity(model, other, batch())
-    measure(model, other, batch(), cycles=1, block_steps=1, warmup_steps=0)
+    measure(model, other, batch(), cycles=6, block_steps=1, warmup_steps=0)
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
     assert model.final.weight.grad is None and not model.final._forward_hooks
@@ -270,9 +270,9 @@ def test_what_can_not_be_compared_is_refused(model):
     other.forward = lambda *args: (*own(*args), torch.zeros(3))
     with pytest.raises(ValueError, match="model_a returns 1 float tensors, model_b 2"):
         check_parity(model, other, batch())
-    for argument in ("cycles", "block_steps"):
-        with pytest.raises(ValueError, match=f"measure: {argument} must be a whole number of 1 or more, got 0"):
-            measure(model, model, batch(), **{argument: 0})
+    for argument, least in (("cycles", 6), ("block_steps", 1)):
+        with pytest.raises(ValueError, match=f"measure: {argument} must be a whole number of {least} or more, got {least - 1}"):
+            measure(model, model, batch(), **{argument: least - 1})
     for compare in (check_parity, measure):
         with pytest.raises(TypeError, match=f"{compare.__name__}: model_b must be a torch.nn.Module, got Tensor"):
             compare(model, torch.ones(2), batch())
@@ -285,8 +285,8 @@ def test_measure_times_both_models_in_turn_against_a_control(model):
     other = adopted(model)
     model.register_forward_hook(lambda *call: calls.append("a"))
     other.register_forward_hook(lambda *call: calls.append("b"))
-    timing = measure(model, other, batch(), cycles=3, block_steps=2, warmup_steps=1)
-    assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * (1 + 2) * (1 + 3))
+    timing = measure(model, other, batch(), cycles=6, block_steps=2, warmup_steps=1)
+    assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * (1 + 2) * (1 + 6))
     assert timing.a_ms > 0 and timing.b_ms > 0
     assert timing.verdict in str(timing) and "A/A" in timing.verdict
     assert ("No kernel was measured" in timing.verdict) == (not runs_kernels(torch.device("cpu")))
@@ -315,5 +315,5 @@ def test_the_projection_is_drawn_once_so_that_no_step_is_timed_drawing_it(monkey
     drawn, draw = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: drawn.append(args) or draw(*args, **kwargs))
     layer = torch.nn.Linear(8, 4)
-    measure(layer, copy.deepcopy(layer), torch.ones(2, 8), cycles=2, block_steps=2)
+    measure(layer, copy.deepcopy(layer), torch.ones(2, 8), cycles=6, block_steps=2)
     assert len(drawn) == 1

@@ -3,6 +3,7 @@ import json
 import re
 from itertools import product
 
+import numpy as np
 import pytest
 
 from ablation import finished, plots, report, serialize
@@ -41,6 +42,13 @@ CONTROL = comparison(0.998, 1.000, 1.002)
 def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, control, said):
     assert re.search(said, verdict_of(fused, control))
     assert differs(fused, control) == said.startswith("^fused norms")
+
+
+@pytest.mark.parametrize(("low", "high", "off"), [(0.991, 0.998, True), (0.991, 1.001, False), (1.002, 1.005, True)])
+def test_a_control_whose_interval_leaves_out_its_truth_is_told_of(low, high, off):
+    apart = Interval(0.0, -1.0, 1.0)
+    fused, control = Comparison(apart, Interval(1.15, 1.14, 1.16)), Comparison(apart, Interval((low + high) / 2, low, high))
+    assert ("leaves out 1: intervals here may be too narrow" in verdict_of(fused, control)) == off
 
 
 def test_a_gain_beyond_the_bound_is_named_as_one(tmp_path):
@@ -175,6 +183,19 @@ def test_compile_alone_is_torch_eager_over_torch_compiled(tmp_path):
     assert alone == pytest.approx(131.7 / 104.2, rel=0.01) and both == pytest.approx(alone * after, rel=0.01)
 
 
+def test_an_unpaired_interval_covers_the_truth_where_both_blocks_of_a_cycle_were_slow_together():
+    """Arms of 10 cycles, whose two blocks have 0.9 of their variance in common."""
+    draw, missed = np.random.default_rng(0), 0
+    for _ in range(400):
+        pair = []
+        for _ in range(2):
+            cycles = 0.9**0.5 * draw.normal(size=(10, 1)) + 0.1**0.5 * draw.normal(size=(10, 2))
+            blocks = [[10 * (1 + 0.01 * block)] for block in cycles.ravel()]
+            pair.append(dataclasses.replace(results.cell({}).arms[TORCH], blocks_ms=blocks))
+        missed += not report._unpaired_ratio(*pair).holds(1)
+    assert missed <= 32  # 8 %; drawing blocks as if they were independent misses 12
+
+
 def test_what_was_measured_and_on_what_stands_before_the_first_figure(tmp_path):
     found = results.ablation()
     found.environment["minutes"] = 4.2
@@ -236,6 +257,19 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
         assert (tmp_path / "parity.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("most", [3e-7, 3e-3], ids=["within a decade", "over four"])
+def test_the_axis_of_distances_from_the_reference_has_labels_to_read_a_scale_from(tmp_path, monkeypatch, most):
+    figures = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
+    parity = results.parity_of({}, seeds=1, steps=4)
+    exact, *others = parity.losses
+    off = {name: [[7.0, 7.0 + most, 7.0, 7.0 + 1.2e-7]] for name in others}
+    plots.losses(dataclasses.replace(parity, losses={exact: [[7.0] * 4], **off}), tmp_path / "x.png")
+    below = figures[0].axes[1]
+    low, high = below.get_ylim()
+    assert low == 0 and most < high and sum(0 < at <= high for at in below.get_yticks()) >= 2
+
+
 # ---- finished training runs ------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +325,7 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, capsys):
     assert second.startswith(f"Final validation loss: {difference}") and difference in " ".join(
         found.partition("## ")[2].split()
     )
+    assert "- Steps of fused beside those of torch: 1.220 × as fast" in text, "not fused over torch, which would be 0.820"
     assert NO_KERNEL not in text
     row = next(line for line in text.splitlines() if line.startswith("| torch1"))
     assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "120.20", "121.80", "32,768", "18.64", "3.10000"]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ablation.statistics import mean_interval, paired_ratio, spread
+from ablation.statistics import LEAST_SAMPLES, mean_interval, paired_ratio, spread
 
 
 def test_spread_is_median_and_outer_tenths():
@@ -20,6 +20,15 @@ def test_interval_of_a_ratio_covers_the_truth_and_narrows_with_rounds():
     few, many = (paired_ratio(draw.normal(2, 0.1, n), np.ones(n)) for n in (10, 1000))
     assert few.low < 2 < few.high and many.low < 2 < many.high
     assert many.high - many.low < (few.high - few.low) / 3
+
+
+def test_the_fewest_samples_that_are_allowed_give_an_interval_that_misses_the_truth_less_than_one_time_in_ten():
+    draw = np.random.default_rng(3)
+    for samples, most in ((LEAST_SAMPLES, 0.1), (2, 1.0)):
+        found = [paired_ratio(1 + 0.01 * draw.standard_t(3, samples), np.ones(samples)) for _ in range(1000)]
+        missed = np.mean([not one.holds(1) for one in found])
+        assert missed < most
+    assert missed > 0.4, "of two, an interval says next to nothing, which is why there is a least"
 
 
 def test_interval_is_the_same_each_time():

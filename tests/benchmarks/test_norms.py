@@ -233,6 +233,13 @@ def test_failing_provider_is_recorded_and_told(run, monkeypatch):
     assert any(r["provider"] == "ours" and r["us"] for r in records)
 
 
+@pytest.mark.parametrize(("rounds", "told"), [(5, False), (6, True)])
+def test_a_ratio_over_few_rounds_has_no_interval_to_call_it_faster_by(rounds, told):
+    ours, peer = (norms.timing.Outcome(us=[us + 0.01 * i for i in range(rounds)]) for us in (10.0, 12.0))
+    record = norms.record_of(peer, ours, 1000, 4000.0)
+    assert record["times_ours"] == pytest.approx(1.2, abs=0.01) and ("times_ours_95" in record) == told
+
+
 def test_library_asked_for_by_name_must_be_there(run, monkeypatch):
     monkeypatch.setattr(norms.command.providers, "missing", lambda names: {"apex": "ImportError: no apex"})
     with pytest.raises(SystemExit, match="--provider"):

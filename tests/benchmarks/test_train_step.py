@@ -40,7 +40,7 @@ def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(
         assert (r["mode"], r["vocabulary"], r["batch_size"], r["precision"]) == ("eager", 64, 2, "fp32")
         assert ("speedup" in r) == (r["contender"] != "nanoGPT")
         if "speedup" in r:
-            assert r["versus"] == "nanoGPT" and r["speedup_95"][0] <= r["speedup"] <= r["speedup_95"][1]
+            assert r["versus"] == "nanoGPT" and "speedup_95" not in r, "two rounds are too few for an interval"
     assert file["environment"]["versions"]["nanoGPT"] == nanogpt.fingerprint(nanogpt.load(peer))
     assert (folder / "train_step.png").stat().st_size > 10_000
     printed = capsys.readouterr().out

@@ -35,6 +35,7 @@ NAMES = {
         "triton_per_fused_add_embedding_native_layer_norm_0",
         "triton_poi_fused_native_dropout_1",
         "triton_poi_fused__to_copy_native_dropout_backward_9",
+        "triton_red_fused__to_copy_native_dropout_backward_native_layer_norm_backward_sum_view_3",
         "triton_poi_fused__to_copy_view_2",
         "triton_poi_fused_inductor_lookup_seed_inductor_random_2",
         "triton_red_fused__fused_rms_norm__to_copy_add_view_7",
@@ -85,6 +86,8 @@ NAMES = {
         "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",
         "triton_poi_fused__to_copy_2",
         "triton_poi_fused__to_copy_t_16",
+        "triton_red_fused_sum_view_7",  # a bias gradient
+        "triton_red_fused__to_copy_native_dropout_backward_sum_view_2",  # the same where dropout's backward is made anew for it
         "Memcpy HtoD (Pinned -> Device)",
     ],
 }

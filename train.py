@@ -26,6 +26,7 @@ from model import GPT
 from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
+from training.console import show
 from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
@@ -220,7 +221,7 @@ def job(composed: DictConfig, world: World) -> int:
                 folder.rmdir()
         if origin.finished:
             if world.leads:
-                print(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+                show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
             return 0
         with world.agreed():
             on = machine.inspect(origin.cfg.device)
@@ -234,7 +235,7 @@ def job(composed: DictConfig, world: World) -> int:
             summary = train(origin.cfg, run, on, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:
-            print(f"stopped: {error}", file=sys.stderr)
+            show(f"stopped: {error}", sys.stderr)
         return 1
     except ConfigError as error:
         if not world.leads:
@@ -243,7 +244,7 @@ def job(composed: DictConfig, world: World) -> int:
             folder.rmdir()
         return command_line.refuse(error, overrides if sweep else None)
     if world.leads:
-        print(report(summary), flush=True)
+        show(report(summary))
     return 0
 
 

@@ -6,6 +6,7 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -110,12 +111,13 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         )
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
-    run.start(
-        facts(run.origin, precision, corpus, model, world),
-        tokenizer=tokenizer,
-        train_bytes_per_token=corpus.train.bytes_per_token,
-        val_bytes_per_token=corpus.val.bytes_per_token,
-    )
+    with world.agreed():
+        run.start(
+            facts(run.origin, precision, corpus, model, world),
+            tokenizer=tokenizer,
+            train_bytes_per_token=corpus.train.bytes_per_token,
+            val_bytes_per_token=corpus.val.bytes_per_token,
+        )
     clock, health = StepClock(device), Health(device, state.scaler)
     peak = world.size * (peak_flops(device, precision.dtype) or 0)
     batch_tokens = cfg.train.batch_size * cfg.model.context
@@ -236,6 +238,9 @@ def job(composed: DictConfig, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
+        if sweep and world.size > 1 and isinstance(error, StorageError):
+            # the first rank may be alone with it: the next job would wait for the others, which wait for it in this one
+            raise SystemExit(1) from None
         return 1
     except ConfigError as error:
         if not world.leads:
@@ -266,7 +271,14 @@ def main() -> int:
     codes, world = [0], join()
 
     def run(composed: DictConfig) -> None:
-        codes.append(job(composed, world) or 0)
+        try:
+            codes.append(job(composed, world) or 0)
+        except Exception:
+            if world.size == 1:
+                raise
+            # of a sweep Hydra would start the next job, in which this rank would wait for others that wait for it in this one
+            traceback.print_exc()
+            raise SystemExit(1) from None
 
     exit_on_sigterm()
     try:

@@ -25,7 +25,7 @@ def show_beside_bar(text: str) -> None:
 
 @contextmanager
 def _read(stream: TextIO) -> Iterator[TextIO]:
-    """Where the reader has gone, nothing more is shown and the run goes on: Ctrl-C ends `| tee` before the checkpoint is made."""
+    """Where the reader has gone, nothing more is shown and the run goes on: Ctrl-C ends `| tee` before the run has saved."""
     try:
         yield stream
     except BrokenPipeError:

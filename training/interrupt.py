@@ -27,8 +27,8 @@ def exit_on_sigterm() -> None:
 class Interrupt:
     """Within the block, the first SIGINT or SIGTERM only sets `requested`; a second SIGINT ends the process at once.
 
-    A second SIGTERM is the first one again: `timeout`, Slurm and torchrun send it to a process and to its parent or group, which
-    passes it on. torchrun does so with SIGINT too, and ends by itself what takes too long, so that there neither counts twice.
+    A second SIGTERM is the first one again: `timeout` sends it to the process and to its group, Slurm to ranks and to torchrun,
+    which passes it on. torchrun does so with SIGINT too, and itself ends what takes too long: there neither counts twice.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)

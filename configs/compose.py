@@ -57,6 +57,10 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
+            key, equals, value = text.partition("=")
+            if equals and key.lstrip("+") in keys.schema() and not set(value) & set("\"'\\"):
+                quoted = f"'{key}=\"{value}\"'"
+                raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
     return parsed

@@ -29,6 +29,7 @@ UNKNOWN = {
     "+train.steps=3": "+train.steps=3: drop the +, the key exists already.",
     "~norm.impl": "no key can be taken away",
     "train.steps": "train.steps: an override is written key=value",
+    "sample.prompt=Ω": "sample.prompt=Ω: this value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
 }
 
 TYPES = {

@@ -4,6 +4,7 @@ python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -60,6 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name, least in (("tokens", 0), ("temperature", 0), ("top_k", 0)):
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if not math.isfinite(args.temperature):
+        parser.error(f"--temperature must be finite, got {args.temperature}")
+    if not -(2**63) <= args.seed < 2**64:
+        parser.error(f"--seed must be at least -2**63 and less than 2**64, got {args.seed}")
     try:
         print(sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k or None, args.seed, Device(args.device)))
     except ConfigError as error:

@@ -6,6 +6,7 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 """
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from model import GPT
 from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
+from training.console import show
 from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
@@ -109,12 +111,13 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         )
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
-    run.start(
-        facts(run.origin, precision, corpus, model, world),
-        tokenizer=tokenizer,
-        train_bytes_per_token=corpus.train.bytes_per_token,
-        val_bytes_per_token=corpus.val.bytes_per_token,
-    )
+    with world.agreed():
+        run.start(
+            facts(run.origin, precision, corpus, model, world),
+            tokenizer=tokenizer,
+            train_bytes_per_token=corpus.train.bytes_per_token,
+            val_bytes_per_token=corpus.val.bytes_per_token,
+        )
     clock, health = StepClock(device), Health(device, state.scaler)
     peak = world.size * (peak_flops(device, precision.dtype) or 0)
     batch_tokens = cfg.train.batch_size * cfg.model.context
@@ -220,7 +223,7 @@ def job(composed: DictConfig, world: World) -> int:
                 folder.rmdir()
         if origin.finished:
             if world.leads:
-                print(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+                show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
             return 0
         with world.agreed():
             on = machine.inspect(origin.cfg.device)
@@ -234,7 +237,10 @@ def job(composed: DictConfig, world: World) -> int:
             summary = train(origin.cfg, run, on, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:
-            print(f"stopped: {error}", file=sys.stderr)
+            show(f"stopped: {error}", sys.stderr)
+        if sweep and world.size > 1 and isinstance(error, StorageError):
+            # the first rank may be alone with it: the next job would wait for the others, which wait for it in this one
+            raise SystemExit(1) from None
         return 1
     except ConfigError as error:
         if not world.leads:
@@ -243,7 +249,7 @@ def job(composed: DictConfig, world: World) -> int:
             folder.rmdir()
         return command_line.refuse(error, overrides if sweep else None)
     if world.leads:
-        print(report(summary), flush=True)
+        show(report(summary))
     return 0
 
 
@@ -265,7 +271,14 @@ def main() -> int:
     codes, world = [0], join()
 
     def run(composed: DictConfig) -> None:
-        codes.append(job(composed, world) or 0)
+        try:
+            codes.append(job(composed, world) or 0)
+        except Exception:
+            if world.size == 1:
+                raise
+            # of a sweep Hydra would start the next job, in which this rank would wait for others that wait for it in this one
+            traceback.print_exc()
+            raise SystemExit(1) from None
 
     exit_on_sigterm()
     try:

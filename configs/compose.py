@@ -7,7 +7,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -57,6 +57,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         try:
             parsed.append(OverridesParser.create().parse_override(text))
         except HydraException:
+            key, equals, value = text.partition("=")
+            known = keys.schema().get(key.lstrip("+"))
+            if equals and known and known.type is str and not set(value) & set("\"'\\"):
+                quoted = f"'{key}=\"{value}\"'"
+                raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
     return parsed
@@ -118,6 +123,8 @@ def _check_names(override: Override) -> None:
         return  # Hydra's own settings, which it checks itself
     if override.is_delete():
         raise ConfigError(f"{text}: no key can be taken away. Give it another value, or null where it accepts that.")
+    if override.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
+        raise ConfigError(f"{text}: a sweep needs its values, one after the other: {name}=A,B or {name}=range(1,4).")
     added = override.is_add() and not override.is_force_add()
     if name in keys.groups():
         if override.is_add() or override.is_force_add():

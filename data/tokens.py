@@ -82,6 +82,9 @@ def _tokenised(
         stream = datasets.IterableDataset.from_generator(rows)
         return stream.map(encode, batched=True, batch_size=BATCH, remove_columns=["text"])
 
+    if next(pieces(), None) is None:
+        return ()  # `datasets` refuses to lay down nothing, and would not say what has no text
+
     ids = datasets.List(datasets.Value(dtype.name))
     columns = {"split": datasets.Value("int8"), "document": datasets.Value("int64")}
     laid_down = datasets.Dataset.from_generator(

@@ -14,6 +14,8 @@ from model.block import ParallelBlock, SequentialBlock, norm_site
 from model.loss import cross_entropy
 from model.norm import activation_dtype
 
+COLDEST = 1e-30  # a lower temperature would sample the same, and logits divided by it overflow
+
 
 class GPT(nn.Module):
     """A decoder-only transformer with the options of ModelConfig; NormConfig picks the operator at its norm sites.
@@ -136,12 +138,12 @@ class GPT(nn.Module):
             generator: of the device of tokens; None: torch's.
 
         Raises:
-            ValueError: an empty prompt, a negative temperature or a top_k below 1.
+            ValueError: an empty prompt, a temperature that is negative or not finite, or a top_k below 1.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"generate: tokens has shape {tuple(tokens.shape)}, expected [B, T] with T of 1 or more")
-        if temperature < 0:
-            raise ValueError(f"generate: temperature must be 0 (the likeliest token) or more, got {temperature}")
+        if not 0 <= temperature < math.inf:  # NaN fails here too
+            raise ValueError(f"generate: temperature must be 0 (the likeliest token) or more and finite, got {temperature}")
         if top_k is not None and top_k < 1:
             raise ValueError(f"generate: top_k must be 1 or more, or None for all tokens, got {top_k}")
         was_training = self.training
@@ -156,7 +158,8 @@ class GPT(nn.Module):
                     if top_k is not None:
                         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                         logits = logits.masked_fill(logits < kth, -math.inf)
-                    token = torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)
+                    logits = logits / max(temperature, COLDEST)
+                    token = torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)
                 tokens = torch.cat((tokens, token), dim=1)
         finally:
             self.train(was_training)

@@ -225,6 +225,20 @@ def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, 
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--temperature", "nan", "--temperature must be finite, got nan"),
+        ("--temperature", "-1", "--temperature must be at least 0, got -1.0"),
+        ("--seed", str(2**64), "--seed must be at least -2**63 and less than 2**64"),
+    ],
+)
+def test_numbers_that_no_sample_can_be_drawn_with_are_refused_before_anything_is_read(capsys, option, value, message):
+    with pytest.raises(SystemExit, match="2"):
+        sample.main(["nowhere", f"{option}={value}"])
+    assert message in capsys.readouterr().err
+
+
 def test_help_names_commands_groups_and_keys(tmp_path):
     done = finish(start(["--help"], tmp_path))  # by an interpreter of its own
 

@@ -78,7 +78,7 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path):
     while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
 
     assert "stopped after step" in out, err
     assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
@@ -86,8 +86,21 @@ def test_sigterm_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path):
 
 def test_a_refused_command_is_explained_once(tiny, tmp_path):
     process = torchrun(tmp_path, [*tiny, "train.batch_size=7"])
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=200)
 
     assert process.returncode != 0
     assert err.count("error: train.batch_size=7 can't be cut into equal micro-batches") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_whose_first_rank_can_not_write_ends_and_leaves_no_rank_waiting_in_the_next_job(tiny, tmp_path):
+    (tmp_path / "sweep" / "0_seed-1" / "metrics.jsonl").mkdir(parents=True)  # where no line can be written
+    process = torchrun(tmp_path, ["-m", *tiny, "folder=sweep", "seed=1,2"])
+    try:
+        _, err = process.communicate(timeout=200)
+    finally:
+        process.terminate()
+
+    assert process.returncode == 1
+    assert "stopped: sweep/0_seed-1/metrics.jsonl can't be written" in err
+    assert not (tmp_path / "sweep" / "1_seed-2").exists()

@@ -3,9 +3,10 @@
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 
+from training.console import show
 from training.distributed import ALONE, World
 
 
@@ -17,13 +18,18 @@ def exit_on_sigterm() -> None:
     """Has SIGTERM unwind the process as Ctrl-C does, so that what is open is closed; `Interrupt` replaces it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # one that comes twice may not disturb what the first one closes
         raise Stopped(128 + number)
 
     signal.signal(signal.SIGTERM, stop)
 
 
 class Interrupt:
-    """Within the block, the first SIGINT or SIGTERM only sets `requested`; a second one ends the process at once."""
+    """Within the block, the first SIGINT or SIGTERM only sets `requested`; a second SIGINT ends the process at once.
+
+    A second SIGTERM is the first one again: `timeout` sends it to the process and to its group, Slurm to ranks and to torchrun,
+    which passes it on. torchrun does so with SIGINT too, and itself ends what takes too long: there neither counts twice.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -72,9 +78,11 @@ class Interrupt:
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
-        for each in self.SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        alone = self._world.store is None
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if alone else signal.SIG_IGN)
         if self._world.leads:
-            print("\nFinishing this step, then a checkpoint. Ctrl-C again quits at once.", file=sys.stderr, flush=True)
+            with suppress(RuntimeError):  # in the middle of a write to the same stream
+                show("\nFinishing this step, then a checkpoint." + " Ctrl-C again quits at once." * alone, sys.stderr)
         if self._at_once:
             raise Stopped(self.exit_code)

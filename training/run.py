@@ -15,6 +15,7 @@ from tqdm import tqdm
 import configs
 from configs import Config, ConfigError
 from training import storage
+from training.console import show, show_beside_bar
 from training.distributed import ALONE, World
 from training.environment import environment
 from training.evaluation import bits_per_byte
@@ -88,7 +89,7 @@ class Run:
             "run folder": relative(self.folder),
         }
         width = max(map(len, facts))
-        print("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n", flush=True)
+        show("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n")
 
     def progress(self, steps: range) -> Iterator[int]:
         """The steps, with a bar on a terminal and a line now and then elsewhere."""
@@ -126,7 +127,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Prints a line without tearing the bar."""
-        tqdm.write(text, file=sys.stdout)
+        show_beside_bar(text)
 
     def finish(self, results: dict[str, Any]) -> None:
         """Keeps what the run reached: summary.json, and W&B's summary."""
@@ -167,7 +168,7 @@ class Run:
         if metrics.is_file():
             lines = read_metrics(metrics)
             if (unread := metrics.read_bytes().count(b"\n") - len(lines)) > 0:
-                print(f"{relative(metrics)}: {unread} damaged lines are left out.", flush=True)
+                show(f"{relative(metrics)}: {unread} damaged lines are left out.")
             stored = self.origin.stored
             due = step if stored and stored.state["owes_validation"] else None  # this step's evaluation is made up for
             kept = [line for line in lines if line["step"] <= step and not (line["step"] == due and "val/loss" in line)]
@@ -185,9 +186,9 @@ class Run:
         lines_apart = self.cfg.logging.every * max(1, self._total // (CONSOLE_LINES * self.cfg.logging.every))
         if is_validation:
             loss, bits = self._shown["val/loss"], self._shown["val/bits_per_byte"]
-            print(f"step {step}/{self._total}  validation loss {loss:.4f}  {bits:.4f} bits per byte", flush=True)
+            show(f"step {step}/{self._total}  validation loss {loss:.4f}  {bits:.4f} bits per byte")
         elif step % lines_apart == 0 or step == self._total:
-            print(f"step {step}/{self._total}  {figures}", flush=True)
+            show(f"step {step}/{self._total}  {figures}")
 
     def _figures(self) -> str:
         parts = []
@@ -260,7 +261,7 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             run._keep_environment()
             run._keep_config()
         for note in origin.notes:
-            print(note, flush=True)
+            show(note)
         yield from _closing(run)
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from configs import Config, to_dict
 from training import storage
 from training.checkpoint import TrainState
+from training.console import show
 from training.distributed import ALONE, World
 from training.sharding import is_sharded
 
@@ -71,10 +72,10 @@ class Saver:
                     storage.link(self._run, name, checkpoint)
                 except storage.NoLinksError as error:
                     self._has_links = False
-                    print(f"{error}: no last and no best there, only {storage.FOLDER}/.", file=sys.stderr, flush=True)
+                    show(f"{error}: no last and no best there, only {storage.FOLDER}/.", sys.stderr)
             if not wanted and storage.drop_dangling_link(self._run, name):
                 what = f"{storage.relative(self._run / name)} pointed to a checkpoint that is gone, and is deleted"
-                print(f"{what}: the next one gets that name.", file=sys.stderr, flush=True)
+                show(f"{what}: the next one gets that name.", sys.stderr)
 
     def __enter__(self) -> "Saver":
         return self

@@ -29,6 +29,10 @@ UNKNOWN = {
     "+train.steps=3": "+train.steps=3: drop the +, the key exists already.",
     "~norm.impl": "no key can be taken away",
     "train.steps": "train.steps: an override is written key=value",
+    "optim.lr=interval(0,1)": "optim.lr=interval(0,1): a sweep needs its values, one after the other: optim.lr=A,B",
+    "model=glob(*)": "model=glob(*): a sweep needs its values, one after the other: model=A,B",
+    "seed=1,": "seed=1,: an override is written key=value",
+    "sample.prompt=Ω": "sample.prompt=Ω: this value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
 }
 
 TYPES = {

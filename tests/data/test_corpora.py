@@ -331,7 +331,9 @@ def test_what_the_data_set_lacks_is_named(hub_config, settings, error, message, 
         load_corpus(config, BPE, context=16)
 
 
-def test_an_empty_corpus_is_refused_and_not_cached(text_config, notes, tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_empty_corpus_is_refused_and_not_cached(text_config, notes, tmp_path, processes):
+    text_config.processes = processes
     for path in notes.iterdir():
         path.write_text("")
     for _ in range(2):

@@ -202,6 +202,7 @@ def test_generate_is_greedy_at_temperature_0_and_at_top_1(build, batch):
     greedy = model.generate(batch[0], 3, temperature=0)
     assert torch.equal(greedy[:, 12], model(batch[0])[:, -1, :60].argmax(-1))
     assert torch.equal(model.generate(batch[0], 3, temperature=1.0, top_k=1), greedy)
+    assert torch.equal(model.generate(batch[0], 3, temperature=1e-42), greedy), "where logits / temperature would overflow"
 
 
 def test_generate_follows_temperature_top_k_and_generator(build):
@@ -231,7 +232,9 @@ def test_generate_samples_in_evaluation_mode_and_restores_the_mode(build, batch,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be 0 .* or more, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be 0 .* or more and finite, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be 0 .* or more and finite, got nan"),
+        ({"temperature": float("inf")}, "temperature must be 0 .* or more and finite, got inf"),
         ({"top_k": 0}, "top_k must be 1 or more, .* got 0"),
         ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, r"tokens has shape \(1, 0\)"),
     ],

@@ -1,6 +1,9 @@
-"""Signals that reach the ranks at different moments."""
+"""Signals that come twice, and that reach the ranks at different moments."""
 
 import signal
+
+import pytest
+import torch.distributed as dist
 
 from training.distributed import World
 from training.interrupt import Interrupt
@@ -21,3 +24,28 @@ def test_a_signal_that_comes_while_the_ranks_agree_stops_none_of_them_until_they
         assert interrupt.wanted()
 
     assert interrupt.exit_code == 143
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_sigterm_that_comes_twice_is_one(torchrun):
+    """`timeout` and Slurm send it to a process and to its parent or group, and torchrun passes it on."""
+    with Interrupt(World(store=dist.HashStore() if torchrun else None)) as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # by default that would be the end of this process
+
+        assert interrupt.wanted() and interrupt.exit_code == 143
+
+
+def test_torchrun_passes_ctrl_c_on_and_so_the_second_one_ends_nothing_there():
+    with Interrupt(World(store=dist.HashStore())) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGINT)
+
+        assert interrupt.exit_code == 130
+
+
+def test_a_second_ctrl_c_of_a_process_alone_ends_it_at_once():
+    with Interrupt():
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL

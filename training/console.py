@@ -1,0 +1,33 @@
+"""What a run shows, for as long as somebody reads it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+def show(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line to `stream`; None: standard output."""
+    with _read(stream or sys.stdout) as stream:
+        print(text, file=stream, flush=True)
+
+
+def show_beside_bar(text: str) -> None:
+    """Prints a line without tearing the bar."""
+    with _read(sys.stdout) as stream:
+        tqdm.write(text, file=stream)
+        stream.flush()
+
+
+@contextmanager
+def _read(stream: TextIO) -> Iterator[TextIO]:
+    """Where the reader has gone, nothing more is shown and the run goes on: Ctrl-C ends `| tee` before the run has saved."""
+    try:
+        yield stream
+    except BrokenPipeError:
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())  # also for what is in the buffer when the process ends

@@ -17,6 +17,7 @@ from .row_kernels import (
     reopen,
     row_sum,
     store_row,
+    unsigned,
 )
 
 
@@ -81,10 +82,10 @@ def finish_tile(
             b_xhat -= b_mean[:, None]
         b_xhat *= b_rstd[:, None]
         b_y = affine(b_xhat, of_block[0], of_block[1], p_weight is not None, p_bias is not None)
-        tl.store(p_y + rows[:, None] * stride_y + cols[None, :], b_y, mask=m)
+        tl.store(p_y + rows[:, None] * unsigned(stride_y) + cols[None, :], b_y, mask=m)
         if p_y1 is not None:
             b_y1 = affine(b_xhat, of_block[2], of_block[3], p_weight1 is not None, p_bias1 is not None)
-            tl.store(p_y1 + rows[:, None] * stride_y1 + cols[None, :], b_y1, mask=m)
+            tl.store(p_y1 + rows[:, None] * unsigned(stride_y1) + cols[None, :], b_y1, mask=m)
     if p_stats is not None:
         store_stats(p_stats, b_rstd, b_mean, rows, m_row & first, M, IS_RMS)
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .conversion_kernels import narrow
 from .dropout_kernels import drop_block
-from .row_kernels import block_cols, block_count, block_mask, block_start, load_row, store_row
+from .row_kernels import block_cols, block_count, block_mask, block_start, load_row, store_row, unsigned
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def store_branch_gradient(
             if p_dx is not None:
                 if p_rowscale is not None:
                     b_dx = tl.where((b_scale != 0.0)[:, None], b_dx * b_scale[:, None], 0.0)
-                tl.store(p_dx + rows[:, None] * N + cols[None, :], narrow(b_dx, p_dx.dtype.element_ty), mask=m)
+                tl.store(p_dx + rows[:, None] * unsigned(N) + cols[None, :], narrow(b_dx, p_dx.dtype.element_ty), mask=m)
     return b_ds
 
 

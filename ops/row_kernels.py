@@ -34,8 +34,20 @@ def tile_rows(tile, ROWS: tl.constexpr, LONG: tl.constexpr):
     if LONG:
         rows = tl.full([1], tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     else:
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        rows = unsigned(tile * ROWS + tl.arange(0, ROWS))
     return rows
+
+
+@triton.jit
+def unsigned(number):
+    """A row or a distance between rows, which is 0 or more, as int64.
+
+    Where the compiler need not extend a sign, the product of two that had 32 bits is one multiplication, and else three.
+    """
+    number += tl.full([], 0, tl.int32)  # an argument of 1 is a constant without a dtype
+    if number.dtype == tl.int32:
+        number = number.to(tl.uint32)
+    return number.to(tl.int64)
 
 
 @triton.constexpr_function
@@ -99,7 +111,7 @@ def load_row(
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
         if p is not None:
             m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
-            b = tl.load(p + rows[:, None] * stride + cols[None, :], mask=m, other=0.0, eviction_policy=EVICTION)
+            b = tl.load(p + rows[:, None] * unsigned(stride) + cols[None, :], mask=m, other=0.0, eviction_policy=EVICTION)
             if not RAW:
                 b = widen(b)
         else:
@@ -116,7 +128,7 @@ def store_row(
     for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
         m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
-        tl.store(p + rows[:, None] * stride + cols[None, :], b_row[i], mask=m)
+        tl.store(p + rows[:, None] * unsigned(stride) + cols[None, :], b_row[i], mask=m)
 
 
 @triton.jit

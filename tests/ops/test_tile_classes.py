@@ -178,7 +178,7 @@ def test_fewer_rows_than_a_tile_or_a_grid_holds(m, shape, device, use_tile):
 
 
 def test_rows_counted_in_64_bits_are_the_same_rows(device, monkeypatch):
-    """The indices that 2³¹ rows need, on a few: the tensors would not fit a test."""
+    """The indices that 2³¹ elements need, on a few rows; the interpreter has them too."""
     case = Case(m=7, n=40, dropout_p=0.2)
     tensors = inputs(case, device)
     expected = ours(tensors, case)
@@ -187,3 +187,19 @@ def test_rows_counted_in_64_bits_are_the_same_rows(device, monkeypatch):
     launch.forget()
     found = ours(tensors, case)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gap", [2**30 + 64, 2**31 + 64], ids=["rows of 32 bits", "a stride of 64 bits"])
+@pytest.mark.parametrize("n", [768, 8192, 65536], ids=str)
+def test_rows_that_lie_2_31_elements_apart_are_those_of_a_copy(n, gap, device):
+    memory = torch.empty(2 * gap + n, dtype=BF16, device=device)
+    apart = memory.as_strided((3, n), (gap, 1))
+    apart.copy_(torch.randn(3, n))
+    weight = torch.randn(n, dtype=BF16, device=device, requires_grad=True)
+    found = []
+    for x in (apart, apart.contiguous()):
+        x.requires_grad_()
+        y = layer_norm_fn(x, weight, None, dropout_p=0.1, seed=1)
+        found.append((y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))))
+    assert all(map(torch.equal, *found))

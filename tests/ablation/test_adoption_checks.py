@@ -138,6 +138,7 @@ def test_a_model_in_which_nothing_is_replaced_is_refused(compare, wrap):
     model = Model(width=WIDTH, config={"layers": 1}, activation=F.gelu, none=None)
     model.register_buffer("buffer", torch.zeros(3))
     model.plain = torch.zeros(3)
+    model.layers[2].forward = F.relu  # the same in the copy
     after = copy.deepcopy(model).eval()  # the mode is no difference
     with pytest.raises(ValueError, match=r"nothing is replaced in model_b: .* Call replace_norms"):
         compare(model, wrap(after))

@@ -9,28 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from ablation.order import in_another_order
-from ops import LayerNorm, RMSNorm
 from ops.recognise import Formula, compute, may_be_a_norm, recognise
 
 
-def norms_of(model: nn.Module) -> dict[str, Formula | None]:
-    """The norms of a model by name, with their formula; None for those that are fused already."""
-    found: dict[str, Formula | None] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LayerNorm | RMSNorm):
-            found[name] = getattr(module, "formula", None)
-        elif may_be_a_norm(module) and isinstance(formula := recognise(module), Formula):
-            found[name] = formula
-    return found
+def norms_of(model: nn.Module) -> dict[str, Formula]:
+    """The norms of a model by name, with their formula."""
+    return {
+        name: formula
+        for name, module in model.named_modules()
+        if may_be_a_norm(module) and isinstance(formula := recognise(module), Formula)
+    }
 
 
-def exact_copy(model: nn.Module, norms: Mapping[str, Formula | None], dtype: torch.dtype) -> nn.Module:
+def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
     """A copy in a wider dtype, whose norms, which may round to fp32 inside, are computed from their formula."""
     model = copy.deepcopy(model).to(dtype)
     for name, formula in norms.items():
         module = model.get_submodule(name)
-        if formula is not None:
-            _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
+        _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
     return model
 
 
@@ -40,7 +36,7 @@ def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], own: Callabl
     return compute(formula, parameters, args[0]).to(args[0].dtype)
 
 
-def reordered_copy(model: nn.Module, norms: Mapping[str, Formula | None]) -> nn.Module:
+def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
     """A copy whose norms sum in another order."""
     model = copy.deepcopy(model)
     for name in norms:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ablation import turns, verdict
 from ablation.adopted_arms import exact_copy, norms_of, reordered_copy
+from ablation.adoption_checks import check_before_and_after, check_not_compiled, check_same_parameters
 from ablation.compared import AGAIN, FUSED, TORCH, Comparison
 from ablation.judgement import (
     FEW,
@@ -109,8 +110,10 @@ def check_parity(
     step are below what can be seen; check in fp32 too.
 
     Args:
-        model_a: as it was. Four models' worth of memory is needed on its device.
-        model_b: with the same parameters, by name and value; e.g. a deepcopy after `replace_norms`.
+        model_a: as it was, none of its norms fused; e.g. a deepcopy made ahead of `replace_norms`. Four models' worth of memory
+            is needed on its device.
+        model_b: with the same parameters, by name and value, and something in it replaced, by `replace_norms` or by hand.
+            Neither is compiled.
         batch: a mapping (keyword arguments), a tuple (arguments) or a tensor; or a list of such.
         loss: of the model's output, a scalar; by default its `loss`, a scalar in it, or else a fixed random projection of it.
         autocast: dtype of an autocast around both; None: no autocast.
@@ -119,12 +122,14 @@ def check_parity(
 
     Raises:
         TypeError: a model is no module.
-        ValueError: the models differ in their parameters' names, shapes, values or requires_grad, or in the number of their
-            outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
-            reference.
+        ValueError: the models are not one before and after: both are the same object, norms of model_a are fused, or nothing
+            is replaced in model_b; or one is compiled; or they differ in their parameters' names, shapes, values or
+            requires_grad, or in the number of their outputs; or there is no batch; or model_a in higher precision has another
+            output or other gradients, and so is no reference.
     """
-    _check_modules("check_parity", model_a, model_b)
-    _check_same_parameters(model_a, model_b)
+    check_before_and_after("check_parity", model_a, model_b)
+    check_not_compiled(model_a, model_b)
+    check_same_parameters(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
@@ -178,16 +183,18 @@ def measure(
     were there before are there again afterwards.
 
     Args:
-        batch, loss, autocast: as for `check_parity`.
+        model_a, model_b, batch, loss, autocast: as for `check_parity`, but that models may be compiled and their parameters
+            differ.
         cycles, block_steps: each cycle gives each model two blocks of so many steps, after one that is not counted. At least 6
             cycles: of one, two equal models would be called different every other time; of two, one time in six.
         warmup_steps: of each model, before.
 
     Raises:
         TypeError: a model is no module.
-        ValueError: cycles is less than 6 or block_steps less than 1, or the loss needs no gradient.
+        ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6 or block_steps
+            less than 1, or the loss needs no gradient.
     """
-    _check_modules("measure", model_a, model_b)
+    check_before_and_after("measure", model_a, model_b)
     for argument, count, least in (("cycles", cycles, LEAST_SAMPLES), ("block_steps", block_steps, 1)):
         if not isinstance(count, int) or count < least:
             raise ValueError(f"measure: {argument} must be a whole number of {least} or more, got {count}")
@@ -231,12 +238,6 @@ def measure(
 # ---- checks ------------------------------------------------------------------------------------------------------------------
 
 
-def _check_modules(function: str, model_a: Any, model_b: Any) -> None:
-    for argument, model in (("model_a", model_a), ("model_b", model_b)):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(model).__name__}")
-
-
 def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     outputs_a, outputs_b = ([name for name in quantities if name.startswith("output")] for quantities in (a, b))
     if outputs_a != outputs_b:
@@ -266,18 +267,6 @@ def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor],
             "relative, which is more than rounding; make what loss computes follow the dtype of the output, and draw no random "
             "numbers in it"
         )
-
-
-def _check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
-    a, b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
-    if a.keys() != b.keys():
-        only = ", ".join(sorted(a.keys() ^ b.keys())[:5])
-        raise ValueError(f"check_parity: the models must have parameters of the same names; only one of them has {only}")
-    for name, p in a.items():
-        if p.requires_grad != b[name].requires_grad:
-            raise ValueError(f"check_parity: {name} requires a gradient in one model only; freeze it in both or in neither")
-        if p.shape != b[name].shape or p.dtype != b[name].dtype or not torch.equal(p, b[name].to(p.device)):
-            raise ValueError(f"check_parity: {name} differs between the models; load the state_dict of one into the other")
 
 
 # ---- verdict -----------------------------------------------------------------------------------------------------------------

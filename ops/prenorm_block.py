@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .adopt import AdoptedNorm, Pending, replace_norms
 from .modules import LayerNorm, RMSNorm
 from .swap import Swapped, swap, unswap
-from .wiring import BlockLayout, Wiring, check_drops_last, parts_of, wiring_of
+from .wiring import BY_HAND, BlockLayout, Wiring, check_drops_last, parts_of, wiring_of
 
 GPT2_BLOCK = BlockLayout(
     "ln_1", "attn", "ln_2", "mlp", "attn.resid_dropout", "mlp.dropout"
@@ -70,7 +70,7 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
             if isinstance(parts[argument], LayerNorm | RMSNorm) and not isinstance(parts[argument], AdoptedNorm):
                 raise ValueError(
                     f"{name}: layout.{argument} is a {type(parts[argument]).__name__} of this package, which takes hidden and "
-                    "residual itself; write such a block by hand, after the listing at the head of prenorm_block.py"
+                    f"residual itself; {BY_HAND}"
                 )
             if not isinstance(parts[argument], AdoptedNorm):
                 raise ValueError(f"{name}: layout.{argument} can't be replaced: {sites[0].why if sites else 'it is no norm'}")

@@ -4,7 +4,7 @@
 """
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _SHAPES = ((2, 3, 8), (1, 5, 8))  # tried twice: what follows from a shape or from the mode is no constant
-_BY_HAND = "rewrite such a block by hand, after the listing at the head of prenorm_block.py"
+BY_HAND = "rewrite such a block by hand, after the listing at the head of ops/prenorm_block.py"
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,18 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
             parts[field.name] = block.get_submodule(path)
         except AttributeError:
             children = ", ".join(child for child, _ in block.named_children())
-            raise ValueError(f"{name}: block has no {path!r}, layout.{field.name}; its parts are {children}") from None
+            raise ValueError(
+                f"{name}: block has no {path!r}, layout.{field.name}; its parts are {children or 'none'}. Describe it with a "
+                "BlockLayout of their names"
+            ) from None
     known = {str(path).split(".")[0] for path in vars(layout).values() if path}
     more = [child for child, module in block.named_children() if child not in known and type(module) is not nn.Identity]
     more += [parameter for parameter, _ in block.named_parameters(recurse=False)]
     if more:
-        raise ValueError(f"{name}: block also has {', '.join(more)}, of which layout says nothing; {_BY_HAND}")
+        todo = BY_HAND
+        if suggested := _with_dropouts(block, layout, more):
+            todo = f"if that is what drops behind its mixer and its MLP, give {suggested}; else {BY_HAND}"
+        raise ValueError(f"{name}: block also has {', '.join(more)}, of which layout says nothing; {todo}")
     for argument in ("dropout1", "dropout2"):
         if argument not in parts:
             continue
@@ -119,11 +125,11 @@ def wiring_of(name: str, block: nn.Module, layout: BlockLayout, parts: dict[str,
     always = trials[0]
     handed_on = {a: b for a, value in needed.items() for b, given in always.items() if given is value}
     if used := ", ".join(argument for argument in needed if argument not in handed_on):
-        raise ValueError(f"{name}: block does something else with its argument {used} than hand it to its mixer; {_BY_HAND}")
+        raise ValueError(f"{name}: block does something else with its argument {used} than hand it to its mixer; {BY_HAND}")
     always = {b: value for b, value in always.items() if b not in handed_on.values()}
     for b, value in always.items():
         if not all(b in trial and _same(trial[b], value) for trial in trials):
-            raise ValueError(f"{name}: block computes {b}, which it gives to its mixer; {_BY_HAND}")
+            raise ValueError(f"{name}: block computes {b}, which it gives to its mixer; {BY_HAND}")
 
     for argument in [*defaults, "any_other_name"]:
         probe = object()
@@ -165,6 +171,15 @@ def check_drops_last(name: str, argument: str, sublayer: nn.Module, dropout: nn.
         raise ValueError(f"{name}: layout.{argument} is not the last that happens in its sublayer, so no norm can do its work")
 
 
+def _with_dropouts(block: nn.Module, layout: BlockLayout, more: list[str]) -> BlockLayout | None:
+    """The layout with these parts of the block as the dropouts that it does not name; None if that can't be."""
+    unnamed = [argument for argument in ("dropout1", "dropout2") if getattr(layout, argument) is None]
+    if len(more) > len(unnamed) or not all(type(getattr(block, part)) is nn.Dropout for part in more):
+        return None
+    parts = more if len(more) == len(unnamed) else more * 2
+    return replace(layout, **dict(zip(unnamed, parts, strict=True)))
+
+
 def _given_to_mixer(
     name: str,
     block: nn.Module,
@@ -204,7 +219,7 @@ def _given_to_mixer(
             problem = f"its norms or its MLP get {', '.join(more)} beside their input"
         else:
             return mixer.given
-    raise ValueError(f"{name}: {problem}; {_BY_HAND}")
+    raise ValueError(f"{name}: {problem}. See whether each name in {layout} is in its place; if so, {BY_HAND}")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,13 +1,14 @@
 """What a block hands to its parts: a fused block hands them the same, or is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops import BlockLayout, fuse_prenorm_block
+from ops import GPT2_BLOCK, BlockLayout, fuse_prenorm_block
 
 N = 16
 LAYOUT = BlockLayout("norm1", "mixer", "norm2", "mlp")
@@ -158,6 +159,66 @@ def test_a_block_that_does_more_than_hand_on_is_refused(block, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         fuse_prenorm_block(block, LAYOUT)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class TwoDropouts(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.drop2 = nn.Dropout(0.1), nn.Dropout(0.2)
+
+    def forward(self, x):
+        x = x + self.drop(self.mixer(self.norm1(x)))
+        return x + self.drop2(self.mlp(self.norm2(x)))
+
+
+class OneDropout(Block):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.drop(self.mixer(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+@pytest.mark.parametrize(
+    ("block", "layout", "dropouts"),
+    [
+        (OneDropout, LAYOUT, ("drop", "drop")),
+        (TwoDropouts, LAYOUT, ("drop", "drop2")),
+        (TwoDropouts, replace(LAYOUT, dropout1="drop"), ("drop", "drop2")),
+    ],
+)
+def test_dropouts_that_the_layout_leaves_out_are_refused_with_the_layout_that_names_them(block, layout, dropouts):
+    block = block()
+    with pytest.raises(ValueError, match="of which layout says nothing; if that is what drops behind") as refused:
+        fuse_prenorm_block(block, layout)
+    suggested = re.search(r"BlockLayout\(.*?\)", str(refused.value)).group()
+    fuse_prenorm_block(block, eval(suggested))  # it is Python as it stands
+    assert (block.layout.dropout1, block.layout.dropout2) == dropouts
+
+
+@pytest.mark.parametrize("more", [nn.Linear(2, 2), nn.Dropout1d(0.1), nn.Parameter(torch.ones(2))])
+def test_no_layout_is_suggested_for_what_is_no_dropout(more):
+    block = OneDropout()
+    block.more = more
+    with pytest.raises(ValueError, match=r"layout says nothing; rewrite such a block by hand, .* of ops/prenorm_block\.py$"):
+        fuse_prenorm_block(block, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "layout", [BlockLayout("norm2", "mixer", "norm1", "mlp"), BlockLayout("norm1", "mlp", "norm2", "mixer")]
+)
+def test_names_in_the_wrong_places_are_thought_of(layout):
+    with pytest.raises(ValueError, match=re.escape("does not compute x + mixer(norm1(x)), then x + mlp(norm2(x))")) as refused:
+        fuse_prenorm_block(Block(), layout)
+    assert f"See whether each name in {layout} is in its place; if so, rewrite such a block by hand" in str(refused.value)
+
+
+def test_a_block_of_other_names_is_asked_to_be_described():
+    why = "block has no 'ln_1', layout.norm1; its parts are norm1, mixer, norm2, mlp. Describe it with a BlockLayout"
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(Block(), GPT2_BLOCK)
 
 
 class DropsInTheMiddle(Mixer):

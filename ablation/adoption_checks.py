@@ -1,0 +1,134 @@
+"""Whether the two models of `adoption` can be one model before and after. Of others its sentences would be wrong.
+
+A model that is fused by hand has no modules of ours, so what model_b has to show is only that something in it differs.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHOWN = 5  # names in a message
+_WRAPPED = "_orig_mod"  # what torch.compile's wrapper calls the model that it was given
+_COMPILED_IN_PLACE = "_compiled_call_impl"  # what model.compile() leaves on the model
+_LEFT_BY_COMPILE = {_COMPILED_IN_PLACE, "_is_torch_compile"}  # the latter by its wrapper, on the model inside
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TELL_NOTHING = {*vars(nn.Module()), *_LEFT_BY_COMPILE, "_super_module_initialized"}  # attributes; hooks are looked at apart
+
+
+def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
+    """Looks through torch.compile.
+
+    Raises:
+        TypeError: a model is no module.
+        ValueError: both are one model, norms of model_a are fused, or nothing is replaced in model_b.
+    """
+    for argument, model in (("model_a", model_a), ("model_b", model_b)):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(model).__name__}")
+    a, b = _modules(model_a), _modules(model_b)
+    if a[""] is b[""]:
+        raise ValueError(
+            f"{function}: model_a and model_b are one and the same model, expected it before and after; copy it ahead of "
+            "replace_norms (before = copy.deepcopy(model)), and give the copy as model_a"
+        )
+    if fused := [name or "model_a itself" for name, module in a.items() if _is_fused_norm(module)]:
+        raise ValueError(
+            f"{function}: model_a is to be the model as it was, and {len(fused)} of its norms are fused: {_listed(fused)}. "
+            "Copy it ahead of replace_norms (before = copy.deepcopy(model)), or restore_norms a copy of it; if it is model_b "
+            "that is as it was, exchange the two"
+        )
+    if a.keys() == b.keys() and all(_same(module, b[name]) for name, module in a.items()):
+        raise ValueError(
+            f"{function}: nothing is replaced in model_b: all its modules have the classes and attributes of model_a's. Call "
+            "replace_norms on it, whose lines say why if a norm is left alone"
+        )
+
+
+def check_not_compiled(model_a: nn.Module, model_b: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: a model or a part of it is compiled, so that the forwards of its norms can't be exchanged.
+    """
+    for argument, model in (("model_a", model_a), ("model_b", model_b)):
+        for name, module in model.named_modules():
+            at = f"{argument}.{name}" if name else argument
+            if _is_wrapper(module):
+                todo = f"{at}.{_WRAPPED}, the model that torch.compile was given"
+                todo = f"a model with {todo}, in its place" if name else todo
+            elif vars(module).get(_COMPILED_IN_PLACE) is not None:
+                todo = f"copy.deepcopy({argument}), which leaves out what .compile() did"
+            elif _is_compiled(vars(module).get("forward")):
+                todo = f"the model without its compiled forward (del {at}.forward)"
+            else:
+                continue
+            raise ValueError(f"check_parity: {at} is compiled, expected models that are not; pass {todo}. measure takes both")
+
+
+def check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: names, shapes, dtypes, values or requires_grad differ.
+    """
+    a, b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
+    if a.keys() != b.keys():
+        only = _listed(sorted(a.keys() ^ b.keys()))
+        raise ValueError(f"check_parity: the models must have parameters of the same names; only one of them has {only}")
+    for name, p in a.items():
+        if p.requires_grad != b[name].requires_grad:
+            raise ValueError(f"check_parity: {name} requires a gradient in one model only; freeze it in both or in neither")
+        if p.shape != b[name].shape or p.dtype != b[name].dtype or not torch.equal(p, b[name].to(p.device)):
+            raise ValueError(f"check_parity: {name} differs between the models; load the state_dict of one into the other")
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """By the names that they have where nothing is compiled; the model itself by ''."""
+    return {
+        ".".join(part for part in name.split(".") if part != _WRAPPED): module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if not _is_wrapper(module)
+    }
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return _WRAPPED in module._modules
+
+
+def _is_compiled(function: Any) -> bool:
+    # torch.compiler.disable leaves the first attribute too
+    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_torchdynamo_disable")
+
+
+def _is_fused_norm(module: nn.Module) -> bool:
+    """Of `ops` or of another copy of it: `prenorm` as it is installed, a folder in somebody's tree."""
+    for cls in type(module).__mro__:
+        adopt = sys.modules.get(f"{cls.__module__.rpartition('.')[0]}.adopt")
+        norms = [getattr(adopt, name, None) for name in ("LayerNorm", "RMSNorm")]
+        if hasattr(adopt, "replace_norms") and cls in norms:
+            return True
+    return False
+
+
+def _same(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules compute the same by all that can be seen. In doubt they do not."""
+    if type(a) is not type(b):
+        return False
+    if any([*getattr(a, hooks).values()] != [*getattr(b, hooks).values()] for hooks in _HOOKS):
+        return False
+    # A forward that somebody put on the instance is an attribute too.
+    names = (a.__dict__.keys() | b.__dict__.keys()) - _TELL_NOTHING
+    return all(name in a.__dict__ and name in b.__dict__ and _equal(a.__dict__[name], b.__dict__[name]) for name in names)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor | nn.Module) and isinstance(b, Tensor | nn.Module):
+        return True  # values are compared as parameters are, and modules by their names
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # an array has no one answer, and whose == raises has none
+        return False
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + ", …" * (len(names) > SHOWN)

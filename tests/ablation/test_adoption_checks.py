@@ -1,0 +1,224 @@
+"""check_parity and measure take a model before and after, and nothing that would make their sentences wrong."""
+
+import copy
+import importlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ops
+from ablation.adoption import check_parity, measure
+
+WIDTH = 16
+X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    def __init__(self, norm=nn.LayerNorm, **attributes):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.final = norm(WIDTH)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.final(x + self.layers(x))
+
+
+class ByHand(Model):
+    """As people fuse who call the function: no module of it is ours."""
+
+    def forward(self, x):
+        y = self.layers(x)
+        return ops.layer_norm_fn(y, self.final.weight, self.final.bias, residual=x, eps=self.final.eps)
+
+
+class BySwitch(Model):
+    def forward(self, x):
+        switch = self.switch["fused"] if isinstance(self.switch, dict) else self.switch.fused
+        return ByHand.forward(self, x) if switch else super().forward(x)
+
+
+class Switch:
+    """Without an == of its own, as many a config is."""
+
+    def __init__(self, fused):
+        self.fused = fused
+
+
+class NoAnswer(Switch):
+    def __eq__(self, other):
+        return np.array([True, True])
+
+    __hash__ = None
+
+
+@pytest.fixture(params=[check_parity, measure])
+def compare(request):
+    return lambda a, b: request.param(a, b, X, **({} if request.param is check_parity else {"cycles": 6, "block_steps": 1}))
+
+
+def replaced(model):
+    model = copy.deepcopy(model)
+    ops.replace_norms(model, verbose=False)
+    return model
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model):
+    model = copy.deepcopy(model)
+    model.compile(backend="eager")
+    return model
+
+
+def part_compiled(model):
+    model = copy.deepcopy(model)
+    model.layers = torch.compile(model.layers, backend="eager")
+    return model
+
+
+def as_it_is(model):
+    return model
+
+
+WRAPPINGS = [as_it_is, compiled, compiled_in_place, part_compiled]
+
+
+def test_what_is_no_module_is_refused_by_name(compare):
+    with pytest.raises(TypeError, match=r"(check_parity|measure): model_b must be a torch\.nn\.Module, got Tensor"):
+        compare(Model(), X)
+
+
+@pytest.mark.parametrize("wrap", [as_it_is, compiled])
+def test_one_model_given_twice_is_refused(compare, wrap):
+    model = replaced(Model())
+    with pytest.raises(ValueError, match=r"one and the same model, .* \(before = copy\.deepcopy\(model\)\)"):
+        compare(model, wrap(model))
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
+def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names(compare, wrap):
+    """Copied behind replace_norms, or the arguments exchanged."""
+    model = Model()
+    for before, after in ((replaced(model), replaced(model)), (replaced(model), model)):
+        with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final\. Copy .* restore_norms .* exchange"):
+            compare(wrap(before), after)
+
+
+@pytest.mark.parametrize("norm", [ops.LayerNorm, ops.RMSNorm])
+def test_norms_that_are_modules_of_ours_are_fused_ones(compare, norm):
+    with pytest.raises(ValueError, match="2 of its norms are fused"):
+        compare(Model(norm), Model({ops.LayerNorm: nn.LayerNorm, ops.RMSNorm: nn.RMSNorm}[norm]))
+    with pytest.raises(ValueError, match="1 of its norms are fused: model_a itself"):
+        compare(norm(WIDTH), nn.LayerNorm(WIDTH))
+
+
+def test_norms_fused_by_another_copy_of_the_folder_are_found(compare, tmp_path, monkeypatch):
+    """As the package is installed, beside the checkout that checks it."""
+    shutil.copytree(Path(ops.__file__).parent, tmp_path / "their_norms", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(tmp_path)
+    theirs = importlib.import_module("their_norms")
+    fused = Model()
+    theirs.replace_norms(fused, verbose=False)
+    assert not isinstance(fused.final, ops.LayerNorm)
+    with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final"):
+        compare(fused, Model())
+
+
+@pytest.mark.parametrize("wrap", WRAPPINGS)
+def test_a_model_in_which_nothing_is_replaced_is_refused(compare, wrap):
+    model = Model(width=WIDTH, config={"layers": 1}, activation=F.gelu, none=None)
+    model.register_buffer("buffer", torch.zeros(3))
+    model.plain = torch.zeros(3)
+    model.layers[2].forward = F.relu  # the same in the copy
+    after = copy.deepcopy(model).eval()  # the mode is no difference
+    with pytest.raises(ValueError, match=r"nothing is replaced in model_b: .* Call replace_norms"):
+        compare(model, wrap(after))
+
+
+@pytest.mark.parametrize(
+    "switches", [({"fused": False}, {"fused": True}), (Switch(False), Switch(True)), (NoAnswer(False), NoAnswer(True))]
+)
+def test_a_model_fused_by_hand_is_told_by_its_class_or_by_any_attribute(compare, switches):
+    model, other = Model(), ByHand()
+    other.load_state_dict(model.state_dict())
+    compare(model, other)
+    model, other = (BySwitch(switch=switch) for switch in switches)
+    other.load_state_dict(model.state_dict())
+    compare(model, other)
+
+
+def another_forward(model):
+    model.layers[1].forward = lambda x: F.layer_norm(x, (WIDTH,), model.layers[1].weight, model.layers[1].bias)
+
+
+def another_hook(model):
+    model.final.register_forward_hook(lambda module, args, y: y.clone())
+
+
+def another_attribute(model):
+    model.layers[0].fused = True
+
+
+def another_module(model):
+    model.layers.append(nn.Identity())
+
+
+@pytest.mark.parametrize("change", [another_forward, another_hook, another_attribute, another_module])
+def test_any_sign_of_a_change_is_enough(compare, change):
+    model = Model()
+    other = copy.deepcopy(model)
+    change(other)
+    compare(model, other)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "todo"),
+    [
+        (compiled, r"MODEL is compiled, .* pass MODEL\._orig_mod, the model that torch\.compile was given\."),
+        (compiled_in_place, r"MODEL is compiled, .* pass copy\.deepcopy\(MODEL\)"),
+        (part_compiled, r"MODEL\.layers is compiled, .* pass a model with MODEL\.layers\._orig_mod"),
+    ],
+)
+def test_compiled_models_have_no_parity_check_and_the_error_says_what_to_pass(wrap, todo):
+    model = Model()
+    with pytest.raises(ValueError, match=todo.replace("MODEL", "model_a")):
+        check_parity(wrap(model), replaced(model), X)
+    with pytest.raises(ValueError, match=todo.replace("MODEL", "model_a")):
+        check_parity(wrap(model), wrap(replaced(model)), X)
+    with pytest.raises(ValueError, match=todo.replace("MODEL", "model_b")):
+        check_parity(model, wrap(replaced(model)), X)
+
+
+def test_a_forward_compiled_on_the_instance_is_seen_and_one_that_is_kept_from_it_is_none():
+    model = Model()
+    after = replaced(model)
+    after.forward = torch.compile(after.forward, backend="eager")
+    with pytest.raises(ValueError, match=r"model_b is compiled, .* \(del model_b\.forward\)"):
+        check_parity(model, after, X)
+    after.forward = torch.compiler.disable(type(after).forward.__get__(after))
+    assert check_parity(model, after, X).holds
+
+
+def test_what_the_errors_say_to_pass_can_be_compared():
+    model = Model()
+    after = replaced(model)
+    assert check_parity(compiled(model)._orig_mod, compiled(after)._orig_mod, X).holds
+    assert check_parity(copy.deepcopy(compiled_in_place(model)), copy.deepcopy(compiled_in_place(after)), X).holds
+    restored = copy.deepcopy(after)
+    ops.restore_norms(restored, verbose=False)
+    assert check_parity(restored, after, X).holds
+
+
+@pytest.mark.parametrize("wrap", [compiled, compiled_in_place, part_compiled])
+def test_compiled_models_are_timed(wrap):
+    model = Model()
+    assert measure(wrap(model), wrap(replaced(model)), X, cycles=6, block_steps=1).a_ms > 0

@@ -117,6 +117,8 @@ def read_run(folder: Path) -> Curve:
     """
     for name in ("metrics.jsonl", "config.yaml"):
         if not (folder / name).is_file():
+            if any(folder.glob("*/metrics.jsonl")):
+                raise ConfigError(f"{folder}: no run, but a folder of runs, such as a sweep's. Name those: {folder}/*.")
             what = "no run has logged anything there" if folder.is_dir() else "no such folder"
             raise ConfigError(f"{folder}: {what} ({name} is missing). Name run folders, such as runs/*.")
     lines = read_metrics(folder / "metrics.jsonl")
@@ -161,7 +163,7 @@ def names_of(curves: Sequence[Curve]) -> list[str]:
     ]
     found = []
     for curve in curves:
-        text = ", ".join(f"{name}={_shown(curve.config[name])}" for name in differing[:MOST_NAMED])
+        text = ", ".join(f"{name}={keys.shown(curve.config[name])}" for name in differing[:MOST_NAMED])
         found.append(text + ", …" * (len(differing) > MOST_NAMED))
     return [
         name
@@ -237,7 +239,7 @@ def _same(curves: Sequence[Curve]) -> str:
     """A title from what the runs share, and which line is which."""
     config = curves[0].config
     shared = [
-        text.format(v=_shown(config[name]))
+        text.format(v=keys.shown(config[name]))
         for name, text in (
             ("data.name", "{v}"),
             ("model.layers", "{v} layers"),
@@ -248,11 +250,6 @@ def _same(curves: Sequence[Curve]) -> str:
     ]
     lines = "dots: validation; thin: training" if any(curve.val for curve in curves) else "training loss"
     return f"{', '.join(shared) or f'{len(curves)} runs'} ({lines})"
-
-
-def _shown(value: Any) -> str:
-    """As on the command line."""
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -110,5 +110,8 @@ def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, capsys):
     assert "nowhere: no such folder" in capsys.readouterr().err
     assert plot.main([str(tmp_path / "empty")]) == 2
     assert "empty: no run has logged anything there (metrics.jsonl is missing)" in capsys.readouterr().err
+    run(tmp_path / "sweep" / "0_seed-1")
+    assert plot.main([str(tmp_path / "sweep")]) == 2
+    assert f"Name those: {tmp_path}/sweep/*." in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"b: no validation loss yet.*--unit nats"):
         overlay([read_run(run(tmp_path / "a")), read_run(run(tmp_path / "b", val=False))], tmp_path / "x.png", BITS)

@@ -29,7 +29,7 @@ from ablation.text import capital, environment, fact, flat, loss, markdown, numb
 from ablation.verdict import NO_KERNEL, plain
 from configs import keys
 from configs.schema import DropoutMasks
-from training.plot import read_metrics
+from training.plot import read_metrics, without_sweep_files
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes", "checkpoint.every", "checkpoint.keep"),
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(words)
     try:
-        folders = {folder.resolve(): folder for given in arguments.folders for folder in run_folders(given)}.values()
+        given = without_sweep_files(arguments.folders)
+        folders = {folder.resolve(): folder for one in given for folder in run_folders(one)}.values()
         missing = {folder: why for folder in folders if (why := unfinished(folder))}
         for why in missing.values():
             print(f"left out: {why}", file=sys.stderr)
@@ -109,6 +110,8 @@ def run_folders(folder: Path) -> list[Path]:
     if (folder / "config.yaml").is_file():
         return [folder]
     inside = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if not inside and any(folder.glob("*/*/config.yaml")):
+        raise ValueError(f"{folder}: no training run, but a folder of sweeps. Give those: {folder}/*.")
     if not inside:
         why = "has no config.yaml, nor has a folder in it" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder}: no training run: it {why}. Give folders that train.py wrote, such as runs/….")
@@ -171,7 +174,7 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_
         parts.append(f"![Step times: quartiles, 10th and 90th percentile, medians of runs]({STEP_TIMES})")
     notes = _unlike(runs)
     if left_out:
-        notes.append(f"Given too, and left out since they have not finished: {', '.join(folder.name for folder in left_out)}.")
+        notes.append(f"Given too, and left out, being no finished runs: {', '.join(folder.name for folder in left_out)}.")
     parts.append(section("Notes", "\n".join(wrapped(f"- {note}") for note in notes)))
     commands = dict.fromkeys(run.environment.get("command") for run in runs)
     parts.append(

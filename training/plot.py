@@ -109,6 +109,11 @@ class Curve:
     minutes: dict[int, float]  # of training until a step; empty where no speed was recorded
 
 
+def without_sweep_files(given: Sequence[Path]) -> list[Path]:
+    """Without what Hydra writes beside the runs of a sweep, which runs/*_sweep/* names too; unless nothing else is given."""
+    return [path for path in given if path.name != "multirun.yaml"] or list(given)
+
+
 def read_run(folder: Path) -> Curve:
     """A run by its folder.
 
@@ -258,12 +263,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs.png"), help="the picture, a PNG (%(default)s)")
     parser.add_argument("--unit", choices=(NATS, BITS), help="nats per token, or bits per byte (bits where tokenizers differ)")
     options = parser.parse_args(arguments)
+    runs = without_sweep_files(options.runs)
     try:
-        unit = overlay([read_run(folder) for folder in options.runs], options.output, options.unit)
+        unit = overlay([read_run(folder) for folder in runs], options.output, options.unit)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {LABELS[unit]}, {len(options.runs)} run{'s' * (len(options.runs) > 1)}")
+    print(f"{options.output}: {LABELS[unit]}, {len(runs)} run{'s' * (len(runs) > 1)}")
     return 0
 
 

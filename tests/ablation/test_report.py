@@ -441,10 +441,11 @@ def test_runs_that_did_not_finish_are_named_and_left_out(tmp_path, capsys):
     for name, impl in (("torch", "torch"), ("fused", "fused"), ("stopped", "fused")):
         finished_run(tmp_path / name, impl)
     (tmp_path / "stopped" / "summary.json").unlink()
-    assert finished.main([str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, where the runs are a sweep's
+    assert finished.main([*map(str, tmp_path.glob("*")), "--output", str(tmp_path / "out")]) == 0
     out, err = capsys.readouterr()
     assert err.startswith(f"left out: {tmp_path}/stopped: no summary.json.") and len(err.splitlines()) == 1
-    assert "from 2 finished runs" in out and "left out since they have not finished: stopped." in " ".join(out.split())
+    assert "from 2 finished runs" in out and "left out, being no finished runs: stopped." in " ".join(out.split())
 
     (tmp_path / "torch" / "summary.json").unlink()
     assert finished.main([str(tmp_path), "--output", str(tmp_path / "none")]) == 2
@@ -460,12 +461,14 @@ def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, ca
     unfinished = tmp_path / "unfinished"
     finished_run(unfinished)
     (unfinished / "summary.json").unlink()
+    finished_run(tmp_path / "sweeps" / "a_sweep" / "0")
     torn = tmp_path / "torn"
     finished_run(torn)
     (torn / "environment.json").write_text("{")
     for folder, why in (
         (tmp_path / "nowhere", "is no folder"),
         (tmp_path / "empty", "no config.yaml"),
+        (tmp_path / "sweeps", f"Give those: {tmp_path}/sweeps/*."),
         (unfinished, f"resume={unfinished}"),
         (torn, "not as train.py writes it"),
     ):

@@ -288,16 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def help_text() -> str:
+    own = "".join(f"{line}\n" for line in command_line.describe_keys().splitlines() if line.strip().startswith("ablate."))
+    refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.TAKEN_BY_ABLATE.items())
     return (
-        f"{__doc__}\nKeys of its own, with their defaults; all others are those of `python train.py --help`:\n"
-        f"{''.join(lines_of('ablate.'))}"
+        f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"
+        "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
+        f"{refused}\nThe report goes into a new folder, runs/TIME_ablation/; it can't be chosen."
     )
-
-
-def lines_of(prefix: str) -> Iterator[str]:
-    for line in command_line.describe_keys().splitlines():
-        if line.strip().startswith(prefix):
-            yield f"{line}\n"
 
 
 if __name__ == "__main__":

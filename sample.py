@@ -51,12 +51,12 @@ def main(arguments: list[str] | None = None) -> int:
         description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("path", type=Path, help="a run folder, or a checkpoint such as runs/FOLDER/best")
-    parser.add_argument("--prompt", default="\n", help="the text to go on from")
+    parser.add_argument("--prompt", default="\n", help="the text to go on from (default: %(default)r)")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=int, default=200, help="sample from the k likeliest tokens; 0: from all")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
-    parser.add_argument("--device", choices=[device.value for device in Device], default="auto")
+    parser.add_argument("--device", choices=[device.value for device in Device], default="auto", help="what computes it")
     args = parser.parse_args(arguments)
     for name, least in (("tokens", 0), ("temperature", 0), ("top_k", 0)):
         if getattr(args, name) < least:

@@ -1,4 +1,11 @@
-"""The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it."""
+"""The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it.
+
+Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
+final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every and .keep,
+data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere (ablate).
+Every other key counts: also eval.batches, which the loss is taken over, and checkpoint.background, by which a thread writes
+beside the steps.
+"""
 
 import argparse
 import json
@@ -20,11 +27,15 @@ from ablation.plots import boxes_of, label, trained
 from ablation.statistics import Interval, mean_interval, spread
 from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
 from ablation.verdict import NO_KERNEL, plain
+from configs import keys
 from configs.schema import DropoutMasks
-from training.plot import read_metrics
+from training.plot import read_metrics, without_sweep_files
 
-# What may differ between runs that are compared: the operator, the seed, and where and how a run is kept.
-FREE = ("norm.impl", "seed", "folder", "resume", "logging.", "ablate.", "data.cache_dir")
+FREE = {
+    *("norm.impl", "seed", "folder", "resume", "resume_with_changes", "checkpoint.every", "checkpoint.keep"),
+    *("data.cache_dir", "data.processes", "eval.every", "profile"),
+}
+FREE_SECTIONS = {"logging", "sample", "ablate"}
 LEAST_SEEDS = 3  # that a difference of losses needs for an interval
 STEP_TIMES, COMMANDS = "step_times.png", "## Commands"
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
@@ -57,7 +68,10 @@ Group = tuple[dict[str, str], list[FinishedRun]]  # what sets it apart, and its 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report of finished runs to --output and prints what it found; the exit code is 2 for folders it can't use."""
+    """Writes the report of finished runs to --output and prints what it found; the exit code is 2 for folders it can't use.
+
+    Runs that did not finish are named and left out, unless nothing is left to compare.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ablation.report",
         description="Compares finished training runs with norm.impl=torch and norm.impl=fused.",
@@ -67,13 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(words)
     try:
-        runs = [read_run(folder) for given in arguments.folders for folder in run_folders(given)]
-        groups = grouped(list({run.folder.resolve(): run for run in runs}.values()))
+        given = without_sweep_files(arguments.folders)
+        folders = {folder.resolve(): folder for one in given for folder in run_folders(one)}.values()
+        missing = {folder: why for folder in folders if (why := unfinished(folder))}
+        for why in missing.values():
+            print(f"left out: {why}", file=sys.stderr)
+        runs = [read_run(folder) for folder in folders if folder not in missing]
+        if not runs:
+            raise ValueError("no finished run is left to compare.")
+        groups = grouped(runs)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = report(groups, draw(groups, arguments.output), shlex.join(["python", "-m", "ablation.report", *words]))
+    command = shlex.join(["python", "-m", "ablation.report", *words])
+    text = report(groups, draw(groups, arguments.output), command, left_out=list(missing))
     (arguments.output / "report.md").write_text(text, encoding="utf-8")
     print(f"{text.partition(COMMANDS)[0].rstrip()}\n\nreport: {arguments.output}/report.md")
     return 0
@@ -88,22 +110,29 @@ def run_folders(folder: Path) -> list[Path]:
     if (folder / "config.yaml").is_file():
         return [folder]
     inside = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if not inside and any(folder.glob("*/*/config.yaml")):
+        raise ValueError(f"{folder}: no training run, but a folder of sweeps. Give those: {folder}/*.")
     if not inside:
         why = "has no config.yaml, nor has a folder in it" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder}: no training run: it {why}. Give folders that train.py wrote, such as runs/….")
     return inside
 
 
-def read_run(folder: Path) -> FinishedRun:
-    """A run from its files.
-
-    Raises:
-        ValueError: a file is missing or is not what train.py writes.
-    """
+def unfinished(folder: Path) -> str:
+    """Which file of a finished run is missing, in words; empty if none is."""
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
         if not (folder / name).is_file():
             resume = f" The run did not finish; to go on: python train.py resume={folder}" if name == "summary.json" else ""
-            raise ValueError(f"{folder}: no {name}.{resume}")
+            return f"{folder}: no {name}.{resume}"
+    return ""
+
+
+def read_run(folder: Path) -> FinishedRun:
+    """A run from its files; it has finished.
+
+    Raises:
+        ValueError: a file is not what train.py writes.
+    """
     try:
         yaml = (folder / "config.yaml").read_text(encoding="utf-8")
         stored = OmegaConf.to_container(OmegaConf.create(yaml))
@@ -124,7 +153,7 @@ def read_run(folder: Path) -> FinishedRun:
         raise ValueError(f"{folder}: not as train.py writes it: {type(error).__name__}: {error}") from error
 
 
-def report(groups: Sequence[Group], pictures: Sequence[str], command: str) -> str:
+def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_out: Sequence[Path] = ()) -> str:
     """The report of finished runs, as Markdown; `pictures` are the files that belong to the groups."""
     runs = [run for _, of in groups for run in of]
     found = [(overrides, of, _ratio(of)) for overrides, of in groups]
@@ -144,6 +173,8 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str) -> st
     if any(run.windows_ms for run in runs):
         parts.append(f"![Step times: quartiles, 10th and 90th percentile, medians of runs]({STEP_TIMES})")
     notes = _unlike(runs)
+    if left_out:
+        notes.append(f"Given too, and left out, being no finished runs: {', '.join(folder.name for folder in left_out)}.")
     parts.append(section("Notes", "\n".join(wrapped(f"- {note}") for note in notes)))
     commands = dict.fromkeys(run.environment.get("command") for run in runs)
     parts.append(
@@ -159,12 +190,19 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str) -> st
 
 
 def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
-    """Runs that differ in nothing but FREE, with the keys and values that set their group apart.
+    """Runs that differ in nothing but what is free, with the keys and values that set their group apart, as one types them.
 
     Raises:
         ValueError: a group with only one of the two operators.
     """
-    kept = [{key: fact(value) for key, value in run.config.items() if not key.startswith(FREE)} for run in runs]
+    kept = [
+        {
+            key: keys.shown(value)
+            for key, value in run.config.items()
+            if key not in FREE and key.partition(".")[0] not in FREE_SECTIONS
+        }
+        for run in runs
+    ]
     varied = [key for key in dict.fromkeys(chain(*kept)) if len({of.get(key) for of in kept}) > 1]
     groups: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
     for run, of in zip(runs, kept, strict=True):

@@ -73,7 +73,9 @@ def table(ablation: Ablation) -> str:
     # What only a GPU tells has no column where there was none.
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", "–") for row in rows)]
     text = aligned([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
-    lines += [text, "", *(f"{label(cell.overrides, cell.mode)}: {cell.verdict}." for cell in ablation.cells)]
+    paired = "times as fast is paired: the median over cycles of each cycle's ratio, which need not be that of the medians."
+    lines += [text, *(["", paired] if rows else []), ""]
+    lines += [f"{label(cell.overrides, cell.mode)}: {cell.verdict}." for cell in ablation.cells]
     lines += [_parity_sentence(parity, several=len(ablation.parity) > 1) for parity in ablation.parity]
     return "\n".join(lines)
 
@@ -193,12 +195,16 @@ def _comparisons(cells: Sequence[Cell]) -> str:
     if not rows:
         return ""
     verdicts = "\n".join(wrapped(f"- {label(cell.overrides, cell.mode)}: {cell.verdict}.") for cell in cells)
+    paired = (
+        "Both columns are paired: medians over cycles of each cycle's difference and ratio. They need not agree with the "
+        "medians above; where cycles scatter, not even in sign."
+    )
     rule = (
         "The A/A control is a second arm with torch's norms in the same schedule: what the protocol makes of no difference. "
         "No speed-up and no slow-down is claimed where the interval of fused contains 1, or where it is no further from 1 than "
         "the far end of A/A's interval."
     )
-    return f"{markdown(header, rows)}\n\n{verdicts}\n\n{wrapped(rule)}"
+    return f"{markdown(header, rows)}\n\n{wrapped(paired)}\n\n{verdicts}\n\n{wrapped(rule)}"
 
 
 def _split(cells: Sequence[Cell]) -> str:
@@ -256,8 +262,13 @@ def _parity(parity: Parity) -> str:
     parts = [
         f"### {capital(label(parity.overrides))}",
         wrapped(_parity_sentence(parity, several=False)),
-        _quantities("distance from reference", size, lambda one: one.fused.median / max(one.reordered.median, 1e-9)),
-        _quantities("shift in one direction", shift, lambda one: abs(one.fused.median)),
+        _quantities(
+            "distance from reference",
+            size,
+            "fused over reordered",
+            lambda one: one.fused.median / max(one.reordered.median, 1e-9),
+        ),
+        _quantities("shift in one direction", shift, "the size of fused", lambda one: abs(one.fused.median)),
         "Final validation loss, nats per token:",
         markdown(["seed", *arms], rows),
         wrapped(f"Fused − torch {difference}, {spread_words}"),
@@ -265,15 +276,18 @@ def _parity(parity: Parity) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _quantities(title: str, quantities: Sequence[Quantity], nearness: Callable[[Quantity], float]) -> str:
-    """What failed and what came nearest to it; a deep model has more layers than anybody reads."""
+def _quantities(title: str, quantities: Sequence[Quantity], by: str, nearness: Callable[[Quantity], float]) -> str:
+    """What failed and what came nearest to it, which is `by` in words; a deep model has more layers than anybody reads."""
     worst = sorted(quantities, key=lambda one: (one.holds, -nearness(one)))[:MOST_QUANTITIES]
     rows = [[one.name, plain(one.fused, 2), plain(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst]
     if not rows:
         return ""
     kept = markdown([title, "fused (95 %)", "reordered (95 %)", "holds"], rows)
-    rest = len(quantities) - len(worst)
-    return kept + (f"\n\nThe {len(worst)} nearest to failing of {len(quantities)}; report.json has all." if rest else "")
+    if len(worst) < len(quantities):
+        order = f"The first {len(worst)} of {len(quantities)}: what failed, then by {by}. report.json has all."
+    else:
+        order = f"In order: what failed, then by {by}."
+    return f"{kept}\n\n{order}"
 
 
 def _pictures(ablation: Ablation, folder: Path) -> str:

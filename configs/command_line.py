@@ -113,20 +113,18 @@ def now() -> str:
 
 
 def describe_keys() -> str:
-    """Every key with its default and the comment that stands beside it in schema.py."""
-    lines, section = [], ""
+    """Every key with what a plain run gets and what stands beside it in schema.py; the values of an enum below the first."""
+    lines, section, values, listed = [], "", compose.defaults(), set[type]()
     for key in keys.schema().values():
         if section != (section := key.name.rpartition(".")[0]):
             lines.append("")
-        default = {None: "null", True: "true", False: "false"}.get(key.default) if _is_literal(key.default) else None  # type: ignore[call-overload]
-        shown = f"{key.name}={default or (repr(key.default) if key.default == chr(10) else key.default)}"
-        choices = f"({key.accepts.removeprefix('one of ').replace(', ', ' | ')}) " if key.accepts.startswith("one of") else ""
-        lines.append(f"  {shown:<34} {choices}{key.meaning}".rstrip())
+        value = repr(values[key.name]) if values[key.name] == "\n" else keys.shown(values[key.name])
+        lines.append(f"  {f'{key.name}={value}':<34} {key.meaning}".rstrip())
+        if key.type not in listed:
+            wide = max(map(len, key.choices), default=0)
+            lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}".rstrip() for choice, meaning in key.choices.items()]
+        listed.add(key.type)
     return "\n".join(lines) + "\n"
-
-
-def _is_literal(value: object) -> bool:
-    return value is None or isinstance(value, bool)
 
 
 def _values(override: Override) -> list[str]:

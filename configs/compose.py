@@ -1,11 +1,15 @@
 """From overrides to a checked `Config`: Hydra composes, the schema types it, the rules pass it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
@@ -43,6 +47,14 @@ def compose_only(overrides: Sequence[str]) -> Config:
             return typed(compose(config_name="config", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(error) from error
+
+
+def defaults() -> dict[str, Any]:
+    """What each key is in a plain run: the schema's default, or what the groups that config.yaml picks make of it."""
+    started = GlobalHydra.instance().is_initialized()  # by @hydra.main, of whose help this is a part
+    with nullcontext() if started else initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
+        composed = OmegaConf.to_container(compose(config_name="config"), enum_to_str=True)
+    return {name: reduce(getitem, name.split("."), composed) for name in keys.schema()}  # type: ignore[arg-type]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:

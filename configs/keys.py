@@ -29,11 +29,12 @@ class Key:
     optional: bool  # null is accepted
     default: object
     meaning: str  # the comment beside the field
+    choices: dict[str, str]  # of an enum: each value and the comment beside it
 
     @property
     def accepts(self) -> str:
         if issubclass(self.type, Enum):
-            what = "one of " + ", ".join(member.name for member in self.type)
+            what = "one of " + ", ".join(self.choices)
         else:
             what = {bool: "true or false", int: "a whole number", float: "a number", list: "a list [a,b]"}.get(
                 self.type, "text"
@@ -69,7 +70,8 @@ def unknown_key(name: str) -> ConfigError:
         message += f" Did you mean {guess}?"
     if section and siblings:
         message += f" Keys of {section}: {', '.join(key.rpartition('.')[2] for key in siblings)}."
-    return ConfigError(message + " `python train.py --help` lists all keys.")
+    program, which = ("ablate.py", "its own keys") if section == "ablate" else ("train.py", "all keys")
+    return ConfigError(message + f" `python {program} --help` lists {which}.")
 
 
 def unknown_option(group: str, option: str) -> ConfigError:
@@ -84,10 +86,19 @@ def bad_value(name: str, value: object = None) -> ConfigError:
     key = schema()[name]
     hint = ""
     if issubclass(key.type, Enum):
-        near = difflib.get_close_matches(str(value), [member.name for member in key.type], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(value), list(key.choices), n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
+    elif key.type is list and isinstance(value, str | int | float):
+        hint = f" Use {name}=[{shown(value)}]."
     given = name if value is None else f"{name}={value}"
     return ConfigError(f"{given}: must be {key.accepts}.{hint}")
+
+
+def shown(value: object) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(shown, value))}]"
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _nearest(name: str, leaf: str, siblings: list[str]) -> str | None:
@@ -122,10 +133,11 @@ def _walk(cls: type, prefix: str) -> Iterator[Key]:
             optional = True
             hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
         leaf = typing.get_origin(hint) or hint
-        yield Key(name, leaf, optional, getattr(instance, field.name), comments.get(field.name, ""))
+        choices = {member.name: _comments(leaf).get(member.name, "") for member in leaf} if issubclass(leaf, Enum) else {}
+        yield Key(name, leaf, optional, getattr(instance, field.name), comments.get(field.name, ""), choices)
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """What stands beside each field in schema.py: the one place where its meaning is written."""
-    found = (re.match(r"    (\w+): [^#]*?#\s*(.*)", line) for line in getsource(cls).splitlines())
+    """What stands beside each field, or each value of an enum, in schema.py: the one place where its meaning is written."""
+    found = (re.match(r"    (\w+)(?:: | = )[^#]*?#\s*(.*)", line) for line in getsource(cls).splitlines())
     return {match[1]: match[2] for match in found if match}

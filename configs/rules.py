@@ -31,6 +31,18 @@ CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 REPEATABLE = (":4096:8", ":16:8")  # its values with which results repeat, as cuBLAS documents; the first costs 24 MB, not speed
 
 
+# Keys that `python ablate.py` refuses, and why.
+TAKEN_BY_ABLATE = {
+    "norm.impl": "is what ablate.py compares. Leave it out.",
+    "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
+    "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
+    "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
+    "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
+    "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
+    "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
+}
+
+
 def check(cfg: Config, machine: Machine) -> None:
     """Passes a config that can run on `machine`.
 
@@ -49,16 +61,11 @@ def check_ablation(overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: with every override that would take that out of its hands, one a line.
     """
-    taken = {
-        "norm.impl": "is what ablate.py compares. Leave it out.",
-        "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
-        "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
-        "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
-        "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
-        "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
-        "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
-    }
-    broken = [f"{text}: {key} {taken[key]}" for text in overrides if (key := text.partition("=")[0].lstrip("+")) in taken]
+    broken = [
+        f"{text}: {key} {TAKEN_BY_ABLATE[key]}"
+        for text in overrides
+        if (key := text.partition("=")[0].lstrip("+")) in TAKEN_BY_ABLATE
+    ]
     if broken:
         raise ConfigError("\n".join(broken))
 
@@ -102,18 +109,14 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
         if name != "train.steps" or before.optim.schedule is not Schedule.constant  # whose rates don't depend on them
     ]
     if changed and not cfg.resume_with_changes:
-        shown = (f"{name}={_shown(now)}: the checkpoint was made with {name}={_shown(then)}." for name, then, now in changed)
+        differences = (
+            f"{name}={keys.shown(now)}: the checkpoint was made with {name}={keys.shown(then)}." for name, then, now in changed
+        )
         raise ConfigError(
-            "\n".join(shown) + "\nA run that goes on with these would not be the one that was stopped. "
+            "\n".join(differences) + "\nA run that goes on with these would not be the one that was stopped. "
             "Leave them out, or accept them with resume_with_changes=true."
         )
     return [name for name, _, _ in changed]
-
-
-def _shown(value: object) -> str:
-    """As on the command line."""
-    literal = {None: "null", True: "true", False: "false"}
-    return literal[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
@@ -131,7 +134,9 @@ def _ranges(cfg: Config) -> Iterator[str]:
         if not (above and below):  # NaN and inf fail here too
             text = f"in {'(' if open_low else '['}{low:g}, {high:g}{']' if closed_high else ')'}"
             if high == math.inf:
-                text = f"{'more than' if open_low else 'at least'} {low:g} and finite"
+                text = f"{'more than' if open_low else 'at least'} {low:g}" + (
+                    " and finite" if isinstance(value, float) else ""
+                )
             yield f"{key}={value}: must be {text}."
 
     for key in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size"):
@@ -165,10 +170,11 @@ def _model(cfg: Config) -> Iterator[str]:
     if min(model.heads, model.width, model.kv_heads or 1) < 1:
         return  # reported above
     if model.width % model.heads:
-        near = _nearest_divisor(model.width, model.heads)
+        whole = 8 * model.heads
+        width = max(1, (model.width + whole // 2) // whole) * whole
         yield (
             f"model.heads={model.heads} does not divide model.width={model.width}. "
-            f"Use model.heads={near} or model.width={_round_up(model.width, model.heads)}."
+            f"Use model.heads={_nearest_heads(model.width, model.heads)} or model.width={width}."
         )
     elif model.positions is Positions.rotary and (model.width // model.heads) % 2:
         yield (
@@ -180,7 +186,7 @@ def _model(cfg: Config) -> Iterator[str]:
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. "
             f"Use model.kv_heads={_nearest_divisor(model.heads, model.kv_heads)}, or null for one a head."
         )
-    if model.vocab_size and cfg.tokenizer.kind is TokenizerKind.bpe and model.vocab_size < cfg.tokenizer.vocab_size:
+    if cfg.tokenizer.kind is TokenizerKind.bpe and 1 <= (model.vocab_size or 0) < cfg.tokenizer.vocab_size:
         yield (
             f"model.vocab_size={model.vocab_size} is smaller than tokenizer.vocab_size={cfg.tokenizer.vocab_size}. "
             f"Use model.vocab_size=null, which takes the tokenizer's."
@@ -208,7 +214,7 @@ def _data(cfg: Config) -> Iterator[str]:
 
 def _training(cfg: Config, ranks: int) -> Iterator[str]:
     train, optim = cfg.train, cfg.optim
-    if train.accumulation >= 1 and ranks >= 1 and train.batch_size % (train.accumulation * ranks):
+    if min(train.batch_size, train.accumulation, ranks) >= 1 and train.batch_size % (train.accumulation * ranks):
         by = f"train.accumulation={train.accumulation}" + (f" × {ranks} ranks" if ranks > 1 else "")
         yield (
             f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. "
@@ -233,12 +239,12 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         )
     if train.compile_mode in CUDA_GRAPHS and ranks > 1:
         yield f"{mode} makes CUDA graphs, which are for a single process: ranks talk outside of them. Use another mode."
-    if optim.warmup_steps is not None and optim.warmup_steps > train.steps:
+    if train.steps >= 1 and (optim.warmup_steps or 0) > train.steps:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
             f"arrive. Use optim.warmup_steps=null for a twentieth of the steps, or more steps."
         )
-    if optim.schedule is not Schedule.constant and optim.min_lr > optim.lr:
+    if optim.schedule is not Schedule.constant and 0 < optim.lr < optim.min_lr < math.inf:
         yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={optim.lr / 10:g}."
     if cfg.logging.without_key is WandbMode.online:
         yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
@@ -289,6 +295,11 @@ def _device(cfg: Config, machine: Machine) -> Iterator[str]:
 
 def _nearest_divisor(of: int, to: int) -> int:
     return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: (abs(n - to), n))
+
+
+def _nearest_heads(width: int, heads: int) -> int:
+    """With a multiple of 8 columns each where the width has such heads: matrix products want that, rotary positions take it."""
+    return _nearest_divisor(width // 8 if width % 8 == 0 else width, heads)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,7 +1,8 @@
 """The typed configuration: one dataclass per group, in the order a reader meets them.
 
 Every key, its type, default, unit and meaning stands here and nowhere else; the YAML files beside this one hold only what
-differs. `configs.load` composes and checks; `configs.rules` holds the checks that span several keys.
+differs, as `model/tiny.yaml`, which a plain run has, does with the learning rate. `--help` shows the meanings and what a plain
+run gets. `configs.load` composes and checks; `configs.rules` holds the checks that span several keys.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ class NormImpl(StrEnum):
 
 
 class NormKind(StrEnum):
-    layernorm = "layernorm"
-    rmsnorm = "rmsnorm"
+    layernorm = "layernorm"  # minus the mean, over the standard deviation
+    rmsnorm = "rmsnorm"  # over the root of the mean square
 
 
 class DropoutMasks(StrEnum):
@@ -27,20 +28,20 @@ class DropoutMasks(StrEnum):
 class NormConfig:
     """Which operator runs at the norm sites; changes nothing else about the model."""
 
-    impl: NormImpl = NormImpl.fused
-    kind: NormKind = NormKind.layernorm
-    eps: float = 1e-5
-    dropout_masks: DropoutMasks = DropoutMasks.native
+    impl: NormImpl = NormImpl.fused  # the operator at the norm sites: dropout, residual add and norm
+    kind: NormKind = NormKind.layernorm  # the function that it computes
+    eps: float = 1e-5  # added to the variance, or to the mean square, before its root
+    dropout_masks: DropoutMasks = DropoutMasks.native  # where those of norm.impl=torch come from
 
 
 class Activation(StrEnum):
-    gelu = "gelu"
-    swiglu = "swiglu"
+    gelu = "gelu"  # with the tanh approximation that GPT-2 was trained with
+    swiglu = "swiglu"  # gated, as in Llama: three matrices to gelu's two
 
 
 class Positions(StrEnum):
-    learned = "learned"
-    rotary = "rotary"
+    learned = "learned"  # an embedding of each position, added to the token's
+    rotary = "rotary"  # queries and keys turned by their position
 
 
 class BlockLayout(StrEnum):
@@ -49,7 +50,7 @@ class BlockLayout(StrEnum):
 
 
 class ResidualDtype(StrEnum):
-    fp32 = "fp32"
+    fp32 = "fp32"  # whatever the activations are
     compute = "compute"  # the dtype of the activations: bf16 under train.precision=bf16
 
 
@@ -57,8 +58,8 @@ class ResidualDtype(StrEnum):
 class ModelConfig:
     """A GPT. `null` sizes are derived."""
 
-    layers: int = 4
-    heads: int = 4
+    layers: int = 4  # blocks
+    heads: int = 4  # of attention; divides width
     kv_heads: int | None = None  # grouped-query attention; null: as many as heads
     width: int = 128  # of the residual stream
     mlp_width: int | None = None  # null: 4 × width for gelu; 8/3 × width, rounded up to a multiple of 64, for swiglu
@@ -68,13 +69,13 @@ class ModelConfig:
     dropout: float = 0.0  # on the embeddings and on what attention and MLP add to the residual stream
     attention_dropout: float | None = None  # on attention weights; null: as dropout
     drop_path: float = 0.0  # probability of dropping a sample's last sublayer; grows linearly from 0 with depth
-    tie_embeddings: bool = True
-    positions: Positions = Positions.learned
-    rotary_base: float = 10000.0
-    activation: Activation = Activation.gelu
+    tie_embeddings: bool = True  # the head's matrix is the embeddings' table
+    positions: Positions = Positions.learned  # how the model knows where a token stands
+    rotary_base: float = 10000.0  # positions=rotary: larger ones turn more slowly
+    activation: Activation = Activation.gelu  # of the MLP
     qk_norm: bool = False  # norm.kind over each head's queries and keys, before rotary positions
-    block: BlockLayout = BlockLayout.sequential
-    residual_dtype: ResidualDtype = ResidualDtype.fp32
+    block: BlockLayout = BlockLayout.sequential  # how attention and MLP follow each other
+    residual_dtype: ResidualDtype = ResidualDtype.fp32  # of the stream that blocks hand on
 
 
 class Source(StrEnum):
@@ -87,20 +88,20 @@ class Source(StrEnum):
 class DataConfig:
     """A corpus: where its documents come from and how they are split."""
 
-    name: str = "shakespeare"
-    source: Source = Source.shakespeare
+    name: str = "shakespeare"  # what the run's folder, plot and table call it
+    source: Source = Source.shakespeare  # where its documents come from
     files: list[str] = field(default_factory=list)  # source=text: paths or globs, one document a file
     path: str | None = None  # source=hub: owner/name, or a local folder
     subset: str | None = None  # source=hub: the configuration's name
     revision: str | None = None  # source=hub: a commit, so that a run can be repeated
     text_field: str = "text"  # source=hub: the column with the text
     document_start: str | None = None  # source=hub, where rows are lines: a regular expression for a document's first line
-    train_split: str = "train"  # source=hub
-    val_split: str | None = None  # source=hub; null: hold out val_fraction of the documents
+    train_split: str = "train"  # source=hub: the split to train on
+    val_split: str | None = None  # source=hub: the split to validate on; null: hold out val_fraction of the documents
     streaming: bool = False  # source=hub: read over the network while tokenising, without keeping the raw files
     max_documents: int | None = None  # read from each split; null: all
     val_fraction: float = 0.1  # share held out: whole documents, or the end of a single one
-    processes: int = 1  # that tokenise
+    processes: int = 1  # how many tokenise
     cache_dir: str = ".cache/prenorm"  # tokenizers and tokenised corpora
 
 
@@ -112,8 +113,8 @@ class TokenizerKind(StrEnum):
 
 @dataclass
 class TokenizerConfig:
-    kind: TokenizerKind = TokenizerKind.bpe
-    vocab_size: int = 2048  # kind=bpe
+    kind: TokenizerKind = TokenizerKind.bpe  # what a token is, and where the vocabulary comes from
+    vocab_size: int = 2048  # kind=bpe: tokens, of which 256 are bytes and one ends a document
     pretrained: str | None = None  # kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json
 
 
@@ -127,15 +128,15 @@ class Schedule(StrEnum):
 class OptimConfig:
     """AdamW; weight decay on matrices only."""
 
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    schedule: Schedule = Schedule.cosine
-    warmup_steps: int | None = None  # null: a twentieth of train.steps
-    decay_fraction: float = 0.2  # schedule=wsd
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    lr: float = 1e-3  # the highest rate, after warm-up; the wider the model, the lower
+    min_lr: float = 1e-4  # the rate at the end; schedule=constant has no use for it
+    schedule: Schedule = Schedule.cosine  # of the learning rate
+    warmup_steps: int | None = None  # over which the rate rises to lr; null: a twentieth of train.steps
+    decay_fraction: float = 0.2  # schedule=wsd: share of the steps over which the rate falls
+    beta1: float = 0.9  # decay of the mean of gradients
+    beta2: float = 0.99  # decay of the mean of their squares
+    eps: float = 1e-8  # added to the root of that mean, the divisor
+    weight_decay: float = 0.1  # share of a matrix that a step takes off it, times the learning rate
     clip_norm: float = 1.0  # of the global gradient norm; 0: no clipping
 
 
@@ -143,7 +144,7 @@ class Precision(StrEnum):
     auto = "auto"  # bf16 on a GPU that has it, else fp32
     bf16 = "bf16"  # autocast
     fp16 = "fp16"  # autocast with a gradient scaler
-    fp32 = "fp32"
+    fp32 = "fp32"  # no autocast
 
 
 # Those of torch.compile. reduce-overhead and max-autotune make CUDA graphs, in which forward and backward are one launch each:
@@ -157,17 +158,16 @@ class TrainConfig:
     steps: int = 900  # optimizer steps
     batch_size: int = 8  # sequences per optimizer step, of all ranks together
     accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
-    precision: Precision = Precision.auto
+    precision: Precision = Precision.auto  # of matrix products and activations; weights and optimizer are fp32
     compile: bool = False  # torch.compile(fullgraph=True)
-    # with compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs, as torch.compile has them
-    compile_mode: str = "default"
+    compile_mode: str = "default"  # with compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
     compile_loss: bool | None = None  # torch.compile for the loss alone, of a model that is not compiled; null: on CUDA
     recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
 
 
 @dataclass
 class EvalConfig:
-    every: int = 300  # steps; 0: only at the end
+    every: int = 300  # steps between evaluations; 0: only at the end
     batches: int | None = None  # micro-batches spread over the validation set, for an estimate; null: all of it
 
 
@@ -175,7 +175,7 @@ class EvalConfig:
 class CheckpointConfig:
     """A checkpoint is also made where the validation loss is the best so far, and when a signal stops the run."""
 
-    every: int = 0  # steps; 0: only at the end
+    every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # how many of the newest stay, beside the best one
     background: bool = False  # steps wait for the copy to host memory alone; a crash may cost two intervals instead of one
 
@@ -184,26 +184,26 @@ class CheckpointConfig:
 class SampleConfig:
     """Text printed at the end of a run."""
 
-    tokens: int = 200  # 0: no sample
-    prompt: str = "\n"
-    temperature: float = 0.8
-    top_k: int | None = 200  # null: sample from all tokens
+    tokens: int = 200  # how many; 0: no sample
+    prompt: str = "\n"  # the text that it goes on from
+    temperature: float = 0.8  # divides the logits; 0 takes the likeliest token
+    top_k: int | None = 200  # sample from the k likeliest tokens; null: from all
 
 
 class WandbMode(StrEnum):
-    online = "online"
+    online = "online"  # uploaded while the run goes on
     offline = "offline"  # written to the run's folder; `wandb sync` uploads it later
-    disabled = "disabled"
+    disabled = "disabled"  # no W&B; metrics.jsonl is written all the same
 
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode = WandbMode.offline
+    wandb: WandbMode = WandbMode.offline  # where W&B keeps the run
     without_key: WandbMode = WandbMode.offline  # what wandb=online becomes where no API key is found: offline or disabled
-    project: str = "prenorm"
-    group: str | None = None  # null: in a multirun the sweep's folder name
-    name: str | None = None  # null: the run folder's name
-    tags: list[str] = field(default_factory=list)
+    project: str = "prenorm"  # W&B's, as group, name and tags are
+    group: str | None = None  # of runs that belong together; null: in a multirun the sweep's folder name
+    name: str | None = None  # also ends the name of the run's folder; null: that folder's name
+    tags: list[str] = field(default_factory=list)  # words to find the run by
     every: int = 10  # steps between lines of metrics
 
 
@@ -211,7 +211,7 @@ class LoggingConfig:
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = 10  # of timed blocks, after one uncounted: every arm has two in each, in some order and in its reverse
+    cycles: int = 10  # of timed blocks, at least 6, after one uncounted; each has every arm twice, in some order and in reverse
     block_steps: int | None = None  # of a block, behind one uncounted; null: about 250 ms of the slowest arm's, from 5 to 100
     warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
     compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone
@@ -227,9 +227,9 @@ class Parallel(StrEnum):
 
 class Device(StrEnum):
     auto = "auto"  # cuda, else mps, else cpu
-    cuda = "cuda"
-    mps = "mps"
-    cpu = "cpu"
+    cuda = "cuda"  # a GPU for each process
+    mps = "mps"  # the GPU of a Mac
+    cpu = "cpu"  # anywhere
 
 
 @dataclass
@@ -245,14 +245,12 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
-    device: Device = Device.auto
+    device: Device = Device.auto  # what the run computes on
     parallel: Parallel = Parallel.auto  # how the processes of `torchrun train.py ...`, its ranks, share the work
-    seed: int = 1
+    seed: int = 1  # of initial weights, batches, dropout and the sample
     deterministic: bool = False  # the same bits each time on a GPU too; slower, and refuses what can't be
     profile: bool = False  # trace a few steps after warm-up into the run folder, and tell where their time goes
-    folder: str | None = None  # where the run is kept; null: runs/ and a name with the time
+    folder: str | None = None  # where the run is kept; null: runs/ and a name with the time. NAME_2 where NAME has a run
     resume: str = "never"  # auto: goes on if a run was stopped in `folder`; PATH: goes on from that run or checkpoint
     resume_with_changes: bool = False  # go on with a config that differs in what matters; the differences are refused otherwise
-    init_from: str | None = (
-        None  # weights of a new run, in GPT-2's or Llama's layout: owner/name on the Hub, a folder or a file
-    )
+    init_from: str | None = None  # a new run's weights, in GPT-2's or Llama's layout: owner/name on the Hub, a folder or a file

@@ -175,7 +175,21 @@ def test_ablate_compile_chooses_the_cells(override, device, modes, tiny, monkeyp
 def test_help_lists_its_own_keys(capsys):
     assert ablate.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "ablate.cycles=10" in text and "train.batch_size" not in text
+    assert "ablate.cycles=10" in text and "at least 6" in text and "train.batch_size" not in text
+
+
+def test_help_says_where_the_report_goes_and_lists_every_key_that_is_refused(capsys):
+    assert ablate.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "runs/TIME_ablation/" in text and "can't be chosen" in text
+    listed = [line.split()[0] for line in text.partition("which are refused")[2].splitlines() if line.startswith("  ")]
+    refused = []
+    for key in ablate.configs.keys.schema():
+        try:
+            ablate.rules.check_ablation([f"{key}=1"])
+        except ablate.ConfigError:
+            refused.append(key)
+    assert sorted(listed) == sorted(refused) and {"folder", "norm.impl", "resume"} <= set(listed)
 
 
 def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(tiny, here, monkeypatch, capsys):

@@ -5,6 +5,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,7 +14,7 @@ from filelock import FileLock
 
 import sample
 from tests.forks import Command
-from tests.runs import finish, read_json, run_folders, start, train_here
+from tests.runs import ROOT, environment, finish, read_json, run_folders, start, train_here
 from training import checkpoint
 
 
@@ -239,6 +241,34 @@ def test_numbers_that_no_sample_can_be_drawn_with_are_refused_before_anything_is
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sweep", [False, True])
+def test_what_a_library_logs_is_heard_once_and_sweep_is_said_by_nothing_but_a_sweep(tmp_path, sweep):
+    (tmp_path / "job.py").write_text(
+        "import logging, sys\n"
+        "import hydra\n"
+        "from configs import command_line, keys\n"
+        "library = logging.getLogger('library')\n"
+        "library.addHandler(logging.StreamHandler())\n"  # of its own, as those of Hugging Face have
+        "command_line.register_resolvers(sys.argv[1:])\n"
+        "main = hydra.main(version_base='1.3', config_path=str(keys.FOLDER), config_name='config')\n"
+        "main(lambda cfg: library.warning('slow network'))()\n"
+    )
+    command = [sys.executable, str(tmp_path / "job.py"), *(["-m", "seed=1,2"] if sweep else [])]
+    given = environment(tmp_path) | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == ["slow network"] * (2 if sweep else 1)
+    said = ["[sweep] Launching 2 jobs locally", "[sweep] \t#0 : seed=1", "[sweep] \t#1 : seed=2"]
+    assert done.stdout.splitlines() == (said if sweep else [])
+
+
+def test_the_help_of_sample_shows_the_default_prompt(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        sample.main(["--help"])
+    assert r"go on from (default: '\n')" in " ".join(capsys.readouterr().out.split())
+
+
 def test_help_names_commands_groups_and_keys(tmp_path):
     done = finish(start(["--help"], tmp_path))  # by an interpreter of its own
 
@@ -247,6 +277,7 @@ def test_help_names_commands_groups_and_keys(tmp_path):
         "python train.py norm.impl=torch",
         "experiment: gpt2_124m, shakespeare, shakespeare_char",
         "norm.impl=fused",
+        "optim.lr=0.004",  # as model=tiny has it
         "seed=1",
     ):
         assert part in done.stdout

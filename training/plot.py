@@ -109,6 +109,11 @@ class Curve:
     minutes: dict[int, float]  # of training until a step; empty where no speed was recorded
 
 
+def without_sweep_files(given: Sequence[Path]) -> list[Path]:
+    """Without what Hydra writes beside the runs of a sweep, which runs/*_sweep/* names too; unless nothing else is given."""
+    return [path for path in given if path.name != "multirun.yaml"] or list(given)
+
+
 def read_run(folder: Path) -> Curve:
     """A run by its folder.
 
@@ -117,6 +122,8 @@ def read_run(folder: Path) -> Curve:
     """
     for name in ("metrics.jsonl", "config.yaml"):
         if not (folder / name).is_file():
+            if any(folder.glob("*/metrics.jsonl")):
+                raise ConfigError(f"{folder}: no run, but a folder of runs, such as a sweep's. Name those: {folder}/*.")
             what = "no run has logged anything there" if folder.is_dir() else "no such folder"
             raise ConfigError(f"{folder}: {what} ({name} is missing). Name run folders, such as runs/*.")
     lines = read_metrics(folder / "metrics.jsonl")
@@ -161,7 +168,7 @@ def names_of(curves: Sequence[Curve]) -> list[str]:
     ]
     found = []
     for curve in curves:
-        text = ", ".join(f"{name}={_shown(curve.config[name])}" for name in differing[:MOST_NAMED])
+        text = ", ".join(f"{name}={keys.shown(curve.config[name])}" for name in differing[:MOST_NAMED])
         found.append(text + ", …" * (len(differing) > MOST_NAMED))
     return [
         name
@@ -237,7 +244,7 @@ def _same(curves: Sequence[Curve]) -> str:
     """A title from what the runs share, and which line is which."""
     config = curves[0].config
     shared = [
-        text.format(v=_shown(config[name]))
+        text.format(v=keys.shown(config[name]))
         for name, text in (
             ("data.name", "{v}"),
             ("model.layers", "{v} layers"),
@@ -250,23 +257,19 @@ def _same(curves: Sequence[Curve]) -> str:
     return f"{', '.join(shared) or f'{len(curves)} runs'} ({lines})"
 
 
-def _shown(value: Any) -> str:
-    """As on the command line."""
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.plot", description="Lays the losses of runs over one another.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, default=Path("runs.png"), help="the picture, a PNG (%(default)s)")
     parser.add_argument("--unit", choices=(NATS, BITS), help="nats per token, or bits per byte (bits where tokenizers differ)")
     options = parser.parse_args(arguments)
+    runs = without_sweep_files(options.runs)
     try:
-        unit = overlay([read_run(folder) for folder in options.runs], options.output, options.unit)
+        unit = overlay([read_run(folder) for folder in runs], options.output, options.unit)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {LABELS[unit]}, {len(options.runs)} run{'s' * (len(options.runs) > 1)}")
+    print(f"{options.output}: {LABELS[unit]}, {len(runs)} run{'s' * (len(runs) > 1)}")
     return 0
 
 

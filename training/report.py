@@ -84,11 +84,11 @@ def last_good(run: Run) -> Path | None:
 
 def report(summary: Summary) -> str:
     """The end of a run, in a few lines."""
-    final, best = summary.final, summary.best
+    final, best, picture = summary.final, summary.best, summary.folder / "loss.png"
     lines = {
         "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
         "step time": f"{summary.step_ms:.1f} ms (median)" if summary.step_ms else "only warm-up steps were run",
-        "loss curve": relative(summary.folder / "loss.png"),
+        **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
         "more text": f"python sample.py {relative(summary.folder)}",
     }
     text = f"\n{summary.sample.strip()}\n" if summary.sample else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import configs
 from configs import Config, ConfigError, rules
-from configs.schema import Precision
+from configs.schema import Precision, Schedule
 from training import checkpoint, storage
 from training.checkpoint import Stored
 from training.storage import relative
@@ -84,7 +84,7 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
     notes += [f"resume=auto: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
     if not start.finished:
-        _check_left(start)
+        _check_left(start, folder)
     return start
 
 
@@ -110,7 +110,7 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
         start = Start(cfg, path, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
     else:
         start = Start(cfg, folder, stored, notes=notes)
-    _check_left(start)
+    _check_left(start, path)
     return start
 
 
@@ -131,14 +131,18 @@ def _other_operator(before: Config, cfg: Config) -> list[str]:
     ]
 
 
-def _check_left(start: Start) -> None:
+def _check_left(start: Start, path: Path) -> None:
     """Raises ConfigError: the run has no steps left, nor results of its last one to make up for."""
     stored, steps = start.stored, start.cfg.train.steps
     unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
     if stored is not None and stored.step >= steps and not unfinished:
+        command, why = f"python train.py resume={relative(path)} train.steps={2 * stored.step}", ""
+        if start.cfg.optim.schedule is not Schedule.constant:
+            command += " resume_with_changes=true"
+            why = "\nThat changes the learning rates of the steps before it, which the last word accepts."
         raise ConfigError(
-            f"resume: {relative(stored.path)} is at step {stored.step}: raise train.steps={steps} to go on. That changes the "
-            "learning rates of the steps before it, so most schedules also need resume_with_changes=true."
+            f"resume: {relative(stored.path)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
+            f"  {command}{why}"
         )
 
 

@@ -262,6 +262,8 @@ def open_run(origin: Start, device: torch.device, group: str | None = None, worl
             run._keep_config()
         for note in origin.notes:
             show(note)
+        if folder != origin.folder:
+            show(f"{relative(origin.folder)} has another run already, so this one is kept in {relative(folder)}.")
         yield from _closing(run)
 
 

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import re
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,7 +211,23 @@ def test_the_tables_of_parity_begin_with_what_failed_and_then_what_came_nearest_
     found = dataclasses.replace(found, parity=[dataclasses.replace(found.parity[0], quantities=quantities)])
     table = written(found, tmp_path).partition("| distance from reference")[2].partition("\n\n")
     assert [row.split()[1] for row in table[0].splitlines()[2:6]] == ["broken", "a", "b", "c"]
-    assert table[2].startswith("The 10 nearest to failing of 13; report.json has all.")
+    said = "The first 10 of 13: what failed, then by fused over reordered. report.json has all."
+    assert table[2].startswith(said)
+
+
+def test_the_order_of_a_whole_table_of_parity_is_said(tmp_path):
+    text = written(results.ablation(overrides=[{}], modes=["eager"]), tmp_path)
+    parity = text.partition("| distance from reference")[2]
+    assert "In order: what failed, then by fused over reordered." in parity
+    assert "In order: what failed, then by the size of fused." in parity.partition("| shift in one direction")[2]
+
+
+def test_figures_that_are_paired_are_said_to_be_beside_the_medians(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    words = " ".join(written(found, tmp_path).partition("## Fused against torch")[2].split())
+    assert "paired: medians over cycles of each cycle's difference and ratio. They need not agree with the medians" in words
+    assert "times as fast is paired" in report.table(found)
+    assert "paired" not in report.table(dataclasses.replace(found, cells=[]))
 
 
 def test_profiled_time_stands_beside_the_timed_step(tmp_path):
@@ -387,17 +404,71 @@ def test_an_impl_without_a_counterpart_is_an_error_that_names_it(tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
+def test_keys_that_set_runs_apart_are_shown_as_one_types_them(tmp_path, capsys):
+    a = finished_run(tmp_path / "a", "torch", config="eval:\n  batches: null\ntrain:\n  recompute: false\n")
+    b = finished_run(tmp_path / "b", "fused", config="eval:\n  batches: 2\ntrain:\n  recompute: true\n")
+    assert finished.main([a, b, "--output", str(tmp_path / "out")]) == 2
+    assert "train.recompute=false, eval.batches=null" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        ("profile: true\n", True),
+        ("resume_with_changes: true\n", True),
+        ("checkpoint:\n  every: 7\n  keep: 1\n", True),
+        ("sample:\n  tokens: 0\n", True),
+        ("eval:\n  every: 3\n", True),
+        ("data:\n  processes: 2\n", True),
+        ("checkpoint:\n  background: true\n", False),
+        ("eval:\n  batches: 3\n", False),
+        ("deterministic: true\n", False),
+    ],
+)
+def test_keys_that_change_neither_steps_nor_times_nor_losses_do_not_set_runs_apart(config, same, tmp_path):
+    runs = [
+        finished.read_run(Path(finished_run(tmp_path / "a", "torch"))),
+        finished.read_run(Path(finished_run(tmp_path / "b", "fused", config=f"train:\n  steps: 10\n{config}"))),
+    ]
+    if same:
+        assert finished.grouped(runs) == [({}, runs)]
+    else:
+        with pytest.raises(ValueError, match=r"no run with .* has norm\.impl="):
+            finished.grouped(runs)
+
+
+def test_runs_that_did_not_finish_are_named_and_left_out(tmp_path, capsys):
+    for name, impl in (("torch", "torch"), ("fused", "fused"), ("stopped", "fused")):
+        finished_run(tmp_path / name, impl)
+    (tmp_path / "stopped" / "summary.json").unlink()
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, where the runs are a sweep's
+    assert finished.main([*map(str, tmp_path.glob("*")), "--output", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith(f"left out: {tmp_path}/stopped: no summary.json.") and len(err.splitlines()) == 1
+    assert "from 2 finished runs" in out and "left out, being no finished runs: stopped." in " ".join(out.split())
+
+    (tmp_path / "torch" / "summary.json").unlink()
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "none")]) == 2
+    assert "no run has norm.impl=torch" in capsys.readouterr().err
+    (tmp_path / "fused" / "summary.json").unlink()
+    assert finished.main([str(tmp_path), "--output", str(tmp_path / "none")]) == 2
+    assert "error: no finished run is left to compare." in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     unfinished = tmp_path / "unfinished"
     finished_run(unfinished)
     (unfinished / "summary.json").unlink()
+    finished_run(tmp_path / "sweeps" / "a_sweep" / "0")
     torn = tmp_path / "torn"
     finished_run(torn)
     (torn / "environment.json").write_text("{")
     for folder, why in (
         (tmp_path / "nowhere", "is no folder"),
         (tmp_path / "empty", "no config.yaml"),
+        (tmp_path / "sweeps", f"Give those: {tmp_path}/sweeps/*."),
         (unfinished, f"resume={unfinished}"),
         (torn, "not as train.py writes it"),
     ):

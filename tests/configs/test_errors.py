@@ -26,6 +26,7 @@ UNKNOWN = {
     "+experiment=shakespear": "drop the +",
     "experiment=shakespeare_chr": "Did you mean experiment=shakespeare_char?",
     "optim={lrr: 1}": "optim.lrr: no such key. Did you mean optim.lr?",
+    "ablate.cycle=3": "Did you mean ablate.cycles? Keys of ablate: cycles, ",
     "+train.steps=3": "+train.steps=3: drop the +, the key exists already.",
     "~norm.impl": "no key can be taken away",
     "train.steps": "train.steps: an override is written key=value",
@@ -45,7 +46,8 @@ TYPES = {
     "optim.lr=fast": "optim.lr=fast: must be a number.",
     "train.compile=maybe": "train.compile=maybe: must be true or false.",
     "model.kv_heads=two": "model.kv_heads=two: must be a whole number or null.",
-    "logging.tags=a": "logging.tags=a: must be a list [a,b].",
+    "logging.tags=a": "logging.tags=a: must be a list [a,b]. Use logging.tags=[a].",
+    "data.files=README.md": "data.files=README.md: must be a list [a,b]. Use data.files=[README.md].",
     "optim.lr=???": "optim.lr=???: must be a number.",
     "optim={lr: ???}": "optim.lr=???: must be a number.",
     "optim=null": "optim=null: optim is a group of keys. Set one of them: optim.lr, ",
@@ -58,7 +60,9 @@ TYPES = {
 }
 
 RULES = {
-    "model.heads=3": "model.heads=3 does not divide model.width",
+    "model.heads=3": "model.heads=3 does not divide model.width=128. Use model.heads=2 or model.width=120.",
+    "model.heads=60": "Use model.heads=16 or model.width=480.",  # and not 64 heads of 2 columns
+    "model.heads=5 model.width=12": "Use model.heads=4 or model.width=40.",  # a width that has no heads of 8
     "model.heads=4 model.kv_heads=3": "model.kv_heads=3 does not divide model.heads=4. Use model.kv_heads=2",
     "model.positions=rotary model.width=12 model.heads=4": "even head width or model.positions=learned",
     "model.vocab_size=100 tokenizer.vocab_size=512": "model.vocab_size=100 is smaller than tokenizer.vocab_size=512. Use",
@@ -155,6 +159,32 @@ def test_all_broken_rules_are_reported_at_once():
     assert all(key in str(error.value) for key in ("model.heads=3", "optim.lr=-1", "train.batch_size=3"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.lr=-1"], "optim.lr=-1.0: must be more than 0 and finite."),
+        (["optim.lr=nan"], "optim.lr=nan: must be more than 0 and finite."),
+        (["optim.min_lr=inf"], "optim.min_lr=inf: must be at least 0 and finite."),
+        (["train.steps=-3"], "train.steps=-3: must be at least 1."),
+        (["train.batch_size=-1", "train.accumulation=2"], "train.batch_size=-1: must be at least 1."),
+        (["model.vocab_size=-1"], "model.vocab_size=-1: must be at least 1."),
+    ],
+)
+def test_a_number_out_of_its_range_is_one_line_and_no_rule_about_what_it_would_mean_for_others(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        configs.load(overrides, on=CPU)
+
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "program"), [("ablate.cycle", "ablate.py"), ("ablate.steps", "ablate.py"), ("eval.evry", "train.py")]
+)
+def test_an_unknown_key_refers_to_the_help_that_lists_it(key, program):
+    with pytest.raises(ConfigError, match=rf"`python {program} --help` lists"):
+        configs.load([f"{key}=3"], on=CPU)
+
+
 def test_a_batch_must_divide_among_the_ranks():
     cfg = configs.load(["train.batch_size=12", "train.accumulation=2"], on=CPU)
 
@@ -225,12 +255,26 @@ def test_a_developer_can_have_the_traceback(monkeypatch):
         command_line.check(["norm.impl=fusd"])
 
 
-def test_every_key_is_described_with_its_default():
+def test_every_key_is_described_with_its_meaning_and_that_of_its_values():
     text = command_line.describe_keys()
 
     for key in configs.keys.schema().values():
-        assert f"  {key.name}=" in text
-    assert "fused | torch" in text
+        assert re.search(rf"^  {re.escape(key.name)}=.*  {re.escape(key.meaning)}$", text, re.MULTILINE)
+        assert key.meaning, f"{key.name}: nothing stands beside it in schema.py"
+        for value, meaning in key.choices.items():
+            assert meaning, f"{key.name}={value}: nothing stands beside it in schema.py"
+            assert re.search(rf"^ {{20,}}{value} +{re.escape(meaning)}$", text, re.MULTILINE)
+
+
+def test_the_help_shows_what_a_plain_run_gets():
+    plain = configs.compose_only([])
+    given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", command_line.describe_keys(), re.MULTILINE))
+
+    assert (float(given["optim.lr"]), float(given["optim.min_lr"])) == (plain.optim.lr, plain.optim.min_lr)
+    assert given["optim.warmup_steps"] == "null"  # not what becomes of it
+    assert given["sample.prompt"] == r"'\n'"
+    typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
+    assert configs.compose_only(typed) == plain  # all of them, and as they are typed
 
 
 def test_a_folder_name_holds_only_what_a_file_name_may():

@@ -73,8 +73,12 @@ def test_a_folder_that_a_live_process_trains_in_is_refused(tiny, tmp_path):
 def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
 
-    with pytest.raises(ConfigError, match=r"is at step 5: raise train\.steps=5"):
+    with pytest.raises(ConfigError, match=r"is at step 5: raise train\.steps=5") as error:
         train_here([f"resume={done.folder}"], tmp_path / "run")
+    [command] = (line.split() for line in str(error.value).splitlines() if "train.py" in line)
+    assert command[:2] == ["python", "train.py"]
+    _, metrics = train_here([*command[2:], "sample.tokens=0"], tmp_path / "more")  # it does what it says
+    assert metrics[-1]["step"] == 10
 
 
 @pytest.mark.parametrize("choice", ["auto", "PATH"])

@@ -110,5 +110,18 @@ def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, capsys):
     assert "nowhere: no such folder" in capsys.readouterr().err
     assert plot.main([str(tmp_path / "empty")]) == 2
     assert "empty: no run has logged anything there (metrics.jsonl is missing)" in capsys.readouterr().err
+    run(tmp_path / "sweep" / "0_seed-1")
+    assert plot.main([str(tmp_path / "sweep")]) == 2
+    assert f"Name those: {tmp_path}/sweep/*." in capsys.readouterr().err
+
+
+def test_all_that_is_in_a_sweeps_folder_may_be_given(tmp_path, drawn):
+    run(tmp_path / "0_seed-1")
+    run(tmp_path / "1_seed-2", ["seed=2"])
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's
+
+    assert plot.main([*map(str, tmp_path.glob("*")), "--output", str(tmp_path / "x.png")]) == 0
+    assert drawn[0].keys() >= {"seed=1", "seed=2"}
+    assert plot.main([str(tmp_path / "multirun.yaml")]) == 2
     with pytest.raises(ConfigError, match=r"b: no validation loss yet.*--unit nats"):
         overlay([read_run(run(tmp_path / "a")), read_run(run(tmp_path / "b", val=False))], tmp_path / "x.png", BITS)

@@ -14,8 +14,10 @@ from configs import ConfigError
 from configs.machine import Machine
 from configs.schema import WandbMode
 from training.environment import environment, git_state
+from training.evaluation import Validation
 from training.folder import claim
 from training.plot import loss_curve, read_metrics
+from training.report import Summary, report
 from training.resume import Start
 from training.run import open_run
 from training.storage import StorageError
@@ -32,6 +34,29 @@ def test_no_two_runs_share_a_folder(tmp_path):
     folders = [claim(tmp_path / "run") for _ in range(3)]
 
     assert [folder.name for folder in folders] == ["run", "run_2", "run_3"]
+
+
+def test_a_run_that_gets_another_folder_than_was_asked_for_says_so(cfg, tmp_path, capsys):
+    said = []
+    for _ in range(2):
+        with open_run(Start(cfg, tmp_path / "run"), CPU):
+            pass
+        said.append(capsys.readouterr().out)
+
+    assert said[0] == ""
+    assert said[1] == f"{tmp_path}/run has another run already, so this one is kept in {tmp_path}/run_2.\n"
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_the_end_of_a_run_names_its_picture_only_if_one_was_drawn(cfg, tmp_path, lines):
+    run = tmp_path / "run"
+    with open_run(Start(cfg, run), CPU) as opened:
+        opened.start({}, tokenizer="{}", train_bytes_per_token=1.0, val_bytes_per_token=1.0)
+        for step in range(lines):
+            opened.log(step + 1, {"train/loss": 2.0 - step})
+    text = report(Summary(run, Validation(1.0, 1.0), Validation(1.0, 1.0), None, ""))
+
+    assert (run / "loss.png").is_file() == (f"loss curve  {run}/loss.png" in text) == ("loss curve" in text) == (lines > 1)
 
 
 def test_the_config_is_kept_and_loads_again(cfg, tmp_path):

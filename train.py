@@ -98,7 +98,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         forward = compile_model(model, cfg.train)
     forward = world.replicate(forward)
 
-    def validate() -> Validation:
+    def validate(before_batch: Callable[[], None]) -> Validation:
         # not the compiled model: it would compile again for evaluation, and once more for a last batch with fewer rows
         return evaluate(
             model,
@@ -108,6 +108,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             batch_size=cfg.train.batch_size // cfg.train.accumulation // world.size,
             batches=cfg.eval.batches and cfg.eval.batches * world.size,
             world=world,
+            before_batch=before_batch,
         )
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         with clock.paused():
             health.check()
             with suppress(Stopped), interrupt.at_once():
-                state.validation = validation = validate()
+                state.validation = validation = validate(interrupt.check)
                 state.owes_validation = False
         if state.owes_validation:
             return

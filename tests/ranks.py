@@ -29,7 +29,7 @@ def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[
 
     Args:
         acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN,
-            `full` its disk full.
+            `full` its disk full. [rank, batch]: `look` sends it SIGTERM ahead of that batch of all it evaluates.
     """
     return on_ranks(ranks, _train, folder, overrides, folder, acts)
 
@@ -98,7 +98,7 @@ def _rank(rank: int, ranks: int, port: int, act: Callable[..., dict], files: Pat
 
 
 def _train(world: distributed.World, on: Machine, overrides: list[str], folder: Path, acts: dict[str, list[int]]) -> dict:
-    told: dict = {"steps": 0, "seeds": [], "rows": [], "reduced": 0, "ended": None}
+    told: dict = {"steps": 0, "seeds": [], "rows": [], "reduced": 0, "looked": 0, "ended": None}
     _watch(world, told, acts)
     try:
         go_on_together(configs.load(overrides, on=on), folder, on, world)
@@ -111,6 +111,7 @@ def _train(world: distributed.World, on: Machine, overrides: list[str], folder: 
 
 def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
     seed, step, replicate = step_module.seed_micro_batch, train.training_step, distributed.World.replicate
+    evaluate = train.evaluate
 
     def seeds(*place, **options):
         found = seed(*place, **options)
@@ -129,6 +130,15 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         told["steps"] += 1
         return result
 
+    def looks(*args, before_batch, **options):
+        def before():
+            told["looked"] += 1
+            if acts.get("look") == [world.rank, told["looked"]]:
+                signal.raise_signal(signal.SIGTERM)
+            before_batch()
+
+        return evaluate(*args, before_batch=before, **options)
+
     def no_space(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -142,6 +152,6 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         ddp.register_comm_hook(None, hook)
         return ddp
 
-    step_module.seed_micro_batch, train.training_step = seeds, steps
+    step_module.seed_micro_batch, train.training_step, train.evaluate = seeds, steps, looks
     if acts.get("count"):
         distributed.World.replicate = counted  # type: ignore[method-assign]

@@ -1,7 +1,9 @@
 """The loss on the validation set, in nats per token and in bits per byte."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 
 import torch
 
@@ -32,6 +34,7 @@ def evaluate(
     batch_size: int,
     batches: int | None = None,
     world: World = ALONE,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Validation:
     """The mean over every predicted token of `split`, the same on every rank. Draws no random numbers.
 
@@ -41,6 +44,7 @@ def evaluate(
         batches: evaluate this many batches, of all ranks together, whose windows are spread evenly over the split. Both figures
             are then estimates: the loss from a sample, and the bits per byte also because it takes the whole split's bytes per
             token.
+        before_batch: called before each, equally often on all ranks; what it raises on all of them ends the evaluation.
     """
     was_training = model.training
     model.eval()
@@ -48,17 +52,19 @@ def evaluate(
     windows = ValidationWindows(
         split.tokens, context=context, batch_size=batch_size, batches=batches, rank=world.rank, ranks=world.size
     )
-    # ranks that gather weights together do so as often as the one with most batches
-    spare = range(world.highest(len(windows)) - len(windows) if is_sharded(model) else 0)
+    most = world.highest(len(windows))
     nothing = torch.zeros(1, context, dtype=torch.int64)
     try:
         with evaluated(model), precision.autocast():
-            for inputs, targets in windows:
-                loss = model(inputs.to(precision.device), targets.to(precision.device))
-                total += loss * targets.numel()  # the last batch may have fewer rows
-                tokens += targets.numel()
-            for _ in spare:
-                model(nothing.to(precision.device))
+            for batch in islice(chain(windows, repeat(None)), most):
+                before_batch()
+                if batch is not None:
+                    inputs, targets = batch
+                    loss = model(inputs.to(precision.device), targets.to(precision.device))
+                    total += loss * targets.numel()  # the last batch may have fewer rows
+                    tokens += targets.numel()
+                elif is_sharded(model):  # whose ranks gather weights together, as often as the one with most batches
+                    model(nothing.to(precision.device))
         mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
     finally:  # a signal may cut it short
         model.train(was_training)

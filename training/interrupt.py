@@ -53,11 +53,16 @@ class Interrupt:
             self.requested = signal.Signals(number)
         return bool(number)  # not of `requested`: a signal that has come to this rank meanwhile is news to the others
 
+    def check(self) -> None:
+        """Raises Stopped on all ranks where a signal has reached one. All ranks call it together."""
+        if self.wanted():
+            raise Stopped(self.exit_code)
+
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Within this block a signal raises Stopped, also one that came before: for what takes long and can be done again.
 
-        Not where there are several ranks, which do that together: a signal reaches them at different moments.
+        Not where there are several ranks, which a signal reaches at different moments: those `check`.
         """
         if self._world.store is not None:
             yield

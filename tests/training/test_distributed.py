@@ -60,6 +60,18 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ti
     assert torch.equal(losses(tmp_path / "run"), losses(tmp_path / "whole")), "on as many ranks, the same bits"
 
 
+def test_a_signal_to_one_rank_cuts_the_evaluation_of_all_short_and_it_is_made_up_for(tiny, tmp_path):
+    whole = train_together(2, tiny, tmp_path / "whole")
+    told = train_together(2, tiny, tmp_path / "run", look=[1, 2])
+
+    assert whole[0]["looked"] == whole[1]["looked"] >= 6, "two evaluations of several batches, as many on each rank"
+    assert [(one["ended"], one["steps"], one["looked"]) for one in told] == [(143, 6, 2), (143, 6, 2)]
+    assert read_json(tmp_path / "run" / "last" / "state.json")["owes_validation"]
+
+    train_together(2, [*tiny, "resume=auto"], tmp_path / "run")
+    assert torch.equal(losses(tmp_path / "run"), losses(tmp_path / "whole"))
+
+
 def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_the_same_error(tiny, tmp_path):
     told = train_together(2, tiny, tmp_path / "run", nan=[1, 3])
 

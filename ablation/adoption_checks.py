@@ -37,7 +37,8 @@ def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
         raise ValueError(
             f"{function}: model_a is to be the model as it was, and {len(fused)} of its norms are fused: {_listed(fused)}. "
             "Copy it ahead of replace_norms (before = copy.deepcopy(model)), or restore_norms a copy of it; if it is model_b "
-            "that is as it was, exchange the two"
+            "that is as it was, exchange the two. To see what one more step of adoption adds, compare the model as it was with "
+            "each"
         )
     if a.keys() == b.keys() and all(_same(module, b[name]) for name, module in a.items()):
         raise ValueError(

@@ -3,8 +3,8 @@
 Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
 final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every and .keep,
 data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere (ablate).
-Every other key counts: also eval.batches, which the loss is taken over, and checkpoint.background, by which a thread writes
-beside the steps.
+Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread writes beside
+the steps, and logging.every, the length of the windows that step times are of.
 """
 
 import argparse
@@ -36,6 +36,7 @@ FREE = {
     *("data.cache_dir", "data.processes", "eval.every", "profile"),
 }
 FREE_SECTIONS = {"logging", "sample", "ablate"}
+COUNTED = {"logging.every"}
 LEAST_SEEDS = 3  # that a difference of losses needs for an interval
 STEP_TIMES, COMMANDS = "step_times.png", "## Commands"
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
@@ -199,7 +200,7 @@ def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
         {
             key: keys.shown(value)
             for key, value in run.config.items()
-            if key not in FREE and key.partition(".")[0] not in FREE_SECTIONS
+            if key in COUNTED or (key not in FREE and key.partition(".")[0] not in FREE_SECTIONS)
         }
         for run in runs
     ]

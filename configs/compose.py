@@ -1,5 +1,7 @@
 """From overrides to a checked `Config`: Hydra composes, the schema types it, the rules pass it."""
 
+import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
@@ -71,8 +73,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         except HydraException:
             key, equals, value = text.partition("=")
             known = keys.schema().get(key.lstrip("+"))
-            if equals and known and known.type is str and not set(value) & set("\"'\\"):
-                quoted = f"'{key}=\"{value}\"'"
+            if equals and known and known.type is str:
+                quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
                 raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
@@ -136,7 +138,9 @@ def _check_names(override: Override) -> None:
     if override.is_delete():
         raise ConfigError(f"{text}: no key can be taken away. Give it another value, or null where it accepts that.")
     if override.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
-        raise ConfigError(f"{text}: a sweep needs its values, one after the other: {name}=A,B or {name}=range(1,4).")
+        known = keys.schema().get(name)
+        numbers = f" or {name}=range(1,4)" if known and known.type in (int, float) else ""
+        raise ConfigError(f"{text}: a sweep needs its values, one after the other: {name}=A,B{numbers}.")
     added = override.is_add() and not override.is_force_add()
     if name in keys.groups():
         if override.is_add() or override.is_force_add():

@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
+from triton.language.target_info import is_cuda
 
 from .conversion_kernels import PTX
 
@@ -52,7 +52,7 @@ def philox(seed, c0, c1, c2, c3):
 @triton.jit
 def multiply(b, FACTOR: tl.constexpr):
     """Low and high half of b · FACTOR, all uint32. One multiplication, where the compiler takes one for each half."""
-    if PTX and cuda_capability_geq(8):
+    if PTX and is_cuda():
         b_low, b_high = tl.inline_asm_elementwise(
             """{
             .reg .b64 %both;

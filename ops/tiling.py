@@ -318,7 +318,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (8192, Tile(1, 4096, 4096, 1, 8, 1, 0, False)),  # 0.97
         (12288, Tile(2, 16384, 0, 1, 32, 1, 0, True)),  # 0.97
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
-        (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False)),
+        (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False)),  # 0.97 with 48 registers, which spill since
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False)),  # 0.93
         (262144, Tile(4, 4096, 0, 64, 16, 3, 1, True)),
     ),
@@ -354,7 +354,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True)),  # 0.98
         (8192, Tile(1, 8192, 0, 1, 32, 1, 0, True)),  # 0.97
         (12288, Tile(1, 16384, 0, 1, 16, 1, 0, True)),  # 0.99
-        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, 56)),
+        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, 56)),  # 0.98 with 48 registers, which spill since
         (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False)),  # 0.94
         (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.93
     ),
@@ -434,7 +434,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
         (64, Tile(32, 64, 0, 1, 4, 3, 1, True)),  # 0.58
         (128, Tile(2, 128, 0, 1, 1, 2, 16, True)),  # 0.67
-        (256, Tile(4, 256, 0, 1, 2, 3, 4, True)),
+        (256, Tile(4, 256, 0, 1, 2, 3, 4, True)),  # 0.81 with twice the rows and half the programs, which spill since
         (512, Tile(1, 512, 0, 1, 2, 2, 8, True)),  # 0.88
         (768, Tile(2, 1024, 0, 1, 4, 3, 2, False)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 1, 4, 2, False)),  # 0.91
@@ -456,7 +456,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (512, Tile(1, 512, 0, 1, 4, 2, 8, True)),  # 0.89
         (768, Tile(1, 1024, 0, 1, 4, 4, 2, True)),  # 0.95
         (1024, Tile(1, 1024, 0, 1, 4, 3, 2, True)),  # 0.93
-        (1600, Tile(2, 2048, 0, 1, 16, 3, 1, True, 96)),
+        (1600, Tile(2, 2048, 0, 1, 16, 3, 1, True, 96)),  # 0.97 where the compiler took 64 registers, which spill since
         (2048, Tile(4, 2048, 0, 1, 8, 2, 1, True)),  # 0.95
         (4096, Tile(2, 4096, 0, 1, 16, 2, 1, True)),  # 0.96
         (5120, Tile(2, 1024, 0, 5, 2, 2, 4, True)),  # 0.95

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 _SHAPES = ((2, 3, 8), (1, 5, 8))  # tried twice: what follows from a shape or from the mode is no constant
-BY_HAND = "rewrite such a block by hand, after the listing at the head of ops/prenorm_block.py"
+_FOLDER = __package__.replace(".", "/")  # ops, prenorm, or what somebody's copy is called
+BY_HAND = f"rewrite such a block by hand, after the listing at the head of {_FOLDER}/prenorm_block.py"
 
 
 @dataclass(frozen=True)

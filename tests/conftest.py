@@ -2,6 +2,7 @@
 everything else on the PyTorch reference, which is what a machine without a GPU uses."""
 
 import os
+import signal
 
 # One thread a test, and a rank, and a program that a test starts: more cost more than they give at these sizes, most of all
 # beside other tests; and sums have one order. OpenMP reads this when torch is imported.
@@ -23,6 +24,15 @@ if INTERPRET:
     from tests import interpreter
 
     interpreter.quicken()
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """Those of before: what a signal has stopped keeps its own to the end of the process, which is no test's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items):

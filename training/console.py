@@ -12,19 +12,19 @@ from tqdm import tqdm
 
 def show(text: str, stream: TextIO | None = None) -> None:
     """Prints a line to `stream`; None: standard output."""
-    with _read(stream or sys.stdout) as stream:
+    with _while_read(stream or sys.stdout) as stream:
         print(text, file=stream, flush=True)
 
 
 def show_beside_bar(text: str) -> None:
     """Prints a line without tearing the bar."""
-    with _read(sys.stdout) as stream:
+    with _while_read(sys.stdout) as stream:
         tqdm.write(text, file=stream)
         stream.flush()
 
 
 @contextmanager
-def _read(stream: TextIO) -> Iterator[TextIO]:
+def _while_read(stream: TextIO) -> Iterator[TextIO]:
     """Where the reader has gone, nothing more is shown and the run goes on: Ctrl-C ends `| tee` before the run has saved."""
     try:
         yield stream

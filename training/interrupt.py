@@ -25,7 +25,8 @@ def exit_on_sigterm() -> None:
 
 
 class Interrupt:
-    """Within the block, the first SIGINT or SIGTERM only sets `requested`; a second SIGINT ends the process at once.
+    """Within the block, the first SIGINT or SIGTERM only sets `requested`. From then on, also behind the block, SIGINT ends the
+    process at once and SIGTERM is ignored.
 
     A second SIGTERM is the first one again: `timeout` sends it to the process and to its group, Slurm to ranks and to torchrun,
     which passes it on. torchrun does so with SIGINT too, and itself ends what takes too long: there neither counts twice.
@@ -43,8 +44,9 @@ class Interrupt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if self.requested is None:  # else the process is about to end, and what it closes may not be disturbed
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def wanted(self) -> bool:
         """Whether a signal has reached any rank; `requested` then says on each rank which. All ranks call it together."""
@@ -62,10 +64,12 @@ class Interrupt:
     def at_once(self) -> Iterator[None]:
         """Within this block a signal raises Stopped, also one that came before: for what takes long and can be done again.
 
-        Not where there are several ranks, which a signal reaches at different moments: those `check`.
+        Several ranks, which a signal reaches at different moments, `check` where the block begins and where it ends.
         """
         if self._world.store is not None:
+            self.check()
             yield
+            self.check()
             return
         try:
             self._at_once = True

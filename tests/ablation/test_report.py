@@ -422,13 +422,15 @@ def test_keys_that_set_runs_apart_are_shown_as_one_types_them(tmp_path, capsys):
         ("data:\n  processes: 2\n", True),
         ("checkpoint:\n  background: true\n", False),
         ("eval:\n  batches: 3\n", False),
+        ("  project: mine\n", True),  # of logging, which the file has last
+        ("  every: 1\n", False),
         ("deterministic: true\n", False),
     ],
 )
 def test_keys_that_change_neither_steps_nor_times_nor_losses_do_not_set_runs_apart(config, same, tmp_path):
     runs = [
         finished.read_run(Path(finished_run(tmp_path / "a", "torch"))),
-        finished.read_run(Path(finished_run(tmp_path / "b", "fused", config=f"train:\n  steps: 10\n{config}"))),
+        finished.read_run(Path(finished_run(tmp_path / "b", "fused", config=f"{config}train:\n  steps: 10\n"))),
     ]
     if same:
         assert finished.grouped(runs) == [({}, runs)]

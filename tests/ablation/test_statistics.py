@@ -24,11 +24,13 @@ def test_interval_of_a_ratio_covers_the_truth_and_narrows_with_rounds():
 
 def test_the_fewest_samples_that_are_allowed_give_an_interval_that_misses_the_truth_less_than_one_time_in_ten():
     draw = np.random.default_rng(3)
-    for samples, most in ((LEAST_SAMPLES, 0.1), (2, 1.0)):
+
+    def missed(samples: int) -> float:
         found = [paired_ratio(1 + 0.01 * draw.standard_t(3, samples), np.ones(samples)) for _ in range(1000)]
-        missed = np.mean([not one.holds(1) for one in found])
-        assert missed < most
-    assert missed > 0.4, "of two, an interval says next to nothing, which is why there is a least"
+        return np.mean([not one.holds(1) for one in found])
+
+    assert missed(LEAST_SAMPLES) < 0.1
+    assert missed(2) > 0.4, "of two, an interval says next to nothing, which is why there is a least"
 
 
 def test_interval_is_the_same_each_time():

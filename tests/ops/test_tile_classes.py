@@ -178,7 +178,7 @@ def test_fewer_rows_than_a_tile_or_a_grid_holds(m, shape, device, use_tile):
 
 
 def test_rows_counted_in_64_bits_are_the_same_rows(device, monkeypatch):
-    """The indices that 2³¹ elements need, on a few rows; the interpreter has them too."""
+    """The indices that 2³¹ rows need, on a few: the tensors would not fit a test."""
     case = Case(m=7, n=40, dropout_p=0.2)
     tensors = inputs(case, device)
     expected = ours(tensors, case)

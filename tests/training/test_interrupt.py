@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from training.distributed import World
-from training.interrupt import Interrupt
+from training.interrupt import Interrupt, Stopped, exit_on_sigterm
 
 
 class Asked(World):
@@ -49,3 +49,30 @@ def test_a_second_ctrl_c_of_a_process_alone_ends_it_at_once():
     with Interrupt():
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_what_a_stopped_run_closes_is_not_disturbed_by_the_signal_that_comes_again(torchrun):
+    exit_on_sigterm()
+    with Interrupt(World(store=dist.HashStore() if torchrun else None)):
+        signal.raise_signal(signal.SIGTERM)
+
+    signal.raise_signal(signal.SIGTERM)  # while W&B is closed, say
+
+
+def test_handlers_are_those_of_before_where_no_signal_came():
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_several_ranks_stop_at_the_ends_of_what_one_process_breaks_off(inside):
+    """A signal behind the last step would be forgotten, and a sweep would start its next run."""
+    with Interrupt(World(store=dist.HashStore())) as interrupt, pytest.raises(Stopped):
+        if not inside:
+            signal.raise_signal(signal.SIGTERM)
+        with interrupt.at_once():
+            assert inside
+            signal.raise_signal(signal.SIGTERM)

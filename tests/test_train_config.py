@@ -44,7 +44,7 @@ def test_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch):
 
 def test_eval_batches_is_what_evaluation_reads(tiny, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "evaluate", lambda *_, **options: seen.append(options) or Validation(1.0, 1.0))
+    monkeypatch.setattr(train, "evaluate", lambda *_, before_batch, **options: seen.append(options) or Validation(1.0, 1.0))
     train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2"], tmp_path / "run")
 
     assert seen == [{"context": 32, "batch_size": 4, "batches": 3, "world": train.ALONE}]

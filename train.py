@@ -147,10 +147,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             if state.owes_validation:
                 look(state.step)
             saver.point(state.best_step)  # of a run that goes on, whose newest checkpoint may have been damaged
-            todo = range(
-                state.step, state.step if state.owes_validation else cfg.train.steps
-            )  # cut short again: no step after it
-            for step in run.progress(todo):
+            end = state.step if state.owes_validation else cfg.train.steps  # cut short again: no step after it
+            for step in run.progress(range(state.step, end)):
                 with profiler.step():
                     loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)
                 state.step = done = step + 1

@@ -33,10 +33,10 @@ from training.plot import read_metrics, without_sweep_files
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes", "checkpoint.every", "checkpoint.keep"),
+    *("logging.wandb", "logging.without_key", "logging.project", "logging.group", "logging.name", "logging.tags"),
     *("data.cache_dir", "data.processes", "eval.every", "profile"),
 }
-FREE_SECTIONS = {"logging", "sample", "ablate"}
-COUNTED = {"logging.every"}
+FREE_SECTIONS = {"sample", "ablate"}
 LEAST_SEEDS = 3  # that a difference of losses needs for an interval
 STEP_TIMES, COMMANDS = "step_times.png", "## Commands"
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
@@ -200,7 +200,7 @@ def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
         {
             key: keys.shown(value)
             for key, value in run.config.items()
-            if key in COUNTED or (key not in FREE and key.partition(".")[0] not in FREE_SECTIONS)
+            if key not in FREE and key.partition(".")[0] not in FREE_SECTIONS
         }
         for run in runs
     ]

@@ -150,10 +150,10 @@ def test_a_model_in_which_nothing_is_replaced_is_refused(compare, wrap):
 def test_a_model_fused_by_hand_is_told_by_its_class_or_by_any_attribute(compare, switches):
     model, other = Model(), ByHand()
     other.load_state_dict(model.state_dict())
-    compare(model, other)
+    assert compare(model, other).verdict
     model, other = (BySwitch(switch=switch) for switch in switches)
     other.load_state_dict(model.state_dict())
-    compare(model, other)
+    assert compare(model, other).verdict
 
 
 def another_forward(model):
@@ -177,7 +177,7 @@ def test_any_sign_of_a_change_is_enough(compare, change):
     model = Model()
     other = copy.deepcopy(model)
     change(other)
-    compare(model, other)
+    assert compare(model, other).verdict
 
 
 @pytest.mark.parametrize(

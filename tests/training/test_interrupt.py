@@ -58,6 +58,7 @@ def test_what_a_stopped_run_closes_is_not_disturbed_by_the_signal_that_comes_aga
         signal.raise_signal(signal.SIGTERM)
 
     signal.raise_signal(signal.SIGTERM)  # while W&B is closed, say
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_handlers_are_those_of_before_where_no_signal_came():

@@ -153,6 +153,20 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in _tensors(arm))
 
 
+def trade_places(arms: Sequence[Arm]) -> None:
+    """Weights and optimizer state of each arm move to where the next arm's lay, and the last one's to the first's.
+
+    A step's time depends a little on where in memory its tensors lie, and an arm would keep that for as long as it lives: two
+    equal arms then differ beyond what their intervals explain. Values stay with the arm. Not for CUDA graphs, which have the
+    addresses in them.
+    """
+    for tensors in zip(*map(_tensors, arms), strict=True):
+        values = [tensor.detach().clone() for tensor in tensors]
+        places = [tensor.data for tensor in tensors]
+        for tensor, place, value in zip(tensors, places[1:] + places[:1], values, strict=True):
+            tensor.data = place.copy_(value)
+
+
 def _tensors(arm: Arm) -> list[Tensor]:
     """In an order that arms share; AdamW has no state before its first step."""
     parameters = [p for group in arm.state.optimizer.param_groups for p in group["params"]]

@@ -181,7 +181,8 @@ def _blocks(cells: Sequence[Cell]) -> str:
     return (
         f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. The order of arms in a "
         "cycle is random, and reversed in its second half. A block opens with a step that is not counted: it fills the GPU's "
-        "queue, which copying weights back has emptied."
+        "queue, which copying weights back has emptied. Between cycles the arms trade places: weights and optimizer state of "
+        "each move to where another's lay in memory, but for CUDA graphs, which have the addresses in them."
     )
 
 

@@ -3,7 +3,9 @@
 A cycle gives every arm two blocks, in a random order and then in its reverse (ABBA): what drifts evenly through a cycle adds
 the same to all of them. Each block begins with the same weights and the same optimizer state, and takes the batches that the
 other arms take in that cycle. A first cycle brings clocks and caches to where they stay, and is not counted. There are two arms
-with PyTorch's norms: what they seem to differ by is what the protocol makes of no difference.
+with PyTorch's norms: what they seem to differ by is what the protocol makes of no difference. Between cycles the arms trade
+places: the weights and the optimizer state of each move to where another's lay, so that no arm keeps a better place in memory.
+CUDA graphs, which have the addresses in them, keep theirs.
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
 the state back and reading the events are outside. They leave the GPU without work, so a block opens with a step that is not
@@ -19,10 +21,11 @@ from statistics import median
 
 import torch
 
-from ablation.arms import Arm, Snapshot
+from ablation.arms import Arm, Snapshot, trade_places
 from ablation.compared import TORCH, Comparison
 from ablation.records import ArmTimes
 from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn
+from configs.schema import CUDA_GRAPHS
 from data import Batches
 from training.clock import PartClock, StepClock
 from training.step import training_step
@@ -65,7 +68,11 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
         progress(BLOCKS)
         return times
 
-    blocks = in_turn(block, plan.cycles, cfg.seed)
+    def before_cycle() -> None:
+        if not (cfg.train.compile and cfg.train.compile_mode in CUDA_GRAPHS):
+            trade_places([arms[name] for name in LINEUP])
+
+    blocks = in_turn(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
     found = {}
     for name in LINEUP:
         arm = arms[name]

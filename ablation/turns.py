@@ -16,7 +16,11 @@ LEAD_IN = 1
 
 
 def in_turn(
-    block: Callable[[str, int], list[float]], cycles: int, seed: int, names: Sequence[str] = LINEUP
+    block: Callable[[str, int], list[float]],
+    cycles: int,
+    seed: int,
+    names: Sequence[str] = LINEUP,
+    before_cycle: Callable[[], None] = lambda: None,
 ) -> dict[str, list[list[float]]]:
     """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
 
@@ -25,6 +29,7 @@ def in_turn(
     blocks: dict[str, list[list[float]]] = {name: [] for name in names}
     with collection_paused():
         for cycle, order in enumerate(schedule(1 + cycles, seed, names)):
+            before_cycle()
             for name in order:
                 times = block(name, cycle)
                 if cycle > 0:

@@ -1,6 +1,7 @@
 """The timing protocol: who runs when, on what, and what is made of it."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 import configs
 from ablation import timing, turns
-from ablation.arms import build
+from ablation.arms import Snapshot, _tensors, build, trade_places
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.records import ArmTimes
 from ablation.verdict import differs
@@ -92,6 +93,58 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
     for arm in found.values():
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0
         assert arm.peak_gb is None and arm.launches is None
+
+
+def addresses(arm):
+    return [parameter.data_ptr() for parameter in arm.state.model.parameters()]
+
+
+def test_arms_trade_places_and_keep_their_values(arms):
+    for step, arm in enumerate(arms.values()):
+        timing.run(arm, Batches(), range(step, step + 2))  # with an optimizer's state, and each with weights of its own
+    listed = list(arms.values())
+    before = [(addresses(arm), Snapshot(arm)) for arm in listed]
+    trade_places(listed)
+    assert [addresses(arm) for arm in listed] == [before[i][0] for i in (1, 2, 0)]
+    for arm, (_, snapshot) in zip(listed, before, strict=True):
+        assert all(map(torch.equal, _tensors(arm), snapshot._kept))
+    for step in range(3):
+        timing.run(arms[TORCH], Batches(), range(step, step + 1))
+        assert addresses(arms[TORCH]) == before[1][0], "a step moves them back"
+
+
+def test_between_cycles_places_change_and_with_cuda_graphs_they_stay(arms, monkeypatch):
+    found, real = [], timing.run
+
+    def run(arm, *arguments, **named):
+        found.append((arm.name, addresses(arm)[0]))
+        real(arm, *arguments, **named)
+
+    monkeypatch.setattr(timing, "run", run)
+    timing.time_arms(arms, Batches(), lambda kind: None)
+    of_torch = [address for name, address in found if name == TORCH][1:-1]  # without warm-up and the split window
+    assert of_torch[::2] == of_torch[1::2] and len(set(of_torch)) == 3
+    assert set(Counter(of_torch).values()) <= {4, 6}, "of seven cycles two or three in each place"
+
+    found.clear()
+    for arm in arms.values():
+        arm.cfg.train.compile, arm.cfg.train.compile_mode = True, "reduce-overhead"
+    timing.time_arms(arms, Batches(), lambda kind: None)
+    assert len({address for name, address in found if name == TORCH}) == 1
+
+
+def test_compiled_arms_that_trade_places_are_not_compiled_again(arms):
+    torch._dynamo.reset()
+    compiled = [replace(arm, forward=torch.compile(arm.state.model, backend="aot_eager")) for arm in arms.values()]
+    for arm in compiled:
+        timing.run(arm, Batches(), range(2))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert before > 0
+    for _ in range(2):
+        trade_places(compiled)
+        for arm in compiled:
+            timing.run(arm, Batches(), range(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 def test_the_step_that_fills_an_empty_queue_is_not_counted(arms, monkeypatch):

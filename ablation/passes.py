@@ -78,7 +78,8 @@ def default_loss() -> Loss:
         y = tensors[0]
         if (key := (y.shape, y.device)) not in drawn:
             # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
-            drawn[key] = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
+            generator = torch.Generator().manual_seed(0)
+            drawn[key] = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu").to(y.device)
         return (y.to(torch.promote_types(y.dtype, torch.float32)) * drawn[key]).sum() / math.sqrt(y.numel())
 
     return loss

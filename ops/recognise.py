@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -29,6 +30,7 @@ BF16_TOLERANCE = 0.1
 _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
 _FEATURES = (24, 40)  # tried on norms without weights, which take any width
+_FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # what is fed, whatever torch's defaults have been set to
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,13 @@ def _quiet(device: torch.device) -> Iterator[None]:
 def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
     generator = torch.Generator().manual_seed(width)
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    values = {name: torch.randn(width, generator=generator) for name in names}  # of both signs: |w| is another function
-    rows = torch.tensor(_SIZES)[:, None] * (torch.randn(len(_SIZES), width, generator=generator) + 0.5)
-    rows = torch.cat([rows, rows[:2].index_fill(1, torch.tensor(0), 1000.0)])  # outliers: what clamps x or y would clamp them
+    values = {
+        name: torch.randn(width, generator=generator, **_FP32) for name in names
+    }  # of both signs: |w| is another function
+    rows = torch.tensor(_SIZES, **_FP32)[:, None] * (torch.randn(len(_SIZES), width, generator=generator, **_FP32) + 0.5)
+    rows = torch.cat(
+        [rows, rows[:2].index_fill(1, torch.tensor(0, device="cpu"), 1000.0)]
+    )  # outliers: what clamps x or y would clamp them
     try:
         y = _run(module, values, rows)
         if y.shape != rows.shape:
@@ -184,7 +190,7 @@ def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
             again = _run(module, values, rows.view(*lead, width), training)
             if again.shape != (*lead, width) or _distance(again.flatten(0, -2), y) > TOLERANCE:
                 return "it gives rows other values in training, or in a tensor of more dimensions"
-        zeros = torch.zeros(1, width)
+        zeros = torch.zeros(1, width, **_FP32)
         if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
         return _with_out_dtype(module, formula, values, rows)

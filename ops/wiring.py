@@ -161,7 +161,7 @@ def check_drops_last(name: str, argument: str, sublayer: nn.Module, dropout: nn.
     handle = dropout.register_forward_hook(mark)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.device.type == "cuda" else []):
-            y = type(sublayer).forward(sublayer, torch.randn(1, 2, width).to(weight))
+            y = type(sublayer).forward(sublayer, torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device))
             y = y[0] if isinstance(y, tuple) else y
             last = len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten())
     except Exception:  # whatever their code raises where it is called without what it needs
@@ -196,7 +196,7 @@ def _given_to_mixer(
     halves = {part: path for part in ("dropout1", "dropout2") if (path := getattr(layout, part)) and "." not in path}
     modules: dict[str, nn.Module] = {getattr(layout, part): module for part, module in stand_ins.items()}
     modules |= {path: _Half() for path in halves.values()}
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     expected = x + (0.5 if "dropout1" in halves else 1.0) * mixer(norm1(x))
     expected = expected + (0.5 if "dropout2" in halves else 1.0) * mlp(norm2(expected))
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ablation import order
 from ablation.adoption import check_parity, measure
 from ablation.passes import default_loss
 from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
@@ -316,3 +317,13 @@ def test_the_projection_is_drawn_once_so_that_no_step_is_timed_drawing_it(monkey
     monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: drawn.append(args) or draw(*args, **kwargs))
     measure(norm, fused, torch.ones(2, 8), cycles=6, block_steps=2)
     assert len(drawn) == 1
+
+
+def test_a_check_follows_no_default_device():
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    after, x = copy.deepcopy(before), torch.randn(4, WIDTH)
+    replace_norms(after, verbose=False)
+    order._shuffled.cache_clear()
+    with torch.device("meta"):
+        assert check_parity(before, after, x).holds
+        assert measure(before, after, x, cycles=6, block_steps=1).a_ms > 0

@@ -183,6 +183,26 @@ def test_looking_for_norms_runs_no_hook_draws_no_number_and_leaves_no_trace():
     assert torch.equal(net[0].b.weight, torch.ones(N)) and torch.equal(net[0].b.weight.grad, torch.ones(N))
 
 
+@pytest.fixture(params=[BF16, torch.float64, "meta"], ids=str)
+def defaults(request):
+    """What torch makes without being told a dtype or a device is of another one than usual."""
+    if isinstance(request.param, str):
+        with torch.device(request.param):
+            yield
+        return
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_recognition_follows_no_default_of_torch(name, defaults):
+    build, formula = TAKEN[name]
+    norm = build().to_empty(device="cpu").float()
+    (site,) = replace_norms(nn.ModuleDict({"norm": norm}), verbose=False)
+    assert site.fused and site.why == formula
+
+
 def test_isinstance_goes_on_finding_what_it_found_and_decay_groups_find_lookalikes_too():
     norm = lookalikes.Llama(N)
     replace_norms(norm, verbose=False)

@@ -161,6 +161,18 @@ def test_a_block_that_does_more_than_hand_on_is_refused(block, why):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_trying_a_block_follows_no_default_dtype_or_device(dtype):
+    block = AnyName()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            fuse_prenorm_block(block, LAYOUT)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert block(torch.randn(2, N), causal=True).hidden.shape == (2, N)
+
+
 class TwoDropouts(Block):
     def __init__(self):
         super().__init__()

@@ -108,11 +108,16 @@ class FusedBlock(Swapped):
         return Pending(getattr(self, layout.mlp)(y), stream, self._dropout_p(layout.dropout2))
 
     def _dropout_p(self, path: str | None) -> float:
-        return cast(nn.Dropout, self.get_submodule(path)).p if path is not None and self.training else 0.0
+        """What is to be dropped of a sublayer's output, as its dropout says now, whose own mode counts as it always did."""
+        dropout = None if path is None else self.get_submodule(path)
+        # Another module put in its place since does its own work.
+        return dropout.p if isinstance(dropout, FusedDropout) and dropout.training else 0.0
 
 
 class FusedDropout(Swapped):
-    """A dropout whose work a later norm does. Its p is read there."""
+    """A dropout whose work a later norm does, with this p and in this mode."""
+
+    p: float
 
     def forward(self, input: Tensor) -> Tensor:
         return input

@@ -166,13 +166,13 @@ def _quiet(device: torch.device) -> Iterator[None]:
 def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
     generator = torch.Generator().manual_seed(width)
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    values = {
-        name: torch.randn(width, generator=generator, **_FP32) for name in names
-    }  # of both signs: |w| is another function
-    rows = torch.tensor(_SIZES, **_FP32)[:, None] * (torch.randn(len(_SIZES), width, generator=generator, **_FP32) + 0.5)
-    rows = torch.cat(
-        [rows, rows[:2].index_fill(1, torch.tensor(0, device="cpu"), 1000.0)]
-    )  # outliers: what clamps x or y would clamp them
+    # Weights of both signs: |w| is another function.
+    values = {name: torch.randn(width, generator=generator, **_FP32) for name in names}
+    rows = torch.randn(len(_SIZES), width, generator=generator, **_FP32) + 0.5
+    rows = torch.tensor(_SIZES, **_FP32)[:, None] * rows
+    outliers = rows[:2].clone()  # what clamps x or y would clamp them
+    outliers[:, 0] = 1000.0
+    rows = torch.cat([rows, outliers])
     try:
         y = _run(module, values, rows)
         if y.shape != rows.shape:

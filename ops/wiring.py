@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .swap import Swapped
+
 _SHAPES = ((2, 3, 8), (1, 5, 8))  # tried twice: what follows from a shape or from the mode is no constant
 _FOLDER = __package__.replace(".", "/")  # ops, prenorm, or what somebody's copy is called
 BY_HAND = f"rewrite such a block by hand, after the listing at the head of {_FOLDER}/prenorm_block.py"
@@ -101,6 +103,11 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
     for argument in ("dropout1", "dropout2"):
         if argument not in parts:
             continue
+        if isinstance(parts[argument], Swapped):
+            raise ValueError(
+                f"{name}: layout.{argument} is one module with a dropout of another block, which is fused; whether it has yet "
+                "more to do can't be seen from a block. Give each block, and the embeddings, an nn.Dropout of its own"
+            )
         if type(parts[argument]) is not nn.Dropout:
             raise ValueError(f"{name}: layout.{argument} is a {type(parts[argument]).__name__}, expected an nn.Dropout")
         paths = [path for path, module in block.named_modules(remove_duplicate=False) if module is parts[argument]]

@@ -27,6 +27,7 @@ from .backend import runs_kernels
 TOLERANCE = 3e-6
 # The same in bf16, for modules that compute in it: eps written for one dtype is off by a factor in another.
 BF16_TOLERANCE = 0.1
+GRADIENT_TOLERANCE = 1e-3  # of a whole tensor: what is detached is missing, and more of it
 _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
 _FEATURES = (24, 40)  # tried on norms without weights, which take any width
@@ -87,8 +88,7 @@ def recognise(module: nn.Module) -> Formula | str:
     argument, obstacle = _argument(module)
     if obstacle:
         return obstacle
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    with _quiet(device):
+    with _quiet(_device(module)):
         found = [_formula(module, width, argument) for width in _widths(module)]
     obstacles = [one for one in found if isinstance(one, str)]
     if obstacles or len(set(found)) == 1:
@@ -193,6 +193,8 @@ def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
         zeros = torch.zeros(1, width, **_FP32)
         if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
+        if _has_other_gradients(module, formula, values, rows[[0, 4]]):
+            return "it computes the formula, but its gradient is another: something in it is detached"
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # whatever their code raises is a reason to leave it alone
         message = (str(error).splitlines() or ["without a message"])[0]
@@ -211,12 +213,45 @@ def _run(
     module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool = False, weight_dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """What the module's forward makes of x with these weights, without its hooks."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = _device(module)
+    weights = {name: nn.Parameter(value.to(device, weight_dtype, copy=True)) for name, value in values.items()}
+    return _forward(module, weights, x.to(device, copy=True), training).cpu()
+
+
+def _forward(module: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, training: bool) -> Tensor:
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
-    weights = {name: nn.Parameter(value.to(device, weight_dtype, copy=True)) for name, value in values.items()}
     clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
-    return type(module).forward(clone, x.to(device, copy=True)).cpu()
+    return type(module).forward(clone, x)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, Tensor], x: Tensor) -> bool:
+    """Whether the gradients of x and of the weights are not those of the formula. A module that has none may get ours."""
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for device, exact in ((_device(module), False), (torch.device("cpu"), True)):
+            dtype = torch.float64 if exact else torch.float32
+            weights = {name: nn.Parameter(value.to(device, dtype, copy=True)) for name, value in values.items()}
+            leaf = x.to(device, dtype, copy=True).requires_grad_()
+            try:
+                # A view, as a leaf can't be changed in place.
+                y = compute(formula, weights, leaf) if exact else _forward(module, weights, leaf.view_as(leaf), training=True)
+                if not y.requires_grad:
+                    return False
+                # Upstream gradients that have something of y: those of noise have little of what a detached statistic loses.
+                upstream = torch.linspace(-1, 1, y.numel(), dtype=dtype, device=device).view_as(y) + y.detach()
+                inputs = [leaf, *weights.values()]
+                gradients = torch.autograd.grad(y, inputs, upstream, allow_unused=True, materialize_grads=True)
+            except RuntimeError:  # made for inference
+                return False
+            found.append([gradient.double().cpu() for gradient in gradients])
+    # Beside the upstream gradient too: of two columns, that of x is next to nothing.
+    size = upstream.double().norm().item()
+    return any((a - b).norm() > GRADIENT_TOLERANCE * max(b.norm().item(), size) for a, b in zip(*found, strict=True))
 
 
 def compute(formula: Formula, values: Mapping[str, Tensor], x: Tensor) -> Tensor:

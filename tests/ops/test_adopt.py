@@ -48,6 +48,8 @@ LEFT_ALONE = {
     "random in training": (lambda: lookalikes.NoisyLayerNorm(N), "in training"),
     "channels": (lambda: lookalikes.LayerNorm2d(N), "raised|of more dimensions"),
     "|w|": (lambda: lookalikes.AbsoluteWeightRMSNorm(N), "neither LayerNorm nor RMSNorm"),
+    "detached statistic": (lambda: lookalikes.DetachedRMSNorm(768), "its gradient is another"),
+    "detached weight": (lambda: lookalikes.DetachedWeightLayerNorm(N), "its gradient is another"),
     "clamped": (lambda: lookalikes.ClampedLayerNorm(768), "neither LayerNorm nor RMSNorm"),
     "eps by dtype": (lambda: lookalikes.EpsByDtypeLayerNorm(N), "something else of torch.bfloat16"),
     "buffers": (lambda: lookalikes.BuffersRMSNorm(N), "buffers"),
@@ -207,6 +209,26 @@ def test_isinstance_goes_on_finding_what_it_found_and_decay_groups_find_lookalik
     norm = lookalikes.Llama(N)
     replace_norms(norm, verbose=False)
     assert isinstance(norm, lookalikes.Llama) and isinstance(norm, nn.RMSNorm)
+
+
+@pytest.mark.parametrize("norm", [lookalikes.InPlace, lookalikes.WithoutGradient])
+def test_a_norm_that_has_no_gradient_to_compare_is_taken(norm, device):
+    (site,) = replace_norms(norm(N).to(device), verbose=False)
+    assert site.fused
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 20_000])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, lookalikes.Gemma])
+def test_norms_of_any_width_are_recognised(norm, width):
+    (site,) = replace_norms(norm(width), verbose=False)
+    assert site.fused
+
+
+def test_norms_are_recognised_in_inference_mode_too(device):
+    norm, net = nn.LayerNorm(N).to(device), nn.Sequential(lookalikes.DetachedRMSNorm(N).to(device))
+    with torch.inference_mode():
+        (site,), (left,) = replace_norms(norm, verbose=False), replace_norms(net, verbose=False)
+    assert site.fused and not left.fused
 
 
 def test_only_chooses():

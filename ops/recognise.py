@@ -10,6 +10,7 @@ eps follows from a row so small that it is all there is under the root. The modu
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ BF16_TOLERANCE = 0.1
 GRADIENT_TOLERANCE = 1e-3  # of a whole tensor: what is detached is missing, and more of it
 _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
+_CLASSES = re.compile(r"(?i:norm)|RMS|LN(?![a-z])")  # LlamaRMSNorm, RMS, LN, FusedLN2d
+_NAMES = re.compile(r"norm|(^|_)rms|(^|_)ln(?![a-z])")  # norm1, input_layernorm, ln_f, final_ln
 _FEATURES = (24, 40)  # tried on norms without weights, which take any width
 _FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # what is fed, whatever torch's defaults have been set to
 
@@ -62,14 +65,23 @@ OUT_DTYPES = {
 }
 
 
-def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether a person would call it one, and would want to know why it was left alone."""
-    return is_torch_norm(module) or (next(module.children(), None) is None and "norm" in type(module).__name__.lower())
+def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
+    """Whether a person would call it one, and would want to know why it was left alone.
+
+    Args:
+        name: what its model calls it; a module with parameters may be one by that alone.
+    """
+    if is_torch_norm(module):
+        return True
+    called_so = _CLASSES.search(type(module).__name__) is not None
+    if not called_so and next(module.parameters(), None) is not None:
+        called_so = _NAMES.search(name.rpartition(".")[2]) is not None
+    return called_so and next(module.children(), None) is None
 
 
-def may_be_a_norm(module: nn.Module) -> bool:
+def may_be_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether it is worth trying: it looks like a norm, or has one or two vectors of one size and nothing else."""
-    if looks_like_a_norm(module):
+    if looks_like_a_norm(module, name):
         return True
     parameters = list(module.parameters())
     leaf = next(module.children(), None) is None and next(module.buffers(), None) is None

@@ -15,6 +15,7 @@ from .swap import Swapped
 
 _SHAPES = ((2, 3, 8), (1, 5, 8))  # tried twice: what follows from a shape or from the mode is no constant
 _FOLDER = __package__.replace(".", "/")  # ops, prenorm, or what somebody's copy is called
+_OUTLIER = 1e5  # what clamps the stream or a branch would clamp it
 BY_HAND = f"rewrite such a block by hand, after the listing at the head of {_FOLDER}/prenorm_block.py"
 
 
@@ -204,6 +205,7 @@ def _given_to_mixer(
     modules: dict[str, nn.Module] = {getattr(layout, part): module for part, module in stand_ins.items()}
     modules |= {path: _Half() for path in halves.values()}
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x[..., 0] *= _OUTLIER
     expected = x + (0.5 if "dropout1" in halves else 1.0) * mixer(norm1(x))
     expected = expected + (0.5 if "dropout2" in halves else 1.0) * mlp(norm2(expected))
 
@@ -236,7 +238,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _StandIn(nn.Module):
-    """sin(x + phase) in the place of a part."""
+    """sin(x + phase) in the place of a part, with one feature that stands out."""
 
     def __init__(self, part: nn.Module, phase: float) -> None:
         super().__init__()
@@ -252,6 +254,7 @@ class _StandIn(nn.Module):
         x = self.given.pop(self.names[0])
         self.given = {name: Again.INPUT if value is x else value for name, value in self.given.items()}
         y = torch.sin(x + self.phase)
+        y[..., 1] *= _OUTLIER
         return (y, None) if self.returns_tuple else y
 
 

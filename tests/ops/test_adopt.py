@@ -124,6 +124,23 @@ def model():
     return nn.Sequential(blocks)
 
 
+class Gain(lookalikes.EpsOutsideRMSNorm):
+    """A class whose name says nothing."""
+
+
+@pytest.mark.parametrize("name", ["norm1", "input_layernorm", "ln_f", "final_ln", "q_rms"])
+def test_what_the_model_calls_a_norm_is_told_of_whatever_its_class(name):
+    (site,) = replace_norms(nn.ModuleDict({name: Gain(N)}), verbose=False)
+    assert str(site).startswith(f"{name}: Gain(24) → left alone (it is neither")
+
+
+@pytest.mark.parametrize("name", ["gain", "learnt", "transforms"])
+def test_what_nobody_calls_a_norm_is_told_of_if_it_is_taken(name):
+    assert replace_norms(nn.ModuleDict({name: Gain(N), "norm": nn.Identity()}), verbose=False) == []
+    (site,) = replace_norms(nn.ModuleDict({name: lookalikes.OddlyNamed(N)}), verbose=False)
+    assert site.fused
+
+
 def test_lines_say_what_was_replaced_and_what_was_not(capsys):
     sites = replace_norms(model())
     assert capsys.readouterr().out.splitlines() == [str(site) for site in sites] == [

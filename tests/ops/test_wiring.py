@@ -143,6 +143,17 @@ class DropsByFunction(Block):
         return x + self.mlp(self.norm2(x))
 
 
+class ClampsTheStream(Block):
+    def forward(self, x):
+        return super().forward(x).clamp(-1000, 1000)
+
+
+class ClampsABranch(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x)).clamp(-1000, 1000)
+        return x + self.mlp(self.norm2(x))
+
+
 @pytest.mark.parametrize(
     ("block", "why"),
     [
@@ -151,6 +162,8 @@ class DropsByFunction(Block):
         (FromTheMode, "block computes causal"),
         (FromX, "block computes scale"),
         (NeededAndUsed, "does something else with its argument scale"),
+        (ClampsTheStream, "does not compute x + mixer(norm1(x))"),
+        (ClampsABranch, "does not compute x + mixer(norm1(x))"),
         (DropsByFunction, "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x)) in training"),
     ],
 )

@@ -151,7 +151,7 @@ def check_parity(
     found: list[dict[str, Sums]] = []
     for one in batches:
         rows.clear()
-        quantities = [run(one) for run in arms]
+        quantities = [_of_reference(arms[0], one, wide), *(run(one) for run in arms[1:])]
         _check_same_outputs(*quantities[1:3])
         _check_reference(quantities[0], quantities[1], "fp64" if wide is torch.float64 else "fp32")
         shared = [name for name in quantities[0] if all(name in other for other in quantities)]
@@ -233,6 +233,19 @@ def measure(
     a_ms, b_ms = (median(turns.per_cycle(blocks[name])) for name in (TORCH, FUSED))
     words = verdict.verdict_of(comparison, control)
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
+
+
+def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, wide: torch.dtype) -> dict[str, Tensor]:
+    try:
+        return run(batch)
+    except Exception as error:
+        name = str(wide).removeprefix("torch.")
+        narrower = "; or check copies in bfloat16, whose reference is float32" if wide is torch.float64 else ""
+        error.add_note(
+            f"check_parity: this came of the copy of model_a in {name}, which is the reference; what model_a computes has to "
+            f"follow the dtype of its weights and to run in {name}{narrower}"
+        )
+        raise
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------

@@ -327,3 +327,20 @@ def test_a_check_follows_no_default_device():
     with torch.device("meta"):
         assert check_parity(before, after, x).holds
         assert measure(before, after, x, cycles=6, block_steps=1).a_ms > 0
+
+
+class HalfOnly(nn.LayerNorm):
+    def forward(self, input):
+        if input.dtype == torch.float64:
+            raise RuntimeError("Expected mat_a to be Float32, BFloat16 or Float16 matrix, got Double")
+        return super().forward(input)
+
+
+def test_a_model_that_can_not_run_in_fp64_is_told_of_the_reference_and_checked_in_bf16():
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(HalfOnly((2, WIDTH))))
+    after, x = copy.deepcopy(before), torch.randn(4, 2, WIDTH)
+    replace_norms(after, verbose=False)
+    with pytest.raises(RuntimeError, match="mat_a") as error:
+        check_parity(before, after, x)
+    assert "copy of model_a in float64, which is the reference" in error.value.__notes__[0]
+    assert check_parity(before.bfloat16(), after.bfloat16(), x.bfloat16()).holds

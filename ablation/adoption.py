@@ -32,7 +32,7 @@ from ablation.judgement import (
     judge_sign,
     judge_size,
 )
-from ablation.passes import How, Loss, autocasting, call, default_loss, results_of
+from ablation.passes import How, Loss, autocasting, call, default_loss, device_of, float_tensors, results_of
 from ablation.statistics import LEAST_SAMPLES
 from ablation.text import aligned, number
 from ops.backend import runs_kernels
@@ -133,7 +133,8 @@ def check_parity(
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
-    dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
+    dtypes = {p.dtype for p in model_a.parameters()} or {t.dtype for t in float_tensors(batches)}
+    dtypes |= {autocast} if autocast else set()
     wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
     norms, loss = norms_of(model_a), loss or default_loss()
     arms: list[Callable[[Any], dict[str, Tensor]]] = []
@@ -199,7 +200,7 @@ def measure(
         if not isinstance(count, int) or count < least:
             raise ValueError(f"measure: {argument} must be a whole number of {least} or more, got {count}")
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
-    device = next(model_a.parameters()).device
+    device = device_of(model_a, batch)
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
     criterion = loss or default_loss()
 

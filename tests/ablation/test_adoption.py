@@ -344,3 +344,11 @@ def test_a_model_that_can_not_run_in_fp64_is_told_of_the_reference_and_checked_i
         check_parity(before, after, x)
     assert "copy of model_a in float64, which is the reference" in error.value.__notes__[0]
     assert check_parity(before.bfloat16(), after.bfloat16(), x.bfloat16()).holds
+
+
+def test_a_model_without_parameters_is_checked_and_measured_where_its_batch_is():
+    before = nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))
+    after, x = copy.deepcopy(before), torch.randn(4, WIDTH, requires_grad=True)
+    replace_norms(after, verbose=False)
+    assert check_parity(before, after, x).verdict.startswith("Parity holds in float32: ")
+    assert measure(before, after, x, cycles=6, block_steps=1).a_ms > 0

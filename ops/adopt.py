@@ -72,7 +72,7 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
 
     Raises:
         TypeError: model is no module.
-        ValueError: another tool gave a module yet another class since. Those before it in the model are restored.
+        ValueError: another tool gave a module yet another class or forward since. Those before it in the model are restored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore_norms: model must be a torch.nn.Module, got {type(model).__name__}")

@@ -78,7 +78,7 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
     """The block's parts by field of the layout.
 
     Raises:
-        ValueError: it lacks one, or has others.
+        ValueError: it lacks one, or has others, or a forward that is not its class's.
     """
     parts = {}
     for field in fields(layout):
@@ -93,6 +93,12 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
                 f"{name}: block has no {path!r}, layout.{field.name}; its parts are {children or 'none'}. Describe it with a "
                 "BlockLayout of their names"
             ) from None
+    for part, module in {"block": block, **{f"layout.{argument}": part for argument, part in parts.items()}}.items():
+        if "forward" in module.__dict__ and part not in ("layout.mixer", "layout.mlp"):
+            raise ValueError(
+                f"{name}: the forward of {part} is replaced on the instance, by a tool that wraps modules or by "
+                "x.forward = torch.compile(x.forward); it would go on running. Fuse blocks before that"
+            )
     known = {str(path).split(".")[0] for path in vars(layout).values() if path}
     more = [child for child, module in block.named_children() if child not in known and type(module) is not nn.Identity]
     more += [parameter for parameter, _ in block.named_parameters(recurse=False)]

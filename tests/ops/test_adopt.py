@@ -329,6 +329,18 @@ def test_restoring_what_another_tool_has_changed_since_is_refused():
     assert type(norm) is nn.LayerNorm
 
 
+def test_restoring_what_somebody_wrapped_since_is_refused(device):
+    norm, x = nn.LayerNorm(N).to(device), torch.randn(2, N, device=device)
+    replace_norms(norm, verbose=False)
+    norm.forward = lambda x, own=norm.forward: own(x)
+    with pytest.raises(ValueError, match="wrapped on the instance after it was replaced"):
+        restore_norms(norm)
+    y = norm(x)
+    del norm.forward
+    restore_norms(norm, verbose=False)
+    torch.testing.assert_close(norm(x), y)
+
+
 def test_replacing_and_restoring_under_a_compiled_model_take_effect(device):
     torch._dynamo.reset()
     norm = nn.LayerNorm(N).to(device)

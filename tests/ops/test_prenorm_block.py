@@ -218,6 +218,16 @@ def test_a_block_of_another_form_is_refused_and_stays_as_it_was(block, why):
     assert [type(module) for module in block.modules()] == classes
 
 
+@pytest.mark.parametrize(("path", "argument"), [("", "block"), ("mlp.dropout", r"layout\.dropout2")])
+def test_a_block_whose_forward_is_replaced_on_the_instance_is_refused_and_goes_on_dropping(path, argument):
+    block = Block(0.5)
+    part = block.get_submodule(path)
+    part.forward = lambda *args, own=part.forward: own(*args)
+    with pytest.raises(ValueError, match=f"the forward of {argument} is replaced on the instance"):
+        fuse_prenorm_block(block, GPT2_BLOCK)
+    assert type(block.mlp.dropout) is nn.Dropout and type(block.ln_1) is nn.LayerNorm
+
+
 def test_a_fused_block_is_not_fused_again():
     block = Block()
     fuse_prenorm_block(block, GPT2_BLOCK)

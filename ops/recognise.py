@@ -172,7 +172,8 @@ def _quiet(device: torch.device) -> Iterator[None]:
     cuda = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False), catch_warnings():
         simplefilter("ignore")
-        yield
+        with torch.compiler.set_stance("force_eager"):  # a forward that is compiled would be for each of these inputs
+            yield
 
 
 def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:

@@ -221,7 +221,7 @@ def _given_to_mixer(
     problem = ""
     for mixer.returns_tuple in (False, True):  # transformers' attention also returns its weights
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 found = type(block).forward(clone, x, **arguments)
         except Exception as error:  # whatever their code raises
             problem = problem or f"trying it with stand-ins for its parts raised {type(error).__name__}: {error}"

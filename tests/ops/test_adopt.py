@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ops
-from ops import LayerNorm, Pending, RMSNorm, replace_norms, restore_norms
+from ops import BlockLayout, LayerNorm, Pending, RMSNorm, fuse_prenorm_block, replace_norms, restore_norms
 from ops.adopt import AdoptedNorm
 
 from . import lookalikes
@@ -220,6 +220,27 @@ def test_recognition_follows_no_default_of_torch(name, defaults):
     norm = build().to_empty(device="cpu").float()
     (site,) = replace_norms(nn.ModuleDict({"norm": norm}), verbose=False)
     assert site.fused and site.why == formula
+
+
+def test_a_forward_that_is_compiled_is_not_compiled_for_what_it_is_tried_on():
+    compiled = []
+
+    class Norm(lookalikes.Llama):
+        forward = torch.compile(lookalikes.Llama.forward, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.attn, self.norm2, self.mlp = Norm(N), nn.Linear(N, N), Norm(N), nn.Linear(N, N)
+
+        @torch.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+        def forward(self, x):
+            x = x + self.attn(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+
+    block = Block()
+    fuse_prenorm_block(block, BlockLayout("norm1", "attn", "norm2", "mlp"))
+    assert isinstance(block.norm1, AdoptedNorm) and not compiled
 
 
 def test_isinstance_goes_on_finding_what_it_found_and_decay_groups_find_lookalikes_too():

@@ -39,7 +39,7 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     Do it to all blocks of a stack, and `replace_norms` to the final norm. Norms that are not replaced yet are. Arguments that
     the block gets beside x go where it hands them: to the mixer. How the block is wired is tried out with stand-ins for its
     parts, in evaluation and in training, so one that scales, clamps, drops or norms what it adds, or computes what it gives to
-    its parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x alone.
+    its parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x, and None for the rest.
 
     Args:
         block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody

@@ -163,8 +163,11 @@ def check_drops_last(name: str, argument: str, sublayer: nn.Module, dropout: nn.
     """Whether what the dropout inside a sublayer puts out is what the sublayer puts out.
 
     Raises:
-        ValueError: it is not. A sublayer that needs more than one argument can't be tried, and is taken at the layout's word.
+        ValueError: it is not. A sublayer that can't do with None for what it needs beside x, a mask for instance, can't be
+            tried, and is taken at the layout's word.
     """
+    parameters = list(inspect.signature(type(sublayer).forward).parameters.values())[2:]
+    needed = {p.name: None for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     marks: list[Tensor] = []
 
     def mark(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -175,7 +178,8 @@ def check_drops_last(name: str, argument: str, sublayer: nn.Module, dropout: nn.
     handle = dropout.register_forward_hook(mark)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.device.type == "cuda" else []):
-            y = type(sublayer).forward(sublayer, torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device))
+            x = torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device)
+            y = type(sublayer).forward(sublayer, x, **needed)
             y = y[0] if isinstance(y, tuple) else y
             last = len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten())
     except Exception:  # whatever their code raises where it is called without what it needs

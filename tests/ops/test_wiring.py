@@ -262,3 +262,29 @@ def test_a_sublayer_whose_dropout_does_not_come_last_is_refused():
     with pytest.raises(ValueError, match=r"layout\.dropout2 is not the last that happens in its sublayer"):
         fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", dropout2="mlp.dropout"))
     assert torch.equal(torch.get_rng_state(), state) and len(block.mlp.dropout._forward_hooks) == hooks
+
+
+class AttendsByMask(nn.Module):
+    """Attention that needs a mask or None, and drops its weights as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights_dropout, self.dropout = nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x, mask):
+        weights = x @ x.mT if mask is None else x @ x.mT + mask
+        return self.dropout(self.weights_dropout(weights.softmax(-1)) @ x)
+
+
+class NeedsMask(Block):
+    def forward(self, x, mask):
+        x = x + self.mixer(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+def test_a_sublayer_that_needs_more_than_x_is_tried_without_it():
+    block = NeedsMask()
+    block.mixer = AttendsByMask()
+    with pytest.raises(ValueError, match=r"layout\.dropout1 is not the last that happens in its sublayer"):
+        fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.weights_dropout"))
+    fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.dropout"))

@@ -32,7 +32,7 @@ from ablation.judgement import (
     judge_sign,
     judge_size,
 )
-from ablation.passes import How, Loss, autocasting, call, default_loss, results_of
+from ablation.passes import How, Loss, autocasting, call, default_loss, device_of, float_tensors, results_of
 from ablation.statistics import LEAST_SAMPLES
 from ablation.text import aligned, number
 from ops.backend import runs_kernels
@@ -133,7 +133,8 @@ def check_parity(
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
-    dtypes = {p.dtype for p in model_a.parameters()} | ({autocast} if autocast else set())
+    dtypes = {p.dtype for p in model_a.parameters()} or {t.dtype for t in float_tensors(batches)}
+    dtypes |= {autocast} if autocast else set()
     wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
     norms, loss = norms_of(model_a), loss or default_loss()
     arms: list[Callable[[Any], dict[str, Tensor]]] = []
@@ -151,7 +152,7 @@ def check_parity(
     found: list[dict[str, Sums]] = []
     for one in batches:
         rows.clear()
-        quantities = [run(one) for run in arms]
+        quantities = [_of_reference(arms[0], one, wide), *(run(one) for run in arms[1:])]
         _check_same_outputs(*quantities[1:3])
         _check_reference(quantities[0], quantities[1], "fp64" if wide is torch.float64 else "fp32")
         shared = [name for name in quantities[0] if all(name in other for other in quantities)]
@@ -199,7 +200,7 @@ def measure(
         if not isinstance(count, int) or count < least:
             raise ValueError(f"measure: {argument} must be a whole number of {least} or more, got {count}")
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
-    device = next(model_a.parameters()).device
+    device = device_of(model_a, batch)
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
     criterion = loss or default_loss()
 
@@ -233,6 +234,19 @@ def measure(
     a_ms, b_ms = (median(turns.per_cycle(blocks[name])) for name in (TORCH, FUSED))
     words = verdict.verdict_of(comparison, control)
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
+
+
+def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, wide: torch.dtype) -> dict[str, Tensor]:
+    try:
+        return run(batch)
+    except Exception as error:
+        name = str(wide).removeprefix("torch.")
+        narrower = "; or check copies in bfloat16, whose reference is float32" if wide is torch.float64 else ""
+        error.add_note(
+            f"check_parity: this came of the copy of model_a in {name}, which is the reference; what model_a computes has to "
+            f"follow the dtype of its weights and to run in {name}{narrower}"
+        )
+        raise
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------

@@ -22,4 +22,4 @@ def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Ten
 @lru_cache
 def _shuffled(n: int, device: torch.device) -> Tensor:
     """Always the same order of n things, int64 [n]. Shuffled: a mere reversal would leave vector lanes with what they had."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(n)).to(device)
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu").to(device)

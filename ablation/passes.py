@@ -34,7 +34,7 @@ def results_of(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if how.floats is not None:
         batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-    device = next(model.parameters()).device
+    device = device_of(model, batch)
     # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an fp64
     # query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
     default = how.floats if how.floats is not None and how.seed is None else torch.get_default_dtype()
@@ -78,10 +78,17 @@ def default_loss() -> Loss:
         y = tensors[0]
         if (key := (y.shape, y.device)) not in drawn:
             # In one dtype whatever the default is: drawn in fp64 they are other numbers, and the reference has another loss.
-            drawn[key] = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y.device)
+            generator = torch.Generator().manual_seed(0)
+            drawn[key] = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu").to(y.device)
         return (y.to(torch.promote_types(y.dtype, torch.float32)) * drawn[key]).sum() / math.sqrt(y.numel())
 
     return loss
+
+
+def device_of(model: nn.Module, batch: Any) -> torch.device:
+    """The model's, or of one without parameters its batch's."""
+    tensors = [*model.parameters(), *(t for t in tree_leaves(batch) if isinstance(t, Tensor))]
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def call(model: nn.Module, batch: Any) -> Any:

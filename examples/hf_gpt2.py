@@ -20,6 +20,8 @@ except ImportError:
 def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
+    if not gpu:
+        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     config = GPT2Config() if gpu else GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=4)
     effort = (6, 2) if gpu else (6, 1)

@@ -22,6 +22,8 @@ except ImportError:
 def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
+    if not gpu:
+        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
     device = "cuda" if gpu else "cpu"
     large = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16)
     tiny = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)

@@ -126,6 +126,8 @@ def norm(ln: nn.LayerNorm, hidden: Tensor, residual: Tensor | None, p: float, se
 def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
+    if not gpu:
+        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     # vocabulary, context, width, heads, layers, dropout; cycles of the measurement, and steps in their blocks
     sizes, effort = (GPT2_SMALL, (6, 2)) if gpu else (TINY, (6, 1))

@@ -55,6 +55,8 @@ def train(model: nn.Module, x: torch.Tensor, steps: int) -> list[float]:
 def main() -> None:
     torch.manual_seed(0)
     rows, width, device = (16384, 1024, "cuda") if torch.cuda.is_available() else (256, 64, "cpu")
+    if device == "cpu":
+        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
     x = torch.randn(rows, width, device=device)
     textbook, fused = Textbook(width).to(device), Fused(width).to(device)
     fused.load_state_dict(textbook.state_dict())

@@ -90,6 +90,8 @@ class ViT(nn.Module):
 def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
+    if not gpu:
+        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     sizes, effort = ((768, 12, 12), (8, 2)) if gpu else ((32, 4, 3), (6, 1))
     before, after = (ViT(block, *sizes).to(device) for block in (Before, After))

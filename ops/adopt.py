@@ -72,7 +72,7 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
 
     Raises:
         TypeError: model is no module.
-        ValueError: another tool gave a module yet another class since. Those before it in the model are restored.
+        ValueError: another tool gave a module yet another class or forward since. Those before it in the model are restored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore_norms: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -185,11 +185,11 @@ class AdoptedNorm(Swapped):
 def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool] | None) -> Site | None:
     if isinstance(module, AdoptedNorm | LayerNorm | RMSNorm):
         return Site(name, _described(module), False, "it is fused already")
-    if isinstance(module, Swapped) or not may_be_a_norm(module):
+    if isinstance(module, Swapped) or not may_be_a_norm(module, name):
         return None
     formula = recognise(module)
     if isinstance(formula, str):  # whoever reads the lines misses what looks like a norm, and nothing else
-        return Site(name, _described(module), False, formula) if looks_like_a_norm(module) else None
+        return Site(name, _described(module), False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, _described(module), False, "`only` returned False for it")
     was = _described(module)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import direct, registration
 from .records import BackwardInputs, BackwardOptions, Inputs, Options, by_name
+from .second_order import refuse_second_order
 
 
 class Norm(torch.autograd.Function):
@@ -39,9 +39,11 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):
-        # Gradients of gradients must fail and say so; as a decorator that costs every backward 3 µs.
-        backward = _refuse_second_order if torch.is_grad_enabled() else _backward
-        return backward(ctx, dy, dr, dy1)
+        if not torch.is_grad_enabled():
+            return _backward(ctx, dy, dr, dy1)
+        with torch.no_grad():
+            gradients = _backward(ctx, dy, dr, dy1)
+        return refuse_second_order("rms_norm_fn" if ctx.options.is_rms_norm else "layer_norm_fn", gradients)
 
 
 # Function.apply's own Python unwraps functorch's arguments, 5 µs for this many. Where `is_eager`, there are none.
@@ -74,9 +76,6 @@ def _backward(ctx, dy, dr, dy1) -> tuple:
         drowscale1.to(rowscale1.dtype).view(rowscale1.shape) if job.needs_rowscale1 else None,
         None,
     )
-
-
-_refuse_second_order = once_differentiable(_backward)
 
 
 class _Job(NamedTuple):

@@ -5,7 +5,6 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import direct
 from .backend import runs_kernels
@@ -20,6 +19,7 @@ from .checks import (
     check_weight,
 )
 from .functional import layer_norm_fn
+from .second_order import refuse_second_order
 
 
 def layer_norm_linear_fn(
@@ -99,18 +99,25 @@ class _LinearOfNorm(torch.autograd.Function):
         return F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
-        r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
-        dout = dout.to(ctx.dtype)
-        dy = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
-            dy = dout @ linear_weight.to(ctx.dtype)
-        if ctx.needs_input_grad[4]:
-            y = cast(
-                Tensor, layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
-            )
-            dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
-        if ctx.needs_input_grad[5]:
-            dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
-        return dy, None, None, None, dweight, dbias, None, None
+        if not torch.is_grad_enabled():
+            return _backward(ctx, dout)
+        with torch.no_grad():
+            gradients = _backward(ctx, dout)
+        return refuse_second_order("layer_norm_linear_fn", gradients)
+
+
+def _backward(ctx, dout) -> tuple[Tensor | None, ...]:
+    r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
+    dout = dout.to(ctx.dtype)
+    dy = dweight = dbias = None
+    if ctx.needs_input_grad[0]:
+        dy = dout @ linear_weight.to(ctx.dtype)
+    if ctx.needs_input_grad[4]:
+        y = cast(
+            Tensor, layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
+        )
+        dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
+    if ctx.needs_input_grad[5]:
+        dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
+    return dy, None, None, None, dweight, dbias, None, None

@@ -38,8 +38,8 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
 
     Do it to all blocks of a stack, and `replace_norms` to the final norm. Norms that are not replaced yet are. Arguments that
     the block gets beside x go where it hands them: to the mixer. How the block is wired is tried out with stand-ins for its
-    parts, in evaluation and in training, so one that scales, drops or norms what it adds, or computes what it gives to its
-    parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x alone.
+    parts, in evaluation and in training, so one that scales, clamps, drops or norms what it adds, or computes what it gives to
+    its parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x, and None for the rest.
 
     Args:
         block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody
@@ -108,11 +108,16 @@ class FusedBlock(Swapped):
         return Pending(getattr(self, layout.mlp)(y), stream, self._dropout_p(layout.dropout2))
 
     def _dropout_p(self, path: str | None) -> float:
-        return cast(nn.Dropout, self.get_submodule(path)).p if path is not None and self.training else 0.0
+        """What is to be dropped of a sublayer's output, as its dropout says now, whose own mode counts as it always did."""
+        dropout = None if path is None else self.get_submodule(path)
+        # Another module put in its place since does its own work.
+        return dropout.p if isinstance(dropout, FusedDropout) and dropout.training else 0.0
 
 
 class FusedDropout(Swapped):
-    """A dropout whose work a later norm does. Its p is read there."""
+    """A dropout whose work a later norm does, with this p and in this mode."""
+
+    p: float
 
     def forward(self, input: Tensor) -> Tensor:
         return input

@@ -10,10 +10,12 @@ eps follows from a row so small that it is all there is under the root. The modu
 
 import inspect
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -26,9 +28,13 @@ from .backend import runs_kernels
 TOLERANCE = 3e-6
 # The same in bf16, for modules that compute in it: eps written for one dtype is off by a factor in another.
 BF16_TOLERANCE = 0.1
+GRADIENT_TOLERANCE = 1e-3  # of a whole tensor: what is detached is missing, and more of it
 _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
+_CLASSES = re.compile(r"(?i:norm)|RMS|LN(?![a-z])")  # LlamaRMSNorm, RMS, LN, FusedLN2d
+_NAMES = re.compile(r"norm|(^|_)rms|(^|_)ln(?![a-z])")  # norm1, input_layernorm, ln_f, final_ln
 _FEATURES = (24, 40)  # tried on norms without weights, which take any width
+_FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # what is fed, whatever torch's defaults have been set to
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,23 @@ OUT_DTYPES = {
 }
 
 
-def looks_like_a_norm(module: nn.Module) -> bool:
-    """Whether a person would call it one, and would want to know why it was left alone."""
-    return is_torch_norm(module) or (next(module.children(), None) is None and "norm" in type(module).__name__.lower())
+def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
+    """Whether a person would call it one, and would want to know why it was left alone.
+
+    Args:
+        name: what its model calls it; a module with parameters may be one by that alone.
+    """
+    if is_torch_norm(module):
+        return True
+    called_so = _CLASSES.search(type(module).__name__) is not None
+    if not called_so and next(module.parameters(), None) is not None:
+        called_so = _NAMES.search(name.rpartition(".")[2]) is not None
+    return called_so and next(module.children(), None) is None
 
 
-def may_be_a_norm(module: nn.Module) -> bool:
+def may_be_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether it is worth trying: it looks like a norm, or has one or two vectors of one size and nothing else."""
-    if looks_like_a_norm(module):
+    if looks_like_a_norm(module, name):
         return True
     parameters = list(module.parameters())
     leaf = next(module.children(), None) is None and next(module.buffers(), None) is None
@@ -85,8 +100,7 @@ def recognise(module: nn.Module) -> Formula | str:
     argument, obstacle = _argument(module)
     if obstacle:
         return obstacle
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    with _quiet(device):
+    with _quiet(_device(module)):
         found = [_formula(module, width, argument) for width in _widths(module)]
     obstacles = [one for one in found if isinstance(one, str)]
     if obstacles or len(set(found)) == 1:
@@ -158,15 +172,20 @@ def _quiet(device: torch.device) -> Iterator[None]:
     cuda = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False), catch_warnings():
         simplefilter("ignore")
-        yield
+        with torch.compiler.set_stance("force_eager"):  # a forward that is compiled would be for each of these inputs
+            yield
 
 
 def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
     generator = torch.Generator().manual_seed(width)
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    values = {name: torch.randn(width, generator=generator) for name in names}  # of both signs: |w| is another function
-    rows = torch.tensor(_SIZES)[:, None] * (torch.randn(len(_SIZES), width, generator=generator) + 0.5)
-    rows = torch.cat([rows, rows[:2].index_fill(1, torch.tensor(0), 1000.0)])  # outliers: what clamps x or y would clamp them
+    # Weights of both signs: |w| is another function.
+    values = {name: torch.randn(width, generator=generator, **_FP32) for name in names}
+    rows = torch.randn(len(_SIZES), width, generator=generator, **_FP32) + 0.5
+    rows = torch.tensor(_SIZES, **_FP32)[:, None] * rows
+    outliers = rows[:2].clone()  # what clamps x or y would clamp them
+    outliers[:, 0] = 1000.0
+    rows = torch.cat([rows, outliers])
     try:
         y = _run(module, values, rows)
         if y.shape != rows.shape:
@@ -184,9 +203,11 @@ def _formula(module: nn.Module, width: int, argument: str) -> Formula | str:
             again = _run(module, values, rows.view(*lead, width), training)
             if again.shape != (*lead, width) or _distance(again.flatten(0, -2), y) > TOLERANCE:
                 return "it gives rows other values in training, or in a tensor of more dimensions"
-        zeros = torch.zeros(1, width)
+        zeros = torch.zeros(1, width, **_FP32)
         if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
+        if _has_other_gradients(module, formula, values, rows[[0, 4]]):
+            return "it computes the formula, but its gradient is another: something in it is detached"
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # whatever their code raises is a reason to leave it alone
         message = (str(error).splitlines() or ["without a message"])[0]
@@ -205,12 +226,45 @@ def _run(
     module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool = False, weight_dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """What the module's forward makes of x with these weights, without its hooks."""
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    device = _device(module)
+    weights = {name: nn.Parameter(value.to(device, weight_dtype, copy=True)) for name, value in values.items()}
+    return _forward(module, weights, x.to(device, copy=True), training).cpu()
+
+
+def _forward(module: nn.Module, weights: Mapping[str, nn.Parameter], x: Tensor, training: bool) -> Tensor:
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
-    weights = {name: nn.Parameter(value.to(device, weight_dtype, copy=True)) for name, value in values.items()}
     clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
-    return type(module).forward(clone, x.to(device, copy=True)).cpu()
+    return type(module).forward(clone, x)
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, Tensor], x: Tensor) -> bool:
+    """Whether the gradients of x and of the weights are not those of the formula. A module that has none may get ours."""
+    found = []
+    with torch.inference_mode(False), torch.enable_grad():
+        for device, exact in ((_device(module), False), (torch.device("cpu"), True)):
+            dtype = torch.float64 if exact else torch.float32
+            weights = {name: nn.Parameter(value.to(device, dtype, copy=True)) for name, value in values.items()}
+            leaf = x.to(device, dtype, copy=True).requires_grad_()
+            try:
+                # A view, as a leaf can't be changed in place.
+                y = compute(formula, weights, leaf) if exact else _forward(module, weights, leaf.view_as(leaf), training=True)
+                if not y.requires_grad:
+                    return False
+                # Upstream gradients that have something of y: those of noise have little of what a detached statistic loses.
+                upstream = torch.linspace(-1, 1, y.numel(), dtype=dtype, device=device).view_as(y) + y.detach()
+                inputs = [leaf, *weights.values()]
+                gradients = torch.autograd.grad(y, inputs, upstream, allow_unused=True, materialize_grads=True)
+            except RuntimeError:  # made for inference
+                return False
+            found.append([gradient.double().cpu() for gradient in gradients])
+    # Beside the upstream gradient too: of two columns, that of x is next to nothing.
+    size = upstream.double().norm().item()
+    return any((a - b).norm() > GRADIENT_TOLERANCE * max(b.norm().item(), size) for a, b in zip(*found, strict=True))
 
 
 def compute(formula: Formula, values: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -53,8 +53,14 @@ def unswap(module: Swapped) -> None:
     """Undoes `swap`.
 
     Raises:
-        ValueError: the module has been given yet another class since, which would be lost.
+        ValueError: the module has been given yet another class since, which would be lost, or a forward of its own, which may
+            call ours.
     """
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"restore_norms: the forward of a {original_class(module).__name__} was wrapped on the instance after it was "
+            "replaced, and what wraps it calls the fused one; undo that first (del module.forward)"
+        )
     if type(module) is not _swapped_class(*module._parts):
         raise ValueError(
             f"restore_norms: {original_class(module).__name__} was made a {type(module).__name__} by another tool after it was "

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .swap import Swapped
+
 _SHAPES = ((2, 3, 8), (1, 5, 8))  # tried twice: what follows from a shape or from the mode is no constant
 _FOLDER = __package__.replace(".", "/")  # ops, prenorm, or what somebody's copy is called
+_OUTLIER = 1e5  # what clamps the stream or a branch would clamp it
 BY_HAND = f"rewrite such a block by hand, after the listing at the head of {_FOLDER}/prenorm_block.py"
 
 
@@ -75,7 +78,7 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
     """The block's parts by field of the layout.
 
     Raises:
-        ValueError: it lacks one, or has others.
+        ValueError: it lacks one, or has others, or a forward that is not its class's.
     """
     parts = {}
     for field in fields(layout):
@@ -90,6 +93,12 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
                 f"{name}: block has no {path!r}, layout.{field.name}; its parts are {children or 'none'}. Describe it with a "
                 "BlockLayout of their names"
             ) from None
+    for part, module in {"block": block, **{f"layout.{argument}": part for argument, part in parts.items()}}.items():
+        if "forward" in module.__dict__ and part not in ("layout.mixer", "layout.mlp"):
+            raise ValueError(
+                f"{name}: the forward of {part} is replaced on the instance, by a tool that wraps modules or by "
+                "x.forward = torch.compile(x.forward); it would go on running. Fuse blocks before that"
+            )
     known = {str(path).split(".")[0] for path in vars(layout).values() if path}
     more = [child for child, module in block.named_children() if child not in known and type(module) is not nn.Identity]
     more += [parameter for parameter, _ in block.named_parameters(recurse=False)]
@@ -101,6 +110,11 @@ def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.M
     for argument in ("dropout1", "dropout2"):
         if argument not in parts:
             continue
+        if isinstance(parts[argument], Swapped):
+            raise ValueError(
+                f"{name}: layout.{argument} is one module with a dropout of another block, which is fused; whether it has yet "
+                "more to do can't be seen from a block. Give each block, and the embeddings, an nn.Dropout of its own"
+            )
         if type(parts[argument]) is not nn.Dropout:
             raise ValueError(f"{name}: layout.{argument} is a {type(parts[argument]).__name__}, expected an nn.Dropout")
         paths = [path for path, module in block.named_modules(remove_duplicate=False) if module is parts[argument]]
@@ -149,8 +163,11 @@ def check_drops_last(name: str, argument: str, sublayer: nn.Module, dropout: nn.
     """Whether what the dropout inside a sublayer puts out is what the sublayer puts out.
 
     Raises:
-        ValueError: it is not. A sublayer that needs more than one argument can't be tried, and is taken at the layout's word.
+        ValueError: it is not. A sublayer that can't do with None for what it needs beside x, a mask for instance, can't be
+            tried, and is taken at the layout's word.
     """
+    parameters = list(inspect.signature(type(sublayer).forward).parameters.values())[2:]
+    needed = {p.name: None for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     marks: list[Tensor] = []
 
     def mark(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -161,7 +178,8 @@ def check_drops_last(name: str, argument: str, sublayer: nn.Module, dropout: nn.
     handle = dropout.register_forward_hook(mark)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.device.type == "cuda" else []):
-            y = type(sublayer).forward(sublayer, torch.randn(1, 2, width).to(weight))
+            x = torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device)
+            y = type(sublayer).forward(sublayer, x, **needed)
             y = y[0] if isinstance(y, tuple) else y
             last = len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten())
     except Exception:  # whatever their code raises where it is called without what it needs
@@ -196,7 +214,8 @@ def _given_to_mixer(
     halves = {part: path for part in ("dropout1", "dropout2") if (path := getattr(layout, part)) and "." not in path}
     modules: dict[str, nn.Module] = {getattr(layout, part): module for part, module in stand_ins.items()}
     modules |= {path: _Half() for path in halves.values()}
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x[..., 0] *= _OUTLIER
     expected = x + (0.5 if "dropout1" in halves else 1.0) * mixer(norm1(x))
     expected = expected + (0.5 if "dropout2" in halves else 1.0) * mlp(norm2(expected))
 
@@ -206,7 +225,7 @@ def _given_to_mixer(
     problem = ""
     for mixer.returns_tuple in (False, True):  # transformers' attention also returns its weights
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 found = type(block).forward(clone, x, **arguments)
         except Exception as error:  # whatever their code raises
             problem = problem or f"trying it with stand-ins for its parts raised {type(error).__name__}: {error}"
@@ -229,7 +248,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class _StandIn(nn.Module):
-    """sin(x + phase) in the place of a part."""
+    """sin(x + phase) in the place of a part, with one feature that stands out."""
 
     def __init__(self, part: nn.Module, phase: float) -> None:
         super().__init__()
@@ -245,6 +264,7 @@ class _StandIn(nn.Module):
         x = self.given.pop(self.names[0])
         self.given = {name: Again.INPUT if value is x else value for name, value in self.given.items()}
         y = torch.sin(x + self.phase)
+        y[..., 1] *= _OUTLIER
         return (y, None) if self.returns_tuple else y
 
 

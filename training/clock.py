@@ -102,8 +102,8 @@ class StepClock:
     def _synchronised_now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        elif self._device.type == "mps":
-            torch.mps.synchronize()
+        elif self._device.type != "cpu":  # work is queued on every accelerator
+            torch.accelerator.synchronize(self._device)
         return self._now()
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ablation import order
 from ablation.adoption import check_parity, measure
 from ablation.passes import default_loss
 from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
@@ -316,3 +317,38 @@ def test_the_projection_is_drawn_once_so_that_no_step_is_timed_drawing_it(monkey
     monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: drawn.append(args) or draw(*args, **kwargs))
     measure(norm, fused, torch.ones(2, 8), cycles=6, block_steps=2)
     assert len(drawn) == 1
+
+
+def test_a_check_follows_no_default_device():
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    after, x = copy.deepcopy(before), torch.randn(4, WIDTH)
+    replace_norms(after, verbose=False)
+    order._shuffled.cache_clear()
+    with torch.device("meta"):
+        assert check_parity(before, after, x).holds
+        assert measure(before, after, x, cycles=6, block_steps=1).a_ms > 0
+
+
+class HalfOnly(nn.LayerNorm):
+    def forward(self, input):
+        if input.dtype == torch.float64:
+            raise RuntimeError("Expected mat_a to be Float32, BFloat16 or Float16 matrix, got Double")
+        return super().forward(input)
+
+
+def test_a_model_that_can_not_run_in_fp64_is_told_of_the_reference_and_checked_in_bf16():
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(HalfOnly((2, WIDTH))))
+    after, x = copy.deepcopy(before), torch.randn(4, 2, WIDTH)
+    replace_norms(after, verbose=False)
+    with pytest.raises(RuntimeError, match="mat_a") as error:
+        check_parity(before, after, x)
+    assert "copy of model_a in float64, which is the reference" in error.value.__notes__[0]
+    assert check_parity(before.bfloat16(), after.bfloat16(), x.bfloat16()).holds
+
+
+def test_a_model_without_parameters_is_checked_and_measured_where_its_batch_is():
+    before = nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))
+    after, x = copy.deepcopy(before), torch.randn(4, WIDTH, requires_grad=True)
+    replace_norms(after, verbose=False)
+    assert check_parity(before, after, x).verdict.startswith("Parity holds in float32: ")
+    assert measure(before, after, x, cycles=6, block_steps=1).a_ms > 0

@@ -83,6 +83,21 @@ class WeightlessNorm(Weightless):
     pass
 
 
+class InPlace(Llama):
+    """Overwrites its input."""
+
+    def forward(self, x):
+        return x.mul_(torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)) * self.weight
+
+
+class WithoutGradient(NanoGPT):
+    """As kernels for inference are."""
+
+    @torch.no_grad()
+    def forward(self, input):
+        return super().forward(input)
+
+
 # ---- near misses -------------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +163,18 @@ class ClampedLayerNorm(nn.LayerNorm):
 
     def forward(self, input):
         return super().forward(input).clamp(-10, 10)
+
+
+class DetachedRMSNorm(Llama):
+    """The same forward; the statistic has no gradient."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)
+
+
+class DetachedWeightLayerNorm(nn.LayerNorm):
+    def forward(self, input):
+        return F.layer_norm(input, self.normalized_shape, self.weight.detach(), self.bias, self.eps)
 
 
 class EpsByDtypeLayerNorm(NanoGPT):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ops
-from ops import LayerNorm, Pending, RMSNorm, replace_norms, restore_norms
+from ops import BlockLayout, LayerNorm, Pending, RMSNorm, fuse_prenorm_block, replace_norms, restore_norms
 from ops.adopt import AdoptedNorm
 
 from . import lookalikes
@@ -48,6 +48,8 @@ LEFT_ALONE = {
     "random in training": (lambda: lookalikes.NoisyLayerNorm(N), "in training"),
     "channels": (lambda: lookalikes.LayerNorm2d(N), "raised|of more dimensions"),
     "|w|": (lambda: lookalikes.AbsoluteWeightRMSNorm(N), "neither LayerNorm nor RMSNorm"),
+    "detached statistic": (lambda: lookalikes.DetachedRMSNorm(768), "its gradient is another"),
+    "detached weight": (lambda: lookalikes.DetachedWeightLayerNorm(N), "its gradient is another"),
     "clamped": (lambda: lookalikes.ClampedLayerNorm(768), "neither LayerNorm nor RMSNorm"),
     "eps by dtype": (lambda: lookalikes.EpsByDtypeLayerNorm(N), "something else of torch.bfloat16"),
     "buffers": (lambda: lookalikes.BuffersRMSNorm(N), "buffers"),
@@ -122,6 +124,23 @@ def model():
     return nn.Sequential(blocks)
 
 
+class Gain(lookalikes.EpsOutsideRMSNorm):
+    """A class whose name says nothing."""
+
+
+@pytest.mark.parametrize("name", ["norm1", "input_layernorm", "ln_f", "final_ln", "q_rms"])
+def test_what_the_model_calls_a_norm_is_told_of_whatever_its_class(name):
+    (site,) = replace_norms(nn.ModuleDict({name: Gain(N)}), verbose=False)
+    assert str(site).startswith(f"{name}: Gain(24) → left alone (it is neither")
+
+
+@pytest.mark.parametrize("name", ["gain", "learnt", "transforms"])
+def test_what_nobody_calls_a_norm_is_told_of_if_it_is_taken(name):
+    assert replace_norms(nn.ModuleDict({name: Gain(N), "norm": nn.Identity()}), verbose=False) == []
+    (site,) = replace_norms(nn.ModuleDict({name: lookalikes.OddlyNamed(N)}), verbose=False)
+    assert site.fused
+
+
 def test_lines_say_what_was_replaced_and_what_was_not(capsys):
     sites = replace_norms(model())
     assert capsys.readouterr().out.splitlines() == [str(site) for site in sites] == [
@@ -183,10 +202,71 @@ def test_looking_for_norms_runs_no_hook_draws_no_number_and_leaves_no_trace():
     assert torch.equal(net[0].b.weight, torch.ones(N)) and torch.equal(net[0].b.weight.grad, torch.ones(N))
 
 
+@pytest.fixture(params=[BF16, torch.float64, "meta"], ids=str)
+def defaults(request):
+    """What torch makes without being told a dtype or a device is of another one than usual."""
+    if isinstance(request.param, str):
+        with torch.device(request.param):
+            yield
+        return
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_recognition_follows_no_default_of_torch(name, defaults):
+    build, formula = TAKEN[name]
+    norm = build().to_empty(device="cpu").float()
+    (site,) = replace_norms(nn.ModuleDict({"norm": norm}), verbose=False)
+    assert site.fused and site.why == formula
+
+
+def test_a_forward_that_is_compiled_is_not_compiled_for_what_it_is_tried_on():
+    compiled = []
+
+    class Norm(lookalikes.Llama):
+        forward = torch.compile(lookalikes.Llama.forward, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm1, self.attn, self.norm2, self.mlp = Norm(N), nn.Linear(N, N), Norm(N), nn.Linear(N, N)
+
+        @torch.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+        def forward(self, x):
+            x = x + self.attn(self.norm1(x))
+            return x + self.mlp(self.norm2(x))
+
+    block = Block()
+    fuse_prenorm_block(block, BlockLayout("norm1", "attn", "norm2", "mlp"))
+    assert isinstance(block.norm1, AdoptedNorm) and not compiled
+
+
 def test_isinstance_goes_on_finding_what_it_found_and_decay_groups_find_lookalikes_too():
     norm = lookalikes.Llama(N)
     replace_norms(norm, verbose=False)
     assert isinstance(norm, lookalikes.Llama) and isinstance(norm, nn.RMSNorm)
+
+
+@pytest.mark.parametrize("norm", [lookalikes.InPlace, lookalikes.WithoutGradient])
+def test_a_norm_that_has_no_gradient_to_compare_is_taken(norm, device):
+    (site,) = replace_norms(norm(N).to(device), verbose=False)
+    assert site.fused
+
+
+@pytest.mark.parametrize("width", [2, 3, 5, 20_000])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, lookalikes.Gemma])
+def test_norms_of_any_width_are_recognised(norm, width):
+    (site,) = replace_norms(norm(width), verbose=False)
+    assert site.fused
+
+
+def test_norms_are_recognised_in_inference_mode_too(device):
+    norm, net = nn.LayerNorm(N).to(device), nn.Sequential(lookalikes.DetachedRMSNorm(N).to(device))
+    with torch.inference_mode():
+        (site,), (left,) = replace_norms(norm, verbose=False), replace_norms(net, verbose=False)
+    assert site.fused and not left.fused
 
 
 def test_only_chooses():
@@ -268,6 +348,18 @@ def test_restoring_what_another_tool_has_changed_since_is_refused():
     nn.utils.parametrize.remove_parametrizations(norm, "weight")
     restore_norms(norm, verbose=False)
     assert type(norm) is nn.LayerNorm
+
+
+def test_restoring_what_somebody_wrapped_since_is_refused(device):
+    norm, x = nn.LayerNorm(N).to(device), torch.randn(2, N, device=device)
+    replace_norms(norm, verbose=False)
+    norm.forward = lambda x, own=norm.forward: own(x)
+    with pytest.raises(ValueError, match="wrapped on the instance after it was replaced"):
+        restore_norms(norm)
+    y = norm(x)
+    del norm.forward
+    restore_norms(norm, verbose=False)
+    torch.testing.assert_close(norm(x), y)
 
 
 def test_replacing_and_restoring_under_a_compiled_model_take_effect(device):

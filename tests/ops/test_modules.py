@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import LayerNorm, RMSNorm
+from ops import LayerNorm, RMSNorm, layer_norm_fn
 
 from .cases import BF16, FP32
 
@@ -48,3 +48,11 @@ def test_residual_in_fp32_widens_a_stream_that_nothing_is_added_to(device):
     for module in (LayerNorm(32), RMSNorm(32)):
         y, r = module.to(device)(x, prenorm=True, residual_in_fp32=True)
         assert y.dtype == BF16 and r.dtype == FP32 and torch.equal(r, x.float())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
+def test_a_block_may_pass_on_weight_and_bias_of_either_norm(ours, theirs, device):
+    norm, x = ours(16, device=device), torch.randn(3, 16, device=device)
+    y = layer_norm_fn(x, norm.weight, norm.bias, x, eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm))
+    torch.testing.assert_close(y, norm(x, x))
+    assert list(norm.state_dict()) == list(theirs(16).state_dict())

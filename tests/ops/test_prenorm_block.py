@@ -100,6 +100,24 @@ def test_p_is_read_where_it_always_was(device):
     assert model.blocks[0](torch.zeros(2, N, device=device)).dropout_p == 0.25
 
 
+def test_a_dropout_counts_in_its_own_mode(device):
+    block, zeros = fused(Model(p=0.5, depth=1)).to(device).blocks[0], torch.zeros(2, N, device=device)
+    block.mlp.dropout.eval()
+    assert block(zeros).dropout_p == 0.0
+    block.eval()
+    for module in block.modules():  # samples of a model in evaluation
+        if isinstance(module, nn.Dropout):
+            module.train()
+    assert block(zeros).dropout_p == 0.5
+
+
+@pytest.mark.parametrize("other", [nn.Identity(), nn.Dropout(0.5)])
+def test_a_module_put_in_the_place_of_a_dropout_does_its_own_work(other, device):
+    block, zeros = fused(Model(p=0.5, depth=1)).to(device).blocks[0], torch.zeros(2, N, device=device)
+    block.mlp.dropout = other
+    assert block(zeros).dropout_p == 0.0
+
+
 def test_the_stream_stays_in_fp32_where_asked(device):
     x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
     pending = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True).blocks[0](x)
@@ -200,6 +218,16 @@ def test_a_block_of_another_form_is_refused_and_stays_as_it_was(block, why):
     assert [type(module) for module in block.modules()] == classes
 
 
+@pytest.mark.parametrize(("path", "argument"), [("", "block"), ("mlp.dropout", r"layout\.dropout2")])
+def test_a_block_whose_forward_is_replaced_on_the_instance_is_refused_and_goes_on_dropping(path, argument):
+    block = Block(0.5)
+    part = block.get_submodule(path)
+    part.forward = lambda *args, own=part.forward: own(*args)
+    with pytest.raises(ValueError, match=f"the forward of {argument} is replaced on the instance"):
+        fuse_prenorm_block(block, GPT2_BLOCK)
+    assert type(block.mlp.dropout) is nn.Dropout and type(block.ln_1) is nn.LayerNorm
+
+
 def test_a_fused_block_is_not_fused_again():
     block = Block()
     fuse_prenorm_block(block, GPT2_BLOCK)
@@ -271,6 +299,14 @@ def test_a_dropout_that_has_more_to_do_in_the_block_is_refused():
     with pytest.raises(ValueError, match=r"layout\.dropout1 is also attn\.weights_dropout, one module"):
         fuse_prenorm_block(block, BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop"))
     assert type(block.drop) is nn.Dropout and type(block.ln_1) is nn.LayerNorm
+
+
+def test_a_dropout_that_several_blocks_have_is_refused():
+    blocks = [Block(0.5), Block(0.5)]
+    blocks[1].mlp.dropout = blocks[0].mlp.dropout
+    fuse_prenorm_block(blocks[0], GPT2_BLOCK)
+    with pytest.raises(ValueError, match=r"layout\.dropout2 is one module with a dropout of another block.* of its own"):
+        fuse_prenorm_block(blocks[1], GPT2_BLOCK)
 
 
 def test_a_dropout_that_the_layout_leaves_out_is_noticed():

@@ -76,8 +76,21 @@ def test_vmap_of_norm_and_linear_gives_each_sample_what_it_gets_alone(x, w):
 def test_kernels_refuse_a_gradient_of_a_gradient(x, w):
     x.requires_grad_()
     (grad,) = torch.autograd.grad(ours(x, w), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="its gradients can't be differentiated again"):
         grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("function", [layer_norm_fn, rms_norm_fn, layer_norm_linear_fn])
+def test_a_penalty_on_a_gradient_is_refused_where_what_follows_is_constant_too(function, x, w):
+    more = (torch.randn(2, N, device=x.device, requires_grad=True), None) if function is layer_norm_linear_fn else ()
+    y = function(x.requires_grad_(), w.requires_grad_(), None, *more)
+    gradients = torch.autograd.grad(y.sum(), [x, w, *more[:1]], create_graph=True)  # of which nothing upstream has a graph
+    for gradient in gradients:
+        loss = y.square().mean() + gradient.square().sum()
+        with pytest.raises(RuntimeError, match=r"(layer|rms)_norm_(linear_)?fn: its gradients can't be differentiated again"):
+            loss.backward(retain_graph=True)
+    (first,) = torch.autograd.grad(function(x, w, None, *more).sum(), x)
+    torch.testing.assert_close(gradients[0].detach(), first)
 
 
 def test_the_reference_has_gradients_of_gradients(monkeypatch):

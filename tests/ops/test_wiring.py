@@ -143,6 +143,17 @@ class DropsByFunction(Block):
         return x + self.mlp(self.norm2(x))
 
 
+class ClampsTheStream(Block):
+    def forward(self, x):
+        return super().forward(x).clamp(-1000, 1000)
+
+
+class ClampsABranch(Block):
+    def forward(self, x):
+        x = x + self.mixer(self.norm1(x)).clamp(-1000, 1000)
+        return x + self.mlp(self.norm2(x))
+
+
 @pytest.mark.parametrize(
     ("block", "why"),
     [
@@ -151,6 +162,8 @@ class DropsByFunction(Block):
         (FromTheMode, "block computes causal"),
         (FromX, "block computes scale"),
         (NeededAndUsed, "does something else with its argument scale"),
+        (ClampsTheStream, "does not compute x + mixer(norm1(x))"),
+        (ClampsABranch, "does not compute x + mixer(norm1(x))"),
         (DropsByFunction, "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x)) in training"),
     ],
 )
@@ -159,6 +172,18 @@ def test_a_block_that_does_more_than_hand_on_is_refused(block, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         fuse_prenorm_block(block, LAYOUT)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_trying_a_block_follows_no_default_dtype_or_device(dtype):
+    block = AnyName()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            fuse_prenorm_block(block, LAYOUT)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert block(torch.randn(2, N), causal=True).hidden.shape == (2, N)
 
 
 class TwoDropouts(Block):
@@ -237,3 +262,29 @@ def test_a_sublayer_whose_dropout_does_not_come_last_is_refused():
     with pytest.raises(ValueError, match=r"layout\.dropout2 is not the last that happens in its sublayer"):
         fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", dropout2="mlp.dropout"))
     assert torch.equal(torch.get_rng_state(), state) and len(block.mlp.dropout._forward_hooks) == hooks
+
+
+class AttendsByMask(nn.Module):
+    """Attention that needs a mask or None, and drops its weights as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights_dropout, self.dropout = nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x, mask):
+        weights = x @ x.mT if mask is None else x @ x.mT + mask
+        return self.dropout(self.weights_dropout(weights.softmax(-1)) @ x)
+
+
+class NeedsMask(Block):
+    def forward(self, x, mask):
+        x = x + self.mixer(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+def test_a_sublayer_that_needs_more_than_x_is_tried_without_it():
+    block = NeedsMask()
+    block.mixer = AttendsByMask()
+    with pytest.raises(ValueError, match=r"layout\.dropout1 is not the last that happens in its sublayer"):
+        fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.weights_dropout"))
+    fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.dropout"))

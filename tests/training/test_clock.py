@@ -143,3 +143,13 @@ def test_parts_of_a_step_are_told_apart_and_added_up_over_micro_batches():
         "backward": pytest.approx([2 + 4]),
         "optimizer": pytest.approx([5]),
     }
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
+def test_a_step_waits_for_what_an_accelerator_has_queued(device, monkeypatch):
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    clock = StepClock(torch.device(device), warmup=0)
+    with clock.step():
+        pass
+    assert waited == ([] if device == "cpu" else [torch.device(device)] * 2)

@@ -16,6 +16,14 @@ from configs import Config, ConfigError
 from configs.schema import NormImpl, WandbMode
 from training.tracking import Tracker, agent_job, settle_mode
 
+# Of both intervals and their ends, in the order in which report.md has them.
+CELL_COLUMNS: list[str | int] = [
+    "cell",
+    *("times as fast", "low", "high", "A/A times as fast", "A/A low", "A/A high"),
+    *("ms over torch", "ms low", "ms high", "A/A ms over torch", "A/A ms low", "A/A ms high"),
+    "verdict",
+]
+
 
 def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None:
     """Nothing where logging.wandb=disabled.
@@ -55,13 +63,14 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
             run.summarise(figures(cell, times))
             run.finish(0)
     summary = tracker("summary", ["summary"], cfg)
-    summary.summarise({"verdicts": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]})
-    summary.log_table("cells", ["cell", "speed-up", "low", "high", "A/A low", "A/A high"], [row(cell) for cell in found.cells])
+    verdicts = {"cells": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]}
+    summary.summarise({f"verdicts/{what}": said for what, said in verdicts.items()})
+    summary.log_table("tables/cells", CELL_COLUMNS, [row(cell) for cell in found.cells])
     if found.parity:
         columns: list[str | int] = ["configuration", "holds", "fused − torch, nats", "low", "high", "of seeds", "verdict"]
-        summary.log_table("parity", columns, [parity_row(one) for one in found.parity])
+        summary.log_table("tables/parity", columns, [parity_row(one) for one in found.parity])
     for picture in sorted(folder.glob("*.png")):
-        summary.log_image(picture.stem, picture, 0)
+        summary.log_image(f"plots/{picture.stem}", picture, 0)
     summary.finish(0)
 
 
@@ -85,6 +94,6 @@ def parity_row(one: Parity) -> list:
 
 
 def row(cell: Cell) -> list:
-    fused, control = cell.fused.speedup, cell.control.speedup
-    label = " ".join([*(f"{key}={value}" for key, value in cell.overrides.items()), cell.mode])
-    return [label, fused.median, fused.low, fused.high, control.low, control.high]
+    intervals = (cell.fused.speedup, cell.control.speedup, cell.fused.difference_ms, cell.control.difference_ms)
+    name = " ".join([*(f"{key}={value}" for key, value in cell.overrides.items()), cell.mode])
+    return [name, *(x for one in intervals for x in (one.median, one.low, one.high)), cell.verdict]

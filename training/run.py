@@ -78,7 +78,7 @@ class Run:
             project=logging.project,
             group=logging.group or group,
             name=logging.name or (f"{group}/{name}" if group else name),
-            tags=logging.tags,
+            tags=list(dict.fromkeys([*logging.tags, self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
             config=configs.to_dict(self.cfg) | {"facts": facts},
             run_id=self.wandb_id,
             resumed=self.origin.in_place,

@@ -37,6 +37,14 @@ def test_a_run_that_goes_on_is_the_same_run_to_wandb(tiny, tmp_path, monkeypatch
     assert first["group"] == again["group"] == "g"
 
 
+def test_a_run_has_the_tags_that_were_given_and_those_of_its_norms(tiny, tmp_path, monkeypatch):
+    fake = FakeWandb(monkeypatch)
+    overrides = ["norm.impl=torch", "norm.kind=rmsnorm", "logging.tags=[mine,torch]", "logging.wandb=offline", "train.steps=4"]
+    train_here([*tiny, *overrides], tmp_path / "run")
+
+    assert fake.arguments["tags"] == ["mine", "torch", "rmsnorm"]
+
+
 def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monkeypatch):
     values = iter([1.0, 3.0, 2.0])  # the first is of the run that is resumed, and better than what follows
     monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))

@@ -38,6 +38,7 @@ from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.environment import environment, gpu_state_during
 from training.folder import claim
+from training.interrupt import Stopped, exit_on_sigterm
 from training.precision import Precision
 from training.step import prepare, training_step
 from training.storage import relative
@@ -82,6 +83,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     if len(set(sizes)) > 1:
         sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
     began = time.monotonic()
+    parts = sum(len(variant.modes) + (variant.cfg.ablate.parity_seeds > 0) for variant in variants)
     found = Ablation(
         cells=[],
         parity=[],
@@ -98,7 +100,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     progress.now(variant.overrides, mode)
                     free_memory(device)
                     found.cells.append(measure(variant, mode, precision, corpus, progress))
-                    keep(found, folder, began)
+                    keep(found, folder, began, parts)
                 if variant.cfg.ablate.parity_seeds:
                     progress.now(variant.overrides, PARITY)
                     free_memory(device)
@@ -106,10 +108,10 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     found.parity.append(
                         parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=told)
                     )
-                    keep(found, folder, began)
+                    keep(found, folder, began, parts)
         except torch.OutOfMemoryError:
-            found.notes.append("Out of memory: what is missing below was not measured.")
-            keep(found, folder, began)
+            found.notes.append("Out of memory.")
+            keep(found, folder, began, parts)
             raise
     return found
 
@@ -205,8 +207,13 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     )
 
 
-def keep(found: Ablation, folder: Path, began: float) -> None:
+def keep(found: Ablation, folder: Path, began: float, parts: int) -> None:
+    """Writes the report of what there is; short of `parts` cells and parities it says that it is not finished."""
     found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
+    done = len(found.cells) + len(found.parity)
+    if done < parts:
+        note = f"Not finished: {done} of {parts} parts. What is missing below has not been measured."
+        found = replace(found, notes=[*found.notes, note])
     serialize.save(found, folder)
     report.write(found, folder)
 
@@ -264,6 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     command_line.register_resolvers(arguments)
+    folder: Path | None = None
+    exit_on_sigterm()
     try:
         machine.refuse_ranks("ablate.py")
         variants = variants_of(arguments)
@@ -276,8 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
         print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)
         return OUT_OF_MEMORY
-    except KeyboardInterrupt:
-        return 130
+    except (KeyboardInterrupt, Stopped) as stop:
+        if folder is not None and (folder / "report.md").is_file():
+            print(f"stopped; report so far: {relative(folder)}/report.md", file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # of a signal: a number
     print(report.table(found))
     print(f"report: {relative(folder)}/report.md", flush=True)
     try:

@@ -295,7 +295,7 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
         results = [judge_size(name, distances, level, exact), judge_sign(name, distances, level)]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
-        error = max(sums[name].error() for sums in batches)
+        error = max(sums[name].errors()[FUSED] for sums in batches)
         rows.append(Row(name, error, size.fused.median, size.reordered.median, failed[0] if failed else ""))
     rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
     failures = [row for row in rows if row.failure]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ablation.compared import Quantity
+from ablation.compared import FUSED, TORCH, Quantity
 from ablation.statistics import Interval, mean_interval, t_tail
 
 REFERENCE, REORDERED = "reference", "reordered"
@@ -66,9 +66,10 @@ class Sums:
         shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
         return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
 
-    def error(self) -> float:
-        """rms(c − a) / rms(a)."""
-        return _finite(float(np.sqrt(self.squares[2] / max(self.squares[0], 1e-300))))
+    def errors(self) -> dict[str, float]:
+        """rms(x − a) / rms(a) by arm, of b, c and d."""
+        found = np.sqrt(self.squares[1:4] / max(self.squares[0], 1e-300))
+        return {arm: _finite(float(error)) for arm, error in zip((TORCH, FUSED, REORDERED), found, strict=True)}
 
 
 @contextmanager

@@ -8,11 +8,11 @@ nothing. Here it is measured. Four arms train from the same weights, on the same
     c   fused       the fused norms in the run's precision; where no kernel runs, their PyTorch reference
     d   reordered   as b, with the sums of its norms in another, just as legitimate order
 
-Compared are the loss and the gradient norm of every step; at the first step, where all arms still have the same weights, the
-gradient of every layer and the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the
-last. (The scale of a row is what its statistics decide. A mistake in them is the same all along the row, and would not be seen
-beside the rounding of single elements to bf16.) For each of these quantities, and each seed (other weights, other batches),
-over the elements of the quantity:
+Compared are the loss, the gradient norm and the gradient of every layer, at every step. Judged are the loss and the gradient
+norm of all steps; of the first one, where all arms still have the same weights, the gradient of every layer and the scale
+⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the last. (The scale of a row is what its
+statistics decide. A mistake in them is the same all along the row, and would not be seen beside the rounding of single elements
+to bf16.) For each of these quantities, and each seed (other weights, other batches), over the elements of the quantity:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
     S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise
@@ -92,6 +92,8 @@ class SeedRun:
 
     seed: int
     losses: dict[str, list[float]]  # by arm: for each step; nats per token
+    gradient_norms: dict[str, list[float]]  # likewise
+    gradient_errors: dict[str, list[dict[str, float]]]  # likewise, but for the reference: by layer
     distances: dict[str, Distances]  # by quantity
     val_loss: dict[str, float]  # by arm
     cut: int = 1  # how many micro-batches one of the run's became, so that all arms fit in memory
@@ -159,29 +161,34 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
 
     losses: dict[str, list[float]] = {arm.name: [] for arm in arms}
     norms: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    first: list[dict[str, Tensor]] = []
+    errors: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms[1:]}
+    layers: dict[str, Distances] = {}
     scales: list[dict[str, Tensor]] = []
     rows: dict[str, Tensor] = {}  # what the reference's norms put out
     for step in range(cfg.ablate.parity_steps):
+        gradients: list[dict[str, Tensor]] = []  # four times the size of the model
         for arm in arms:
             sites = norm_sites(arm) if step == 0 else {}
-            with unclipped_gradients(arm, step == 0) as gradients, row_scales(sites, rows) as row_scale:
+            with unclipped_gradients(arm) as unclipped, row_scales(sites, rows) as row_scale:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
             losses[arm.name].append(loss.item())
             norms[arm.name].append(norm.item())
-            if step == 0:
-                first.append(gradients)
-                scales.append(row_scale)
+            gradients.append(unclipped)
+            scales.append(row_scale)
             progress(1)
+        sums = compare_tensors(gradients)
+        for name, kept in errors.items():
+            kept.append({layer: of.errors()[name] for layer, of in sums.items()})
         if step == 0:
-            layers = {f"gradient of {layer}": distances for layer, distances in compare_tensors(first).items()}
-            layers |= {f"row scale of {layer}": distances for layer, distances in compare_tensors(scales).items()}
-            first.clear()  # four times the size of the model
+            layers |= {f"gradient of {layer}": of.distances() for layer, of in sums.items()}
+            layers |= {f"row scale of {layer}": of.distances() for layer, of in compare_tensors(scales).items()}
             rows.clear()
 
     return SeedRun(
         seed,
         losses,
+        norms,
+        errors,
         {
             "loss": compare(list(losses.values())),
             "gradient norm": compare(list(norms.values())),
@@ -221,7 +228,7 @@ def four_arms(cfg: Config, precision: Precision, vocab_size: int) -> list[Arm]:
 
 
 @contextmanager
-def unclipped_gradients(arm: Arm, wanted: bool) -> Iterator[dict[str, Tensor]]:
+def unclipped_gradients(arm: Arm) -> Iterator[dict[str, Tensor]]:
     """Gradients by parameter name, as the training step inside gathered them: before it clips them and sets them to None."""
     gradients: dict[str, Tensor] = {}
     scale = arm.state.scaler.get_scale()  # a power of two: dividing by it rounds nothing
@@ -232,7 +239,7 @@ def unclipped_gradients(arm: Arm, wanted: bool) -> Iterator[dict[str, Tensor]]:
 
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: keep(name, parameter))
-        for name, parameter in (arm.state.model.named_parameters() if wanted else ())
+        for name, parameter in arm.state.model.named_parameters()
     ]
     try:
         yield gradients
@@ -267,12 +274,12 @@ def compare(values: Sequence[Sequence[float]]) -> Distances:
     return sums.distances()
 
 
-def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Distances]:
+def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Sums]:
     """Of tensors by parameter or module name, in the order of ARMS; by layer. Norms are apart: matrices would drown them."""
     sums: dict[str, Sums] = {}
     for name in tensors[0]:
         sums.setdefault(layer_of(name), Sums()).add(*(arm[name] for arm in tensors))
-    return {layer: total.distances() for layer, total in sums.items()}
+    return sums
 
 
 def compare_parameters(arms: Sequence[Arm]) -> Distances:
@@ -340,6 +347,9 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
         val_spread=spread,
         holds=not sick and not failures and outcome,
         verdict=verdict,
+        gradient_norms={arm: [run.gradient_norms[arm] for run in runs] for arm in ARMS},
+        gradient_errors={arm: [run.gradient_errors[arm] for run in runs] for arm in ARMS if arm != REFERENCE},
+        distances={name: [run.distances[name] for run in runs] for name in names},
     )
 
 

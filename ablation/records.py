@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ablation.compared import Comparison, Quantity
+from ablation.judgement import Distances
 from ablation.statistics import Interval
 from training.attribution import Kernel, Share
 
@@ -16,7 +17,7 @@ class ArmTimes:
     forward_ms: float  # medians of a window of its own, since marks inside a step cost time
     backward_ms: float
     optimizer_ms: float
-    peak_gb: float | None  # GiB; None but on CUDA
+    peak_gb: float | None  # GiB; None but on CUDA, and with CUDA graphs, whose memory the allocator does not tell
     launches: int | None  # kernels a step; None but on CUDA
 
 
@@ -62,6 +63,11 @@ class Parity:
     val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str
+    # What follows is empty in records that are older than it.
+    gradient_norms: dict[str, list[list[float]]] = field(default_factory=dict)  # as losses, before clipping
+    # As losses, without the reference's: of each layer's gradient rms(x − a) / rms(a), where a is the reference's.
+    gradient_errors: dict[str, list[list[dict[str, float]]]] = field(default_factory=dict)
+    distances: dict[str, list[Distances]] = field(default_factory=dict)  # by quantity: for each seed; the tests are of these
 
 
 @dataclass(frozen=True)

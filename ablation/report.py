@@ -306,7 +306,9 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
     for index, parity in enumerate(ablation.parity):
         name = "parity.png" if len(ablation.parity) == 1 else f"parity_{index}.png"
         plots.losses(parity, folder / name)
-        shown.append((name, f"Loss of every arm, and its distance from the reference: {label(parity.overrides)}"))
+        what = "Loss of every arm, and its distance from the reference"
+        what += "; error of the worst layer's gradient at every step" * bool(parity.gradient_errors)
+        shown.append((name, f"{what}: {label(parity.overrides)}"))
     return "\n\n".join(f"![{words}]({name})" for name, words in shown)
 
 

@@ -15,15 +15,20 @@ from ablation.records import Ablation
 from ablation.statistics import spread
 from training.attribution import Kernel
 
+PARITY_FIELDS = {
+    "losses": "loss",
+    "gradient_norms": "gradient_norm",
+    "gradient_errors": "gradient_error",
+}  # and their keys there
 REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
 
 
 def save(ablation: Ablation, folder: Path) -> None:
     """Writes the four files, report.json last; each under another name first, so that none is ever seen half written.
 
-    report.json has the fields of records.py. In place of step times, losses and kernels it has how many there are: for each
-    block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`; for each
-    arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
+    report.json has the fields of records.py. In place of step times, kernels, losses and gradients it has how many there are:
+    for each block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`;
+    for each arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
     """
     report = _plain(ablation)
     steps: list[dict[str, Any]] = []
@@ -44,11 +49,18 @@ def save(ablation: Ablation, folder: Path) -> None:
                 kernels += [of | kernel for kernel in found]
     for parity in report["parity"]:
         arms = parity.pop("losses")
+        norms, errors = parity.pop("gradient_norms"), parity.pop("gradient_errors")
         parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
         for name, runs in arms.items():
-            for seed, run in zip(parity["seeds"], runs, strict=True):
+            for at, (seed, run) in enumerate(zip(parity["seeds"], runs, strict=True)):
                 of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
-                losses += [of | {"step": step, "loss": loss} for step, loss in enumerate(run)]
+                for step, loss in enumerate(run):
+                    line = of | {"step": step, "loss": loss}
+                    if norms:
+                        line["gradient_norm"] = norms[name][at][step]
+                    if name in errors:
+                        line["gradient_error"] = errors[name][at][step]
+                    losses.append(line)
 
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / STEPS, map(_line, steps))
@@ -83,9 +95,13 @@ def load(folder: Path) -> Ablation:
                 }
         for parity in report["parity"]:
             arms = parity.pop("loss_steps")
-            parity["losses"] = {
-                name: [[next(losses)["loss"] for _ in range(count)] for count in counts] for name, counts in arms.items()
-            }
+            found = {name: [[next(losses) for _ in range(count)] for count in counts] for name, counts in arms.items()}
+            for field, key in PARITY_FIELDS.items():
+                parity[field] = {
+                    name: [[line[key] for line in run] for run in runs]
+                    for name, runs in found.items()
+                    if all(key in line for run in runs for line in run)
+                }
         whole = all(next(lines, None) is None for lines in (steps, losses, kernels))
         ablation = _typed(Ablation, report)
     except (KeyError, TypeError, StopIteration) as error:

@@ -1,6 +1,8 @@
 """python ablate.py: what it leaves behind, what it says, how it ends."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     assert parity.holds and parity.seeds == [1, 2]
     assert not found.kernels and found.command.startswith("python ablate.py data=text")
     report = (folder / "report.md").read_text(encoding="utf-8")
-    assert "No kernel was measured" in report.splitlines()[0]
+    assert "No kernel was measured" in report.splitlines()[0] and "Not finished" not in report
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12
     assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
@@ -109,22 +111,28 @@ def test_a_size_that_only_a_later_cell_has_is_refused_before_the_first_is_measur
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_ctrl_c_keeps_the_cells_that_were_measured_and_no_empty_folder(tiny, here, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
+    number, code, tiny, here, tmp_path, monkeypatch, capsys
+):
     real, cells = ablate.measure, []
 
     def measure(*given):
         if len(cells) == wanted:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
+            pytest.fail("went on")
         cells.append(real(*given))
         return cells[-1]
 
     monkeypatch.setattr(ablate, "measure", measure)
     wanted = 0
-    assert ablate.main(tiny) == 130
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert ablate.main(tiny) == code
+    assert list((tmp_path / "runs").iterdir()) == [] and "report" not in capsys.readouterr().err
     wanted = 1
-    assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == 130
+    assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == code
     assert len(serialize.load(here()).cells) == 1
+    assert "Not finished: 1 of 2 parts" in (here() / "report.md").read_text(encoding="utf-8")
+    assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch, capsys):
@@ -135,7 +143,8 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch
     assert ablate.main(tiny) == ablate.OUT_OF_MEMORY
     assert "ablate.parity_seeds=0" in capsys.readouterr().err
     assert len(serialize.load(here()).cells) == 1
-    assert "Out of memory" in (here() / "report.md").read_text(encoding="utf-8")
+    text = (here() / "report.md").read_text(encoding="utf-8")
+    assert "Out of memory" in text and "Not finished: 1 of 2 parts" in text
 
 
 def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
+from ablation.judgement import Distances
 from ablation.records import Ablation, ArmTimes, Attribution, Cell, Kernel, Parity, Share
 from ablation.statistics import Interval, paired_difference, paired_ratio
 from ablation.verdict import verdict_of
@@ -101,6 +102,11 @@ def parity_of(overrides: dict[str, str], seeds: int = 3, holds: bool = True, ste
     base = curve + draw.normal(0, 0.05, (seeds, steps))
     grown = np.linspace(0.2, 1, steps)
     losses = {arm: (base + sd * grown * draw.normal(0, 1, (seeds, steps))).tolist() for arm, sd in spreads.items()}
+    norms = {arm: (1 + 0.2 * np.asarray(runs)).tolist() for arm, runs in losses.items()}
+    errors = {
+        arm: [[{"block 0": 0.004 * (1 + step), "the head": 0.003} for step in range(steps)] for _ in range(seeds)]
+        for arm in PARITY_ARMS[1:]
+    }
     far = 1.02 if holds else 7.4
     quantities = [
         Quantity(name, Interval(far, far - 0.08, far + 0.09), Interval(0.99, 0.93, 1.06), holds)
@@ -112,4 +118,5 @@ def parity_of(overrides: dict[str, str], seeds: int = 3, holds: bool = True, ste
         overrides, "bf16", list(range(1, seeds + 1)), steps, losses, quantities, val_loss,
         val_difference=Interval(-0.0003, -0.0011, 0.0006), val_spread=0.012, holds=holds,
         verdict="as far from fp32 as PyTorch's norms are" if holds else "the loss is 7.4 × as far from fp32 as expected",
+        gradient_norms=norms, gradient_errors=errors, distances={"loss": [Distances(far, 0.99, -0.01, 0.02)] * seeds},
     )  # fmt: skip

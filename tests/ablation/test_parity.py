@@ -230,6 +230,38 @@ def test_arms_share_weights_batches_and_masks(tiny):
     assert (result.seeds, result.steps, result.precision) == ([1, 2, 3, 4, 5], 2, "bf16")
 
 
+def test_gradients_of_every_step_and_what_the_tests_are_made_of_are_kept(tiny):
+    result = found(tiny(), "bf16")
+
+    assert set(result.gradient_norms) == set(protocol.ARMS) and set(result.gradient_errors) == set(protocol.ARMS[1:])
+    layers = {name.removeprefix("gradient of ") for name in result.distances if name.startswith("gradient of ")}
+    for runs in result.gradient_errors.values():
+        assert [len(run) for run in runs] == [result.steps] * 5
+        assert all(set(step) == layers and 0 < min(step.values()) <= max(step.values()) < 0.1 for run in runs for step in run)
+    assert result.gradient_errors[FUSED] != result.gradient_errors[TORCH]
+    for quantity in result.quantities[: len(result.distances)]:  # the mean of log R over seeds, as the report has it
+        again = np.exp(np.mean(np.log([one.fused for one in result.distances[quantity.name]])))
+        assert quantity.fused.median == pytest.approx(again)
+
+
+def test_a_fault_that_comes_after_the_first_step_shows_in_the_gradients_of_its_step(tiny, monkeypatch):
+    cfg, corpus = tiny("ablate.parity_seeds=1")
+    real, seen = protocol.training_step, []
+
+    def late(forward, state, batch, step, *rest):
+        seen.append(step)
+        if step == 1 and seen.count(1) == 3:  # the fused arm's turn
+            with torch.no_grad():
+                next(state.model.parameters()).mul_(1.5)
+        return real(forward, state, batch, step, *rest)
+
+    monkeypatch.setattr(protocol, "training_step", late)
+    result = parity(cfg, PRECISION["fp32"], corpus, overrides={}, progress=lambda steps: None)
+    (fused,), (reordered,) = result.gradient_errors[FUSED], result.gradient_errors[protocol.REORDERED]
+    assert max(fused[0].values()) < 1e-3 and max(reordered[1].values()) < 1e-3
+    assert max(fused[1].values()) > 0.01
+
+
 def test_progress_counts_every_training_step(tiny):
     done = []
     cfg, corpus = tiny("ablate.parity_seeds=2", "ablate.parity_steps=3")

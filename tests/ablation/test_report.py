@@ -104,10 +104,28 @@ def test_raw_files_have_a_line_for_each_step(tmp_path):
     }  # fmt: skip
     assert len(steps) == sum(len(block) for arm in found.cells[0].arms.values() for block in arm.blocks_ms)
     assert len(losses) == len(results.PARITY_ARMS) * 2 * found.parity[0].steps
+    parity, fused = found.parity[0], results.PARITY_ARMS[2]
+    line = next(one for one in losses if (one["arm"], one["seed"], one["step"]) == (fused, parity.seeds[1], 3))
+    assert line["loss"] == parity.losses[fused][1][3] and line["gradient_norm"] == parity.gradient_norms[fused][1][3]
+    assert line["gradient_error"] == parity.gradient_errors[fused][1][3]
+    assert "gradient_error" not in losses[0], "the reference is what errors are from"
     kernels = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
     assert {(line["arm"], line["group"]) for line in kernels} == {(arm, group) for arm in (TORCH, FUSED) for group in GROUPS}
     kept = json.loads((tmp_path / "report.json").read_text())
-    assert "blocks_ms" not in kept["cells"][0]["arms"][TORCH] and "losses" not in kept["parity"][0]
+    assert "blocks_ms" not in kept["cells"][0]["arms"][TORCH]
+    assert not {"losses", "gradient_norms", "gradient_errors"} & kept["parity"][0].keys()
+    assert kept["parity"][0]["distances"]["loss"][0] == dataclasses.asdict(parity.distances["loss"][0])
+
+
+def test_a_record_of_before_gradients_were_kept_is_still_read(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    old = dataclasses.replace(found.parity[0], gradient_norms={}, gradient_errors={}, distances={})
+    serialize.save(dataclasses.replace(found, parity=[old]), tmp_path)
+    kept = json.loads((tmp_path / "report.json").read_text())
+    del kept["parity"][0]["distances"]  # gradients have been in parity.jsonl alone, and now are not
+    (tmp_path / "report.json").write_text(json.dumps(kept))
+    assert serialize.load(tmp_path).parity == [old]
+    plots.losses(old, tmp_path / "parity.png")
 
 
 def test_numbers_that_json_lacks_survive(tmp_path):

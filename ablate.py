@@ -249,6 +249,8 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError("-m: an ablation sweeps without it, by several values of a key: norm.kind=layernorm,rmsnorm.")
     found = []
     swept = {o.get_key_element() for o in configs.parse(arguments) if o.is_sweep_override()}
     for job in command_line.jobs(arguments, sweep=True):

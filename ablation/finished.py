@@ -121,6 +121,8 @@ def run_folders(folder: Path) -> list[Path]:
 
 def unfinished(folder: Path) -> str:
     """Which file of a finished run is missing, in words; empty if none is."""
+    if (folder / "report.json").is_file():
+        return f"{folder}: an ablation, whose report is {folder}/report.md."
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
         if not (folder / name).is_file():
             resume = f" The run did not finish; to go on: python train.py resume={folder}" if name == "summary.json" else ""

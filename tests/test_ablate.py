@@ -84,6 +84,8 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
         ("ablate.block_steps=0", "ablate.block_steps=0: must be at least 1"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),
+        ("-m", "an ablation sweeps without it"),
+        ("norm.kind=rmsnorm,layernorm,rmsnorm", "norm.kind=rmsnorm is given 2 times. Leave one."),
     ],
 )
 def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, tiny, here, tmp_path, capsys):

@@ -506,3 +506,11 @@ def test_report_of_runs_that_were_trained(tmp_path, capsys):
     assert NO_KERNEL in text
     difference = re.search(r"fused − torch ([+−][\d.]+) \(seed", text)
     assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3
+
+
+def test_an_ablations_folder_is_told_to_have_its_report(tmp_path, capsys):
+    folder = tmp_path / "now_ablation"
+    serialize.save(results.ablation(overrides=[{}], modes=["eager"]), folder)
+    (folder / "config.yaml").touch()
+    assert finished.main([str(folder)]) == 2
+    assert f"{folder}: an ablation, whose report is {folder}/report.md." in capsys.readouterr().err

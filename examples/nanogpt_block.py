@@ -104,7 +104,7 @@ class BlockByHand(Block):
 class GPTByHand(GPT):
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         hidden, residual = self.drop(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]), None
-        # Drawn once a forward, one for each norm: a seed that is not given is a launch of its own.
+        # Drawn once a forward, one for each norm: in a compiled graph a seed that is not given is a launch of its own.
         seeds = torch.randint(2**63 - 1, (2 * len(self.blocks) + 1, 1), device=tokens.device)
         for i, block in enumerate(self.blocks):
             hidden, residual = block(hidden, residual, seeds[2 * i : 2 * i + 2])

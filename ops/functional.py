@@ -23,6 +23,7 @@ from .checks import (
 )
 from .plan import Plan, known_plan, make_plan
 from .records import Inputs, Outputs
+from .seeds import as_int64, draw_seed
 
 
 def layer_norm_fn(
@@ -99,7 +100,13 @@ def layer_norm_fn(
     if out is not None or residual_out is not None:
         check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
 
-    inputs = Inputs(*tensors[:9], _seed_tensor(seed, x.device) if plan.drops else None)
+    if not plan.drops:
+        seed = None
+    elif seed is None:
+        seed = draw_seed(x.device, eager)
+    elif isinstance(seed, int):
+        seed = _seed_tensor(seed, x.device)
+    inputs = Inputs(*tensors[:9], seed)
     try:
         if kernels:
             outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
@@ -260,11 +267,9 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _seed_tensor(seed: Tensor | int | None, device: torch.device) -> Tensor:
-    if seed is None:
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+def _seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:
     if isinstance(seed, int):
         if not -(2**63) <= seed < 2**63:
-            seed = (seed + 2**63) % 2**64 - 2**63  # any 64-bit number is a seed
+            seed = as_int64(seed)  # any 64-bit number is a seed
         return torch.full((1,), seed, dtype=torch.int64, device=device)
     return seed

@@ -4,7 +4,8 @@ python ablate.py                                             the default run's m
 python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
-Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory.
+Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130 and 143 by
+Ctrl-C and SIGTERM, which keep the report of what was measured.
 """
 
 import shlex
@@ -264,6 +265,8 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         rules.check(cfg, on)
         pairs = (override.partition("=")[::2] for override in job)
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
+        if found[-1].overrides in [variant.overrides for variant in found[:-1]]:
+            raise ConfigError(f"{report.label(found[-1].overrides)} comes twice in {' '.join(arguments)}. Leave one.")
     return found
 
 

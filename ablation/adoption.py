@@ -243,8 +243,8 @@ def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, wide: tor
         name = str(wide).removeprefix("torch.")
         narrower = "; or check copies in bfloat16, whose reference is float32" if wide is torch.float64 else ""
         error.add_note(
-            f"check_parity: this came of the copy of model_a in {name}, which is the reference; what model_a computes has to "
-            f"follow the dtype of its weights and to run in {name}{narrower}"
+            f"check_parity: its reference, a copy of model_a in {name}, raised this; what model_a computes has to follow the "
+            f"dtype of its weights and to run in {name}{narrower}"
         )
         raise
 

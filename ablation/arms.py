@@ -153,18 +153,20 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in _tensors(arm))
 
 
-def trade_places(arms: Sequence[Arm]) -> None:
-    """Weights and optimizer state of each arm move to where the next arm's lay, and the last one's to the first's.
+def places_of(arms: Sequence[Arm]) -> list[list[Tensor]]:
+    """Where the weights and the optimizer state of each arm lie."""
+    return [[tensor.data for tensor in _tensors(arm)] for arm in arms]
 
-    A step's time depends a little on where in memory its tensors lie, and an arm would keep that for as long as it lives: two
-    equal arms then differ beyond what their intervals explain. Values stay with the arm. Not for CUDA graphs, which have the
-    addresses in them.
+
+def move(arms: Sequence[Arm], places: Sequence[list[Tensor]], order: Sequence[int]) -> None:
+    """Has weights and optimizer state of the i-th arm lie at places[order[i]], with the values that are there.
+
+    A step's time may depend on where its tensors lie, and an arm would keep that for as long as it lives: two equal arms then
+    differ beyond what their intervals explain. Not for CUDA graphs, which have the addresses in them.
     """
-    for tensors in zip(*map(_tensors, arms), strict=True):
-        values = [tensor.detach().clone() for tensor in tensors]
-        places = [tensor.data for tensor in tensors]
-        for tensor, place, value in zip(tensors, places[1:] + places[:1], values, strict=True):
-            tensor.data = place.copy_(value)
+    for arm, at in zip(arms, order, strict=True):
+        for tensor, place in zip(_tensors(arm), places[at], strict=True):
+            tensor.data = place
 
 
 def _tensors(arm: Arm) -> list[Tensor]:

@@ -174,7 +174,8 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
             losses[arm.name].append(loss.item())
             norms[arm.name].append(norm.item())
             gradients.append(unclipped)
-            scales.append(row_scale)
+            if step == 0:
+                scales.append(row_scale)
             progress(1)
         sums = compare_tensors(gradients)
         for name, kept in errors.items():
@@ -183,6 +184,7 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
             layers |= {f"gradient of {layer}": of.distances() for layer, of in sums.items()}
             layers |= {f"row scale of {layer}": of.distances() for layer, of in compare_tensors(scales).items()}
             rows.clear()
+            scales.clear()
 
     return SeedRun(
         seed,

@@ -307,7 +307,8 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
         name = "parity.png" if len(ablation.parity) == 1 else f"parity_{index}.png"
         plots.losses(parity, folder / name)
         what = "Loss of every arm, and its distance from the reference"
-        what += "; error of the worst layer's gradient at every step" * bool(parity.gradient_errors)
+        if parity.gradient_errors:
+            what += "; error of the worst layer's gradient at every step"
         shown.append((name, f"{what}: {label(parity.overrides)}"))
     return "\n\n".join(f"![{words}]({name})" for name, words in shown)
 

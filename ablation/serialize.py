@@ -15,12 +15,10 @@ from ablation.records import Ablation
 from ablation.statistics import spread
 from training.attribution import Kernel
 
-PARITY_FIELDS = {
-    "losses": "loss",
-    "gradient_norms": "gradient_norm",
-    "gradient_errors": "gradient_error",
-}  # and their keys there
 REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
+# Fields of Parity, and the keys of a line of parity.jsonl that they come from. Older records have losses alone, and the
+# reference has no gradient_error.
+PARITY_FIELDS = {"losses": "loss", "gradient_norms": "gradient_norm", "gradient_errors": "gradient_error"}
 
 
 def save(ablation: Ablation, folder: Path) -> None:
@@ -100,7 +98,7 @@ def load(folder: Path) -> Ablation:
                 parity[field] = {
                     name: [[line[key] for line in run] for run in runs]
                     for name, runs in found.items()
-                    if all(key in line for run in runs for line in run)
+                    if field == "losses" or all(key in line for run in runs for line in run)
                 }
         whole = all(next(lines, None) is None for lines in (steps, losses, kernels))
         ablation = _typed(Ablation, report)

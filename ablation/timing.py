@@ -4,8 +4,9 @@ A cycle gives every arm two blocks, in a random order and then in its reverse (A
 the same to all of them. Each block begins with the same weights and the same optimizer state, and takes the batches that the
 other arms take in that cycle. A first cycle brings clocks and caches to where they stay, and is not counted. There are two arms
 with PyTorch's norms: what they seem to differ by is what the protocol makes of no difference. Between cycles the arms trade
-places: the weights and the optimizer state of each move to where another's lay, so that no arm keeps a better place in memory.
-CUDA graphs, which have the addresses in them, keep theirs.
+places: weights and optimizer state of each move to where another's lay, through all orders of places, so that what a place is
+worth is spread over the arms. (Buffers and activations lie where the allocator puts them.) CUDA graphs, which have the
+addresses in them, keep theirs.
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
 the state back and reading the events are outside. They leave the GPU without work, so a block opens with a step that is not
@@ -21,10 +22,10 @@ from statistics import median
 
 import torch
 
-from ablation.arms import Arm, Snapshot, trade_places
+from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.compared import TORCH, Comparison
 from ablation.records import ArmTimes
-from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn
+from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn, placements
 from configs.schema import CUDA_GRAPHS
 from data import Batches
 from training.clock import PartClock, StepClock
@@ -69,9 +70,12 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
         progress(BLOCKS)
         return times
 
-    def before_cycle() -> None:
+    listed = [arms[name] for name in LINEUP]
+    places, orders = places_of(listed), placements(1 + plan.cycles, cfg.seed, len(listed))
+
+    def before_cycle(cycle: int) -> None:
         if not graphs:
-            trade_places([arms[name] for name in LINEUP])
+            move(listed, places, orders[cycle])
 
     blocks = in_turn(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
     found = {}

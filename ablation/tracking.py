@@ -48,7 +48,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
             project=cfg.logging.project,
             group=group,
             name=f"{group}/{name}",
-            tags=[*cfg.logging.tags, "ablation", *tags],
+            tags=list(dict.fromkeys([*cfg.logging.tags, "ablation", *tags])),
             config=configs.to_dict(cfg),
         )
 
@@ -57,7 +57,11 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
             own = copy.deepcopy(variants[tuple(cell.overrides.items())])
             own.norm.impl = NormImpl.fused if arm == FUSED else NormImpl.torch
             own.train.compile = cell.mode == "compiled"
-            run = tracker("_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]), [arm, cell.mode], own)
+            run = tracker(
+                "_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]),
+                [arm, cell.mode, own.norm.impl.value, own.norm.kind.value],
+                own,
+            )
             for step, ms in enumerate(ms for block in times.blocks_ms for ms in block):
                 run.log({"perf/step_ms": ms}, step)
             run.summarise(figures(cell, times))

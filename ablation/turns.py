@@ -1,6 +1,7 @@
 """Blocks of steps that take turns, and what their times say. The protocol is stated at the head of timing.py."""
 
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ def in_turn(
     cycles: int,
     seed: int,
     names: Sequence[str] = LINEUP,
-    before_cycle: Callable[[], None] = lambda: None,
+    before_cycle: Callable[[int], None] = lambda cycle: None,
 ) -> dict[str, list[list[float]]]:
     """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
 
@@ -29,7 +30,7 @@ def in_turn(
     blocks: dict[str, list[list[float]]] = {name: [] for name in names}
     with collection_paused():
         for cycle, order in enumerate(schedule(1 + cycles, seed, names)):
-            before_cycle()
+            before_cycle(cycle)
             for name in order:
                 times = block(name, cycle)
                 if cycle > 0:
@@ -44,6 +45,13 @@ def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[
         order = list(names)
         shuffle(order)
         yield [*order, *reversed(order)]
+
+
+def placements(cycles: int, seed: int, arms: int) -> list[tuple[int, ...]]:
+    """For each cycle the place of every arm: all orders that there are, in turn, so that no arm has the better places."""
+    orders = list(itertools.permutations(range(arms)))
+    random.Random(seed).shuffle(orders)
+    return [orders[cycle % len(orders)] for cycle in range(cycles)]
 
 
 def compare_blocks(torch_blocks: Sequence[Sequence[float]], arm_blocks: Sequence[Sequence[float]]) -> Comparison:

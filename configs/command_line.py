@@ -128,17 +128,10 @@ def describe_keys() -> str:
 
 
 def _values(override: Override) -> list[str]:
-    """The single-valued overrides that one override stands for.
-
-    Raises:
-        ConfigError: one of them comes twice.
-    """
+    """The single-valued overrides that one override stands for."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-    if twice := [value for value in dict.fromkeys(values) if values.count(value) > 1]:
-        raise ConfigError(f"{override.input_line}: {twice[0]} is given {values.count(twice[0])} times. Leave one.")
-    return values
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
 def _folder_name(name: str | None, resume: str, *what: object) -> str:

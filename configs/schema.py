@@ -203,7 +203,7 @@ class LoggingConfig:
     project: str = "prenorm"  # W&B's, as group, name and tags are
     group: str | None = None  # of runs that belong together; null: in a multirun the sweep's folder name
     name: str | None = None  # also ends the name of the run's folder; null: that folder's name
-    tags: list[str] = field(default_factory=list)  # words to find the run by, beside its norm.impl and norm.kind
+    tags: list[str] = field(default_factory=list)  # words to find the run by, beside the values of norm.impl and norm.kind
     every: int = 10  # steps between lines of metrics
 
 

@@ -68,9 +68,8 @@ class RMSNorm(nn.RMSNorm):
         device = None if device is None else as_device("RMSNorm", device)
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, elementwise_affine, device, dtype)
-        self.register_parameter(
-            "bias", None
-        )  # as FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is
+        # As FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is.
+        self.register_parameter("bias", None)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -78,7 +78,7 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
         for argument, sublayer in (("dropout1", "mixer"), ("dropout2", "mlp")):
             if "." in (getattr(layout, argument) or "") and width is not None:
                 check_drops_last(name, argument, parts[sublayer], parts[argument], width)
-    except ValueError:
+    except BaseException:
         for norm in replaced:
             unswap(cast(Swapped, norm))
         raise
@@ -109,9 +109,14 @@ class FusedBlock(Swapped):
 
     def _dropout_p(self, path: str | None) -> float:
         """What is to be dropped of a sublayer's output, as its dropout says now, whose own mode counts as it always did."""
-        dropout = None if path is None else self.get_submodule(path)
-        # Another module put in its place since does its own work.
-        return dropout.p if isinstance(dropout, FusedDropout) and dropout.training else 0.0
+        if path is None:
+            return 0.0
+        dropout = self.get_submodule(path)
+        if isinstance(dropout, nn.Identity) or ("." in path and not isinstance(dropout, FusedDropout)):
+            return 0.0  # put in its place since; inside a sublayer it is called there and does its own work
+        if not isinstance(dropout, nn.Dropout):
+            raise TypeError(f"{type(self).__name__}: {path} is a {type(dropout).__name__} now, expected an nn.Dropout")
+        return dropout.p if dropout.training else 0.0
 
 
 class FusedDropout(Swapped):

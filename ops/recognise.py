@@ -32,7 +32,7 @@ GRADIENT_TOLERANCE = 1e-3  # of a whole tensor: what is detached is missing, and
 _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
 _CLASSES = re.compile(r"(?i:norm)|RMS|LN(?![a-z])")  # LlamaRMSNorm, RMS, LN, FusedLN2d
-_NAMES = re.compile(r"norm|(^|_)rms|(^|_)ln(?![a-z])")  # norm1, input_layernorm, ln_f, final_ln
+_NAMES = re.compile(r"(?i:norms?_?\d*$)|(^|_)rms|(^|_)ln(?![a-z])|^lnf?\d*$")  # norm1, input_layernorm, ln_f, final_ln
 _FEATURES = (24, 40)  # tried on norms without weights, which take any width
 _FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # what is fed, whatever torch's defaults have been set to
 
@@ -251,15 +251,17 @@ def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, 
             weights = {name: nn.Parameter(value.to(device, dtype, copy=True)) for name, value in values.items()}
             leaf = x.to(device, dtype, copy=True).requires_grad_()
             try:
-                # A view, as a leaf can't be changed in place.
-                y = compute(formula, weights, leaf) if exact else _forward(module, weights, leaf.view_as(leaf), training=True)
+                # A copy, as a leaf can't be changed in place.
+                y = compute(formula, weights, leaf) if exact else _forward(module, weights, leaf.clone(), training=True)
                 if not y.requires_grad:
                     return False
                 # Upstream gradients that have something of y: those of noise have little of what a detached statistic loses.
                 upstream = torch.linspace(-1, 1, y.numel(), dtype=dtype, device=device).view_as(y) + y.detach()
                 inputs = [leaf, *weights.values()]
                 gradients = torch.autograd.grad(y, inputs, upstream, allow_unused=True, materialize_grads=True)
-            except RuntimeError:  # made for inference
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # made for inference, or overwrites what its own gradient needs
                 return False
             found.append([gradient.double().cpu() for gradient in gradients])
     # Beside the upstream gradient too: of two columns, that of x is next to nothing.

@@ -26,5 +26,5 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
             f"{ctx.name}: its gradients can't be differentiated again. torch.func's transforms (grad, jvp, hessian) run the "
-            "PyTorch reference, which can; or give the norms of this model torch's own forward again (restore_norms)"
+            "PyTorch reference, which can; so can torch.nn's norms (restore_norms gives back those that replace_norms took)"
         )

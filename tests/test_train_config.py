@@ -22,7 +22,7 @@ def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
         "project": "p",
         "group": "g",
         "name": "n",
-        "tags": ["a", "b"],
+        "tags": ["a", "b", "fused", "layernorm"],
         "mode": "offline",
     }
     assert fake.arguments["config"]["optim"]["lr"] == 3e-3

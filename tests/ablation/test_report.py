@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
 from ablation import finished, plots, report, serialize
 from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
@@ -125,7 +126,19 @@ def test_a_record_of_before_gradients_were_kept_is_still_read(tmp_path):
     del kept["parity"][0]["distances"]  # gradients have been in parity.jsonl alone, and now are not
     (tmp_path / "report.json").write_text(json.dumps(kept))
     assert serialize.load(tmp_path).parity == [old]
-    plots.losses(old, tmp_path / "parity.png")
+    sizes = []
+    for at, parity in enumerate((old, found.parity[0])):
+        plots.losses(parity, tmp_path / f"{at}.png")
+        sizes.append(pyplot.imread(tmp_path / f"{at}.png").shape[0])
+    assert sizes[1] == pytest.approx(1.5 * sizes[0], rel=0.02), "two panels, and three"
+
+
+def test_a_line_without_its_loss_is_refused(tmp_path):
+    serialize.save(results.ablation(overrides=[{}], modes=["eager"]), tmp_path)
+    kept = (tmp_path / "parity.jsonl").read_text().replace('"loss":', '"lost":', 1)
+    (tmp_path / "parity.jsonl").write_text(kept)
+    with pytest.raises(ValueError, match="not an ablation as this version writes it"):
+        serialize.load(tmp_path)
 
 
 def test_numbers_that_json_lacks_survive(tmp_path):

@@ -90,6 +90,13 @@ class InPlace(Llama):
         return x.mul_(torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)) * self.weight
 
 
+class InPlaceDetached(Llama):
+    """Overwrites its input, with a statistic that has no gradient."""
+
+    def forward(self, x):
+        return x.mul_(torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + 1e-6)) * self.weight
+
+
 class WithoutGradient(NanoGPT):
     """As kernels for inference are."""
 

@@ -11,6 +11,7 @@ from torch import nn
 import ops
 from ops import BlockLayout, LayerNorm, Pending, RMSNorm, fuse_prenorm_block, replace_norms, restore_norms
 from ops.adopt import AdoptedNorm
+from ops.recognise import looks_like_a_norm
 
 from . import lookalikes
 from .cases import BF16, FP16, FP32
@@ -49,6 +50,7 @@ LEFT_ALONE = {
     "channels": (lambda: lookalikes.LayerNorm2d(N), "raised|of more dimensions"),
     "|w|": (lambda: lookalikes.AbsoluteWeightRMSNorm(N), "neither LayerNorm nor RMSNorm"),
     "detached statistic": (lambda: lookalikes.DetachedRMSNorm(768), "its gradient is another"),
+    "detached statistic, in place": (lambda: lookalikes.InPlaceDetached(768), "its gradient is another"),
     "detached weight": (lambda: lookalikes.DetachedWeightLayerNorm(N), "its gradient is another"),
     "clamped": (lambda: lookalikes.ClampedLayerNorm(768), "neither LayerNorm nor RMSNorm"),
     "eps by dtype": (lambda: lookalikes.EpsByDtypeLayerNorm(N), "something else of torch.bfloat16"),
@@ -421,3 +423,13 @@ def test_only_modules_are_taken():
 def test_a_norm_of_ours_is_fused_already():
     (site,) = replace_norms(ops.RMSNorm(N), verbose=False)
     assert str(site) == "model: RMSNorm(24) → left alone (it is fused already)"
+
+
+@pytest.mark.parametrize("name", ["norm", "norm1", "input_layernorm", "final_norms", "ln_f", "lnf", "ln1", "attn_ln", "q_norm"])
+def test_a_module_with_weights_may_be_called_a_norm_by_its_name(name):
+    assert looks_like_a_norm(nn.Linear(2, 2), f"layers.0.{name}")
+
+
+@pytest.mark.parametrize("name", ["norm_proj", "normal_head", "normalizer", "lnear", "kiln", "fc"])
+def test_other_names_are_no_norms(name):
+    assert not looks_like_a_norm(nn.Linear(2, 2), f"layers.0.{name}")

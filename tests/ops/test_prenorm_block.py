@@ -264,6 +264,17 @@ def test_a_dropout_of_the_block_itself_may_serve_both_branches(device):
     assert type(block.drop) is nn.Dropout
 
 
+def test_a_dropout_put_in_the_place_of_the_blocks_own_drops_too(device):
+    block, zeros = DropsInBlock(0.5).to(device), torch.zeros(2, N, device=device)
+    fuse_prenorm_block(block, BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop"))
+    for other, p in ((nn.Dropout(0.25), 0.25), (nn.Dropout(0.25).eval(), 0.0), (nn.Identity(), 0.0)):
+        block.drop = other
+        assert block(zeros).dropout_p == p
+    block.drop = nn.AlphaDropout(0.5)
+    with pytest.raises(TypeError, match=r"drop is a AlphaDropout now, expected an nn\.Dropout"):
+        block(zeros)
+
+
 class TorchAttention(nn.Module):
     """As tutorials have it: torch's own attention, which gets its input three times and returns its weights too."""
 

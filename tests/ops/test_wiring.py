@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops import GPT2_BLOCK, BlockLayout, fuse_prenorm_block
+from ops import GPT2_BLOCK, BlockLayout, fuse_prenorm_block, restore_norms
 
 N = 16
 LAYOUT = BlockLayout("norm1", "mixer", "norm2", "mlp")
@@ -288,3 +288,60 @@ def test_a_sublayer_that_needs_more_than_x_is_tried_without_it():
     with pytest.raises(ValueError, match=r"layout\.dropout1 is not the last that happens in its sublayer"):
         fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.weights_dropout"))
     fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.dropout"))
+
+
+class Counts(nn.Module):
+    """A sublayer with running statistics, that needs a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(N), nn.Dropout(0.1)
+
+    def forward(self, x, mask):
+        if mask is not None:
+            x = x + mask
+        return self.dropout(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_trying_a_sublayer_changes_none_of_its_buffers():
+    block = NeedsMask()
+    block.mixer = Counts()
+    before = [buffer.clone() for buffer in block.mixer.buffers()]
+    fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.dropout"))
+    assert before and all(map(torch.equal, block.mixer.buffers(), before))
+
+
+class AttendsToContext(nn.Module):
+    """Without a context another function, in which nothing is dropped."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x, mask):
+        return x if mask is None else self.dropout(x + mask)
+
+
+def test_a_sublayer_that_does_something_else_without_its_arguments_is_taken_at_the_layouts_word():
+    block = NeedsMask()
+    block.mixer = AttendsToContext()
+    fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", "mixer.dropout"))
+    assert restore_norms(block, verbose=False)
+
+
+def test_trying_a_sublayer_compiles_nothing():
+    class Compiled(nn.Linear):
+        def __init__(self):
+            super().__init__(N, N)
+            self.dropout = nn.Dropout(0.1)
+
+        @torch.compile(backend="eager")
+        def forward(self, x):
+            return self.dropout(super().forward(x))
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block = Block()
+    block.mlp = Compiled()
+    fuse_prenorm_block(block, BlockLayout("norm1", "mixer", "norm2", "mlp", dropout2="mlp.dropout"))
+    assert not torch._dynamo.utils.counters["stats"]

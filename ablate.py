@@ -213,8 +213,7 @@ def keep(found: Ablation, folder: Path, began: float, parts: int) -> None:
     found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
     done = len(found.cells) + len(found.parity)
     if done < parts:
-        note = f"Not finished: {done} of {parts} parts. What is missing below has not been measured."
-        found = replace(found, notes=[*found.notes, note])
+        found = replace(found, unfinished=f"{done} of {parts} parts")
     serialize.save(found, folder)
     report.write(found, folder)
 

@@ -106,7 +106,8 @@ def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[
     """Evaluation mode, or training mode with seeded generators; then modules and generators as they were."""
     training = {module: module.training for module in model.modules()}
     model.train(seed is not None)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    elsewhere = device.type != "cpu"
+    with torch.random.fork_rng([device] if elsewhere else [], device_type=device.type if elsewhere else "cuda"):
         if seed is not None:
             torch.manual_seed(seed)
         try:

@@ -14,6 +14,7 @@ class ArmTimes:
     """Step times of one arm of a cell."""
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
+    turns: list[int]  # of each block: how many blocks, of all arms, had run before it
     forward_ms: float  # medians of a window of its own, since marks inside a step cost time
     backward_ms: float
     optimizer_ms: float
@@ -79,3 +80,4 @@ class Ablation:
     config: str  # YAML
     kernels: bool  # whether fused ran kernels; else the PyTorch reference
     notes: list[str] = field(default_factory=list)  # what a reader must know beside the figures
+    unfinished: str = ""  # how much there is of what was asked for, if not all

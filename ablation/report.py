@@ -88,10 +88,8 @@ def _verdicts(ablation: Ablation) -> str:
     parity = ablation.parity
     broken = [one for one in parity if not one.holds]
     agreement = "parity was not measured" if not parity else "parity FAILS" if broken else "parity holds"
-    if ablation.kernels:
-        heading = f"# Fused norms against PyTorch's: {_headline(ablation.cells)}; {agreement}"
-    else:
-        heading = f"# {NO_KERNEL}"
+    found = f"Fused norms against PyTorch's: {_headline(ablation.cells)}; {agreement}" if ablation.kernels else NO_KERNEL
+    heading = f"# {f'NOT FINISHED ({ablation.unfinished}). ' if ablation.unfinished else ''}{found}"
     timing = _timing(ablation.cells)
     if not ablation.kernels:
         timing = f"Of the reference path: {timing[:1].lower()}{timing[1:]}"
@@ -153,7 +151,9 @@ def _setting(ablation: Ablation) -> str:
     libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
     machine = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
     took = f" The ablation has taken {known['minutes']} minutes." if "minutes" in known else ""
-    return "\n".join(wrapped(f"- {note}") for note in [*ablation.notes, f"{machine}.{took}"])
+    missing = f"Not finished: {ablation.unfinished}. What is missing below has not been measured."
+    notes = [*ablation.notes, *([missing] if ablation.unfinished else []), f"{machine}.{took}"]
+    return "\n".join(wrapped(f"- {note}") for note in notes)
 
 
 def _step_times(cells: Sequence[Cell]) -> str:

@@ -34,11 +34,13 @@ def save(ablation: Ablation, folder: Path) -> None:
     kernels: list[dict[str, Any]] = []
     for cell in report["cells"]:
         for name, arm in cell["arms"].items():
-            blocks = arm.pop("blocks_ms")
+            blocks, turns = arm.pop("blocks_ms"), arm.pop("turns")
             arm["block_steps"] = [len(block) for block in blocks]
             arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
-            steps += [of | {"block": b, "step": s, "ms": ms} for b, block in enumerate(blocks) for s, ms in enumerate(block)]
+            for number, block in enumerate(blocks):
+                ran = of | {"block": number, "turn": turns[number]}
+                steps += [ran | {"step": step, "ms": ms} for step, ms in enumerate(block)]
         if attribution := cell["attribution"]:
             profiles = attribution.pop("kernels")
             attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
@@ -83,7 +85,9 @@ def load(folder: Path) -> Ablation:
         for cell in report["cells"]:
             for arm in cell["arms"].values():
                 del arm["step_ms"]
-                arm["blocks_ms"] = [[next(steps)["ms"] for _ in range(count)] for count in arm.pop("block_steps")]
+                blocks = [[next(steps) for _ in range(count)] for count in arm.pop("block_steps")]
+                arm["blocks_ms"] = [[line["ms"] for line in block] for block in blocks]
+                arm["turns"] = [block[0]["turn"] for block in blocks]
             if attribution := cell["attribution"]:
                 counts = attribution.pop("kernel_count")
                 fields = [field.name for field in dataclasses.fields(Kernel)]

@@ -18,6 +18,7 @@ second. Five steps of a model that waits for its host are over in 25 ms, and wha
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from statistics import median
 
 import torch
@@ -25,7 +26,7 @@ import torch
 from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.compared import TORCH, Comparison
 from ablation.records import ArmTimes
-from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn, placements
+from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn, placements, schedule
 from configs.schema import CUDA_GRAPHS
 from data import Batches
 from training.clock import PartClock, StepClock
@@ -78,6 +79,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
             move(listed, places, orders[cycle])
 
     blocks = in_turn(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
+    ran = list(chain.from_iterable(schedule(1 + plan.cycles, cfg.seed)))[2 * len(LINEUP) :]  # without the first cycle
     found = {}
     for name in LINEUP:
         arm = arms[name]
@@ -88,6 +90,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
         split = {part: median(times[LEAD_IN:]) for part, times in parts.read().items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
+            turns=[turn for turn, of in enumerate(ran) if of == name],
             forward_ms=split["forward"],
             backward_ms=split["backward"],
             optimizer_ms=split["optimizer"],

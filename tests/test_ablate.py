@@ -38,7 +38,7 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     assert parity.holds and parity.seeds == [1, 2]
     assert not found.kernels and found.command.startswith("python ablate.py data=text")
     report = (folder / "report.md").read_text(encoding="utf-8")
-    assert "No kernel was measured" in report.splitlines()[0] and "Not finished" not in report
+    assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
     assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12
     assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
@@ -132,7 +132,7 @@ def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
     wanted = 1
     assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == code
     assert len(serialize.load(here()).cells) == 1
-    assert "Not finished: 1 of 2 parts" in (here() / "report.md").read_text(encoding="utf-8")
+    assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
 
 
@@ -145,7 +145,7 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch
     assert "ablate.parity_seeds=0" in capsys.readouterr().err
     assert len(serialize.load(here()).cells) == 1
     text = (here() / "report.md").read_text(encoding="utf-8")
-    assert "Out of memory" in text and "Not finished: 1 of 2 parts" in text
+    assert "Out of memory" in text and "NOT FINISHED (1 of 2 parts)" in text.splitlines()[0]
 
 
 def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):

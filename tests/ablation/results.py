@@ -59,13 +59,14 @@ def cell(overrides: dict[str, str], mode: str = "eager", speedup: float = 1.2, k
     arms = {
         name: ArmTimes(
             blocks_ms=times,
+            turns=[3 * block + at for block in range(12)],
             forward_ms=0.32 * times[0][0],
             backward_ms=0.62 * times[0][0],
             optimizer_ms=0.06 * times[0][0],
             peak_gb=(31.2 if name == FUSED else 39.7) if kernels else None,
             launches=launches[name] if kernels else None,
         )
-        for name, times in blocks.items()
+        for at, (name, times) in enumerate(blocks.items())
     }
     middles = {name: np.median(times, axis=1) for name, times in blocks.items()}
     fused, control = (

@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ablation import order
+from ablation import order, passes
 from ablation.adoption import check_parity, measure
 from ablation.passes import default_loss
 from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
@@ -352,3 +353,15 @@ def test_a_model_without_parameters_is_checked_and_measured_where_its_batch_is()
     replace_norms(after, verbose=False)
     assert check_parity(before, after, x).verdict.startswith("Parity holds in float32: ")
     assert measure(before, after, x, cycles=6, block_steps=1).a_ms > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_generators_of_any_device_are_as_they_were(monkeypatch, device):
+    kept = []
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda devices, device_type: kept.append((devices, device_type)) or nullcontext()
+    )
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    with passes._mode(nn.Linear(2, 2), 0, torch.device(device, 0)):
+        pass
+    assert kept == [([] if device == "cpu" else [torch.device(device, 0)], "cuda" if device == "cpu" else device)]

@@ -101,7 +101,7 @@ def test_raw_files_have_a_line_for_each_step(tmp_path):
     )
     block = found.cells[0].arms[TORCH].blocks_ms[0]
     assert steps[1] == {
-        "overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH, "block": 0, "step": 1, "ms": block[1],
+        "overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH, "block": 0, "turn": 0, "step": 1, "ms": block[1],
     }  # fmt: skip
     assert len(steps) == sum(len(block) for arm in found.cells[0].arms.values() for block in arm.blocks_ms)
     assert len(losses) == len(results.PARITY_ARMS) * 2 * found.parity[0].steps

@@ -22,7 +22,7 @@ CPU = Machine("cpu")
 
 
 def times(*blocks):
-    return ArmTimes([list(block) for block in blocks], 1.0, 1.0, 1.0, None, None)
+    return ArmTimes([list(block) for block in blocks], list(range(len(blocks))), 1.0, 1.0, 1.0, None, None)
 
 
 def test_every_cycle_is_an_order_of_all_arms_and_its_reverse():
@@ -89,6 +89,8 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, mo
         name: [2] * 12
         for name in (TORCH, AGAIN, FUSED)  # without those of the first cycle
     }
+    order = [name for _, name in taken][6:]  # without the first cycle
+    assert {name: [order[turn] for turn in arm.turns] for name, arm in found.items()} == {name: [name] * 12 for name in found}
     assert Counter(told) == timing.work_of(cycles=6)
     for arm in found.values():
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from ablation import serialize
 from ablation.compared import FUSED, TORCH
-from benchmarks import scaling_tables, tables
+from benchmarks import scaling_tables, step_tables, tables
 from benchmarks.plots import machine
 from benchmarks.results import FOLDER, ResultsError, load
 
@@ -75,6 +75,7 @@ TABLES = {
     "memory": memory,
     "seed_figures": seed_figures,
     "scaling": scaling_tables.markdown,
+    "train_step": step_tables.markdown,
 }
 
 

@@ -32,8 +32,9 @@ from training.step import compile_model, prepare, training_step
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.
 JOINED, FAILED, TURN, ANSWER = "joined", "failed", "turn {}", "answer {}"
 HOST = "127.0.0.1"
-# Steps that open a turn and are not counted: the first compiles the loss, the others fill the GPU's queue and warm it.
-WARM_UP = 5
+# Steps that open a turn and are not counted. The first compiles the loss. A GPU that waited for its turn begins at its highest
+# clock and is held back to its power limit a second later: on an H200 GPT-2's steps went from 61 to 73 ms within one.
+WARM_UP = 25
 
 
 def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ablation.plots import GROUPS as FILLS  # the same fill and hatch for the same kind of work
+from benchmarks import tables
 from benchmarks.plots import GREY, machine, pyplot
-from benchmarks.tables import aligned
 from training.attribution import GROUPS
 
 Record = dict[str, Any]
@@ -29,12 +29,26 @@ def text(records: Sequence[Record]) -> str:
     for title, of in cells(records).items():
         versus = next((r["versus"] for r in of if "versus" in r), None)
         timed, profiled = [r for r in of if r["ms"] is not None], [r for r in of if "breakdown_ms" in r]
-        lines = [title + (f" (× as fast as {versus})" if versus else ""), aligned(HEADER, map(_times, timed))]
+        lines = [title + (f" (× as fast as {versus})" if versus else ""), tables.aligned(HEADER, map(_times, timed))]
         if profiled:
-            lines += ["", aligned(("ms of a step", *GROUPS, IDLE, "launches"), map(_breakdown, profiled))]
+            lines += ["", tables.aligned(("ms of a step", *GROUPS, IDLE, "launches"), map(_breakdown, profiled))]
         lines += [f"failed: {r['contender']}: {r['error']}" for r in of if r["ms"] is None]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def markdown(file: dict[str, Any]) -> str:
+    """A row for each contender of each cell that was timed."""
+    rows = []
+    for title, of in cells(file["records"]).items():
+        for r in of:
+            if r["ms"] is not None:
+                _, ms, p10, p90, tokens, mfu, gib, speedup, interval, _ = _times(r)
+                faster = f"{speedup} ({interval})" if "speedup_95" in r else speedup
+                rows.append([title.partition(":")[0], r["contender"], f"{ms} ({p10} to {p90})", tokens, mfu, gib, faster])
+    versus = next((r["versus"] for r in file["records"] if "versus" in r), None)
+    faster = f"times as fast as {versus} (95 %)" if versus else "times as fast (95 %)"
+    return tables.markdown(["", "", "ms a step (p10 to p90)", "tokens/s", "MFU %", "peak GiB", faster], rows)
 
 
 def plot(file: dict[str, Any], folder: Path) -> Path | None:

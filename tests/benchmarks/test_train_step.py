@@ -5,11 +5,12 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import nanogpt, step_contenders, train_step
+from benchmarks import nanogpt, readme, step_contenders, train_step
 from benchmarks.nanogpt import PeerError
 from benchmarks.results import load
 from model import GPT
 from tests.benchmarks.peer import checkout
+from tests.benchmarks.records import ENVIRONMENT
 from training.attribution import GROUPS
 from training.precision import Precision
 
@@ -206,6 +207,20 @@ def test_what_compiled_cells_alone_can_do_may_be_asked_for(monkeypatch):
         "ours, torch norms": "default",
         "ours, train.compile_mode=reduce-overhead": "reduce-overhead",
     }
+
+
+def test_readme_can_show_the_table():
+    record = {
+        "mode": "eager", "dropout": 0.1, "layers": 2, "width": 8, "batch_size": 4, "context": 16,
+        "precision": "bf16", "ms": None,
+    }  # fmt: skip
+    figures = {"ms": 8.0, "p10": 7.0, "p90": 9.0, "tokens_per_s": 1234.5, "mfu": None, "peak_gb": 1.5, "last_loss": 2.0}
+    ours = record | figures | {"contender": "ours", "versus": "nanoGPT", "speedup": 1.25, "speedup_95": [1.2, 1.3]}
+    records = [ours, record | figures | {"contender": "nanoGPT"}, record | {"contender": "broken", "error": "no"}]
+    shown = readme.TABLES["train_step"]({"environment": ENVIRONMENT, "records": records})
+    assert "times as fast as nanoGPT (95 %)" in shown.splitlines()[0]
+    assert "| eager, dropout 0.1 | ours | 8.00 (7.00 to 9.00) | 1,234 | – | 1.50 | 1.250 (1.200 to 1.300) |" in shown
+    assert "| nanoGPT | 8.00 (7.00 to 9.00) | 1,234 | – | 1.50 | – |" in shown and "broken" not in shown
 
 
 def test_times_are_the_median_of_all_counted_steps(monkeypatch):

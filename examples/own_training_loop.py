@@ -3,12 +3,14 @@
 python -m examples.own_training_loop
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ablation.adoption import check_parity, measure
-from ops import RMSNorm, backend_for
+from ops import RMSNorm
 
 
 class Textbook(nn.Module):
@@ -35,35 +37,31 @@ class Fused(Textbook):
         return y
 
 
-def train(model: nn.Module, x: torch.Tensor, steps: int) -> list[float]:
+def train(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[float]:
     # By shape, not by class: isinstance(m, nn.LayerNorm) misses norms that are somebody's own class.
     decay, rest = ([p for p in model.parameters() if (p.dim() >= 2) == matrices] for matrices in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     # Without a GPU there may be no compiler for what inductor writes; the graph is captured all the same, in one piece.
     step = torch.compile(model, fullgraph=True, backend="inductor" if x.is_cuda else "aot_eager")
-    losses = []
     for _ in range(steps):
         loss = F.mse_loss(step(x), x.flip(-1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        yield loss.item()
 
 
 def main() -> None:
     torch.manual_seed(0)
     rows, width, device = (16384, 1024, "cuda") if torch.cuda.is_available() else (256, 64, "cpu")
-    if device == "cpu":
-        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
+    torch.set_num_threads(1)  # on a CPU it is too small for more, which would crawl beside other programs
     x = torch.randn(rows, width, device=device)
     textbook, fused = Textbook(width).to(device), Fused(width).to(device)
     fused.load_state_dict(textbook.state_dict())
-    print(f"fused norms run as: {backend_for(device)}")
     print(check_parity(textbook, fused, x))
     print(measure(textbook, fused, x, cycles=8, block_steps=4))
-    ours, theirs = (train(model, x, steps=20) for model in (fused, textbook))
+    ours, theirs = (list(train(model, x, steps=20)) for model in (fused, textbook))
     print(f"20 compiled steps: loss {ours[0]:.4f} → {ours[-1]:.4f}; with PyTorch's norms {theirs[0]:.4f} → {theirs[-1]:.4f}")
 
 

@@ -39,7 +39,7 @@ def save(ablation: Ablation, folder: Path) -> None:
             arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             for number, block in enumerate(blocks):
-                ran = of | {"block": number, "turn": turns[number]}
+                ran = of | {"block": number} | ({"turn": turns[number]} if turns else {})
                 steps += [ran | {"step": step, "ms": ms} for step, ms in enumerate(block)]
         if attribution := cell["attribution"]:
             profiles = attribution.pop("kernels")
@@ -87,7 +87,7 @@ def load(folder: Path) -> Ablation:
                 del arm["step_ms"]
                 blocks = [[next(steps) for _ in range(count)] for count in arm.pop("block_steps")]
                 arm["blocks_ms"] = [[line["ms"] for line in block] for block in blocks]
-                arm["turns"] = [block[0]["turn"] for block in blocks]
+                arm["turns"] = [block[0]["turn"] for block in blocks] if any("turn" in block[0] for block in blocks) else None
             if attribution := cell["attribution"]:
                 counts = attribution.pop("kernel_count")
                 fields = [field.name for field in dataclasses.fields(Kernel)]

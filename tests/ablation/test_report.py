@@ -133,6 +133,20 @@ def test_a_record_of_before_gradients_were_kept_is_still_read(tmp_path):
     assert sizes[1] == pytest.approx(1.5 * sizes[0], rel=0.02), "two panels, and three"
 
 
+def test_a_record_of_before_turns_were_kept_is_still_read(tmp_path):
+    found = results.ablation(overrides=[{}], modes=["eager"])
+    serialize.save(found, tmp_path)
+    steps = tmp_path / "steps.jsonl"
+    turn = re.compile(r'"turn": \d+, ')
+    steps.write_text(turn.sub("", steps.read_text()))
+    loaded = serialize.load(tmp_path)
+    arms, before = loaded.cells[0].arms, found.cells[0].arms
+    assert {name: arm.blocks_ms for name, arm in arms.items()} == {name: arm.blocks_ms for name, arm in before.items()}
+    assert all(arm.turns is None for arm in arms.values())
+    serialize.save(loaded, tmp_path)
+    assert "turn" not in steps.read_text() and serialize.load(tmp_path) == loaded
+
+
 def test_a_line_without_its_loss_is_refused(tmp_path):
     serialize.save(results.ablation(overrides=[{}], modes=["eager"]), tmp_path)
     kept = (tmp_path / "parity.jsonl").read_text().replace('"loss":', '"lost":', 1)

@@ -218,7 +218,7 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
                 colour, hatch = GROUPS[_kind(share.group)]
                 bar = axes.barh(at, share.ms, 0.66, left=left, color=colour, hatch=hatch, edgecolor="#374151", linewidth=0.8)
                 entries.setdefault(share.group, bar[0])
-                if share.ms > 0.055 * whole:
+                if share.ms > 0.05 * whole:  # about the width of a label
                     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.9}
                     axes.text(left + share.ms / 2, at, _ms(share.ms), ha="center", va="center", fontsize=8, bbox=box)
                 left += share.ms

@@ -14,7 +14,7 @@ from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
 from tests.ablation import results
 from tests.runs import corpus, train_here
-from training.attribution import GROUPS
+from training.attribution import GROUPS, Share
 
 # ---- verdict ---------------------------------------------------------------------------------------------------------------
 
@@ -317,6 +317,16 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
         same = dataclasses.replace(parity, losses=dict.fromkeys(parity.losses, first) | {results.PARITY_ARMS[2]: runs})
         plots.losses(same, tmp_path / "parity.png")
         assert (tmp_path / "parity.png").stat().st_size > 5000
+
+
+def test_the_norms_have_their_time_in_the_picture_where_they_are_a_twentieth_of_a_step(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
+    cell = results.ablation(overrides=[{}], modes=["eager"]).cells[0]
+    torch, fused = ([Share("norm", norm, 75), Share("GEMM", 61.0, 195)] for norm in (17.5, 4.0))
+    cell = dataclasses.replace(cell, attribution=dataclasses.replace(cell.attribution, torch=torch, fused=fused))
+    assert plots.attributions([cell], tmp_path / "x.png")
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["17.5", "61.0", "78.5 ms", "4.00", "61.0", "65.0 ms"]
 
 
 @pytest.mark.parametrize("most", [3e-7, 3e-3], ids=["within a decade", "over four"])

@@ -1,12 +1,12 @@
 """Step times of the arms of one cell: short blocks in turn, in one process, on the same weights and batches.
 
 A cycle gives every arm two blocks, in a random order and then in its reverse (ABBA): what drifts evenly through a cycle adds
-the same to all of them. Each block begins with the same weights and the same optimizer state, and takes the batches that the
-other arms take in that cycle. A first cycle brings clocks and caches to where they stay, and is not counted. There are two arms
-with PyTorch's norms: what they seem to differ by is what the protocol makes of no difference. Between cycles the arms trade
-places: weights and optimizer state of each move to where another's lay, through all orders of places, so that what a place is
-worth is spread over the arms. (Buffers and activations lie where the allocator puts them.) CUDA graphs, which have the
-addresses in them, keep theirs.
+the same to all of them. Over three cycles every arm has stood first, second and third. Each block begins with the same weights
+and the same optimizer state, and takes the batches that the other arms take in that cycle. A first cycle brings clocks and
+caches to where they stay, and is not counted. There are two arms with PyTorch's norms: what they seem to differ by is what the
+protocol makes of no difference. Between cycles the arms trade places: weights and optimizer state of each move to where
+another's lay, through all orders of places, so that what a place is worth is spread over the arms. (Buffers and activations lie
+where the allocator puts them.) CUDA graphs, which have the addresses in them, keep theirs.
 
 Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
 the state back and reading the events are outside. They leave the GPU without work, so a block opens with a step that is not

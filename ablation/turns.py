@@ -39,11 +39,18 @@ def in_turn(
 
 
 def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[Sequence[str]]:
-    """For each cycle the arms in the order of their blocks: some order, and then its reverse."""
+    """For each cycle the arms in the order of their blocks: some order, and then its reverse.
+
+    Drawn anew once in as many cycles as there are arms, and in between the first goes last: ABBA cancels a drift that is even,
+    and what else the ends or the middle of a cycle are worth goes to every arm equally often.
+    """
     shuffle = random.Random(seed).shuffle
-    for _ in range(cycles):
-        order = list(names)
-        shuffle(order)
+    order = list(names)
+    for cycle in range(cycles):
+        if cycle % len(order):
+            order = [*order[1:], order[0]]
+        else:
+            shuffle(order)
         yield [*order, *reversed(order)]
 
 

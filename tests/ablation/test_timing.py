@@ -35,6 +35,14 @@ def test_every_cycle_is_an_order_of_all_arms_and_its_reverse():
     assert orders == list(turns.schedule(20, 1)) != list(turns.schedule(20, 2))
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("names", [turns.LINEUP, ("a", "b"), ("a", "b", "c", "d", "e")])
+def test_every_arm_stands_at_every_place_of_a_cycle_equally_often(seed, names):
+    orders = list(turns.schedule(3 * len(names), seed, names))
+    for place in range(2 * len(names)):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(names, 3)
+
+
 def test_drift_through_a_cycle_cancels():
     """Each block is 1 ms slower than the one before it; the arms are equally fast."""
     order = next(iter(turns.schedule(1, seed=3)))

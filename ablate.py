@@ -29,7 +29,7 @@ from ablation.arms import Arm, build, check_same
 from ablation.bound import attribute, norm_bytes
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.progress import Progress
-from ablation.records import Ablation, Cell
+from ablation.records import Ablation, Attribution, Cell
 from ablation.verdict import verdict_of
 from benchmarks.timing import copy_bandwidth, free_memory, side_stream
 from configs import Config, ConfigError, command_line, machine, rules
@@ -138,13 +138,16 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     times = timing.time_arms(arms, batches, lambda kind: progress.add(f"{mode} {kind}"))
     fused, control = timing.compare(times, FUSED), timing.compare(times, AGAIN)
-    attribution, gpu = None, {}
+    attribution: Attribution | None = None
+    gpu: dict[str, list[dict[str, str]]] = {}
     if on_gpu(precision.device):
         kernels = {}
         for name, arm in arms.items():
             kernels[name] = profiled(arm, batches, mode)
             progress.add(f"{mode} {PROFILES}")
-        gpu = {name: gpu_state_during(step_of(arms[name], batches), precision.device) for name in (TORCH, FUSED)}
+        gpu = {name: [] for name in (TORCH, FUSED)}
+        for name in (TORCH, FUSED, FUSED, TORCH):  # heat that gathers meanwhile is nobody's
+            gpu[name].append(gpu_state_during(step_of(arms[name], batches), precision.device))
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
         torch_ms = statistics.median(turns.per_cycle(times[TORCH].blocks_ms))

@@ -9,6 +9,7 @@ from ablation.plots import label
 from ablation.records import Attribution, Cell
 from ablation.text import capital, markdown, number, wrapped
 
+READ = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
 
 
@@ -20,6 +21,19 @@ def gpu_time(cells: Sequence[Cell]) -> str:
         "A timed step is longer than all its GPU time where the GPU waits for the host, or clocks drop under a longer load."
     )
     return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
+
+
+def clocks(cells: Sequence[Cell]) -> str:
+    """Each reading of clocks and power, under its cell and arm; empty where nothing could be read."""
+    rows = []
+    for cell in cells:
+        for arm, readings in cell.gpu.items():
+            for state in filter(None, readings):
+                sm, most, memory, draw, limit, heat = (
+                    state.get(name, "–").removesuffix(" MHz").removesuffix(" W") for name in READ
+                )
+                rows.append([label(cell.overrides, cell.mode), arm, f"{sm} of {most}", memory, f"{draw} of {limit}", heat])
+    return markdown(["while steps ran", "arm", "SM, MHz", "memory, MHz", "power, W", "°C"], rows) if rows else ""
 
 
 def _attribution(cell: Cell) -> str:
@@ -64,21 +78,25 @@ def _bound(found: Attribution) -> str:
     )
 
 
-def _power(gpu: Mapping[str, Mapping[str, str]]) -> str:
+def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     """Clocks and power under each arm; and what it means where the power limit sets the clocks."""
-    told, limited = [], []
-    for name, state in gpu.items():
+    told, limited, times = [], [], 0
+    for name, readings in gpu.items():
         try:
-            clock, most, draw, limit = (
-                float(state[field].split()[0]) for field in ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit")
-            )
+            fields = ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit")
+            values = [[float(state[field].split()[0]) for field in fields] for state in readings]
         except (KeyError, ValueError):  # nvidia-smi was not there, or does not know it of this GPU
             continue
-        told.append(f"{clock:.0f} of {most:.0f} MHz and {draw:.0f} of {limit:.0f} W under {name}")
-        limited += [name] if draw > AT_LIMIT * limit else []
+        if not values:
+            continue
+        clocks, draws = (" and ".join(f"{value[at]:.0f}" for value in values) for at in (0, 2))
+        told.append(f"{clocks} of {values[0][1]:.0f} MHz and {draws} of {values[0][3]:.0f} W under {name}")
+        limited += [name] if all(draw > AT_LIMIT * limit for _, _, draw, limit in values) else []
+        times = len(values)
     if not told:
         return ""
-    words = f" Read once while it took steps, the GPU was at {', '.join(told)}."
+    often = {1: "once", 2: "twice"}.get(times, f"{times} times")
+    words = f" Read {often} while it took steps, the GPU was at {', '.join(told)}."
     if limited:
         words += (
             f" Under {' and '.join(limited)} that is its power limit: clocks follow what the kernels draw, and GPU time that "

@@ -47,8 +47,9 @@ class Cell:
     control: Comparison  # torch again: what no difference looks like
     verdict: str
     attribution: Attribution | None = None  # None but on CUDA
-    # By arm, while it takes steps: clocks and power with units, by nvidia-smi's names; nothing where that is missing.
-    gpu: dict[str, dict[str, str]] = field(default_factory=dict)
+    # By arm, while it takes steps, each reading of clocks and power with units, by nvidia-smi's names; nothing where that is
+    # missing.
+    gpu: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

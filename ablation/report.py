@@ -15,7 +15,7 @@ import numpy as np
 
 from ablation import finished, plots
 from ablation.compared import AGAIN, FUSED, TORCH, Quantity
-from ablation.gpu_time import gpu_time
+from ablation.gpu_time import clocks, gpu_time
 from ablation.plots import label
 from ablation.records import Ablation, ArmTimes, Cell, Parity
 from ablation.statistics import Interval, spread
@@ -50,7 +50,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Where the GPU time goes", gpu_time([cell for cell in cells if cell.attribution])),
         section("Parity", "\n\n".join([*map(_parity, ablation.parity), wrapped(PARITY_RULE)]) if ablation.parity else ""),
         section("Plots", _pictures(ablation, folder)),
-        section("Environment", environment({k: v for k, v in ablation.environment.items() if k != "command"})),
+        section("Environment", _environment(ablation)),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
     ]
@@ -156,6 +156,11 @@ def _setting(ablation: Ablation) -> str:
     return "\n".join(wrapped(f"- {note}") for note in notes)
 
 
+def _environment(ablation: Ablation) -> str:
+    facts = environment({name: fact for name, fact in ablation.environment.items() if name != "command"})
+    return "\n\n".join(part for part in (facts, clocks(ablation.cells)) if part)
+
+
 def _step_times(cells: Sequence[Cell]) -> str:
     header = ["cell", "arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "launches"]
     rows = [
@@ -215,7 +220,7 @@ def _split(cells: Sequence[Cell]) -> str:
         for cell, name in zip(cells, _short_labels(cells), strict=True)
         for first, arm, of in firsts((arm, cell.arms[arm]) for arm in (TORCH, FUSED) if arm in cell.arms)
     ]
-    note = "Medians of a short window of its own: marks inside a step cost time, so the parts need not add up to the step."
+    note = "Medians of short windows of their own: marks inside a step cost time, so the parts need not add up to the step."
     return f"{markdown(header, rows)}\n\n{note}" if rows else ""
 
 

@@ -34,8 +34,8 @@ from training.step import training_step
 
 BLOCK_MS = 250.0  # of a block whose length is left to the protocol
 LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
-SPLIT_STEPS = 5  # of the window that tells forward, backward and optimizer apart
-WARM_UP, BLOCKS = "warm-up", "blocks"  # kinds of work; the window that is split counts as a block
+SPLIT_STEPS = 5  # of a window that tells forward, backward and optimizer apart; each arm has two, in some order and its reverse
+WARM_UP, BLOCKS = "warm-up", "blocks"  # kinds of work; a window that is split counts as a block
 
 
 def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str], None]) -> dict[str, ArmTimes]:
@@ -80,14 +80,17 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
 
     blocks = in_turn(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
     ran = list(chain.from_iterable(schedule(1 + plan.cycles, cfg.seed)))[2 * len(LINEUP) :]  # without the first cycle
+    splits: dict[str, dict[str, list[float]]] = {name: {} for name in LINEUP}
+    for name in chain.from_iterable(schedule(1, cfg.seed)):
+        start.restore(arms[name])
+        parts = PartClock(device)
+        run(arms[name], batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts=parts)
+        progress(BLOCKS)
+        for part, times in parts.read().items():
+            splits[name].setdefault(part, []).extend(times[LEAD_IN:])
     found = {}
     for name in LINEUP:
-        arm = arms[name]
-        start.restore(arm)
-        parts = PartClock(device)
-        run(arm, batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts=parts)
-        progress(BLOCKS)
-        split = {part: median(times[LEAD_IN:]) for part, times in parts.read().items()}
+        split = {part: median(times) for part, times in splits[name].items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
             turns=[turn for turn, of in enumerate(ran) if of == name],
@@ -108,7 +111,7 @@ def settled_steps(warm_ms: Sequence[Sequence[float]]) -> int:
 
 def work_of(cycles: int) -> dict[str, int]:
     """Units of work of time_arms by kind."""
-    return {WARM_UP: len(LINEUP), BLOCKS: len(LINEUP) * (2 * (1 + cycles) + 1)}
+    return {WARM_UP: len(LINEUP), BLOCKS: len(LINEUP) * 2 * (1 + cycles + 1)}
 
 
 def compare(times: Mapping[str, ArmTimes], name: str) -> Comparison:

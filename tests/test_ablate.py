@@ -162,7 +162,7 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate, "gpu_state_during", lambda step, device: steps.append(step()) or {"clocks.sm": "1500 MHz"})
     with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
         cell = ablate.measure(variant, "eager", precision, corpus_, progress)
-    assert cell.gpu == {TORCH: {"clocks.sm": "1500 MHz"}, FUSED: {"clocks.sm": "1500 MHz"}} and len(steps) == 2
+    assert cell.gpu == {TORCH: [{"clocks.sm": "1500 MHz"}] * 2, FUSED: [{"clocks.sm": "1500 MHz"}] * 2} and len(steps) == 4
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
 

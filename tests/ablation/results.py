@@ -74,7 +74,7 @@ def cell(overrides: dict[str, str], mode: str = "eager", speedup: float = 1.2, k
         for name in (FUSED, AGAIN)
     )
     profile = attribution(torch_ms, speedup) if kernels else None
-    gpu = {TORCH: gpu_state(1710, 560.2), FUSED: gpu_state(1650, 571.9)} if kernels else {}
+    gpu = {TORCH: [gpu_state(1710, 560.2)] * 2, FUSED: [gpu_state(1650, 571.9)] * 2} if kernels else {}
     return Cell(overrides, mode, 32768, arms, fused, control, verdict_of(fused, control), profile, gpu)
 
 

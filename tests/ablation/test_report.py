@@ -67,16 +67,24 @@ def test_a_gain_beyond_the_bound_is_named_as_one(tmp_path):
 @pytest.mark.parametrize(("watts", "limited"), [(560.0, False), (693.9, True)])
 def test_clocks_and_power_are_told_of_each_arm_and_what_a_power_limit_means(tmp_path, watts, limited):
     found = results.ablation(overrides=[{}], modes=["eager"])
-    of = dataclasses.replace(found.cells[0], gpu={TORCH: results.gpu_state(1710, 560.0), FUSED: results.gpu_state(1650, watts)})
-    text = " ".join(written(dataclasses.replace(found, cells=[of]), tmp_path).split())
-    assert f"the GPU was at 1710 of 1980 MHz and 560 of 700 W under torch, 1650 of 1980 MHz and {watts:.0f} of 700 W" in text
-    assert ("Under fused that is its power limit" in text) == limited
+    torch = [results.gpu_state(1710, 560.0), results.gpu_state(1695, 690.0)]
+    fused = [results.gpu_state(1650, watts), results.gpu_state(1635, 694.0)]
+    of = dataclasses.replace(found.cells[0], gpu={TORCH: torch, FUSED: fused})
+    report = written(dataclasses.replace(found, cells=[of]), tmp_path)
+    text = " ".join(report.split())
+    assert (
+        "Read twice while it took steps, the GPU was at 1710 and 1695 of 1980 MHz and 560 and 690 of 700 W under torch" in text
+    )
+    assert f"1650 and 1635 of 1980 MHz and {watts:.0f} and 694 of 700 W under fused" in text
+    assert ("Under fused that is its power limit" in text) == limited and "Under torch" not in text, "one reading is below it"
+    table = [line for line in report.partition("## Environment")[2].splitlines() if line.startswith("| eager")]
+    assert [line.split("|")[2].strip() for line in table] == ["torch", "torch", "fused", "fused"] and "1635 of 1980" in table[3]
 
 
 @pytest.mark.parametrize("state", [{}, {"clocks.sm": "1710 MHz"}, results.gpu_state(1710, 1) | {"power.draw": "[N/A]"}])
 def test_a_gpu_that_does_not_tell_is_not_told_of(tmp_path, state):
     found = results.ablation(overrides=[{}], modes=["eager"])
-    of = dataclasses.replace(found.cells[0], gpu={TORCH: state, FUSED: state})
+    of = dataclasses.replace(found.cells[0], gpu={TORCH: [state], FUSED: [state]})
     assert "the GPU was at" not in " ".join(written(dataclasses.replace(found, cells=[of]), tmp_path).split())
 
 

@@ -141,7 +141,7 @@ def test_between_cycles_places_change_and_with_cuda_graphs_they_stay(arms, monke
 
     monkeypatch.setattr(timing, "run", run)
     timing.time_arms(arms, Batches(), lambda kind: None)
-    of_torch = [address for name, address in found if name == TORCH][1:-1]  # without warm-up and the split window
+    of_torch = [address for name, address in found if name == TORCH][1:-2]  # without warm-up and the split windows
     assert of_torch[::2] == of_torch[1::2] and len(set(of_torch)) == 3
     assert set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
 

@@ -156,6 +156,7 @@ def measure_cell(
             if profiled:
                 record |= breakdown_of(contenders[name], batches, taken[name], mode, device, record["ms"])
                 progress(f"{mode}, {name}: profile")
+            record |= {"blocks_ms": [[round(ms, 4) for ms in times] for times in blocks[name]]}
         else:
             record |= {"ms": None, "error": errors[name]}
         records.append(record)

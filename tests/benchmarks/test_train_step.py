@@ -1,5 +1,6 @@
 """Ours beside nanoGPT's model: that the same is timed, what is recorded, and what is refused."""
 
+import itertools
 import statistics
 
 import pytest
@@ -40,6 +41,8 @@ def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(
         assert tuple(r["breakdown_ms"]) == GROUPS and min(r["breakdown_ms"][g] for g in ("GEMM", "optimizer", "loss")) > 0
         assert (r["mode"], r["vocabulary"], r["batch_size"], r["precision"]) == ("eager", 64, 2, "fp32")
         assert ("speedup" in r) == (r["contender"] != "nanoGPT")
+        assert [len(times) for times in r["blocks_ms"]] == [2] * 4
+        assert statistics.median(itertools.chain(*r["blocks_ms"])) == pytest.approx(r["ms"], abs=1e-3)
         if "speedup" in r:
             assert r["versus"] == "nanoGPT" and "speedup_95" not in r, "two rounds are too few for an interval"
     assert file["environment"]["versions"]["nanoGPT"] == nanogpt.fingerprint(nanogpt.load(peer))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ablation.graph import Operator, operators_elsewhere
 from configs import Config, machine, to_dict
 from configs.schema import Device, DropoutMasks, NormImpl
 from model import GPT
@@ -80,14 +81,15 @@ def copy_values(source: nn.Module, target: nn.Module) -> None:
 
 
 def check_same(arms: Sequence[Arm]) -> None:
-    """That the arms differ in what runs at their norm sites and in nothing else: configs, modules, initial values, groups.
+    """That the arms differ in what runs at their norm sites and in nothing else: configs, modules, the graph elsewhere,
+    optimizer groups, initial values.
 
     Raises:
         AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
     """
     first, *others = arms
     for other in others:
-        for what, of in (("configs", _config), ("modules", _modules), ("optimizer groups", _groups)):
+        for what, of in (("configs", _config), ("modules", _modules), ("graphs", _graph), ("optimizer groups", _groups)):
             if of(first) != of(other):
                 raise AssertionError(f"{first.name} and {other.name} have different {what}")
     check_same_weights(arms)
@@ -124,6 +126,10 @@ def _modules(arm: Arm) -> list[tuple]:
         (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
         for name, module in arm.state.model.named_modules()
     ]
+
+
+def _graph(arm: Arm) -> list[Operator]:
+    return operators_elsewhere(arm.state.model, arm.precision, arm.cfg.model.context)
 
 
 def _groups(arm: Arm) -> list[tuple[list[str], dict]]:

@@ -5,6 +5,7 @@ import torch
 
 import configs
 from ablation.arms import Snapshot, build, check_same
+from ablation.graph import operators_elsewhere
 from configs.machine import Machine
 from configs.schema import NormImpl
 from training.precision import Precision
@@ -58,6 +59,29 @@ def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
     assert all(map(torch.equal, weights(first), weights(drawn)))  # its values were copied, not shared
 
 
+def wrap(module):
+    """The same in sum, by one operator more."""
+    forward = module.forward
+    module.forward = lambda x: forward(x) * 1.0
+
+
+@pytest.mark.parametrize("options", [[], ["model.block=parallel", "model.positions=rotary", "norm.kind=rmsnorm"]])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_graph_outside_the_norm_sites_is_that_of_the_model(options, precision):
+    cfg = configs.load([*SMALL, "model.dropout=0.1", "model.drop_path=0.1", f"train.precision={precision}", *options], on=CPU)
+    settled = Precision.settle(cfg.train.precision, CPU)
+    torch_, fused = (build(impl.value, cfg, impl, settled, vocab_size=64) for impl in (NormImpl.torch, NormImpl.fused))
+    found = operators_elsewhere(fused.state.model, settled, cfg.model.context)
+    assert found == operators_elsewhere(torch_.state.model, settled, cfg.model.context)
+    products = [given for name, given in found if name in ("aten.addmm.default", "aten.mm.default")]
+    assert len(products) == 4 * cfg.model.layers + 1, "attention has two, the MLP two; and the head"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert {given[0][0] for given in products} == {dtype}
+    assert not any("layer_norm" in name or "rms" in name for name, _ in found)
+    assert fused.state.model.training and not any(p.is_meta for p in fused.state.model.parameters())
+    assert not fused.state.model.final_norm._forward_hooks and not fused.state.model.final_norm._forward_pre_hooks
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -70,8 +94,20 @@ def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
         (lambda arm: arm.state.model.eval(), "different modules"),
         (lambda arm: arm.state.model.register_buffer("extra", torch.ones(1)), "different buffers"),
         (lambda arm: setattr(arm.cfg.optim, "lr", 0.5), "different configs"),
+        (lambda arm: wrap(arm.state.model.blocks[1].mlp), "different graphs"),
     ],
-    ids=["value", "group", "parameter", "module", "eps", "attention dropout", "evaluation", "buffer", "learning rate"],
+    ids=[
+        "value",
+        "group",
+        "parameter",
+        "module",
+        "eps",
+        "attention dropout",
+        "evaluation",
+        "buffer",
+        "learning rate",
+        "forward",
+    ],
 )
 def test_any_other_difference_is_found(pair, spoil, message):
     spoil(pair[1])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ablation import turns, verdict
 from ablation.adopted_arms import exact_copy, norms_of, reordered_copy
-from ablation.adoption_checks import check_before_and_after, check_not_compiled, check_same_parameters
+from ablation.adoption_checks import check_autocast, check_before_and_after, check_not_compiled, check_same_parameters, scalar
 from ablation.compared import AGAIN, FUSED, TORCH, Comparison
 from ablation.judgement import (
     FEW,
@@ -121,22 +121,23 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
-        TypeError: a model is no module.
+        TypeError: a model is no module, or loss no function.
         ValueError: the models are not one before and after: both are the same object, norms of model_a are fused, or nothing
             is replaced in model_b; or one is compiled; or they differ in their parameters' names, shapes, values or
             requires_grad, or in the number of their outputs; or there is no batch; or model_a in higher precision has another
-            output or other gradients, and so is no reference.
+            output or other gradients, and so is no reference; or autocast has no such dtype, or loss gives no scalar.
     """
     check_before_and_after("check_parity", model_a, model_b)
     check_not_compiled(model_a, model_b)
     check_same_parameters(model_a, model_b)
+    check_autocast("check_parity", autocast)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
     dtypes = {p.dtype for p in model_a.parameters()} or {t.dtype for t in float_tensors(batches)}
     dtypes |= {autocast} if autocast else set()
     wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
-    norms, loss = norms_of(model_a), loss or default_loss()
+    norms, loss = norms_of(model_a), default_loss() if loss is None else scalar("check_parity", loss)
     arms: list[Callable[[Any], dict[str, Tensor]]] = []
     rows: dict[str, Tensor] = {}
     for name, model in (
@@ -191,9 +192,9 @@ def measure(
         warmup_steps: of each model, before.
 
     Raises:
-        TypeError: a model is no module.
+        TypeError: a model is no module, or loss no function.
         ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6 or block_steps
-            less than 1, or the loss needs no gradient.
+            less than 1, or autocast has no such dtype, or the loss is no scalar or needs no gradient.
     """
     check_before_and_after("measure", model_a, model_b)
     for argument, count, least in (("cycles", cycles, LEAST_SAMPLES), ("block_steps", block_steps, 1)):
@@ -202,7 +203,8 @@ def measure(
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = device_of(model_a, batch)
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
-    criterion = loss or default_loss()
+    check_autocast("measure", autocast)
+    criterion = default_loss() if loss is None else scalar("measure", loss)
 
     def step(model: nn.Module) -> None:
         with autocasting(device, autocast):

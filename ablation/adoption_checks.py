@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ablation.passes import Loss
+
 SHOWN = 5  # names in a message
 _WRAPPED = "_orig_mod"  # what torch.compile's wrapper calls the model that it was given
 _COMPILED_IN_PLACE = "_compiled_call_impl"  # what model.compile() leaves on the model
@@ -45,6 +47,31 @@ def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
             f"{function}: nothing is replaced in model_b: all its modules have the classes and attributes of model_a's. Call "
             "replace_norms on it, whose lines say why if a norm is left alone"
         )
+
+
+def check_autocast(caller: str, autocast: object) -> None:
+    """Raises ValueError: torch would refuse this dtype in other words, or warn and compute without autocast."""
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"{caller}: autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
+
+
+def scalar(caller: str, loss: Loss) -> Loss:
+    """The loss, which raises ValueError where it gives no scalar.
+
+    Raises:
+        TypeError: loss is no function.
+    """
+    if not callable(loss):
+        raise TypeError(f"{caller}: loss must be a function of the model's output, got {loss!r}")
+
+    def checked(output: Any) -> Tensor:
+        value = loss(output)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{caller}: loss must give a tensor of one number, got {got}")
+        return value
+
+    return checked
 
 
 def check_not_compiled(model_a: nn.Module, model_b: nn.Module) -> None:

@@ -96,7 +96,8 @@ def _verdicts(ablation: Ablation) -> str:
     if not parity:
         return f"{heading}\n{timing}  \nParity was not measured."
     if len(parity) == 1:
-        return f"{heading}\n{timing}  \n{_parity_sentence(parity[0], several=False)}"
+        one_of_several = bool(ablation.unfinished and parity[0].overrides)  # of a sweep that was stopped
+        return f"{heading}\n{timing}  \n{_parity_sentence(parity[0], several=one_of_several)}"
     if not broken:
         return f"{heading}\n{timing}  \nParity holds in each of {len(parity)} configurations."
     fails = " ".join(_parity_sentence(one, several=True) for one in broken)

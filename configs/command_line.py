@@ -29,13 +29,14 @@ def check(arguments: Sequence[str]) -> None:
     checked: list[str] | None = None
     resumed: set[Path] = set()  # folders of runs
     try:
-        compose.parse(unknown)
+        if compose.parse(unknown):  # keys that argparse left over, as it takes them in one piece
+            raise ConfigError(f"{unknown[0]}: options such as -m stand before all of key=value, or behind, not between them.")
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
             checked = overrides if sweep else None
             cfg = compose.compose_only(overrides)
             if cfg.folder or not chooses_folder(cfg, args.overrides):
                 check_writable(Path(cfg.folder or "runs"))
-            named = cfg.resume not in ("never", "auto")
+            named = cfg.resume not in ("never", "auto", "")  # the rules refuse the last
             if sweep and named and (path := Path(cfg.resume) / "checkpoints").is_dir():
                 if path.resolve() in resumed:
                     raise ConfigError(
@@ -80,7 +81,10 @@ class as_config_errors:
 
 def check_writable(folder: Path) -> None:
     """Before Hydra makes it. Raises ConfigError: a run's folder can't be made or written there."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    except OSError as error:  # a name that is too long, for one
+        raise ConfigError(f"a run can't be kept in {folder}: {error.strerror}. Use another folder=PATH.") from None
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is no folder" if not there.is_dir() else "is not writable"
         raise ConfigError(f"a run can't be kept in {folder}: {there} {why}. Choose another place with folder=PATH.")

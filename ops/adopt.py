@@ -54,10 +54,12 @@ def replace_norms(
         A record for each norm, with those left alone and why. `str` of it is the printed line.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module, or only no function.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace_norms: model must be a torch.nn.Module, got {type(model).__name__}")
+    if only is not None and not callable(only):
+        raise TypeError(f"replace_norms: only must be a function of a norm's name and module, got {only!r}")
     sites = [site for name, module in model.named_modules() if (site := _replace(name or "model", module, only)) is not None]
     return _told(sites, verbose)
 

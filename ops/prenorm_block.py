@@ -101,11 +101,22 @@ class FusedBlock(Swapped):
             raise TypeError(f"{type(self).__name__}: forward takes {', '.join(names)} by position, got {len(args)} arguments")
         given = dict(zip(names, args, strict=False)) | kwargs
         x = given.pop(names[0])
-        y, stream = getattr(self, layout.norm1)(x, prenorm=True, residual_in_fp32=self.residual_in_fp32)
+        y, stream = self._normed(layout.norm1, x, residual_in_fp32=self.residual_in_fp32)
         hidden = getattr(self, layout.mixer)(y, **self.wiring.for_mixer(y, given))
         hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # transformers' attention also returns its weights
-        y, stream = getattr(self, layout.norm2)(Pending(hidden, stream, self._dropout_p(layout.dropout1)), prenorm=True)
+        y, stream = self._normed(layout.norm2, Pending(hidden, stream, self._dropout_p(layout.dropout1)))
         return Pending(getattr(self, layout.mlp)(y), stream, self._dropout_p(layout.dropout2))
+
+    def _normed(self, path: str, x: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        """y and the new stream. A hook on the norm may have put one tensor in their place, which might even unpack into two."""
+        normed = getattr(self, path)(x, prenorm=True, **how)
+        if not isinstance(normed, tuple) or len(normed) != 2:
+            what = f"a tuple of {len(normed)}" if isinstance(normed, tuple) else f"a {type(normed).__name__}"
+            raise TypeError(
+                f"{type(self).__name__}: {path} gave {what}, expected (y, stream). A forward hook on it that returns something "
+                "gets and returns both in a fused block"
+            )
+        return normed
 
     def _dropout_p(self, path: str | None) -> float:
         """What is to be dropped of a sublayer's output, as its dropout says now, whose own mode counts as it always did."""

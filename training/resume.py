@@ -92,7 +92,10 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
     path = Path(cfg.resume)
     found, kept, notes = _newest(path)
     if found is None:
-        found = checkpoint.locate(path)
+        try:
+            found = checkpoint.locate(path)
+        except ConfigError as error:
+            raise ConfigError(f"resume={error}") from None
         try:
             storage.verify(found)
         except (storage.DamagedError, PermissionError) as error:

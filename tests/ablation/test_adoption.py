@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -279,6 +280,22 @@ def test_what_can_not_be_compared_is_refused(model):
             measure(model, adopted(model), batch(), **{argument: least - 1})
     with pytest.raises(ValueError, match="the loss needs no gradient, and backward is timed too"):
         measure(model.requires_grad_(False), adopted(model), batch())
+
+
+@pytest.mark.parametrize("compare", [check_parity, measure])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"autocast": "bf16"}, "autocast must be torch.bfloat16, torch.float16 or None, got 'bf16'"),
+        ({"autocast": torch.int8}, "autocast must be torch.bfloat16, torch.float16 or None, got torch.int8"),
+        ({"loss": "loss"}, "loss must be a function of the model's output, got 'loss'"),
+        ({"loss": lambda output: torch.zeros(2, 3)}, "loss must give a tensor of one number, got a tensor of shape (2, 3)"),
+        ({"loss": lambda output: 1.0}, "loss must give a tensor of one number, got float"),
+    ],
+)
+def test_an_argument_that_can_not_be_used_is_named(model, compare, given, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"{compare.__name__}: {message}")):
+        compare(model, adopted(model), batch(), **given)
 
 
 def test_measure_times_both_models_in_turn_against_a_control(model):

@@ -201,6 +201,12 @@ def test_first_three_lines_are_the_verdict(tmp_path):
     assert parity.startswith("Parity holds: ")
 
 
+def test_of_a_sweep_that_was_stopped_the_one_parity_says_whose_it_is(tmp_path):
+    found = results.ablation(overrides=[{"norm.kind": "rmsnorm"}])
+    stopped = dataclasses.replace(found, unfinished="2 of 8 parts")
+    assert written(stopped, tmp_path).splitlines()[2].startswith("norm.kind=rmsnorm: parity holds: ")
+
+
 def test_report_has_every_section_and_its_pictures(tmp_path):
     text = report.write(results.ablation(), tmp_path).read_text(encoding="utf-8")
     titles = re.findall(r"^## (.*)$", text, re.M)

@@ -240,6 +240,18 @@ def test_a_mistake_ends_with_one_message_and_code_2(capsys, monkeypatch):
     assert capsys.readouterr().err == "error: norm.impl=fusd: must be one of fused, torch. Did you mean fused?\n"
 
 
+def test_an_option_between_keys_is_answered_with_where_it_stands(capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as end:
+        command_line.check(["train.steps=5", "-m", "seed=1,2"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: seed=1,2: options such as -m stand before all of key=value, or behind, not between them.\n"
+    )
+    for arguments in (["-m", "train.steps=5", "seed=1,2"], ["train.steps=5", "seed=1,2", "-m"]):
+        command_line.check(arguments)
+
+
 @pytest.mark.parametrize("arguments", [["--train.steps=3"], ["--steps", "3"], ["norm.kind=rmsnorm", "-steps=3"]])
 def test_settings_written_as_options_are_answered_with_how_they_are_written(arguments, capsys, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -362,6 +374,14 @@ def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(s
         configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))
 
 
+def test_a_run_to_go_on_with_has_a_name(capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as end:
+        command_line.check(["resume="])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: resume is empty. Use never, auto, or ")
+
+
 def test_a_place_where_no_run_can_be_kept_is_refused_before_it_is_made(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit) as stop:
@@ -376,6 +396,12 @@ def test_a_place_where_no_run_can_be_kept_is_refused_before_it_is_made(tmp_path,
     assert stop.value.code == 2
     assert f"{tmp_path / 'locked'} is not writable" in capsys.readouterr().err
     assert list((tmp_path / "locked").iterdir()) == []
+
+    long = "long" * 100
+    with pytest.raises(SystemExit) as stop:
+        command_line.check([f"folder={tmp_path / long}"])
+    assert stop.value.code == 2
+    assert re.search(rf"{long}: File name too long\. Use another folder=PATH", capsys.readouterr().err)
 
 
 def test_a_fixed_folder_is_one_that_the_command_names():

@@ -416,6 +416,8 @@ def test_norms_with_one_weight_in_common_keep_it_in_common(device):
 def test_only_modules_are_taken():
     with pytest.raises(TypeError, match=r"replace_norms: model must be a torch\.nn\.Module, got list"):
         replace_norms([nn.LayerNorm(N)])
+    with pytest.raises(TypeError, match="replace_norms: only must be a function of a norm's name and module, got 'ln_f'"):
+        replace_norms(nn.LayerNorm(N), only="ln_f")
     with pytest.raises(TypeError, match=r"restore_norms: model must be a torch\.nn\.Module, got list"):
         restore_norms([nn.LayerNorm(N)])
 

@@ -150,6 +150,29 @@ def test_reentrant_checkpointing_is_refused(device):
         model.final(checkpoint(model.blocks[0], x, use_reentrant=True))
 
 
+@pytest.mark.parametrize(
+    ("hook", "gave"),
+    [
+        (lambda norm, inputs, output: output[0] * 2, "a Tensor"),  # of two rows here, which unpack
+        (lambda norm, inputs, output: output * 2, "a tuple of 4"),
+    ],
+)
+def test_a_hook_that_returns_anything_but_y_and_the_stream_is_named(hook, gave, device):
+    model = fused(Model().to(device))
+    model.blocks[1].ln_2.register_forward_hook(hook)
+    with pytest.raises(TypeError, match=rf"FusedBlock: ln_2 gave {gave}, expected \(y, stream\)\. A forward hook"):
+        model(torch.randn(2, 3, N, device=device))
+
+
+def test_a_hook_may_return_another_y_and_stream(device):
+    model, x = Model().to(device), torch.randn(2, 3, N, device=device)
+    changed = fused(model)
+    model.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: output * 2)
+    changed.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: (output[0] * 2, output[1]))
+
+    torch.testing.assert_close(changed(x), model(x))
+
+
 def test_restoring_gives_back_blocks_dropouts_and_norms(device):
     model = Model(p=0.3).to(device)
     new = fused(model)

@@ -59,6 +59,19 @@ def test_auto_needs_a_folder_that_the_command_names(tiny, tmp_path):
         settle(cfg, tmp_path / "2026-01-01_new", [], chosen=False)
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{}/nowhere", r"^resume=\S+/nowhere: no such file or folder\."),
+        ("{}", r"^resume=\S+: no checkpoints in this folder"),
+    ],
+)
+def test_a_path_without_a_checkpoint_is_refused_by_its_key(tmp_path, path, message):
+    cfg = composed([f"resume={path.format(tmp_path)}"])
+    with pytest.raises(ConfigError, match=message):
+        settle(cfg, tmp_path / "run", [], chosen=False)
+
+
 def test_a_folder_that_a_live_process_trains_in_is_refused(tiny, tmp_path):
     overrides = [*tiny, *AUTO, "checkpoint.every=2"]
 

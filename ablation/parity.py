@@ -334,8 +334,8 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
         worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.fused.median / q.reordered.median)
         verdict = (
             f"Parity holds: {setting}, no quantity of the fused norms is farther from {exact} than rounding explains "
-            f"(nearest to it: {worst.name}, {worst.fused.median:.2f} ×; {other_order(worst)}); {val} (fused − torch), "
-            f"{spread_words}."
+            f"(largest beside another order of sums: {worst.name}, {worst.fused.median:.2f} ×; {other_order(worst)}); {val} "
+            f"(fused − torch), {spread_words}."
         )
     return Parity(
         overrides=overrides,

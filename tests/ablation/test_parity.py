@@ -182,6 +182,15 @@ def test_a_planted_fault_fails_parity(tiny, dtype, fault, monkeypatch):
     assert result.verdict.startswith("Parity fails: ") and " × " in result.verdict
 
 
+@pytest.mark.parametrize("fault", [None, faults.bf16_statistics, faults.no_mean_term], ids=["none", "statistics", "mean term"])
+def test_what_hides_best_in_a_small_model_is_found_at_the_width_of_gpt2_too(tiny, fault, monkeypatch):
+    if fault is not None:
+        monkeypatch.setattr(model.norm, "layer_norm_fn", fault)
+    result = found(tiny("model.width=768", "model.heads=12", "model.layers=1"), "bf16")
+
+    assert result.holds == (fault is None), result.verdict
+
+
 @pytest.mark.parametrize("fault", [faults.wrong_eps(1e-3), faults.no_mean_term, faults.wrong_elements])
 def test_one_seed_shows_a_gross_fault(tiny, fault, monkeypatch):
     assert found(tiny("ablate.parity_seeds=1"), "bf16").holds

@@ -14,7 +14,7 @@ class ArmTimes:
     """Step times of one arm of a cell."""
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
-    turns: list[int] | None  # of each block: how many blocks, of all arms, had run before it; older records do not tell
+    turns: list[int] | None  # of each block: how many counted ones, of all arms, had run before it; older records do not tell
     forward_ms: float  # medians of a window of its own, since marks inside a step cost time
     backward_ms: float
     optimizer_ms: float

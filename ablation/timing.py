@@ -26,7 +26,7 @@ import torch
 from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.compared import TORCH, Comparison
 from ablation.records import ArmTimes
-from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn, placements, schedule
+from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn, placements, schedule, turns_of
 from configs.schema import CUDA_GRAPHS
 from data import Batches
 from training.clock import PartClock, StepClock
@@ -79,7 +79,6 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
             move(listed, places, orders[cycle])
 
     blocks = in_turn(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
-    ran = list(chain.from_iterable(schedule(1 + plan.cycles, cfg.seed)))[2 * len(LINEUP) :]  # without the first cycle
     splits: dict[str, dict[str, list[float]]] = {name: {} for name in LINEUP}
     for name in chain.from_iterable(schedule(1, cfg.seed)):
         start.restore(arms[name])
@@ -93,7 +92,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
         split = {part: median(times) for part, times in splits[name].items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
-            turns=[turn for turn, of in enumerate(ran) if of == name],
+            turns=turns_of(name, plan.cycles, cfg.seed),
             forward_ms=split["forward"],
             backward_ms=split["backward"],
             optimizer_ms=split["optimizer"],

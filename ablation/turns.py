@@ -38,6 +38,12 @@ def in_turn(
     return blocks
 
 
+def turns_of(name: str, cycles: int, seed: int, names: Sequence[str] = LINEUP) -> list[int]:
+    """Of each counted block of in_turn's `name`: how many counted blocks, of all arms, had run before it."""
+    _, *counted = schedule(1 + cycles, seed, names)
+    return [turn for turn, ran in enumerate(itertools.chain(*counted)) if ran == name]
+
+
 def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[Sequence[str]]:
     """For each cycle the arms in the order of their blocks: some order, and then its reverse.
 

@@ -32,19 +32,16 @@ from training.step import compile_model, prepare, training_step
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.
 JOINED, FAILED, TURN, ANSWER = "joined", "failed", "turn {}", "answer {}"
 HOST = "127.0.0.1"
-# Steps that open a turn and are not counted. The first compiles the loss. A GPU that waited for its turn begins at its highest
-# clock and is held back to its power limit a second later: on an H200 GPT-2's steps went from 61 to 73 ms within one.
-WARM_UP = 25
 
 
 def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:
-    """Milliseconds of each counted step, and the most GiB that a step held on any rank (None but on CUDA).
+    """Milliseconds of each of the last `steps` of the steps, and the most GiB that one held on any rank (None but on CUDA).
 
     A step is train.py's, from the copy of the batch to the cleared gradients. The times are this rank's: ranks wait for one
     another in every step, so they are the slowest's.
 
     Args:
-        cfg: parallel is ddp, fsdp, or auto, which here is a model that nothing is wrapped around.
+        cfg: train.steps are made. parallel is ddp, fsdp, or auto, which here is a model that nothing is wrapped around.
         world: ALONE for such a model.
     """
     on = machine.inspect(cfg.device)
@@ -73,8 +70,8 @@ def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:
         rank=world.rank,
         ranks=world.size,
     )
-    clock = StepClock(precision.device, warmup=WARM_UP)
-    drawn = [batches[step] for step in range(WARM_UP + steps)]
+    clock = StepClock(precision.device, warmup=cfg.train.steps - steps)
+    drawn = [batches[step] for step in range(cfg.train.steps)]
     with collection_paused():
         for step, batch in enumerate(drawn):
             with clock.step():

@@ -10,7 +10,7 @@ from benchmarks import readme, scaling, scaling_rank, scaling_tables
 from benchmarks.results import load
 from benchmarks.scaling import Cell, Measured, records_of
 from benchmarks.scaling_job import Job, JobError
-from benchmarks.scaling_rank import WARM_UP, measure
+from benchmarks.scaling_rank import measure
 from tests.benchmarks.records import ENVIRONMENT
 from tests.ranks import on_ranks
 from training.distributed import ALONE
@@ -20,6 +20,7 @@ SMALL = [
     "train.precision=fp32",
 ]
 CPU = ["--device", "cpu", "--rounds", "2", "--steps", "3", "--batch-size", "2", "--common", *SMALL]
+STEPS = 4
 
 
 def cell(parallel, ranks):
@@ -27,7 +28,7 @@ def cell(parallel, ranks):
 
 
 def overrides(*more):
-    return ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", *more]
+    return ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", f"train.steps={STEPS}", *more]
 
 
 def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, capsys):
@@ -133,9 +134,9 @@ def test_a_turn_that_takes_too_long_is_an_error():
 def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(tmp_path):
     told = on_ranks(2, _what_steps_are_given, tmp_path / "turns")
     for rank in told:
-        assert rank["auto"] == [["GPT", 4, 1]] * (WARM_UP + 1)
-        assert rank["ddp"] == [["DistributedDataParallel", 2, 2]] * (WARM_UP + 1)
-        assert rank["fsdp"] == [["FSDPGPT", 2, 2]] * (WARM_UP + 1)
+        assert rank["auto"] == [["GPT", 4, 1]] * STEPS
+        assert rank["ddp"] == [["DistributedDataParallel", 2, 2]] * STEPS
+        assert rank["fsdp"] == [["FSDPGPT", 2, 2]] * STEPS
 
 
 def _what_steps_are_given(world, on):
@@ -156,7 +157,7 @@ def test_warm_up_is_not_counted():
     options = scaling.options_of(CPU)[1]
     alone = next(cell for cell in scaling.cells_of(options) if cell.parallel == "alone")
     cfg = configs.compose_only(alone.overrides)
-    assert cfg.train.steps == WARM_UP + 3, "so the schedule of learning rates covers all steps"
+    assert cfg.train.steps == scaling.SIZES["tiny"].warm_up + 3, "so the schedule of learning rates covers all steps"
     assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
 
 

@@ -55,7 +55,7 @@ SIZES = {
     "tiny": Size(("model.vocab_size=2048",), 8),  # the default run's
     "gpt2": Size(("model.vocab_size=50304",), 32),
     # 25 GB of weights, gradients and optimizer state unsharded. With 4 sequences a step waited for the host.
-    "gpt2_xl": Size(("model.vocab_size=50304",), 16, (FSDP,), warm_up=8),
+    "gpt2_xl": Size(("model.vocab_size=50304",), 32, (FSDP,), warm_up=4),
 }
 OWNED = {  # keys that --common can't set, and the option that does
     "model": "--model",

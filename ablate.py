@@ -25,7 +25,7 @@ import torch
 import configs
 import ops
 from ablation import parity, report, serialize, timing, tracking, turns
-from ablation.arms import Arm, build, check_same
+from ablation.arms import Arm, begin_as_told, build, check_same
 from ablation.bound import attribute, norm_bytes
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.progress import Progress
@@ -207,6 +207,7 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     return (
         f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
+        + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
         + (COMPILED_LOSS if model.compile_loss else "")
     )
 
@@ -232,6 +233,8 @@ def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -
     with command_line.as_config_errors():
         for name, impl in ((TORCH, NormImpl.torch), (AGAIN, NormImpl.torch), (FUSED, NormImpl.fused)):
             arms[name] = build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled, like=arms.get(TORCH))
+            if name == TORCH:
+                begin_as_told(arms[TORCH], corpus.tokenizer)
     return arms
 
 

@@ -77,7 +77,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
     with world.agreed(), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
         if cfg.init_from and not run.origin.stored:
-            pretrained.load(model, cfg.init_from)
+            pretrained.load(model, cfg.init_from, corpus.tokenizer)
         prepare(model, cfg.train, on)
     if cfg.train.compile or model.compile_loss:
         torch.compiler.reset()  # what earlier runs of a sweep compiled counts towards the limit of recompilations

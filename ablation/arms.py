@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ablation.graph import Operator, operators_elsewhere
 from configs import Config, machine, to_dict
 from configs.schema import Device, DropoutMasks, NormImpl
+from data import Tokenizer
 from model import GPT
+from training import pretrained
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
@@ -64,6 +66,16 @@ def build(
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
     forward: Callable[..., Tensor] = compile_model(model, cfg.train) if compiled else model
     return Arm(name, cfg, precision, state, forward)
+
+
+def begin_as_told(arm: Arm, tokenizer: Tokenizer) -> None:
+    """Gives a fresh arm the weights that cfg.init_from names, if it names any; arms that are built like it have them too.
+
+    Raises:
+        ConfigError: they can't be had, or belong to another model or to other tokens.
+    """
+    if arm.cfg.init_from:
+        pretrained.load(arm.state.model, arm.cfg.init_from, tokenizer)
 
 
 @torch.no_grad()

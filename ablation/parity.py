@@ -54,7 +54,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ablation.arms import Arm, build, check_same, check_same_weights
+from ablation.arms import Arm, begin_as_told, build, check_same, check_same_weights
 from ablation.compared import FUSED, TORCH
 from ablation.judgement import (
     FEW,
@@ -74,7 +74,7 @@ from ablation.statistics import Interval, mean_interval
 from benchmarks.timing import free_memory
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype
-from data import Batches, Corpus
+from data import Batches, Corpus, Tokenizer
 from model.norm import PreNorm
 from training.evaluation import evaluate
 from training.precision import Precision
@@ -156,7 +156,7 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
     cfg = copy.deepcopy(cfg)
     cfg.seed = seed
     cfg.model = replace(cfg.model, attention_dropout=0.0)
-    arms = four_arms(cfg, precision, corpus.tokenizer.vocab_size)
+    arms = four_arms(cfg, precision, corpus.tokenizer)
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=seed)
 
     losses: dict[str, list[float]] = {arm.name: [] for arm in arms}
@@ -204,13 +204,15 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
 # ---- arms --------------------------------------------------------------------------------------------------------------------
 
 
-def four_arms(cfg: Config, precision: Precision, vocab_size: int) -> list[Arm]:
+def four_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer) -> list[Arm]:
     """In the order of ARMS."""
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     wide = copy.deepcopy(cfg)
     wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
+    vocab_size = tokenizer.vocab_size
     torch_arm = build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared)
+    begin_as_told(torch_arm, tokenizer)
     arms = [
         build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
         torch_arm,

@@ -35,8 +35,7 @@ REPEATABLE = (":4096:8", ":16:8")  # its values with which results repeat, as cu
 TAKEN_BY_ABLATE = {
     "norm.impl": "is what ablate.py compares. Leave it out.",
     "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
-    "resume": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
-    "init_from": "has no meaning for ablate.py, which trains from fresh weights. Leave it out.",
+    "resume": "has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
     "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
     "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
     "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",

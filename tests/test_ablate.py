@@ -11,7 +11,9 @@ import ablate
 import model.norm
 from ablation import serialize
 from ablation.compared import AGAIN, FUSED, TORCH
+from ablation.parity import ARMS
 from tests.ablation import results
+from tests.runs import train_here
 from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
@@ -55,6 +57,16 @@ def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
     ]
 
 
+def test_arms_begin_with_the_weights_of_a_run_and_the_report_says_so(tiny, here, tmp_path):
+    summary, _ = train_here(tiny, tmp_path / "trained")
+    assert ablate.main([*tiny, f"init_from={tmp_path / 'trained'}"]) == 0
+    found = serialize.load(here())
+    (parity,) = found.parity
+    for arm in ARMS:
+        assert all(run[0] == pytest.approx(summary.final.loss, rel=0.1) for run in parity.losses[arm]), "of other weights"
+    assert any(f"begins with the weights of {tmp_path / 'trained'}" in note for note in found.notes)
+
+
 def test_what_a_step_is_made_of_is_said_for_each_configuration_where_it_differs(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cpu"))  # with a C++ compiler
     monkeypatch.setattr(ablate, "measure", lambda variant, *_: results.cell(variant.overrides, kernels=False))
@@ -79,7 +91,7 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
     [
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
         ("train.compile=true", "Use ablate.compile=true"),
-        ("resume=runs/x", "trains from fresh weights"),
+        ("resume=runs/x", "Use init_from=runs/NAME"),
         ("ablate.block_steps=0", "ablate.block_steps=0: must be at least 1"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),

@@ -1,31 +1,85 @@
-"""init_from: a new run begins with weights from the Hugging Face Hub, or from a folder in the same layout."""
+"""init_from: a new run begins with the weights of another one, or with GPT-2's or Llama's as the Hugging Face Hub has them."""
 
 import json
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from configs import ConfigError
+import configs
+from configs import Config, ConfigError, keys
+from data import Tokenizer
 from model import GPT
-from training import layouts
+from training import checkpoint, layouts, storage
 
 # Masks that some files carry, and tables that follow from the config: no weights.
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 
 
+# What weights mean beyond their names and shapes, and what is better told by its key than by them. Dropout, the dtype of the
+# stream and the context, where no table of positions is learned, may be others than those that the weights were trained with.
+OF_WEIGHTS = (
+    *(
+        "model.layers",
+        "model.width",
+        "model.heads",
+        "model.bias",
+        "model.tie_embeddings",
+        "model.positions",
+        "model.rotary_base",
+    ),
+    *("model.activation", "model.qk_norm", "model.block", "norm.kind", "norm.eps"),
+)
+
+
+def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
+    """Fills `model` with weights that were trained before.
+
+    Args:
+        source: a run of train.py (its newest checkpoint) or one of its checkpoints; a folder with config.json and
+            model.safetensors (or its parts and their index), of a GPT-2 or a Llama; or owner/name of such a one on the Hub.
+        tokenizer: of the model.
+
+    Raises:
+        ConfigError: no such weights, or weights of another model or of other tokens; the message names the keys.
+    """
+    path = Path(source).expanduser()
+    if any((path / name).exists() for name in (checkpoint.STATE, storage.SUMS, storage.FOLDER)):
+        _of_run(model, source, tokenizer)
+    else:
+        _of_layout(model, source)
+
+
+def _of_run(model: GPT, source: str, tokenizer: Tokenizer) -> None:
+    try:
+        stored = checkpoint.read(Path(source).expanduser())
+        theirs = configs.from_dict(stored.config)
+        ours = Config(model=model.cfg, norm=model.norm)
+        if wrong := [
+            f"{name}={keys.shown(mine)}: it has {keys.shown(its)}."
+            for name in OF_WEIGHTS
+            if (mine := attrgetter(name)(ours)) != (its := attrgetter(name)(theirs))
+        ]:
+            raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
+        if stored.tokenizer != tokenizer.to_json():
+            raise ConfigError(
+                "trained with another tokenizer, so its token ids mean other text. Use the tokenizer.* and data.* of that run."
+            )
+        checkpoint.load_weights(model, stored)
+    except ConfigError as error:
+        raise ConfigError(f"init_from={source}: {error}") from error
+
+
 @torch.no_grad()
-def load(model: GPT, source: str) -> None:
+def _of_layout(model: GPT, source: str) -> None:
     """Fills `model` with the weights of a GPT-2 or a Llama.
 
     Rows that the vocabulary is padded with get the mean of the others. Zeros would not do: GPT-2's logits lie far below zero,
     where the padding would be the likeliest token. With the mean, real tokens keep their logits, and as the mean of exp is at
     least exp of the mean, the loss is at most ln(padded size / size) too high.
-
-    Args:
-        source: a folder with config.json and model.safetensors (or its parts and their index), or owner/name on the Hub.
 
     Raises:
         ConfigError: no such weights, or weights of another model; the message names the keys.

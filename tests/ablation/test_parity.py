@@ -128,10 +128,9 @@ def test_initial_values_are_drawn_once_a_seed(tiny, monkeypatch):
 
     monkeypatch.setattr(torch.nn.init, "normal_", normal_)
     cfg, corpus = tiny()
-    arguments = PRECISION["bf16"], corpus.tokenizer.vocab_size
-    build("one", cfg, NormImpl.torch, *arguments)
+    build("one", cfg, NormImpl.torch, PRECISION["bf16"], corpus.tokenizer.vocab_size)
     once = len(drawn)
-    arms = protocol.four_arms(cfg, *arguments)
+    arms = protocol.four_arms(cfg, PRECISION["bf16"], corpus.tokenizer)
     assert once > 0 and len(drawn) == 2 * once
     check_same_weights(arms)
 

@@ -106,7 +106,7 @@ def test_fewer_steps_than_were_done_are_refused(tiny, tmp_path, choice):
 
 def test_weights_of_the_hub_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(train.pretrained, "load", lambda model, source: loaded.append(source))
+    monkeypatch.setattr(train.pretrained, "load", lambda model, source, tokenizer: loaded.append(source))
     overrides = [*tiny, *AUTO, "init_from=owner/name"]
     train_until(8, overrides, tmp_path / "run")
     train_here(overrides, tmp_path / "run")

@@ -88,7 +88,7 @@ def test_what_is_exported_comes_back_bit_for_bit(tmp_path, tokenizer, layout, ov
     export.export(tmp_path, layout, tmp_path / "out")
     other = GPT(model.cfg, model.norm, tokenizer.vocab_size)
 
-    pretrained.load(other, str(tmp_path / "out"))
+    pretrained.load(other, str(tmp_path / "out"), tokenizer)
 
     rows = tokenizer.vocab_size  # below them is padding
     for name, tensor in other.state_dict().items():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file, save_file, save_model
 import configs
 from configs import ConfigError
 from configs.machine import Machine
+from data.tokenizer import char_tokenizer
 from model import GPT
+from tests.runs import train_here
 from tests.training import hub_models
 from training import pretrained
 
@@ -45,6 +48,10 @@ def write(folder, tensors, config):
     return str(folder)
 
 
+def load(model, source):
+    pretrained.load(model, source, char_tokenizer("abc"))
+
+
 def gpt2_tensors():
     sizes = {"V": V, "W": W, "C": C, "H": 4 * W, "3": 3 * W}
     return hub_models.random_tensors(hub_models.GPT2_TOP, hub_models.GPT2_BLOCK, "h", LAYERS, sizes)
@@ -74,7 +81,7 @@ def test_gpt2_weights_give_gpt2s_logits(tmp_path, tokens, prefix, impl):
     source = write(tmp_path / "hub", {prefix + name: tensor for name, tensor in tensors.items()} | buffers, GPT2_JSON)
     model = model_of([*GPT2, f"norm.impl={impl}"])
 
-    pretrained.load(model, source)
+    load(model, source)
 
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[..., :V], hub_models.gpt2(tensors, tokens, HEADS), rtol=1e-4, atol=1e-4)
@@ -85,7 +92,7 @@ def test_llama_weights_give_llamas_logits(tmp_path, tokens, impl):
     tensors = llama_tensors()
     model = model_of([*LLAMA, f"norm.impl={impl}"])
 
-    pretrained.load(model, write(tmp_path / "hub", tensors, LLAMA_JSON))
+    load(model, write(tmp_path / "hub", tensors, LLAMA_JSON))
 
     wanted = hub_models.llama(tensors, tokens, HEADS, 2, 1e-6, 500.0)
     with torch.no_grad():
@@ -97,7 +104,7 @@ def test_the_padding_of_the_vocabulary_hardly_changes_a_loss_far_below_zero(tmp_
     tensors["ln_f.bias"] += 3.0  # a direction that all embeddings share, as in GPT-2, and logits near -100
     tensors["wte.weight"] -= 1.0
     model = model_of(GPT2)
-    pretrained.load(model, write(tmp_path / "hub", tensors, GPT2_JSON))
+    load(model, write(tmp_path / "hub", tensors, GPT2_JSON))
     logits = hub_models.gpt2(tensors, tokens, HEADS)
     targets = tokens.roll(-1, dims=1)
 
@@ -120,7 +127,7 @@ def test_parts_with_an_index_16_bit_weights_and_a_shorter_context_are_read(tmp_p
     (tmp_path / "hub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     model = model_of([*GPT2, "model.context=8"])
 
-    pretrained.load(model, source)
+    load(model, source)
 
     wanted = hub_models.gpt2({name: tensor.float() for name, tensor in tensors.items()}, tokens[:, :8], HEADS)
     with torch.no_grad():
@@ -148,7 +155,7 @@ def test_another_model_is_refused_by_key(tmp_path, overrides, config, message):
     source = write(tmp_path / "hub", gpt2_tensors(), GPT2_JSON | config)
 
     with pytest.raises(ConfigError, match=message):
-        pretrained.load(model_of([*GPT2, *overrides]), source)
+        load(model_of([*GPT2, *overrides]), source)
 
 
 @pytest.mark.parametrize(
@@ -162,26 +169,26 @@ def test_another_model_is_refused_by_key(tmp_path, overrides, config, message):
 )
 def test_another_llama_is_refused_by_key(tmp_path, config, message):
     with pytest.raises(ConfigError, match=message):
-        pretrained.load(model_of(LLAMA), write(tmp_path / "hub", llama_tensors(), LLAMA_JSON | config))
+        load(model_of(LLAMA), write(tmp_path / "hub", llama_tensors(), LLAMA_JSON | config))
 
 
 def test_another_vocabulary_a_missing_tensor_and_one_too_many_are_named(tmp_path):
     tensors = gpt2_tensors()
     with pytest.raises(ConfigError, match="vocabulary of 70, the tokenizer one of 71"):
-        pretrained.load(model_of(GPT2, vocab_size=71), write(tmp_path / "a", tensors, GPT2_JSON))
+        load(model_of(GPT2, vocab_size=71), write(tmp_path / "a", tensors, GPT2_JSON))
     with pytest.raises(ConfigError, match=r"has tensors that this model has no place for: transformer\.adapter"):
-        pretrained.load(model_of(GPT2), write(tmp_path / "b", tensors | {"adapter": torch.ones(1)}, GPT2_JSON))
+        load(model_of(GPT2), write(tmp_path / "b", tensors | {"adapter": torch.ones(1)}, GPT2_JSON))
     del tensors["h.1.mlp.c_fc.weight"]
     with pytest.raises(ConfigError, match=r"no tensor transformer\.h\.1\.mlp\.c_fc\.weight"):
-        pretrained.load(model_of(GPT2), write(tmp_path / "c", tensors, GPT2_JSON))
+        load(model_of(GPT2), write(tmp_path / "c", tensors, GPT2_JSON))
 
 
 def test_a_folder_that_is_none_or_holds_no_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
-        pretrained.load(model_of(GPT2), str(tmp_path / "none"))
+        load(model_of(GPT2), str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty: not a GPT-2 or Llama.*FileNotFoundError"):
-        pretrained.load(model_of(GPT2), str(tmp_path / "empty"))
+        load(model_of(GPT2), str(tmp_path / "empty"))
 
 
 def test_a_repository_is_asked_for_its_config_and_weights_alone(tmp_path, monkeypatch):
@@ -190,7 +197,7 @@ def test_a_repository_is_asked_for_its_config_and_weights_alone(tmp_path, monkey
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append((name, allow_patterns)) or source
     )
-    pretrained.load(model_of(GPT2), "owner/name")
+    load(model_of(GPT2), "owner/name")
     assert asked == [("owner/name", ["config.json", "model*.safetensors", "model.safetensors.index.json"])]
 
     def offline(*_, **__):
@@ -198,7 +205,7 @@ def test_a_repository_is_asked_for_its_config_and_weights_alone(tmp_path, monkey
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(ConfigError, match=r"init_from=owner/name is neither a folder here nor a repository.*no route"):
-        pretrained.load(model_of(GPT2), "owner/name")
+        load(model_of(GPT2), "owner/name")
 
 
 def test_an_embedding_that_a_file_has_under_the_heads_name_alone_is_read(tmp_path, tokens):
@@ -215,7 +222,7 @@ def test_an_embedding_that_a_file_has_under_the_heads_name_alone_is_read(tmp_pat
     assert list(kept) == ["lm_head.weight"]
     model = model_of(GPT2)
 
-    pretrained.load(model, write(tmp_path / "hub", tensors | kept, GPT2_JSON))
+    load(model, write(tmp_path / "hub", tensors | kept, GPT2_JSON))
 
     with torch.no_grad():
         torch.testing.assert_close(model(tokens)[..., :V], hub_models.gpt2(gpt2_tensors(), tokens, HEADS), rtol=1e-4, atol=1e-4)
@@ -226,4 +233,56 @@ def test_a_head_that_is_tied_by_config_and_another_by_its_numbers_is_refused(tmp
     source = write(tmp_path / "hub", tensors | {"lm_head.weight": tensors["wte.weight"] + 1}, GPT2_JSON)
 
     with pytest.raises(ConfigError, match=r"ties its embeddings.*lm_head\.weight is not transformer\.wte\.weight"):
-        pretrained.load(model_of(GPT2), source)
+        load(model_of(GPT2), source)
+
+
+# ---- a run's own weights -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A run of a LayerNorm model with characters as tokens, and its overrides."""
+    folder = tmp_path_factory.mktemp("first") / "run"
+    train_here(tiny, folder)
+    return folder, tiny
+
+
+def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss(run, tmp_path):
+    folder, overrides = run
+    final = json.loads((folder / "summary.json").read_text())["final"]["loss"]
+    unmoved = ["optim.lr=1e-12", "optim.min_lr=0.0", "train.steps=3"]
+    for impl, source in (("fused", folder), ("torch", folder / "best")):
+        summary, _ = train_here([*overrides, *unmoved, f"init_from={source}", f"norm.impl={impl}"], tmp_path / impl)
+        assert summary.final.loss == pytest.approx(final, rel=1e-4)
+    weights = load_file(tmp_path / "fused" / "last" / "model.safetensors")
+    for name, tensor in load_file(folder / "last" / "model.safetensors").items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.heads=4", r"init_from=\S+: another model than this run's:\nmodel\.heads=4: it has 2\.$"),
+        ("norm.kind=rmsnorm", r"norm\.kind=rmsnorm: it has layernorm\."),
+        ("model.mlp_width=48", r"(?s)init_from=\S+: the weights of .* do not fit this model: .*size mismatch"),
+        ("tokenizer=bpe", r"init_from=\S+: trained with another tokenizer"),
+    ],
+)
+def test_weights_of_another_run_that_mean_something_else_are_refused(run, tmp_path, change, message):
+    folder, overrides = run
+    more = ["tokenizer.vocab_size=300"] if change == "tokenizer=bpe" else []
+    with pytest.raises(ConfigError, match=message):
+        train_here([*overrides, f"init_from={folder}", change, *more], tmp_path / "second")
+
+
+def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(run, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"init_from=\S+: .*no checkpoints in this folder"):
+        load(model_of(GPT2), str(tmp_path))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run[0] / "last", damaged)
+    with (damaged / "model.safetensors").open("r+b") as file:
+        file.seek(200)
+        file.write(b"damaged")
+    with pytest.raises(ConfigError, match=r"init_from=\S+: .*not a readable checkpoint"):
+        load(model_of(GPT2), str(damaged))

@@ -184,8 +184,13 @@ def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) 
         precision=Precision.settle(cfg.train.precision, on).name,
         compiled=options.compile,
         common=" ".join(options.common),
-        nccl=" ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and on.device == "cuda"),
+        nccl=nccl_settings() if on.device == "cuda" else "",
     )
+
+
+def nccl_settings() -> str:
+    """Those in the environment. NVIDIA's images have the version of their NCCL there too, which is not the one in use."""
+    return " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and k != "NCCL_VERSION")
 
 
 def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -> None:

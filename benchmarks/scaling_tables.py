@@ -11,6 +11,7 @@ from benchmarks.plots import GREY, machine, pyplot
 
 Record = dict[str, Any]
 HEADER = ("", "GPUs", "ms", "p10", "p90", "tokens/s", "of one GPU", "efficiency", "95 %", "of alone", "95 %", "GiB")
+NOTHING = "–"  # where a table has no figure
 COLOURS = ("#111111", "#2563eb", "#c2410c", "#0f8a6d")  # of models, which differ in lightness too
 MARKS = {"ddp": ("o", "-"), "fsdp": ("s", "--")}
 
@@ -40,8 +41,14 @@ def text(records: Sequence[Record]) -> str:
 
 
 def markdown(file: dict[str, Any]) -> str:
-    found = {name: timed(of) for name, of in cells(file["records"]).items()}
-    return "\n\n".join(f"{name}\n\n{tables.markdown(HEADER, map(row, of))}" for name, of in found.items() if of)
+    """Without the columns that a table has nothing for."""
+    parts = []
+    for name, of in cells(file["records"]).items():
+        if rows := [row(r) for r in timed(of)]:
+            filled = [i for i, column in enumerate(zip(*rows, strict=True)) if set(column) != {NOTHING}]
+            table = tables.markdown([HEADER[i] for i in filled], [[line[i] for i in filled] for line in rows])
+            parts.append(f"{name}\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
@@ -56,13 +63,13 @@ def row(r: Record) -> list[str]:
         *(f"{r[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_s_of_rank")),
         *_ratio(r, "efficiency"),
         *_ratio(r, "of_alone"),
-        "–" if r["peak_gb"] is None else f"{r['peak_gb']:.2f}",
+        NOTHING if r["peak_gb"] is None else f"{r['peak_gb']:.2f}",
     ]
 
 
 def _ratio(r: Record, name: str) -> list[str]:
     interval = r.get(f"{name}_95")
-    return [f"{r[name]:.3f}" if name in r else "–", "{:.3f} to {:.3f}".format(*interval) if interval else "–"]
+    return [f"{r[name]:.3f}" if name in r else NOTHING, "{:.3f} to {:.3f}".format(*interval) if interval else NOTHING]
 
 
 def plot(file: dict[str, Any], folder: Path) -> Path | None:

@@ -1,6 +1,7 @@
 """Weak scaling: what is measured and recorded, its arithmetic, and ranks that fail."""
 
 import math
+import os
 
 import pytest
 import torch
@@ -159,6 +160,22 @@ def test_warm_up_is_not_counted():
     cfg = configs.compose_only(alone.overrides)
     assert cfg.train.steps == scaling.SIZES["tiny"].warm_up + 3, "so the schedule of learning rates covers all steps"
     assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
+
+
+def test_a_table_of_the_readme_has_no_empty_columns():
+    found = records_of({cell("ddp", 1): Measured([[10.0], [10.0]]), cell("ddp", 2): Measured([[12.5], [12.5]])})
+    header, _, one, two = scaling_tables.markdown({"records": found}).splitlines()[2:]
+    assert header == "|  | GPUs | ms | p10 | p90 | tokens/s | of one GPU | efficiency |"
+    assert one.endswith("| 1.000 |") and two.endswith("| 0.800 |")
+
+
+def test_settings_of_nccl_are_recorded_and_its_version_is_none(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    assert scaling.nccl_settings() == ""
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("NCCL_ALGO", "Ring"), ("NCCL_VERSION", "2.28.3-1")):
+        monkeypatch.setenv(name, value)
+    assert scaling.nccl_settings() == "NCCL_ALGO=Ring NCCL_NVLS_ENABLE=0"
 
 
 def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):

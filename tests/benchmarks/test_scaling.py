@@ -206,7 +206,7 @@ def test_by_default_gpt2_runs_both_ways_and_gpt2_xl_sharded_on_powers_of_two(mon
     assert found == [
         ("gpt2", "alone", 1, 32),
         *(("gpt2", how, ranks, 32) for how in ("ddp", "fsdp") for ranks in (1, 2, 4)),
-        *(("gpt2_xl", "fsdp", ranks, 16) for ranks in (1, 2, 4)),
+        *(("gpt2_xl", "fsdp", ranks, 32) for ranks in (1, 2, 4)),
     ]
     assert [c.overrides.count(f"train.batch_size={c.batch_size * c.ranks}") for c in scaling.cells_of(options)] == [1] * len(
         found

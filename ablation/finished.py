@@ -283,41 +283,70 @@ def _losses(groups: Sequence[Group]) -> str:
     """The final validation losses in a line."""
     if len(groups) == 1:
         return _validation(groups[0][1])
-    found = [_paired(runs) for _, runs in groups]
-    judged = [mean_interval(apart) for apart in found if len(apart) >= LEAST_SEEDS]
-    same = sum(one.holds(0) for one in judged)
-    few = len(found) - len(judged)
-    counts = {"no difference found": same, "a difference": len(judged) - same, "too few seeds for an interval": few}
+    judged = [_apart(apart, _again(runs)) for _, runs in groups if len(apart := _paired(runs)) >= LEAST_SEEDS]
+    counts = {
+        "no difference found": len(judged) - sum(judged),
+        "a difference": sum(judged),
+        "too few seeds for an interval": len(groups) - len(judged),
+    }
     words = ", ".join(f"{outcome} in {count}" for outcome, count in counts.items() if count)
     return f"Final validation loss, in {len(groups)} groups: {words}."
 
 
-def _paired(runs: Sequence[FinishedRun]) -> list[float]:
-    """Fused − torch of the final validation losses, for each seed that has both."""
-    by = {(run.impl, run.seed): run.val_loss for run in runs}
-    return [final - by[TORCH, seed] for (impl, seed), final in by.items() if impl == FUSED and (TORCH, seed) in by]
-
-
 def _validation(runs: Sequence[FinishedRun]) -> str:
     """Final validation loss of runs with the same seed, hence the same initial weights and batches: those are pairs."""
-    by: dict[str, dict[int, float]] = {TORCH: {}, FUSED: {}}
-    for run in runs:
-        by[run.impl][run.seed] = run.val_loss
-    seeds = sorted(by[TORCH].keys() & by[FUSED].keys())
-    torch, fused = ([by[impl][seed] for seed in seeds] for impl in (TORCH, FUSED))
-    if not seeds:
-        difference = fmean(by[FUSED].values()) - fmean(by[TORCH].values())
-        return f"Final validation loss: fused − torch {signed(difference)}; no seed has both, so this includes their spread."
-    over = f"; standard deviation of torch's over seeds {stdev(torch):.5f}" if len(seeds) > 1 else ""
-    if len(seeds) < LEAST_SEEDS:
-        each = ", ".join(f"{signed(f - t)} (seed {s})" for s, t, f in zip(seeds, torch, fused, strict=True))
-        return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
-    found = mean_interval([f - t for t, f in zip(torch, fused, strict=True)])
-    verdict = "no difference found, " if found.holds(0) else ""
-    return (
-        f"Final validation loss: {verdict}fused − torch {plain(found, 5)}, mean and 95 % t-interval, paired over {len(seeds)} "
-        f"seeds{over}."
+    by = _final_losses(runs)
+    apart, again = _paired(runs), _again(runs)
+    if not apart:
+        torch, fused = ([run.val_loss for run in runs if run.impl == impl] for impl in (TORCH, FUSED))
+        difference = signed(fmean(fused) - fmean(torch))
+        return f"Final validation loss: fused − torch {difference}; no seed has both, so this includes their spread."
+    seeds = sorted(seed for impl, seed in by if impl == TORCH and (FUSED, seed) in by)
+    over = (
+        f"; standard deviation of torch's over seeds {stdev(fmean(by[TORCH, seed]) for seed in seeds):.5f}"
+        if len(seeds) > 1
+        else ""
     )
+    if len(seeds) < LEAST_SEEDS:
+        each = ", ".join(f"{signed(difference)} (seed {seed})" for seed, difference in zip(seeds, apart, strict=True))
+        return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
+    verdict = "" if _apart(apart, again) else "no difference found, "
+    control = f"; A/A, of {len(again)} runs made again, {plain(mean_interval(again), 5)}" if len(again) >= LEAST_SEEDS else ""
+    return (
+        f"Final validation loss: {verdict}fused − torch {plain(mean_interval(apart), 5)}, mean and 95 % t-interval, paired "
+        f"over {len(seeds)} seeds{control}{over}."
+    )
+
+
+def _final_losses(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[float]]:
+    """By operator and seed; more than one where a run was made again."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for run in runs:
+        found[run.impl, run.seed].append(run.val_loss)
+    return found
+
+
+def _paired(runs: Sequence[FinishedRun]) -> list[float]:
+    """Fused − torch of the final losses, for each seed that has both, in their order; of runs made again, the mean."""
+    by = _final_losses(runs)
+    return [
+        fmean(by[FUSED, seed]) - fmean(by[TORCH, seed]) for impl, seed in sorted(by) if impl == TORCH and (FUSED, seed) in by
+    ]
+
+
+def _again(runs: Sequence[FinishedRun]) -> list[float]:
+    """A/A: each run of an operator and a seed that have had one before, minus that first one."""
+    return [loss - first for first, *more in _final_losses(runs).values() for loss in more]
+
+
+def _apart(paired: Sequence[float], again: Sequence[float]) -> bool:
+    """Whether fused and torch may be called different: the interval leaves out 0, and A/A does not reach as far.
+
+    What chance makes of a run is in the pairs' own scatter, but five pairs may agree by chance too.
+    """
+    found = mean_interval(paired)
+    control = mean_interval(again) if len(again) >= LEAST_SEEDS else None
+    return not found.holds(0) and (control is None or abs(found.median) > max(abs(control.low), abs(control.high)))
 
 
 def _unlike(runs: Sequence[FinishedRun]) -> list[str]:

@@ -161,7 +161,8 @@ def losses(parity: Parity, path: Path) -> None:
 
 def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], title: str, path: Path) -> None:
     """Three panels: the validation loss of every run as it trained; how far fused is above torch, a line for each seed that has
-    both and a wide one for their mean; and the final losses, a row for each operator, seeds numbered.
+    both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from the
+    first; and the final losses, a row for each operator, seeds numbered.
 
     A run is its operator, seed, step and loss of each evaluation, and final loss.
     """
@@ -179,13 +180,7 @@ def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], tit
         below.plot([np.mean(finals)] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
         for seed, _, final in of:
             below.annotate(str(seed), (final, at), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7)
-    curves = {(name, seed): dict(evaluated) for name, seed, evaluated, _ in runs}
-    pairs = [(curves[TORCH, seed], of) for (name, seed), of in curves.items() if name == FUSED and (TORCH, seed) in curves]
-    apart = [{step: fused[step] - torch[step] for step in fused if step in torch} for torch, fused in pairs]
-    for seed_apart in apart:
-        between.plot(list(seed_apart), list(seed_apart.values()), color=GREY, linewidth=0.8)
-    if apart and (shared := sorted(set.intersection(*map(set, apart)))):
-        between.plot(shared, [np.mean([of[step] for of in apart]) for step in shared], color="#111111", linewidth=2.0)
+    _losses_apart(between, runs)
     between.axhline(0.0, color="#c2410c", linewidth=1.0, linestyle="--")
     above.set_ylabel("validation loss,\nnats per token", fontsize=9)
     between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
@@ -199,6 +194,37 @@ def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], tit
     _bare(between, grid="both")
     _bare(below, grid="x")
     _finish(figure, f"Runs to their end: {title}", path)
+
+
+def _losses_apart(axes: Any, runs: Sequence[tuple[str, int, list[tuple[int, float]], float]]) -> None:
+    curves: dict[tuple[str, int], list[dict[int, float]]] = {}
+    for name, seed, evaluated, _ in runs:
+        curves.setdefault((name, seed), []).append(dict(evaluated))
+    means = {
+        which: {step: float(np.mean([of[step] for of in made])) for step in _common(made)} for which, made in curves.items()
+    }
+    apart = [_minus(of, means[TORCH, seed]) for (name, seed), of in means.items() if name == FUSED and (TORCH, seed) in means]
+    again = [_minus(of, first) for first, *more in curves.values() for of in more]
+    for differences, words, style in (
+        (apart, "a seed", {"color": GREY, "linewidth": 0.8}),
+        (again, "a run made again, minus the first (A/A)", {"color": "#2563eb", "linewidth": 0.8, "linestyle": ":"}),
+    ):
+        for index, difference in enumerate(differences):
+            axes.plot(list(difference), list(difference.values()), label=words if index == 0 else None, **style)
+    if shared := _common(apart):
+        mean = [np.mean([of[step] for of in apart]) for step in shared]
+        axes.plot(shared, mean, color="#111111", linewidth=2.0, label="mean")
+    if again:
+        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+
+
+def _common(curves: Sequence[dict[int, float]]) -> list[int]:
+    """The steps that all of them have."""
+    return sorted(set.intersection(*map(set, curves))) if curves else []
+
+
+def _minus(curve: dict[int, float], other: dict[int, float]) -> dict[int, float]:
+    return {step: curve[step] - other[step] for step in _common([curve, other])}
 
 
 def attributions(cells: Sequence[Cell], path: Path) -> bool:

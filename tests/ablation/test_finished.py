@@ -73,6 +73,26 @@ def test_losses_that_differ_in_one_direction_at_every_seed_are_called_different_
     assert "loss: fused − torch 0.01100" in words and "loss: no difference found, fused − torch −0.00300" in words
 
 
+def test_runs_made_again_are_the_control_of_the_losses(tmp_path, capsys):
+    """Fused is higher at every seed, by much the same; torch made again is as it was, or anywhere around it."""
+    for seed, by in zip((1, 2, 3), (0.010, 0.011, 0.009), strict=True):
+        finished_run(tmp_path / "a" / f"torch{seed}", "torch", seed, loss=3.0)
+        finished_run(tmp_path / "a" / f"fused{seed}", "fused", seed, loss=3.0 + by)
+        finished_run(tmp_path / "near" / f"torch{seed}", "torch", seed, loss=3.002 if seed == 2 else 3.0)
+        finished_run(tmp_path / "far" / f"torch{seed}", "torch", seed, loss=3.03)
+        finished_run(tmp_path / "far" / f"torch{seed}again", "torch", seed, loss=2.97)
+    said = {}
+    for name in ("near", "far"):
+        folders = [str(tmp_path / "a"), str(tmp_path / name)]
+        assert finished.main([*folders, "--output", str(tmp_path / "out")]) == 0
+        said[name] = capsys.readouterr().out.splitlines()[1]
+    # of 0.010, 0.010 and 0.009, and of 0, 0.002 and 0: Student's 97.5 % quantile of two degrees of freedom is 4.303
+    assert "loss: fused − torch 0.00967 (0.00823 to 0.01110), mean" in said["near"]
+    assert "; A/A, of 3 runs made again, 0.00067 (−0.00220 to 0.00354);" in said["near"]
+    assert "loss: no difference found, fused − torch 0.01000 (0.00752 to 0.01248), mean" in said["far"]
+    assert "; A/A, of 6 runs made again, 0.00000 (−0.03449 to 0.03449);" in said["far"]
+
+
 def test_runs_of_other_configs_are_other_groups(tmp_path, capsys):
     for size, impl in product((16, 32), ("torch", "fused")):
         finished_run(tmp_path / f"{impl}{size}", impl, step_ms=float(size), config=f"train:\n  batch_size: {size}\n")

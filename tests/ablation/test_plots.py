@@ -55,3 +55,15 @@ def test_the_picture_of_finished_runs_has_every_run_and_every_final_loss(tmp_pat
     assert [list(line.get_ydata()) for line in (seed, mean)] == [[0.25, -0.25]] * 2
     assert [list(line.get_xdata()) for line in below.lines[::2]] == [[1.4], [1.3, 1.2]]
     assert [text.get_text() for text in below.texts] == ["1", "1", "2"]
+
+
+def test_the_picture_of_runs_made_again_has_the_mean_of_each_seed_and_how_far_they_are_apart(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
+    first, second, fused = [(250, 2.0), (500, 1.5)], [(250, 2.5), (500, 1.0)], [(250, 2.5), (500, 1.5)]
+    plots.trained([("torch", 1, first, 1.5), ("fused", 1, fused, 1.5), ("torch", 1, second, 1.0)], "here", tmp_path / "x.png")
+    _, between, below = figures[0].axes
+    seed, again, mean, _ = between.lines
+    assert [list(line.get_ydata()) for line in (seed, again, mean)] == [[0.25, 0.25], [0.5, -0.5], [0.25, 0.25]]
+    assert any("made again" in text.get_text() for text in between.get_legend().get_texts())
+    assert list(below.lines[0].get_xdata()) == [1.5, 1.0]

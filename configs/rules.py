@@ -249,6 +249,8 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
     if cfg.resume == "":
         yield "resume is empty. Use never, auto, or the path of a run or of a checkpoint."
+    if cfg.init_from == "":
+        yield "init_from is empty. Use null, the path of a run or of a checkpoint, or a model on the Hub, owner/name."
     if cfg.sample.tokens and not cfg.sample.prompt:
         yield 'sample.prompt is empty: the model needs a token to go on from. Use sample.prompt="\\n", or sample.tokens=0.'
 

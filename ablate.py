@@ -25,7 +25,7 @@ import torch
 import configs
 import ops
 from ablation import parity, report, serialize, timing, tracking, turns
-from ablation.arms import Arm, begin_as_told, build, check_same
+from ablation.arms import Arm, begin_as_told, build, check_beginning, check_same
 from ablation.bound import attribute, norm_bytes
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.progress import Progress
@@ -73,7 +73,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     fails.
 
     Raises:
-        ConfigError: the data or the model of some variant refuse what its config asks for; nothing has been measured.
+        ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
         torch.OutOfMemoryError: a model did not fit; the report so far says so.
     """
     configs.save(variants[0].cfg, folder / "config.yaml")
@@ -81,6 +81,8 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
     sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
+    for variant, corpus in zip(variants, corpora, strict=True):
+        check_beginning(variant.cfg, corpus.tokenizer)
     if len(set(sizes)) > 1:
         sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
     began = time.monotonic()

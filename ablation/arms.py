@@ -78,6 +78,19 @@ def begin_as_told(arm: Arm, tokenizer: Tokenizer) -> None:
         pretrained.load(arm.state.model, arm.cfg.init_from, tokenizer)
 
 
+def check_beginning(cfg: Config, tokenizer: Tokenizer) -> None:
+    """That arms can begin with the weights that cfg.init_from names, if it names any.
+
+    Raises:
+        ConfigError: they can't.
+        ValueError: options of the model that do not fit together.
+    """
+    if cfg.init_from:
+        with torch.device("meta"):  # where nothing is drawn
+            model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+        pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
+
+
 @torch.no_grad()
 def copy_values(source: nn.Module, target: nn.Module) -> None:
     """Parameters and buffers, also those that a state_dict leaves out.

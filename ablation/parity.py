@@ -12,7 +12,8 @@ Compared are the loss, the gradient norm and the gradient of every layer, at eve
 norm of all steps; of the first one, where all arms still have the same weights, the gradient of every layer and the scale
 ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the last. (The scale of a row is what its
 statistics decide. A mistake in them is the same all along the row, and would not be seen beside the rounding of single elements
-to bf16.) For each of these quantities, and each seed (other weights, other batches), over the elements of the quantity:
+to bf16.) For each of these quantities, and each seed (other batches and masks, and other weights unless init_from gives them),
+over the elements of the quantity:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
     S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise

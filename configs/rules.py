@@ -100,6 +100,10 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
     Raises:
         ConfigError: with every such key, one a line.
     """
+    if cfg.init_from not in (None, before.init_from):
+        raise ConfigError(
+            f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave it out, or begin one without resume."
+        )
     changed = [
         (name, then, now)
         for name in keys.schema()

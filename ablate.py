@@ -2,6 +2,7 @@
 
 python ablate.py                                             the default run's model and data
 python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
+python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130 and 143 by

@@ -247,13 +247,14 @@ def run(tiny, tmp_path_factory):
     return folder, tiny
 
 
-def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss(run, tmp_path):
+def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss_and_says_so(run, tmp_path, capsys):
     folder, overrides = run
     final = json.loads((folder / "summary.json").read_text())["final"]["loss"]
     unmoved = ["optim.lr=1e-12", "optim.min_lr=0.0", "train.steps=3"]
     for impl, source in (("fused", folder), ("torch", folder / "best")):
         summary, _ = train_here([*overrides, *unmoved, f"init_from={source}", f"norm.impl={impl}"], tmp_path / impl)
         assert summary.final.loss == pytest.approx(final, rel=1e-4)
+        assert f"2 layers × 32, with the weights of {source}\n" in capsys.readouterr().out
     weights = load_file(tmp_path / "fused" / "last" / "model.safetensors")
     for name, tensor in load_file(folder / "last" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-9)

@@ -2,6 +2,7 @@
 
 python ablate.py                                             the default run's model and data
 python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
+python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130 and 143 by
@@ -25,7 +26,7 @@ import torch
 import configs
 import ops
 from ablation import parity, report, serialize, timing, tracking, turns
-from ablation.arms import Arm, begin_as_told, build, check_same
+from ablation.arms import Arm, build, check_beginning, check_same, load_initial_weights
 from ablation.bound import attribute, norm_bytes
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.progress import Progress
@@ -73,7 +74,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     fails.
 
     Raises:
-        ConfigError: the data or the model of some variant refuse what its config asks for; nothing has been measured.
+        ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
         torch.OutOfMemoryError: a model did not fit; the report so far says so.
     """
     configs.save(variants[0].cfg, folder / "config.yaml")
@@ -81,6 +82,8 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
     sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
+    for variant, corpus in zip(variants, corpora, strict=True):
+        check_beginning(variant.cfg, corpus.tokenizer)
     if len(set(sizes)) > 1:
         sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
     began = time.monotonic()
@@ -234,7 +237,7 @@ def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -
         for name, impl in ((TORCH, NormImpl.torch), (AGAIN, NormImpl.torch), (FUSED, NormImpl.fused)):
             arms[name] = build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled, like=arms.get(TORCH))
             if name == TORCH:
-                begin_as_told(arms[TORCH], corpus.tokenizer)
+                load_initial_weights(arms[TORCH], corpus.tokenizer)
     return arms
 
 

@@ -68,7 +68,7 @@ def build(
     return Arm(name, cfg, precision, state, forward)
 
 
-def begin_as_told(arm: Arm, tokenizer: Tokenizer) -> None:
+def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
     """Gives a fresh arm the weights that cfg.init_from names, if it names any; arms that are built like it have them too.
 
     Raises:
@@ -76,6 +76,19 @@ def begin_as_told(arm: Arm, tokenizer: Tokenizer) -> None:
     """
     if arm.cfg.init_from:
         pretrained.load(arm.state.model, arm.cfg.init_from, tokenizer)
+
+
+def check_beginning(cfg: Config, tokenizer: Tokenizer) -> None:
+    """That arms can begin with the weights that cfg.init_from names, if it names any.
+
+    Raises:
+        ConfigError: they can't.
+        ValueError: options of the model that do not fit together.
+    """
+    if cfg.init_from:
+        with torch.device("meta"):  # where nothing is drawn
+            model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+        pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
 
 
 @torch.no_grad()

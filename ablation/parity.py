@@ -12,7 +12,8 @@ Compared are the loss, the gradient norm and the gradient of every layer, at eve
 norm of all steps; of the first one, where all arms still have the same weights, the gradient of every layer and the scale
 ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the last. (The scale of a row is what its
 statistics decide. A mistake in them is the same all along the row, and would not be seen beside the rounding of single elements
-to bf16.) For each of these quantities, and each seed (other weights, other batches), over the elements of the quantity:
+to bf16.) For each of these quantities, and each seed (other batches and masks, and other weights unless init_from gives them),
+over the elements of the quantity:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
     S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise
@@ -54,7 +55,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ablation.arms import Arm, begin_as_told, build, check_same, check_same_weights
+from ablation.arms import Arm, build, check_same, check_same_weights, load_initial_weights
 from ablation.compared import FUSED, TORCH
 from ablation.judgement import (
     FEW,
@@ -212,7 +213,7 @@ def four_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer) -> list[A
     wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
     vocab_size = tokenizer.vocab_size
     torch_arm = build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared)
-    begin_as_told(torch_arm, tokenizer)
+    load_initial_weights(torch_arm, tokenizer)
     arms = [
         build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
         torch_arm,

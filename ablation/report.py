@@ -185,10 +185,11 @@ def _blocks(cells: Sequence[Cell]) -> str:
     if len(words) > 1:
         words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
     return (
-        f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. The order of arms in a "
-        "cycle is random, and reversed in its second half. A block opens with a step that is not counted: it fills the GPU's "
-        "queue, which copying weights back has emptied. Between cycles the arms trade places: weights and optimizer state of "
-        "each move to where another's lay in memory, but for CUDA graphs, which have the addresses in them."
+        f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. A cycle has the arms in "
+        "some order and then in its reverse; every third order is drawn by seed, and in between the first goes last. A block "
+        "opens with a step that is not counted: it fills the GPU's queue, which copying weights back has emptied. Between "
+        "cycles the arms trade places: weights and optimizer state of each move to where another's lay in memory, but for CUDA "
+        "graphs, which have the addresses in them."
     )
 
 

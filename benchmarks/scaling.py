@@ -47,12 +47,12 @@ class Size:
     batch_size: int  # sequences of a rank
     parallel: tuple[str, ...] = (ALONE, DDP, FSDP)  # by default
     # Steps that open a turn and are not counted. The first compiles the loss. A GPU that waited for its turn begins at its
-    # highest clock and is held back to its power limit a second later: on an H200 GPT-2's went from 61 to 73 ms within one.
-    warm_up: int = 25
+    # highest clock and is held back to its power limit later: on H200s GPT-2's steps went from 62.5 to 67 ms behind the 27th.
+    warm_up: int = 60
 
 
 SIZES = {
-    "tiny": Size(("model.vocab_size=2048",), 8),  # the default run's
+    "tiny": Size(("model.vocab_size=2048",), 8, warm_up=5),  # the default run's
     "gpt2": Size(("model.vocab_size=50304",), 32),
     # 25 GB of weights, gradients and optimizer state unsharded. With 4 sequences a step waited for the host.
     "gpt2_xl": Size(("model.vocab_size=50304",), 32, (FSDP,), warm_up=4),

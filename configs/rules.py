@@ -100,6 +100,10 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
     Raises:
         ConfigError: with every such key, one a line.
     """
+    if cfg.init_from not in (None, before.init_from):
+        raise ConfigError(
+            f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave it out, or begin one without resume."
+        )
     changed = [
         (name, then, now)
         for name in keys.schema()
@@ -249,6 +253,8 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
     if cfg.resume == "":
         yield "resume is empty. Use never, auto, or the path of a run or of a checkpoint."
+    if cfg.init_from == "":
+        yield "init_from is empty. Use null, the path of a run or of a checkpoint, or a model on the Hub, owner/name."
     if cfg.sample.tokens and not cfg.sample.prompt:
         yield 'sample.prompt is empty: the model needs a token to go on from. Use sample.prompt="\\n", or sample.tokens=0.'
 

@@ -253,4 +253,4 @@ class Config:
     folder: str | None = None  # where the run is kept; null: runs/ and a name with the time. NAME_2 where NAME has a run
     resume: str = "never"  # auto: goes on if a run was stopped in `folder`; PATH: goes on from that run or checkpoint
     resume_with_changes: bool = False  # go on with a config that differs in what matters; the differences are refused otherwise
-    init_from: str | None = None  # a new run's weights: of the run in this folder, or of a GPT-2 or Llama: folder, owner/name
+    init_from: str | None = None  # a new run's weights: PATH of a run, a checkpoint, a GPT-2 or Llama; or owner/name on the Hub

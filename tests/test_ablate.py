@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.autograd import DeviceType
 
 import ablate
@@ -57,14 +58,39 @@ def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
     ]
 
 
-def test_arms_begin_with_the_weights_of_a_run_and_the_report_says_so(tiny, here, tmp_path):
-    summary, _ = train_here(tiny, tmp_path / "trained")
-    assert ablate.main([*tiny, f"init_from={tmp_path / 'trained'}"]) == 0
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """Summary of a run."""
+    summary, _ = train_here(tiny, tmp_path_factory.mktemp("trained") / "run")
+    return summary
+
+
+def test_arms_begin_with_the_weights_of_a_run_and_the_report_says_so(tiny, here, trained, monkeypatch):
+    timed, real = {}, ablate.arms_of
+
+    def arms_of(*given):
+        arms = real(*given)
+        timed.update((name, arm.state.model.embedding.weight.detach().clone()) for name, arm in arms.items())
+        return arms
+
+    monkeypatch.setattr(ablate, "arms_of", arms_of)
+    assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
+    stored = load_file(trained.folder / "last" / "model.safetensors")["embedding.weight"]
+    assert timed.keys() == {TORCH, AGAIN, FUSED} and all(torch.equal(begun, stored) for begun in timed.values())
     found = serialize.load(here())
     (parity,) = found.parity
     for arm in ARMS:
-        assert all(run[0] == pytest.approx(summary.final.loss, rel=0.1) for run in parity.losses[arm]), "of other weights"
-    assert any(f"begins with the weights of {tmp_path / 'trained'}" in note for note in found.notes)
+        assert all(run[0] == pytest.approx(trained.final.loss, rel=0.1) for run in parity.losses[arm]), "of other weights"
+    assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
+
+
+def test_weights_that_a_later_cell_refuses_are_refused_before_the_first_is_measured(
+    tiny, here, trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    assert ablate.main([*tiny, f"init_from={trained.folder}", "norm.kind=layernorm,rmsnorm"]) == 2
+    assert "norm.kind=rmsnorm: it has layernorm." in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_what_a_step_is_made_of_is_said_for_each_configuration_where_it_differs(tiny, here, monkeypatch):

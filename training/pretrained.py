@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,28 +12,30 @@ from safetensors.torch import load_file
 
 import configs
 from configs import Config, ConfigError, keys
+from configs.schema import Positions
 from data import Tokenizer
 from model import GPT
+from model.mlp import mlp_width
 from training import checkpoint, layouts, storage
 
 # Masks that some files carry, and tables that follow from the config: no weights.
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 
-
-# What weights mean beyond their names and shapes, and what is better told by its key than by them. Dropout, the dtype of the
-# stream and the context, where no table of positions is learned, may be others than those that the weights were trained with.
-OF_WEIGHTS = (
-    *(
-        "model.layers",
-        "model.width",
-        "model.heads",
-        "model.bias",
-        "model.tie_embeddings",
-        "model.positions",
-        "model.rotary_base",
-    ),
-    *("model.activation", "model.qk_norm", "model.block", "norm.kind", "norm.eps"),
-)
+# By key, what weights mean beyond their names and shapes, and what is better told so than by them. Dropout and the dtype of the
+# stream may be others than those that the weights were trained with.
+OF_WEIGHTS = {
+    key: attrgetter(key)
+    for key in (
+        *("model.layers", "model.width", "model.heads", "model.bias", "model.tie_embeddings", "model.positions"),
+        *("model.rotary_base", "model.activation", "model.qk_norm", "model.block", "norm.kind", "norm.eps"),
+    )
+}
+# Likewise, sizes that follow from others where the config leaves them out, and the context where the model has a table of it.
+SIZES: dict[str, Callable[[Config], object]] = {
+    "model.kv_heads": lambda cfg: cfg.model.kv_heads or cfg.model.heads,
+    "model.mlp_width": lambda cfg: mlp_width(cfg.model),
+    "model.context": lambda cfg: cfg.model.positions is Positions.learned and cfg.model.context,
+}
 
 
 def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
@@ -40,29 +43,33 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
 
     Args:
         source: a run of train.py (its newest checkpoint) or one of its checkpoints; a folder with config.json and
-            model.safetensors (or its parts and their index), of a GPT-2 or a Llama; or owner/name of such a one on the Hub.
+            model.safetensors (or its parts and their index), of a GPT-2 or a Llama; owner/name of such a one on the Hub; or a
+            file in one of these folders.
         tokenizer: of the model.
 
     Raises:
         ConfigError: no such weights, or weights of another model or of other tokens; the message names the keys.
     """
     path = Path(source).expanduser()
-    if any((path / name).exists() for name in (checkpoint.STATE, storage.SUMS, storage.FOLDER)):
-        _of_run(model, source, tokenizer)
+    folder = path.parent if path.is_file() else path
+    if _is_of_a_run(folder):
+        _of_run(model, source, folder, tokenizer)
     else:
         _of_layout(model, source)
 
 
-def _of_run(model: GPT, source: str, tokenizer: Tokenizer) -> None:
+def _is_of_a_run(folder: Path) -> bool:
+    """Whether train.py has made it. Others have a config.json, and may have checksums or a folder of checkpoints beside it."""
+    if (folder / checkpoint.STATE).is_file() or storage.kept(folder):
+        return True
+    traces = ("config.yaml", storage.SUMS, storage.FOLDER)  # of a run before its first checkpoint, of a damaged checkpoint
+    return not (folder / "config.json").is_file() and any((folder / name).exists() for name in traces)
+
+
+def _of_run(model: GPT, source: str, folder: Path, tokenizer: Tokenizer) -> None:
     try:
-        stored = checkpoint.read(Path(source).expanduser())
-        theirs = configs.from_dict(stored.config)
-        ours = Config(model=model.cfg, norm=model.norm)
-        if wrong := [
-            f"{name}={keys.shown(mine)}: it has {keys.shown(its)}."
-            for name in OF_WEIGHTS
-            if (mine := attrgetter(name)(ours)) != (its := attrgetter(name)(theirs))
-        ]:
+        stored = checkpoint.read(folder)
+        if wrong := _differences(Config(model=model.cfg, norm=model.norm), configs.from_dict(stored.config)):
             raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
         if stored.tokenizer != tokenizer.to_json():
             raise ConfigError(
@@ -71,6 +78,19 @@ def _of_run(model: GPT, source: str, tokenizer: Tokenizer) -> None:
         checkpoint.load_weights(model, stored)
     except ConfigError as error:
         raise ConfigError(f"init_from={source}: {error}") from error
+
+
+def _differences(ours: Config, theirs: Config) -> list[str]:
+    """Where they describe different models, by key; of sizes that follow from others, only where those are the same."""
+
+    def among(keyed: Mapping[str, Callable[[Config], object]]) -> list[str]:
+        return [
+            f"{key}={keys.shown(of(ours))}: it has {keys.shown(of(theirs))}."
+            for key, of in keyed.items()
+            if of(ours) != of(theirs)
+        ]
+
+    return among(OF_WEIGHTS) or among(SIZES)
 
 
 @torch.no_grad()
@@ -99,7 +119,8 @@ def _of_layout(model: GPT, source: str) -> None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"init_from={source}: not a GPT-2 or Llama with config.json and model.safetensors: {type(error).__name__}: {error}"
+            f"init_from={source}: no run of train.py, and not a GPT-2 or Llama with config.json and model.safetensors: "
+            f"{type(error).__name__}: {error}"
         ) from error
     _fill(model, layout, tensors, source)
 
@@ -163,7 +184,8 @@ def _folder(source: str) -> Path:
         return path.parent
     if source.startswith(("/", ".", "~")) or source.count("/") > 1:
         raise ConfigError(
-            f"init_from={source}: no such folder. Give a folder with config.json and model.safetensors, or owner/name."
+            f"init_from={source}: no such folder. Give that of a run or of a checkpoint, one with config.json and "
+            "model.safetensors, or owner/name on the Hub."
         )
     import huggingface_hub  # here, as it takes a while and few runs need it
 

@@ -49,13 +49,14 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     if cfg.train.compile:
         compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
+    begins = f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""
     ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
         "precision": precision.name + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
-        "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}",
+        "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}" + begins,
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
         "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
         "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",

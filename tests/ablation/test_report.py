@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from ablation import plots, report
+from ablation import plots, report, turns
 from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
 from ablation.statistics import Interval
 from ablation.verdict import NO_KERNEL, differs, verdict_of
@@ -182,6 +182,14 @@ def test_the_order_of_a_whole_table_of_parity_is_said(tmp_path):
     parity = text.partition("| distance from reference")[2]
     assert "In order: what failed, then by fused over reordered." in parity
     assert "In order: what failed, then by the size of fused." in parity.partition("| shift in one direction")[2]
+
+
+def test_the_order_of_blocks_is_said_as_it_is_made(tmp_path):
+    words = " ".join(written(results.ablation(overrides=[{}], modes=["eager"]), tmp_path).split())
+    assert "in its reverse; every third order is drawn by seed, and in between the first goes last." in words
+    first, second, third, *_ = ([*order] for order in turns.schedule(6, seed=1))
+    assert len(first) == 2 * 3 and first[3:] == first[2::-1]
+    assert second[:3] == [*first[1:3], first[0]] and third[:3] == [*second[1:3], second[0]]
 
 
 def test_figures_that_are_paired_are_said_to_be_beside_the_medians(tmp_path):

@@ -202,15 +202,15 @@ def test_by_default_gpt2_runs_both_ways_and_gpt2_xl_sharded_on_powers_of_two(mon
     options = scaling.options_of([])[1]
     assert options.model == ["gpt2", "gpt2_xl"] and options.ranks == [1, 2, 4]
     options.device = "cpu"
-    found = [(c.model, c.parallel, c.ranks, c.batch_size) for c in scaling.cells_of(options)]
+    cells = scaling.cells_of(options)
+    found = [(c.model, c.parallel, c.ranks, c.batch_size) for c in cells]
     assert found == [
         ("gpt2", "alone", 1, 32),
         *(("gpt2", how, ranks, 32) for how in ("ddp", "fsdp") for ranks in (1, 2, 4)),
         *(("gpt2_xl", "fsdp", ranks, 32) for ranks in (1, 2, 4)),
     ]
-    assert [c.overrides.count(f"train.batch_size={c.batch_size * c.ranks}") for c in scaling.cells_of(options)] == [1] * len(
-        found
-    )
+    assert all(f"train.batch_size={c.batch_size * c.ranks}" in c.overrides for c in cells)
+    assert all(f"train.steps={scaling.SIZES[c.model].warm_up + options.steps}" in c.overrides for c in cells)
 
 
 def test_readme_can_show_the_table(tmp_path):

@@ -326,7 +326,7 @@ def test_a_run_is_named_by_what_it_trains(name, resume, folder):
 MATTERS = [
     *("model.dropout=0.2", "model.context=64", "norm.eps=1e-6", "norm.kind=rmsnorm", "data.val_fraction=0.2"),
     *("tokenizer.vocab_size=300", "optim.beta2=0.9", "optim.lr=1e-3", "train.batch_size=4", "train.accumulation=2"),
-    *("train.precision=bf16", "train.steps=5000", "seed=2", "init_from=gpt2"),
+    *("train.precision=bf16", "train.steps=5000", "seed=2"),
 ]
 
 
@@ -374,12 +374,16 @@ def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(s
         configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))
 
 
-def test_a_run_to_go_on_with_has_a_name(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("resume=", "resume is empty. Use never, auto, or "), ("init_from=", "init_from is empty. Use null, the path of a run")],
+)
+def test_a_run_to_go_on_with_or_to_begin_with_has_a_name(override, message, capsys, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     with pytest.raises(SystemExit) as end:
-        command_line.check(["resume="])
+        command_line.check([override])
     assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("error: resume is empty. Use never, auto, or ")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_a_place_where_no_run_can_be_kept_is_refused_before_it_is_made(tmp_path, monkeypatch, capsys):

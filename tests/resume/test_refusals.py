@@ -104,7 +104,7 @@ def test_fewer_steps_than_were_done_are_refused(tiny, tmp_path, choice):
             train_here([*tiny, resume, f"train.steps={steps}", "resume_with_changes=true"], tmp_path / "run")
 
 
-def test_weights_of_the_hub_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
+def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
     loaded = []
     monkeypatch.setattr(train.pretrained, "load", lambda model, source, tokenizer: loaded.append(source))
     overrides = [*tiny, *AUTO, "init_from=owner/name"]
@@ -112,6 +112,8 @@ def test_weights_of_the_hub_are_for_the_beginning_of_a_run(tiny, tmp_path, monke
     train_here(overrides, tmp_path / "run")
 
     assert loaded == ["owner/name"]
+    with pytest.raises(ConfigError, match=r"^init_from=runs/other: a run that goes on has its weights already"):
+        train_here([*overrides, "init_from=runs/other", "resume_with_changes=true"], tmp_path / "run")
 
 
 def test_a_resumed_run_that_goes_bad_at_once_names_what_it_went_on_from(tiny, tmp_path):

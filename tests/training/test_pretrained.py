@@ -187,7 +187,7 @@ def test_a_folder_that_is_none_or_holds_no_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         load(model_of(GPT2), str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty: not a GPT-2 or Llama.*FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"empty: no run of train\.py, and not a GPT-2 or Llama.*FileNotFoundError"):
         load(model_of(GPT2), str(tmp_path / "empty"))
 
 
@@ -247,13 +247,14 @@ def run(tiny, tmp_path_factory):
     return folder, tiny
 
 
-def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss(run, tmp_path):
+def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss_and_says_so(run, tmp_path, capsys):
     folder, overrides = run
     final = json.loads((folder / "summary.json").read_text())["final"]["loss"]
     unmoved = ["optim.lr=1e-12", "optim.min_lr=0.0", "train.steps=3"]
     for impl, source in (("fused", folder), ("torch", folder / "best")):
         summary, _ = train_here([*overrides, *unmoved, f"init_from={source}", f"norm.impl={impl}"], tmp_path / impl)
         assert summary.final.loss == pytest.approx(final, rel=1e-4)
+        assert f"2 layers × 32, with the weights of {source}\n" in capsys.readouterr().out
     weights = load_file(tmp_path / "fused" / "last" / "model.safetensors")
     for name, tensor in load_file(folder / "last" / "model.safetensors").items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-9)
@@ -264,7 +265,10 @@ def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss(run,
     [
         ("model.heads=4", r"init_from=\S+: another model than this run's:\nmodel\.heads=4: it has 2\.$"),
         ("norm.kind=rmsnorm", r"norm\.kind=rmsnorm: it has layernorm\."),
-        ("model.mlp_width=48", r"(?s)init_from=\S+: the weights of .* do not fit this model: .*size mismatch"),
+        ("model.mlp_width=48", r"model\.mlp_width=48: it has 128\."),
+        ("model.kv_heads=1", r"model\.kv_heads=1: it has 2\."),
+        ("model.context=16", r"model\.context=16: it has 32\."),
+        ("model.vocab_size=256", r"(?s)init_from=\S+: the weights of .* do not fit this model: .*size mismatch"),
         ("tokenizer=bpe", r"init_from=\S+: trained with another tokenizer"),
     ],
 )
@@ -275,10 +279,32 @@ def test_weights_of_another_run_that_mean_something_else_are_refused(run, tmp_pa
         train_here([*overrides, f"init_from={folder}", change, *more], tmp_path / "second")
 
 
-def test_a_run_without_a_checkpoint_or_with_a_damaged_one_is_refused(run, tmp_path):
-    (tmp_path / "checkpoints").mkdir()
+def test_sizes_that_are_given_and_those_that_follow_from_others_are_the_same_model(run, tmp_path):
+    folder, overrides = run
+    train_here([*overrides, f"init_from={folder}", "model.mlp_width=128", "model.kv_heads=2", "train.steps=3"], tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "last/model.safetensors"])
+def test_a_file_of_a_run_stands_for_its_folder(run, tmp_path, file):
+    folder, overrides = run
+    train_here([*overrides, f"init_from={folder / file}", "train.steps=3"], tmp_path)
+
+
+@pytest.mark.parametrize("beside", ["checkpoints", "config.yaml", "SHA256SUMS"])
+def test_a_gpt2_may_have_files_beside_it_that_are_called_as_those_of_a_run(tmp_path, beside):
+    source = write(tmp_path / "hub", gpt2_tensors(), GPT2_JSON)
+    (tmp_path / "hub" / beside).mkdir()
+    load(model_of(GPT2), source)
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "config.yaml"])
+def test_a_run_before_its_first_checkpoint_is_refused(tmp_path, left):
+    (tmp_path / left).mkdir()
     with pytest.raises(ConfigError, match=r"init_from=\S+: .*no checkpoints in this folder"):
         load(model_of(GPT2), str(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_refused(run, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(run[0] / "last", damaged)
     with (damaged / "model.safetensors").open("r+b") as file:

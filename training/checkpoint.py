@@ -194,9 +194,13 @@ def locate(path: Path) -> Path:
         raise ConfigError(
             f"{path} points to {path.readlink()}, which is gone. Give the run, {path.parent}, for its newest checkpoint."
         )
+    raise ConfigError(f"{path}: no such file or folder.{runs_beside(path)}")
+
+
+def runs_beside(path: Path) -> str:
+    """A sentence with the latest runs in the folder that `path` would be in, behind a space; empty if there are none."""
     near = sorted(folder.parent.name for folder in path.parent.glob(f"*/{storage.FOLDER}"))[-3:]
-    hint = f" Latest runs beside it: {', '.join(near)}." if near else ""
-    raise ConfigError(f"{path}: no such file or folder.{hint}")
+    return f" Latest runs beside it: {', '.join(near)}." if near else ""
 
 
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:

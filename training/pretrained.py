@@ -182,10 +182,11 @@ def _folder(source: str) -> Path:
         return path
     if path.is_file():
         return path.parent
-    if source.startswith(("/", ".", "~")) or source.count("/") > 1:
+    of_owner = source.count("/") == 1 and not path.parent.is_dir()  # runs/nmae is meant for a folder where runs/ is one
+    if source.startswith(("/", ".", "~")) or ("/" in source and not of_owner):
         raise ConfigError(
-            f"init_from={source}: no such folder. Give that of a run or of a checkpoint, one with config.json and "
-            "model.safetensors, or owner/name on the Hub."
+            f"init_from={source}: no such folder.{checkpoint.runs_beside(path)} Give that of a run or of a checkpoint, one "
+            "with config.json and model.safetensors, or owner/name on the Hub."
         )
     import huggingface_hub  # here, as it takes a while and few runs need it
 

@@ -312,3 +312,11 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path):
         file.write(b"damaged")
     with pytest.raises(ConfigError, match=r"init_from=\S+: .*not a readable checkpoint"):
         load(model_of(GPT2), str(damaged))
+
+
+def test_a_name_in_a_folder_that_is_here_is_not_asked_of_the_hub_and_runs_beside_it_are_told(run, monkeypatch):
+    folder = run[0].parent
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(ConfigError, match=rf"init_from={folder.name}/rnu: no such folder\. Latest runs beside it: run\."):
+        load(model_of(GPT2), f"{folder.name}/rnu")

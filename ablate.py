@@ -26,7 +26,7 @@ import torch
 import configs
 import ops
 from ablation import parity, report, serialize, timing, tracking, turns
-from ablation.arms import Arm, build, check_beginning, check_same, load_initial_weights
+from ablation.arms import Arm, build, check_initial_weights, check_same, load_initial_weights
 from ablation.bound import attribute, norm_bytes
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.progress import Progress
@@ -83,7 +83,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
     sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
     for variant, corpus in zip(variants, corpora, strict=True):
-        check_beginning(variant.cfg, corpus.tokenizer)
+        check_initial_weights(variant.cfg, corpus.tokenizer)
     if len(set(sizes)) > 1:
         sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
     began = time.monotonic()

@@ -78,7 +78,7 @@ def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
         pretrained.load(arm.state.model, arm.cfg.init_from, tokenizer)
 
 
-def check_beginning(cfg: Config, tokenizer: Tokenizer) -> None:
+def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
     """That arms can begin with the weights that cfg.init_from names, if it names any.
 
     Raises:

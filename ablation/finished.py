@@ -283,7 +283,7 @@ def _losses(groups: Sequence[Group]) -> str:
     """The final validation losses in a line."""
     if len(groups) == 1:
         return _validation(groups[0][1])
-    judged = [_apart(apart, _again(runs)) for _, runs in groups if len(apart := _paired(runs)) >= LEAST_SEEDS]
+    judged = [_apart([*pairs.values()], _again(runs)) for _, runs in groups if len(pairs := _paired(runs)) >= LEAST_SEEDS]
     counts = {
         "no difference found": len(judged) - sum(judged),
         "a difference": sum(judged),
@@ -295,26 +295,23 @@ def _losses(groups: Sequence[Group]) -> str:
 
 def _validation(runs: Sequence[FinishedRun]) -> str:
     """Final validation loss of runs with the same seed, hence the same initial weights and batches: those are pairs."""
-    by = _final_losses(runs)
-    apart, again = _paired(runs), _again(runs)
-    if not apart:
+    by, pairs = _final_losses(runs), _paired(runs)
+    if not pairs:
         torch, fused = ([run.val_loss for run in runs if run.impl == impl] for impl in (TORCH, FUSED))
         difference = signed(fmean(fused) - fmean(torch))
         return f"Final validation loss: fused − torch {difference}; no seed has both, so this includes their spread."
-    seeds = sorted(seed for impl, seed in by if impl == TORCH and (FUSED, seed) in by)
-    over = (
-        f"; standard deviation of torch's over seeds {stdev(fmean(by[TORCH, seed]) for seed in seeds):.5f}"
-        if len(seeds) > 1
-        else ""
-    )
-    if len(seeds) < LEAST_SEEDS:
-        each = ", ".join(f"{signed(difference)} (seed {seed})" for seed, difference in zip(seeds, apart, strict=True))
+    over = ""
+    if len(pairs) > 1:
+        over = f"; standard deviation of torch's over seeds {stdev(fmean(by[TORCH, seed]) for seed in pairs):.5f}"
+    if len(pairs) < LEAST_SEEDS:
+        each = ", ".join(f"{signed(difference)} (seed {seed})" for seed, difference in pairs.items())
         return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
+    apart, again = [*pairs.values()], _again(runs)
     verdict = "" if _apart(apart, again) else "no difference found, "
     control = f"; A/A, of {len(again)} runs made again, {plain(mean_interval(again), 5)}" if len(again) >= LEAST_SEEDS else ""
     return (
         f"Final validation loss: {verdict}fused − torch {plain(mean_interval(apart), 5)}, mean and 95 % t-interval, paired "
-        f"over {len(seeds)} seeds{control}{over}."
+        f"over {len(pairs)} seeds{control}{over}."
     )
 
 
@@ -326,12 +323,14 @@ def _final_losses(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[flo
     return found
 
 
-def _paired(runs: Sequence[FinishedRun]) -> list[float]:
-    """Fused − torch of the final losses, for each seed that has both, in their order; of runs made again, the mean."""
+def _paired(runs: Sequence[FinishedRun]) -> dict[int, float]:
+    """Fused − torch of the final losses, by each seed that has both, in their order; of runs made again, the mean."""
     by = _final_losses(runs)
-    return [
-        fmean(by[FUSED, seed]) - fmean(by[TORCH, seed]) for impl, seed in sorted(by) if impl == TORCH and (FUSED, seed) in by
-    ]
+    return {
+        seed: fmean(by[FUSED, seed]) - fmean(by[TORCH, seed])
+        for impl, seed in sorted(by)
+        if impl == TORCH and (FUSED, seed) in by
+    }
 
 
 def _again(runs: Sequence[FinishedRun]) -> list[float]:

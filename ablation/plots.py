@@ -159,12 +159,14 @@ def losses(parity: Parity, path: Path) -> None:
     _finish(figure, f"Parity over {seeds}, {parity.precision}: {label(parity.overrides)}", path)
 
 
-def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], title: str, path: Path) -> None:
+# Its operator, seed, step and loss of each evaluation, and final loss.
+TrainedRun = tuple[str, int, list[tuple[int, float]], float]
+
+
+def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     """Three panels: the validation loss of every run as it trained; how far fused is above torch, a line for each seed that has
     both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from the
     first; and the final losses, a row for each operator, seeds numbered.
-
-    A run is its operator, seed, step and loss of each evaluation, and final loss.
     """
     figure, (above, between, below) = pyplot.subplots(
         3, 1, figsize=(WIDTH, 7.2), dpi=DPI, layout="constrained", height_ratios=(3, 2, 1.3)
@@ -196,7 +198,7 @@ def trained(runs: Sequence[tuple[str, int, list[tuple[int, float]], float]], tit
     _finish(figure, f"Runs to their end: {title}", path)
 
 
-def _losses_apart(axes: Any, runs: Sequence[tuple[str, int, list[tuple[int, float]], float]]) -> None:
+def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
     curves: dict[tuple[str, int], list[dict[int, float]]] = {}
     for name, seed, evaluated, _ in runs:
         curves.setdefault((name, seed), []).append(dict(evaluated))

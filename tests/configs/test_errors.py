@@ -1,7 +1,6 @@
 """What a user reads after a mistake: the key, what was given, what is accepted, what to do."""
 
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -267,113 +266,6 @@ def test_a_developer_can_have_the_traceback(monkeypatch):
         command_line.check(["norm.impl=fusd"])
 
 
-def test_every_key_is_described_with_its_meaning_and_that_of_its_values():
-    text = command_line.describe_keys()
-
-    for key in configs.keys.schema().values():
-        assert re.search(rf"^  {re.escape(key.name)}=.*  {re.escape(key.meaning)}$", text, re.MULTILINE)
-        assert key.meaning, f"{key.name}: nothing stands beside it in schema.py"
-        for value, meaning in key.choices.items():
-            assert meaning, f"{key.name}={value}: nothing stands beside it in schema.py"
-            assert re.search(rf"^ {{20,}}{value} +{re.escape(meaning)}$", text, re.MULTILINE)
-
-
-def test_the_help_shows_what_a_plain_run_gets():
-    plain = configs.compose_only([])
-    given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", command_line.describe_keys(), re.MULTILINE))
-
-    assert (float(given["optim.lr"]), float(given["optim.min_lr"])) == (plain.optim.lr, plain.optim.min_lr)
-    assert given["optim.warmup_steps"] == "null"  # not what becomes of it
-    assert given["sample.prompt"] == r"'\n'"
-    typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
-    assert configs.compose_only(typed) == plain  # all of them, and as they are typed
-
-
-def test_a_folder_name_holds_only_what_a_file_name_may():
-    overrides = ["data.files=[a/b.txt,c d]", "norm.impl=torch", "logging.name=" + "x" * 300]
-
-    name = command_line._job_folder(3, overrides, swept={"data.files", "norm.impl", "logging.name"})
-
-    assert name.startswith("3_data.files-a-b.txt-c-d-_norm.impl-torch")
-    assert "/" not in name and len(name) <= 120
-
-
-def test_a_job_is_named_by_what_was_swept_alone():
-    swept = command_line._swept(["-m", "model.dropout=0,0.1", "train.steps=5", "seed=range(1,3)", "data.files=[a,b]"])
-
-    assert swept == {"model.dropout", "seed"}
-    overrides = ["model.dropout=0.1", "train.steps=5", "seed=2", "data.files=[a,b]"]
-    assert command_line._job_folder(1, overrides, swept) == "1_model.dropout-0.1_seed-2"
-    assert command_line._job_folder(0, ["train.steps=5"], set()) == "0"
-
-
-@pytest.mark.parametrize(
-    ("name", "resume", "folder"),
-    [
-        (None, "never", "tinystories_gpt2_torch"),
-        (None, "auto", "tinystories_gpt2_torch"),
-        ("mine", "never", "mine"),
-        (None, "runs/2026-01-02_03-04-05_shakespeare_tiny_fused", "resumed_shakespeare_tiny_fused"),
-        (None, "runs/2026-01-02_03-04-05_resumed_mine/best", "resumed_mine"),
-        (None, "runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "resumed_mine"),
-        ("again", "runs/2026-01-02_03-04-05_mine", "again"),
-    ],
-)
-def test_a_run_is_named_by_what_it_trains(name, resume, folder):
-    assert command_line._folder_name(name, resume, "tinystories", "gpt2", "torch") == folder
-
-
-MATTERS = [
-    *("model.dropout=0.2", "model.context=64", "norm.eps=1e-6", "norm.kind=rmsnorm", "data.val_fraction=0.2"),
-    *("tokenizer.vocab_size=300", "optim.beta2=0.9", "optim.lr=1e-3", "train.batch_size=4", "train.accumulation=2"),
-    *("train.precision=bf16", "train.steps=5000", "seed=2"),
-]
-
-
-@pytest.mark.parametrize("override", MATTERS)
-def test_a_run_that_goes_on_refuses_what_would_make_it_another_run(override):
-    stored = configs.to_dict(configs.load(on=CPU))
-    key, _, _ = override.partition("=")
-
-    with pytest.raises(ConfigError) as error:
-        configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, [override]))
-
-    first, *rest = str(error.value).splitlines()
-    assert re.match(rf"{key}=\S+: the checkpoint was made with {key}=\S+\.$", first)
-    assert len(rest) == 1 and "resume_with_changes=true" in rest[0]
-
-
-def test_every_difference_is_shown_and_can_be_accepted():
-    stored = configs.to_dict(configs.load(on=CPU))
-    before = configs.from_dict(stored)
-
-    with pytest.raises(ConfigError) as error:
-        configs.rules.check_resumed(before, configs.from_dict(stored, MATTERS))
-    assert len(str(error.value).splitlines()) == len(MATTERS) + 1
-    accepted = configs.rules.check_resumed(before, configs.from_dict(stored, [*MATTERS, "resume_with_changes=true"]))
-    assert sorted(accepted) == sorted(override.partition("=")[0] for override in MATTERS)
-
-
-def test_a_run_that_goes_on_takes_other_machines_intervals_and_operators():
-    stored = configs.to_dict(configs.load(on=CPU))
-    overrides = [
-        *("data.processes=2", "data.cache_dir=x", "norm.impl=torch", "norm.dropout_masks=shared", "train.compile=true"),
-        *("train.compile_loss=true", "train.compile_mode=reduce-overhead", "train.recompute=true"),
-        *("device=cpu", "eval.every=7", "checkpoint.every=3", "checkpoint.background=true", "logging.wandb=disabled"),
-        *("sample.tokens=1", "resume=auto", "folder=x", "seed=1"),
-    ]
-
-    assert configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, overrides)) == []
-
-
-@pytest.mark.parametrize(("schedule", "refused"), [("constant", False), ("cosine", True), ("wsd", True)])
-def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(schedule, refused):
-    stored = configs.to_dict(configs.load([f"optim.schedule={schedule}"], on=CPU))
-
-    with pytest.raises(ConfigError, match=r"train\.steps") if refused else nullcontext():
-        configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [("resume=", "resume is empty. Use never, auto, or "), ("init_from=", "init_from is empty. Use null, the path of a run")],
@@ -406,12 +298,3 @@ def test_a_place_where_no_run_can_be_kept_is_refused_before_it_is_made(tmp_path,
         command_line.check([f"folder={tmp_path / long}"])
     assert stop.value.code == 2
     assert re.search(rf"{long}: File name too long\. Use another folder=PATH", capsys.readouterr().err)
-
-
-def test_a_fixed_folder_is_one_that_the_command_names():
-    cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
-
-    assert not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
-    assert command_line.chooses_folder(named, [])
-    assert command_line.chooses_folder(cfg, ["hydra.run.dir=runs/mine"])
-    assert command_line.chooses_folder(cfg, ["hydra.sweep.dir=runs/mine"])

@@ -247,13 +247,18 @@ def run(tiny, tmp_path_factory):
     return folder, tiny
 
 
+UNMOVED = ["optim.lr=1e-12", "optim.min_lr=0.0", "train.steps=3"]
+
+
+def final_loss(folder):
+    return json.loads((folder / "summary.json").read_text())["final"]["loss"]
+
+
 def test_a_run_that_begins_with_the_weights_of_another_begins_with_its_loss_and_says_so(run, tmp_path, capsys):
     folder, overrides = run
-    final = json.loads((folder / "summary.json").read_text())["final"]["loss"]
-    unmoved = ["optim.lr=1e-12", "optim.min_lr=0.0", "train.steps=3"]
     for impl, source in (("fused", folder), ("torch", folder / "best")):
-        summary, _ = train_here([*overrides, *unmoved, f"init_from={source}", f"norm.impl={impl}"], tmp_path / impl)
-        assert summary.final.loss == pytest.approx(final, rel=1e-4)
+        summary, _ = train_here([*overrides, *UNMOVED, f"init_from={source}", f"norm.impl={impl}"], tmp_path / impl)
+        assert summary.final.loss == pytest.approx(final_loss(folder), rel=1e-4)
         assert f"2 layers × 32, with the weights of {source}\n" in capsys.readouterr().out
     weights = load_file(tmp_path / "fused" / "last" / "model.safetensors")
     for name, tensor in load_file(folder / "last" / "model.safetensors").items():
@@ -281,20 +286,25 @@ def test_weights_of_another_run_that_mean_something_else_are_refused(run, tmp_pa
 
 def test_sizes_that_are_given_and_those_that_follow_from_others_are_the_same_model(run, tmp_path):
     folder, overrides = run
-    train_here([*overrides, f"init_from={folder}", "model.mlp_width=128", "model.kv_heads=2", "train.steps=3"], tmp_path)
+    given = ["model.mlp_width=128", "model.kv_heads=2"]
+    summary, _ = train_here([*overrides, *UNMOVED, f"init_from={folder}", *given], tmp_path)
+    assert summary.final.loss == pytest.approx(final_loss(folder), rel=1e-4)
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "last/model.safetensors"])
 def test_a_file_of_a_run_stands_for_its_folder(run, tmp_path, file):
     folder, overrides = run
-    train_here([*overrides, f"init_from={folder / file}", "train.steps=3"], tmp_path)
+    summary, _ = train_here([*overrides, *UNMOVED, f"init_from={folder / file}"], tmp_path)
+    assert summary.final.loss == pytest.approx(final_loss(folder), rel=1e-4)
 
 
 @pytest.mark.parametrize("beside", ["checkpoints", "config.yaml", "SHA256SUMS"])
 def test_a_gpt2_may_have_files_beside_it_that_are_called_as_those_of_a_run(tmp_path, beside):
     source = write(tmp_path / "hub", gpt2_tensors(), GPT2_JSON)
     (tmp_path / "hub" / beside).mkdir()
-    load(model_of(GPT2), source)
+    model = model_of(GPT2)
+    load(model, source)
+    assert torch.equal(model.state_dict()["positions.weight"], gpt2_tensors()["wpe.weight"])
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "config.yaml"])

@@ -175,7 +175,7 @@ def measure(
     *,
     loss: Loss | None = None,
     autocast: torch.dtype | None = None,
-    cycles: int = 10,
+    cycles: int = 12,
     block_steps: int = 5,
     warmup_steps: int = 3,
 ) -> Timing:

@@ -25,11 +25,12 @@ def in_turn(
 ) -> dict[str, list[list[float]]]:
     """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
 
-    Cycle 0 is not counted.
+    Cycle 0 is not counted. It is one more than the schedule has, or what is counted would begin amid a round of the arms.
     """
     blocks: dict[str, list[list[float]]] = {name: [] for name in names}
+    counted = list(schedule(cycles, seed, names))
     with collection_paused():
-        for cycle, order in enumerate(schedule(1 + cycles, seed, names)):
+        for cycle, order in enumerate([counted[-1], *counted]):
             before_cycle(cycle)
             for name in order:
                 times = block(name, cycle)
@@ -40,8 +41,7 @@ def in_turn(
 
 def turns_of(name: str, cycles: int, seed: int, names: Sequence[str] = LINEUP) -> list[int]:
     """Of each counted block of in_turn's `name`: how many counted blocks, of all arms, had run before it."""
-    _, *counted = schedule(1 + cycles, seed, names)
-    return [turn for turn, ran in enumerate(itertools.chain(*counted)) if ran == name]
+    return [turn for turn, ran in enumerate(itertools.chain(*schedule(cycles, seed, names))) if ran == name]
 
 
 def schedule(cycles: int, seed: int, names: Sequence[str] = LINEUP) -> Iterator[Sequence[str]]:

@@ -223,7 +223,7 @@ def test_ablate_compile_chooses_the_cells(override, device, modes, tiny, monkeyp
 def test_help_lists_its_own_keys(capsys):
     assert ablate.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "ablate.cycles=10" in text and "at least 6" in text and "train.batch_size" not in text
+    assert "ablate.cycles=12" in text and "at least 6" in text and "train.batch_size" not in text
 
 
 def test_help_says_where_the_report_goes_and_lists_every_key_that_is_refused(capsys):

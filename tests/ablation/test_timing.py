@@ -15,7 +15,7 @@ from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.records import ArmTimes
 from ablation.verdict import differs
 from configs.machine import Machine
-from configs.schema import NormImpl
+from configs.schema import AblateConfig, NormImpl
 from training.precision import Precision
 
 CPU = Machine("cpu")
@@ -41,6 +41,14 @@ def test_every_arm_stands_at_every_place_of_a_cycle_equally_often(seed, names):
     orders = list(turns.schedule(3 * len(names), seed, names))
     for place in range(2 * len(names)):
         assert Counter(order[place] for order in orders) == dict.fromkeys(names, 3)
+
+
+def test_every_arm_stands_at_every_place_equally_often_in_the_cycles_that_are_counted():
+    ran = []
+    turns.in_turn(lambda name, cycle: ran.append((cycle, name)) or [1.0], cycles=AblateConfig().cycles, seed=2)
+    orders = [[name for at, name in ran if at == cycle] for cycle in range(1, 1 + AblateConfig().cycles)]
+    for place in range(2 * len(turns.LINEUP)):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(turns.LINEUP, len(orders) // 3)
 
 
 def test_drift_through_a_cycle_cancels():

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ablation.turns import collection_paused
 from benchmarks import command, tables, timing
 from benchmarks.cases import CASES, DTYPES, Case, Inputs, Setting, make_inputs
 from benchmarks.providers import OURS, PROVIDERS, compiled, torch_expression
@@ -70,15 +71,16 @@ def chain(provider: str, case: Case, setting: Setting, blocks: int) -> Chain | N
 def measure(run: Chain, inputs: Inputs, device: torch.device) -> dict[str, int | None]:
     """Bytes kept between forward and backward, and at the peak; the second of two passes, which compiles nothing."""
     for _ in range(2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        before = allocated(device)
-        y, r = run(inputs)
-        kept = allocated(device) - before - y.nbytes
-        grads = torch.autograd.grad((y, r), inputs.leaves, inputs.upstream)
-        peak = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
-        del y, r, grads
+        with collection_paused():  # else a tensor of somebody else's, freed on the way, would count as this chain's thrift
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            before = allocated(device)
+            y, r = run(inputs)
+            kept = allocated(device) - before - y.nbytes
+            grads = torch.autograd.grad((y, r), inputs.leaves, inputs.upstream)
+            peak = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
+            del y, r, grads
     return {"kept": kept, "peak": peak} if device.type == "cuda" else {"kept": None, "peak": None}  # the CPU does not count
 
 

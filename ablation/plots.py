@@ -178,10 +178,15 @@ def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
             steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
             above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
         finals = [final for _, _, final in of]
-        below.plot(finals, [at] * len(of), "o", markersize=3.5, color="#111111")
         below.plot([np.mean(finals)] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
+        made: set[int] = set()
         for seed, _, final in of:
-            below.annotate(str(seed), (final, at), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7)
+            again = seed in made
+            made.add(seed)
+            below.plot([final], [at], "o", markersize=3.5, color="#111111", markerfacecolor="white" if again else "#111111")
+            below.annotate(  # beneath: runs made again may end where the first did
+                str(seed), (final, at), xytext=(0, -10 if again else 5), textcoords="offset points", ha="center", fontsize=7
+            )
     _losses_apart(between, runs)
     between.axhline(0.0, color="#c2410c", linewidth=1.0, linestyle="--")
     above.set_ylabel("validation loss,\nnats per token", fontsize=9)
@@ -191,7 +196,9 @@ def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     above.legend(frameon=False, fontsize=8, handlelength=3.2)
     below.set_yticks(range(len(styles)), list(styles))
     below.set_ylim(len(styles) - 0.4, -0.6)
-    below.set_xlabel("final validation loss, nats per token: dots are seeds, lines their means")
+    several = len({(name, seed) for name, seed, *_ in runs}) < len(runs)
+    dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means"
+    below.set_xlabel(f"final loss, nats per token: {dots}")
     _bare(above, grid="both")
     _bare(between, grid="both")
     _bare(below, grid="x")

@@ -53,7 +53,7 @@ def test_the_picture_of_finished_runs_has_every_run_and_every_final_loss(tmp_pat
     assert drawn == [[[250, 500], [2.0, 1.5]], [[250, 500], [2.25, 1.25]], [[], []]] and "here" in title
     seed, mean, _ = between.lines  # of the one seed that has both
     assert [list(line.get_ydata()) for line in (seed, mean)] == [[0.25, -0.25]] * 2
-    assert [list(line.get_xdata()) for line in below.lines[::2]] == [[1.4], [1.3, 1.2]]
+    assert dots(below) == [(1.4, "#111111"), (1.3, "#111111"), (1.2, "#111111")]
     assert [text.get_text() for text in below.texts] == ["1", "1", "2"]
 
 
@@ -66,4 +66,10 @@ def test_the_picture_of_runs_made_again_has_the_mean_of_each_seed_and_how_far_th
     seed, again, mean, _ = between.lines
     assert [list(line.get_ydata()) for line in (seed, again, mean)] == [[0.25, 0.25], [0.5, -0.5], [0.25, 0.25]]
     assert any("made again" in text.get_text() for text in between.get_legend().get_texts())
-    assert list(below.lines[0].get_xdata()) == [1.5, 1.0]
+    assert dots(below) == [(1.5, "#111111"), (1.0, "white"), (1.5, "#111111")]
+    assert "hollow: made again" in below.get_xlabel()
+
+
+def dots(axes):
+    """Final losses in the order drawn, and the colour of each."""
+    return [(line.get_xdata()[0], line.get_markerfacecolor()) for line in axes.lines if line.get_marker() == "o"]

@@ -166,19 +166,21 @@ TrainedRun = tuple[str, int, list[tuple[int, float]], float]
 def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     """Three panels: the validation loss of every run as it trained; how far fused is above torch, a line for each seed that has
     both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from the
-    first; and the final losses, a row for each operator, seeds numbered.
+    first; and the final losses, a row for each operator, seeds numbered, with the means over the seeds that have both.
     """
     figure, (above, between, below) = pyplot.subplots(
         3, 1, figsize=(WIDTH, 7.2), dpi=DPI, layout="constrained", height_ratios=(3, 2, 1.3)
     )
     styles = {TORCH: LINES[0] | {"linewidth": 2.6}, FUSED: LINES[2] | {"linewidth": 1.0}}
+    seeds = {impl: {seed for name, seed, *_ in runs if name == impl} for impl in styles}
+    both = seeds[TORCH] & seeds[FUSED]
     for at, (impl, style) in enumerate(styles.items()):
         of = [(seed, evaluated, final) for name, seed, evaluated, final in runs if name == impl]
         for index, (_, evaluated, _) in enumerate(of):
             steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
             above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
-        finals = [final for _, _, final in of]
-        below.plot([np.mean(finals)] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
+        of_seed = [[final for made, _, final in of if made == seed] for seed in both or seeds[impl]]
+        below.plot([np.mean([np.mean(finals) for finals in of_seed])] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
         made: set[int] = set()
         for seed, _, final in of:
             again = seed in made
@@ -197,7 +199,7 @@ def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     below.set_yticks(range(len(styles)), list(styles))
     below.set_ylim(len(styles) - 0.4, -0.6)
     several = len({(name, seed) for name, seed, *_ in runs}) < len(runs)
-    dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means"
+    dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means of pairs"
     below.set_xlabel(f"final loss, nats per token: {dots}")
     _bare(above, grid="both")
     _bare(between, grid="both")
@@ -224,6 +226,8 @@ def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
         mean = [np.mean([of[step] for of in apart]) for step in shared]
         axes.plot(shared, mean, color="#111111", linewidth=2.0, label="mean")
     if again:
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.15 * (high - low))  # room for the legend
         axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
 
 
@@ -247,13 +251,15 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
         assert cell.attribution is not None
         arms = {TORCH: cell.attribution.torch, FUSED: cell.attribution.fused}
         whole = max(sum(share.ms for share in shares) for shares in arms.values())
+        # About the width of a label, in either arm: who compares them looks for both.
+        wide = {share.group for shares in arms.values() for share in shares if share.ms > 0.05 * whole}
         for at, shares in enumerate(arms.values()):
             left = 0.0
             for share in sorted(shares, key=lambda share: _order(share.group)):
                 colour, hatch = GROUPS[_kind(share.group)]
                 bar = axes.barh(at, share.ms, 0.66, left=left, color=colour, hatch=hatch, edgecolor="#374151", linewidth=0.8)
                 entries.setdefault(share.group, bar[0])
-                if share.ms > 0.05 * whole:  # about the width of a label
+                if share.group in wide:
                     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.9}
                     axes.text(left + share.ms / 2, at, _ms(share.ms), ha="center", va="center", fontsize=8, bbox=box)
                 left += share.ms

@@ -25,12 +25,12 @@ def in_turn(
 ) -> dict[str, list[list[float]]]:
     """The blocks of each of `names`, in the order in which they ran: step times as block(name, cycle) returned them.
 
-    Cycle 0 is not counted. It is one more than the schedule has, or what is counted would begin amid a round of the arms.
+    Cycle 0 is not counted and has the order of the last one, so that what is counted begins a round of the arms.
     """
     blocks: dict[str, list[list[float]]] = {name: [] for name in names}
     counted = list(schedule(cycles, seed, names))
     with collection_paused():
-        for cycle, order in enumerate([counted[-1], *counted]):
+        for cycle, order in enumerate([*counted[-1:], *counted]):
             before_cycle(cycle)
             for name in order:
                 times = block(name, cycle)
@@ -81,10 +81,12 @@ def per_cycle(blocks_ms: Sequence[Sequence[float]]) -> list[float]:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Python collects its garbage before, not inside a step."""
+    """Python collects its garbage before, and not while this lasts."""
     gc.collect()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -55,7 +55,7 @@ from training.precision import Precision
 
 PROGRAM = "train_step"
 KEY = ("mode", "dropout", "contender", "layers", "heads", "width", "context", "vocabulary", "batch_size", "precision")
-ROUNDS = (10, 6)  # cycles of blocks by default, and with --quick
+ROUNDS = (12, 6)  # cycles of blocks by default, and with --quick: in multiples of three contenders no one is favoured
 KERNELS_KEPT = 20  # of the longest, in a record
 # How far the mean losses of two ways to compute the same may be apart, relatively: one rounding of a logit is 2^-9 in bf16.
 ROUNDING = {torch.bfloat16: 2e-3, torch.float16: 5e-4, torch.float32: 1e-5}

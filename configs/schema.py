@@ -211,7 +211,7 @@ class LoggingConfig:
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = 12  # of two blocks an arm, at least 6, after one uncounted; in multiples of 3 arms trade places evenly
+    cycles: int = 12  # of two blocks an arm, at least 6, after one uncounted; in multiples of 6 no arm is favoured
     block_steps: int | None = None  # of a block, behind one uncounted; null: about 250 ms of the slowest arm's, from 5 to 100
     warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
     compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone

@@ -60,7 +60,7 @@ def main() -> None:
     textbook, fused = Textbook(width).to(device), Fused(width).to(device)
     fused.load_state_dict(textbook.state_dict())
     print(check_parity(textbook, fused, x))
-    print(measure(textbook, fused, x, cycles=8, block_steps=4))
+    print(measure(textbook, fused, x, cycles=9, block_steps=4))
     ours, theirs = (list(train(model, x, steps=20)) for model in (fused, textbook))
     print(f"20 compiled steps: loss {ours[0]:.4f} → {ours[-1]:.4f}; with PyTorch's norms {theirs[0]:.4f} → {theirs[-1]:.4f}")
 

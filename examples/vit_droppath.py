@@ -93,7 +93,7 @@ def main() -> None:
     if not gpu:
         torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
-    sizes, effort = ((768, 12, 12), (8, 2)) if gpu else ((32, 4, 3), (6, 1))
+    sizes, effort = ((768, 12, 12), (9, 2)) if gpu else ((32, 4, 3), (6, 1))
     before, after = (ViT(block, *sizes).to(device) for block in (Before, After))
     after.load_state_dict(before.state_dict())
     patches = torch.randn(192 if gpu else 8, 196 if gpu else 32, 48, device=device)

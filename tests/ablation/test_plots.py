@@ -18,14 +18,14 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
         assert (tmp_path / "parity.png").stat().st_size > 5000
 
 
-def test_the_norms_have_their_time_in_the_picture_where_they_are_a_twentieth_of_a_step(tmp_path, monkeypatch):
+def test_the_norms_have_their_time_in_the_picture_where_they_are_a_twentieth_of_either_arms_step(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
     cell = results.ablation(overrides=[{}], modes=["eager"]).cells[0]
-    torch, fused = ([Share("norm", norm, 75), Share("GEMM", 61.0, 195)] for norm in (17.5, 4.0))
+    torch, fused = ([Share("norm", norm, 75), Share("GEMM", 61.0, 195)] for norm in (17.5, 3.0))
     cell = dataclasses.replace(cell, attribution=dataclasses.replace(cell.attribution, torch=torch, fused=fused))
     assert plots.attributions([cell], tmp_path / "x.png")
-    assert [text.get_text() for text in figures[0].axes[0].texts] == ["17.5", "61.0", "78.5 ms", "4.00", "61.0", "65.0 ms"]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["17.5", "61.0", "78.5 ms", "3.00", "61.0", "64.0 ms"]
 
 
 @pytest.mark.parametrize("most", [3e-7, 3e-3], ids=["within a decade", "over four"])
@@ -53,7 +53,8 @@ def test_the_picture_of_finished_runs_has_every_run_and_every_final_loss(tmp_pat
     assert drawn == [[[250, 500], [2.0, 1.5]], [[250, 500], [2.25, 1.25]], [[], []]] and "here" in title
     seed, mean, _ = between.lines  # of the one seed that has both
     assert [list(line.get_ydata()) for line in (seed, mean)] == [[0.25, -0.25]] * 2
-    assert dots(below) == [(1.4, "#111111"), (1.3, "#111111"), (1.2, "#111111")]
+    assert dots(below) == [(1.4, "#111111"), (1.3, "#111111"), (1.2, "#111111")] and "hollow" not in below.get_xlabel()
+    assert means(below) == [1.4, 1.3], "not of the seed that has no partner"
     assert [text.get_text() for text in below.texts] == ["1", "1", "2"]
 
 
@@ -67,9 +68,14 @@ def test_the_picture_of_runs_made_again_has_the_mean_of_each_seed_and_how_far_th
     assert [list(line.get_ydata()) for line in (seed, again, mean)] == [[0.25, 0.25], [0.5, -0.5], [0.25, 0.25]]
     assert any("made again" in text.get_text() for text in between.get_legend().get_texts())
     assert dots(below) == [(1.5, "#111111"), (1.0, "white"), (1.5, "#111111")]
-    assert "hollow: made again" in below.get_xlabel()
+    assert means(below) == [1.25, 1.5] and "hollow: made again" in below.get_xlabel()
+    assert [text.xyann[1] > 0 for text in below.texts] == [True, False, True], "of a run made again beneath"
 
 
 def dots(axes):
     """Final losses in the order drawn, and the colour of each."""
     return [(line.get_xdata()[0], line.get_markerfacecolor()) for line in axes.lines if line.get_marker() == "o"]
+
+
+def means(axes):
+    return [float(line.get_xdata()[0]) for line in axes.lines if line.get_marker() != "o"]

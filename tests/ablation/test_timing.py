@@ -43,9 +43,10 @@ def test_every_arm_stands_at_every_place_of_a_cycle_equally_often(seed, names):
         assert Counter(order[place] for order in orders) == dict.fromkeys(names, 3)
 
 
-def test_every_arm_stands_at_every_place_equally_often_in_the_cycles_that_are_counted():
+@pytest.mark.parametrize("seed", range(8))
+def test_every_arm_stands_at_every_place_equally_often_in_the_cycles_that_are_counted(seed):
     ran = []
-    turns.in_turn(lambda name, cycle: ran.append((cycle, name)) or [1.0], cycles=AblateConfig().cycles, seed=2)
+    turns.in_turn(lambda name, cycle: ran.append((cycle, name)) or [1.0], cycles=AblateConfig().cycles, seed=seed)
     orders = [[name for at, name in ran if at == cycle] for cycle in range(1, 1 + AblateConfig().cycles)]
     for place in range(2 * len(turns.LINEUP)):
         assert Counter(order[place] for order in orders) == dict.fromkeys(turns.LINEUP, len(orders) // 3)

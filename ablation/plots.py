@@ -172,35 +172,18 @@ def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
         3, 1, figsize=(WIDTH, 7.2), dpi=DPI, layout="constrained", height_ratios=(3, 2, 1.3)
     )
     styles = {TORCH: LINES[0] | {"linewidth": 2.6}, FUSED: LINES[2] | {"linewidth": 1.0}}
-    seeds = {impl: {seed for name, seed, *_ in runs if name == impl} for impl in styles}
-    both = seeds[TORCH] & seeds[FUSED]
     for at, (impl, style) in enumerate(styles.items()):
-        of = [(seed, evaluated, final) for name, seed, evaluated, final in runs if name == impl]
-        for index, (_, evaluated, _) in enumerate(of):
+        for index, evaluated in enumerate(evaluated for name, _, evaluated, _ in runs if name == impl):
             steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
             above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
-        of_seed = [[final for made, _, final in of if made == seed] for seed in both or seeds[impl]]
-        below.plot([np.mean([np.mean(finals) for finals in of_seed])] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
-        made: set[int] = set()
-        for seed, _, final in of:
-            again = seed in made
-            made.add(seed)
-            below.plot([final], [at], "o", markersize=3.5, color="#111111", markerfacecolor="white" if again else "#111111")
-            below.annotate(  # beneath: runs made again may end where the first did
-                str(seed), (final, at), xytext=(0, -10 if again else 5), textcoords="offset points", ha="center", fontsize=7
-            )
     _losses_apart(between, runs)
+    _final_losses(below, runs)
     between.axhline(0.0, color="#c2410c", linewidth=1.0, linestyle="--")
     above.set_ylabel("validation loss,\nnats per token", fontsize=9)
     between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
     between.set_xlabel("step")
     between.sharex(above)
     above.legend(frameon=False, fontsize=8, handlelength=3.2)
-    below.set_yticks(range(len(styles)), list(styles))
-    below.set_ylim(len(styles) - 0.4, -0.6)
-    several = len({(name, seed) for name, seed, *_ in runs}) < len(runs)
-    dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means of pairs"
-    below.set_xlabel(f"final loss, nats per token: {dots}")
     _bare(above, grid="both")
     _bare(between, grid="both")
     _bare(below, grid="x")
@@ -229,6 +212,27 @@ def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.15 * (high - low))  # room for the legend
         axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+
+
+def _final_losses(axes: Any, runs: Sequence[TrainedRun]) -> None:
+    finals: dict[str, dict[int, list[float]]] = {TORCH: {}, FUSED: {}}  # by operator and seed; several where made again
+    for name, seed, _, final in runs:
+        finals[name].setdefault(seed, []).append(final)
+    both = finals[TORCH].keys() & finals[FUSED].keys()
+    for at, of in enumerate(finals.values()):
+        mean = np.mean([np.mean(of[seed]) for seed in both or of])
+        axes.plot([mean] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
+        for seed, made in of.items():
+            for index, final in enumerate(made):
+                # What was made again is hollow, its number beneath: it may end where the first did.
+                fill, above = ("white", -10) if index else ("#111111", 5)
+                axes.plot([final], [at], "o", markersize=3.5, color="#111111", markerfacecolor=fill)
+                axes.annotate(str(seed), (final, at), xytext=(0, above), textcoords="offset points", ha="center", fontsize=7)
+    several = any(len(made) > 1 for of in finals.values() for made in of.values())
+    dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means of pairs"
+    axes.set_yticks(range(len(finals)), list(finals))
+    axes.set_ylim(len(finals) - 0.4, -0.6)
+    axes.set_xlabel(f"final loss, nats per token: {dots}")
 
 
 def _common(curves: Sequence[dict[int, float]]) -> list[int]:

@@ -205,3 +205,11 @@ def with_plain_tensors(norm):
         delattr(norm, name)
         setattr(norm, name, parameter.data)
     return norm
+
+
+def randomised(module):
+    """The module, of which no weight is 1 or 0 any more."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return module

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, centre, finish_tile, load_weights
-from .row_kernels import collect, load_row, narrow_row, publish, tile_rows, valid, widen_row
+from .row_kernels import collect, load_row, narrow_row, publish, signed, tile_rows, valid, widen_row
 
 
 # A new batch size or dropout probability must not compile anything; nor must the next seed of a vector, every other of
@@ -120,6 +120,9 @@ def whole_tile(
     IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows that this program has to itself."""
+    if PACKED and ROWS == 1:
+        tile, stride_x, stride_x1, stride_residual = signed(tile), signed(stride_x), signed(stride_x1), signed(stride_residual)
+        stride_y, stride_y1, stride_r = signed(stride_y), signed(stride_y1), signed(stride_r)
     rows = tile_rows(tile, ROWS, LONG)
     m_row = valid(rows, M, ROWS == 1)
     if EARLY:

@@ -224,6 +224,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("hold_weights", (False, True)),
         ("max_registers", () if own.slices > 1 else (0, 32, 40, 48, 64, 80, 96, 112, 128)),
         ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
+        ("draws_first", (False, True) if cell.work == "dropout" and cell.direction == BACKWARD else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -313,6 +314,7 @@ def format_table(table: dict, shares: dict | None = None) -> str:
             )
             fields += f", {t.max_registers}" if t.max_registers or t.columns else ""
             fields += f", {t.columns}" if t.columns else ""
+            fields += ", draws_first=True" if t.draws_first else ""
             share = (shares or {}).get((*key, width))
             lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .input_gradient_kernels import store_input_gradients, store_rowscale_gradients
+from .input_gradient_kernels import draw_row, store_input_gradients, store_rowscale_gradients
 from .row_kernels import (
     add_pairs,
     block_cols,
@@ -32,7 +32,7 @@ def norm_backward_kernel(
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, PDL: tl.constexpr, SPAN: tl.constexpr,
+    HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, PDL: tl.constexpr, SPAN: tl.constexpr,
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs, each striding over tiles of ROWS rows. With g = dy · weight + dy1 · weight1:
@@ -75,6 +75,12 @@ def norm_backward_kernel(
         for tile in tl.range(group, tiles + (groups if SLICES > 1 else 0), groups, num_stages=STAGES):
             rows = tile_rows(tile, ROWS, LONG)
             m_row = rows < M
+            # Of the tile that this round finishes. Not with a row scale: dropped rows need no draws.
+            finished = rows - (groups * ROWS if SLICES > 1 else 0)
+            DRAWN: tl.constexpr = DRAWS_FIRST and p_rowscale is None and (p_dx is not None or p_drowscale is not None)
+            DRAWN1: tl.constexpr = DRAWS_FIRST and p_rowscale1 is None and (p_dx1 is not None or p_drowscale1 is not None)
+            b_draws = draw_row(seed, finished, first_col, threshold, BLOCK_N, TAIL_N, VECTOR, 0, DRAWN)
+            b_draws1 = draw_row(seed, finished, first_col, threshold, BLOCK_N, TAIL_N, VECTOR, 1, DRAWN1)
             if SLICES == 1:
                 b_dz = load_row(p_dr, rows, m_row, stride_dr, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
             if UPSTREAM:
@@ -136,7 +142,7 @@ def norm_backward_kernel(
                         b_offset -= b_slope * b_mean  # where that loses digits, the rounding of r has lost more
                     b_dz = add_norm_gradient(b_dz, b_g, b_finish_r, b_slope, b_offset, b_rstd, p_dr is not None, IS_RMS)
             b_ds, b_ds1 = store_input_gradients(
-                p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
+                p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_draws, b_draws1, b_dz,
                 rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
                 ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, DROPOUT,
             )  # fmt: skip
@@ -191,7 +197,7 @@ def norm_backward_kernel(
                     b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
                     b_dz = add_norm_gradient(b_dz, b_g, b_xhat, -share * b_c1, -share * b_c2, b_rstd, p_dr is not None, IS_RMS)
                 b_block_ds, b_block_ds1 = store_input_gradients(
-                    p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_dz,
+                    p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, (), (), b_dz,
                     rows, m_row, first_col, N, stride_x, stride_x1, threshold, scale,
                     ROWS, BLOCK_N, 0, False, VECTOR, DROPOUT,
                 )  # fmt: skip

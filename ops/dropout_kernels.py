@@ -9,7 +9,13 @@ from .conversion_kernels import PTX
 
 @triton.jit
 def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr):
-    """int1 [ROWS, BLOCK_N], true where kept, for rows (int64 [ROWS]) and BLOCK_N columns from first_col, a multiple of 8.
+    """int1 [ROWS, BLOCK_N], true where kept, for rows (int64 [ROWS]) and BLOCK_N columns from first_col, a multiple of 8."""
+    return kept(draw_block(seed, rows, first_col, STREAM, BLOCK_N, VECTOR), threshold, BLOCK_N)
+
+
+@triton.jit
+def draw_block(seed, rows, first_col, STREAM: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr):
+    """The draws that `kept` compares, two in a word: uint32 [ROWS, BLOCK_N / 8, 2, 2], for VECTOR = 4 [ROWS, BLOCK_N / 4, 2].
 
     The bits of `philox`: one call of seven rounds serves eight neighbouring columns, which is one 16-byte vector of bf16.
     Where a thread holds VECTOR = 4 columns (16 bytes of fp32) it makes the call for itself and takes its half: cheaper than
@@ -26,10 +32,16 @@ def keep_block(seed, rows, first_col, threshold, STREAM: tl.constexpr, BLOCK_N: 
         w0, w1, w2, w3 = philox(seed, vector // 2, c1, c2, zero + STREAM)
         second = vector % 2 == 1
         words = tl.join(tl.where(second, w2, w0), tl.where(second, w3, w1))  # [ROWS, BLOCK_N / 4, 2]
+    return words
+
+
+@triton.jit
+def kept(words, threshold, BLOCK_N: tl.constexpr):
+    """Where a draw reaches the threshold; where that is 0, everywhere."""
     # Draw j is the low half of word j / 2 for even j, the high half for odd: compared as the high half of 32 bits, of which
     # the low half then decides nothing.
     draws = tl.join(words << 16, words)
-    return tl.reshape(draws, [rows.shape[0], BLOCK_N]) >= (threshold.to(tl.uint32) << 16)
+    return tl.reshape(draws, [words.shape[0], BLOCK_N]) >= (threshold.to(tl.uint32) << 16)
 
 
 @triton.jit

@@ -145,7 +145,8 @@ def _backward(
             drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
         ),
         device,
-        PDL=early_finish, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, OFFSET=float(options.zero_centered_weight),
+        PDL=early_finish, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, DRAWS_FIRST=work.dropout and tile.draws_first,
+        OFFSET=float(options.zero_centered_weight),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     groups = programs // tile.slices

@@ -19,6 +19,7 @@ TILES = {
     "programs_per_sm": [0, 1, 2],
     "hold_weights": [False, True],
     "columns": [0, 8],
+    "draws_first": [False, True],
 }
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
 # What the backward of a split row can do; in the covering array few cases are of this kind.
@@ -33,6 +34,19 @@ SPLIT_OPTIONS = {
 }
 SPLIT_TILES = {"shape": ["split"], "warps": [4], "stages": [2], "programs_per_sm": [2, 1], "columns": [0]}
 SPLIT = covering(**SPLIT_OPTIONS, **TILES | SPLIT_TILES)
+# Where draws come first, in each block and for each input; of the covering array few cases have dropout and several blocks.
+DRAWN_OPTIONS = {
+    "rms": [False, True],
+    "x": [BF16, FP32],
+    "residual": [None, BF16, FP32],
+    "x1": [None, BF16],
+    "rowscale": ["none", "fixed", "learned"],
+    "dropout_p": [0.25],
+    "n": [300, 33],
+    "m": [5],
+}
+DRAWN_TILES = {"shape": ["two blocks", "equal blocks", "one block"], "programs_per_sm": [1], "draws_first": [True]}
+DRAWN = covering(**DRAWN_OPTIONS, **TILES | DRAWN_TILES)
 
 
 def names(chosen: dict) -> str:
@@ -44,7 +58,7 @@ def split_off_tile(chosen: dict) -> tuple[Case, dict]:
     return Case(**{k: v for k, v in chosen.items() if k not in TILES}), {k: chosen[k] for k in TILES}
 
 
-@pytest.mark.parametrize("chosen", COVERED + SPLIT, ids=names)
+@pytest.mark.parametrize("chosen", COVERED + SPLIT + DRAWN, ids=names)
 def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
     case, fields = split_off_tile(chosen)
     use_tile(tile_for(case.n, **fields))

@@ -58,6 +58,8 @@ def norm_backward_kernel(
     share = 1.0 / N
     # Where only the residual stream has a gradient, the norm has no part in it.
     UPSTREAM: tl.constexpr = (p_dy is not None) or (p_dy1 is not None)
+    # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more.
+    EXACT: tl.constexpr = p_r.dtype.element_ty == tl.float32
 
     if not LOOPED:
         first_col = slice_id * BLOCK_N
@@ -88,7 +90,7 @@ def norm_backward_kernel(
                 b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
                 b_dy1 = load_row(p_dy1, rows, m_row, stride_dy1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
                 b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
-                b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+                b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS, EXACT)
                 if p_dbias is not None:
                     b_dbias = add_rows(b_dbias, b_dy)
                 if p_dbias1 is not None:
@@ -136,10 +138,10 @@ def norm_backward_kernel(
                     b_g = weighted_sum(b_finish_dy, b_weight, b_dy1, b_weight1, True, False)
                     b_slope = -share * b_rstd * b_c1
                     b_offset = -share * b_c2
-                    if p_r.dtype.element_ty == tl.float32:
+                    if EXACT:
                         b_finish_r = subtract(b_finish_r, b_mean, IS_RMS)
                     else:
-                        b_offset -= b_slope * b_mean  # where that loses digits, the rounding of r has lost more
+                        b_offset -= b_slope * b_mean
                     b_dz = add_norm_gradient(b_dz, b_g, b_finish_r, b_slope, b_offset, b_rstd, p_dr is not None, IS_RMS)
             b_ds, b_ds1 = store_input_gradients(
                 p_dz, p_dx, p_dx1, p_drowscale, p_drowscale1, p_x, p_x1, p_rowscale, p_rowscale1, seed, b_draws, b_draws1, b_dz,
@@ -167,7 +169,7 @@ def norm_backward_kernel(
                     b_r = load_row(p_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, False, VECTOR)
                     b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, 0, False, VECTOR)
                     b_dy1 = load_row(p_dy1, rows, m_row, stride_dy1, first_col, N, BLOCK_N, 0, False, VECTOR)
-                    b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
+                    b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS, EXACT)
                     b_weight = load_vector(p_weight, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET)
                     b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET)
                     b_g = weighted_sum(b_dy, b_weight, b_dy1, b_weight1, p_dy is not None, p_dy1 is not None)
@@ -182,7 +184,7 @@ def norm_backward_kernel(
                     b_r = load_row(p_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, False, VECTOR)
                     b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, 0, False, VECTOR)
                     b_dy1 = load_row(p_dy1, rows, m_row, stride_dy1, first_col, N, BLOCK_N, 0, False, VECTOR)
-                    b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS)
+                    b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, 0, False, VECTOR, IS_RMS, EXACT)
                     b_weight = load_vector(p_weight, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET)
                     b_weight1 = load_vector(p_weight1, first_col, N, BLOCK_N, 0, False, VECTOR, 1.0, OFFSET)
                     first = tile == group  # this program's first rows find nothing to add to
@@ -222,17 +224,22 @@ def load_stats(p_stats, rows, m_row, M, IS_RMS: tl.constexpr):
 def normalise(
     b_r, b_mean, b_rstd, first_col, N,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, IS_RMS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """x̂ = (r − mean) · rstd, zero in the columns past the row's end."""
+    """x̂ = (r − mean) · rstd, and zero past the row's end; or, not EXACT, r · rstd − mean · rstd, and past the end whatever that
+    is: finite while the mean is below 10³⁶, and dy is zero there."""
     b_xhat = ()
     for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         if IS_RMS:
             b = b_r[i] * b_rstd[:, None]
         else:
-            b = (b_r[i] - b_mean[:, None]) * b_rstd[:, None]
-            if not inside(i, BLOCK_N, TAIL_N, EVEN_N):
-                # A mean that overflows there would make 0 · ∞ in the sums over columns.
-                b = tl.where((block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR) < N)[None, :], b, 0.0)
+            if EXACT:
+                b = (b_r[i] - b_mean[:, None]) * b_rstd[:, None]
+                if not inside(i, BLOCK_N, TAIL_N, EVEN_N):
+                    # A mean that overflows there would make 0 · ∞ in the sums over columns.
+                    b = tl.where((block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR) < N)[None, :], b, 0.0)
+            else:
+                b = b_r[i] * b_rstd[:, None] - (b_mean * b_rstd)[:, None]
         b_xhat += (b,)
     return b_xhat
 

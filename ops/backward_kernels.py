@@ -59,7 +59,8 @@ def norm_backward_kernel(
     # Where only the residual stream has a gradient, the norm has no part in it.
     UPSTREAM: tl.constexpr = (p_dy is not None) or (p_dy1 is not None)
     # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more.
-    EXACT: tl.constexpr = p_r.dtype.element_ty == tl.float32
+    # A program that has a row to itself is no faster for it.
+    EXACT: tl.constexpr = SLICES == 1 or p_r.dtype.element_ty == tl.float32
 
     if not LOOPED:
         first_col = slice_id * BLOCK_N
@@ -226,8 +227,10 @@ def normalise(
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, IS_RMS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """x̂ = (r − mean) · rstd, and zero past the row's end; or, not EXACT, r · rstd − mean · rstd, and past the end whatever that
-    is: finite while the mean is below 10³⁶, and dy is zero there."""
+    """x̂ = (r − mean) · rstd, zero in the columns past the row's end.
+
+    Not EXACT it is r · rstd − mean · rstd, and past the end, where dy is zero, finite for means below 10³⁶.
+    """
     b_xhat = ()
     for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         if IS_RMS:

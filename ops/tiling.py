@@ -377,7 +377,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.94
         (16384, Tile(4, 1024, 0, 16, 4, 3, 3, True)),  # 0.88
         (32768, Tile(4, 1024, 0, 32, 4, 3, 3, True)),  # 0.87
-        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.79
+        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.80
     ),
     ("backward", "rms", "norm", 8): (
         (32, Tile(64, 32, 0, 1, 4, 3, 2, True)),  # 0.26
@@ -482,10 +482,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(1, 4096, 0, 1, 16, 4, 1, True, 112, draws_first=True)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True, draws_first=True)),  # 0.96
         (8192, Tile(2, 2048, 0, 4, 4, 4, 2, True, draws_first=True)),  # 0.94
-        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True)),  # 0.91
-        (16384, Tile(2, 2048, 0, 8, 4, 4, 2, True)),  # 0.93
-        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True)),  # 0.90
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.88
+        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True, draws_first=True)),  # 0.93
+        (16384, Tile(2, 2048, 0, 8, 4, 4, 2, True, draws_first=True)),  # 0.95
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True, draws_first=True)),  # 0.94
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, draws_first=True)),  # 0.92
     ),
     ("backward", "rms", "dropout", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.37

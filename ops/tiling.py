@@ -501,9 +501,9 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 8192, 0, 1, 8, 3, 1, True, draws_first=True)),  # 0.95
         (8192, Tile(2, 8192, 0, 1, 16, 2, 1, False)),  # 0.94
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.94
-        (16384, Tile(2, 2048, 0, 8, 8, 3, 2, True)),  # 0.95
-        (32768, Tile(2, 2048, 0, 16, 8, 3, 2, True)),  # 0.92
-        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.90
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.96
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True, draws_first=True)),  # 0.95
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, draws_first=True)),  # 0.93
     ),
     ("backward", "ln", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.46

@@ -117,7 +117,7 @@ def finish(figure: Any, panels: Sequence[Any], title: str, environment: dict[str
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(8, len(entries)), frameon=False)
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(4, len(entries)), frameon=False)
     figure.suptitle(f"{title}\n{machine(environment)}", x=0.01, ha="left", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

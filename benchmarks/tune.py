@@ -216,6 +216,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     own = present[cell.key]
     near = dict.fromkeys([own, *present.values()])
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
+    drawing = cell.work == "dropout" and cell.direction == BACKWARD
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
@@ -224,7 +225,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("hold_weights", (False, True)),
         ("max_registers", () if own.slices > 1 else (0, 32, 40, 48, 64, 80, 96, 112, 128)),
         ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
-        ("draws_first", (False, True) if cell.work == "dropout" and cell.direction == BACKWARD else ()),
+        ("draws_first", (False, True) if drawing else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -232,6 +233,8 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         blocks = _blocks(cell) if cell.direction == FORWARD else [(tiling.one_block(cell.width), 0)]
         shapes = [(replace(tile, block_n=b, tail_n=t)) for tile in (own, replace(own, warps=own.warps * 2)) for b, t in blocks]
         near |= dict.fromkeys(shapes)
+    if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
+        near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
     return (tile for tile in near if tile == own or sensible(tile, cell))
 
 

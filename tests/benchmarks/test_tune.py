@@ -53,6 +53,12 @@ def test_backward_is_always_persistent():
     assert all(tile.programs_per_sm > 0 for cell in CELLS if cell.direction == BACKWARD for tile in tune.near_tiles(cell))
 
 
+def test_draws_come_first_only_where_backward_draws_and_there_both_ways_are_tried():
+    for cell in CELLS:
+        found = {tile.draws_first for tile in tune.near_tiles(cell)}
+        assert found == ({False, True} if cell.direction == BACKWARD and cell.work == "dropout" else {False}), cell
+
+
 @pytest.mark.parametrize("argument", [["--width", "0"], ["--norm", "batch"], ["--processes", "none"]])
 def test_wrong_arguments_are_refused(argument, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -145,12 +145,13 @@ def test_a_constant_row_has_its_own_mean(shape, value, device, use_tile):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])  # a thread holds 4 or 8 neighbouring columns
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("draws_first", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_tile_drops_what_the_reference_drops_in_both_directions(shape, rows, dtype, device, use_tile):
+def test_every_tile_drops_what_the_reference_drops_in_both_directions(shape, draws_first, rows, dtype, device, use_tile):
     m, n, seed, p = 3, 24, 99, 0.4
     with reference_path():
         expected = [dropout_mask(seed, m, n, p, stream, device) for stream in (0, 1)]
-    use_tile(tile_for(n, shape, rows=rows))
+    use_tile(tile_for(n, shape, rows=rows, draws_first=draws_first))
     for branches in (1, 2):  # the backward of a split row has one branch
         x, *x1 = (torch.randn(m, n, device=device).to(dtype).requires_grad_() for _ in range(branches))
         y, *masks = layer_norm_fn(x, None, None, x1=x1[0] if x1 else None, dropout_p=p, return_dropout_mask=True, seed=seed)
@@ -158,6 +159,20 @@ def test_every_tile_drops_what_the_reference_drops_in_both_directions(shape, row
         for keep, mask, dx in zip(expected[:branches], masks, gradients, strict=False):
             assert torch.equal(mask, keep)
             assert torch.equal(dx != 0, keep)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("shape", ["one block", "two blocks", "split"])
+def test_nothing_is_dropped_where_the_threshold_rounds_to_0_and_draws_would_come_first(shape, dtype, device, use_tile):
+    use_tile(tile_for(300, shape, draws_first=True))
+    x = torch.randn(3, 300, device=device).to(dtype).requires_grad_()
+    g = torch.randn(3, 300, device=device).to(dtype)
+    dropped, whole = (
+        torch.autograd.grad(layer_norm_fn(x, None, None, torch.zeros_like(x), dropout_p=p, seed=1), x, g)[0]
+        for p in (1e-6, 0.0)
+    )
+    torch.testing.assert_close(dropped, whole, rtol=1e-5 if dtype == FP32 else 1e-2, atol=1e-5)
+    assert (dropped != 0).all()
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "looped"])

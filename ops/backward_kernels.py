@@ -78,10 +78,10 @@ def norm_backward_kernel(
         for tile in tl.range(group, tiles + (groups if SLICES > 1 else 0), groups, num_stages=STAGES):
             rows = tile_rows(tile, ROWS, LONG)
             m_row = rows < M
-            # Of the tile that this round finishes. Not with a row scale: dropped rows need no draws.
+            # Of the tile that this round finishes. Not with a row scale, where rows with a scale of 0 need no draws.
             finished = rows - (groups * ROWS if SLICES > 1 else 0)
-            DRAWN: tl.constexpr = DRAWS_FIRST and p_rowscale is None and (p_dx is not None or p_drowscale is not None)
-            DRAWN1: tl.constexpr = DRAWS_FIRST and p_rowscale1 is None and (p_dx1 is not None or p_drowscale1 is not None)
+            DRAWN: tl.constexpr = DRAWS_FIRST and p_rowscale is None and p_dx is not None
+            DRAWN1: tl.constexpr = DRAWS_FIRST and p_rowscale1 is None and p_dx1 is not None
             b_draws = draw_row(seed, finished, first_col, threshold, BLOCK_N, TAIL_N, VECTOR, 0, DRAWN)
             b_draws1 = draw_row(seed, finished, first_col, threshold, BLOCK_N, TAIL_N, VECTOR, 1, DRAWN1)
             if SLICES == 1:

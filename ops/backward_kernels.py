@@ -229,7 +229,7 @@ def normalise(
 ):  # fmt: skip
     """x̂ = (r − mean) · rstd, zero in the columns past the row's end.
 
-    Not EXACT it is r · rstd − mean · rstd, and past the end, where dy is zero, finite for means below 10³⁶.
+    Not EXACT it is r · rstd − mean · rstd; past the end, where dy is zero, that is −mean · rstd, finite unless it overflows.
     """
     b_xhat = ()
     for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):

@@ -32,7 +32,7 @@ class Tile:
     # tensors in bf16 are read 16 bytes at a time too, and the stream changes its layout on the way to memory.
     columns: int = 0
     # Backward makes a row's draws for dropout while the row is on its way, not behind its sums, where all warps wait for each
-    # other. Up to 1.5 points of bandwidth; but they take registers meanwhile, and elsewhere it costs as much.
+    # other. Up to 2 points of bandwidth; but they take registers meanwhile, and some tiles gain nothing or lose.
     draws_first: bool = False
 
     @property

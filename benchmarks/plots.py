@@ -1,6 +1,7 @@
 """Plots of the norms: share of copy bandwidth over width, readable in greyscale."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,14 @@ def finish(figure: Any, panels: Sequence[Any], title: str, environment: dict[str
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(4, len(entries)), frameon=False)
-    figure.suptitle(f"{title}\n{machine(environment)}", x=0.01, ha="left", fontsize=10)
+    for columns in range(len(entries), 0, -1):  # as few lines as the picture is wide enough for
+        legend = figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
+        if columns == 1 or legend.get_window_extent().width < figure.bbox.width:
+            break
+        legend.remove()
+    letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
+    lines = [textwrap.fill(line, letters) for line in (title, machine(environment))]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)

@@ -1,5 +1,7 @@
 import struct
 
+import pytest
+
 from benchmarks import plots, seed_plots
 
 from .records import ENVIRONMENT, failed, norm, sweep
@@ -24,6 +26,20 @@ def test_other_weights_get_pictures_of_their_own(tmp_path):
 
 def test_failures_alone_make_no_picture(tmp_path):
     assert plots.norms({"environment": ENVIRONMENT, "records": [failed("ln", 768, "ours")]}, tmp_path) == []
+
+
+@pytest.mark.parametrize("cases", [["ln"], ["ln", "rms"]], ids=["one panel", "two"])
+def test_title_and_legend_of_all_libraries_lie_inside_the_picture(cases, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots.pyplot, "close", figures.append)
+    records = [norm(case, n, name, 0.8) for case in cases for name in plots.STYLES for n in (64, 1024)]
+    plots.norms({"environment": ENVIRONMENT, "records": records}, tmp_path)
+    (figure,) = figures
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == len(plots.STYLES)
+    for part in (legend, next(text for text in figure.texts if "cold L2" in text.get_text())):
+        box = part.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
 
 
 def test_title_names_machine_versions_and_revision():

@@ -169,9 +169,9 @@ def test_a_width_between_two_entries_takes_two_blocks_unless_the_wider_entry_fou
 
 def test_a_tail_between_two_entries_has_columns_for_every_thread():
     work = Work(False, False, False, 8, 2, 0, True)
-    tiles = {n: forward_tile(n, work) for n in (8704, 9728, 4608)}
+    tiles = {n: forward_tile(n, work) for n in (8704, 9728, 2560, 4608)}
     assert {n: (tile.block_n, tile.tail_n) for n, tile in tiles.items()} == {
-        8704: (8192, 2048), 9728: (8192, 2048), 4608: (4096, 1024),
+        8704: (8192, 2048), 9728: (8192, 2048), 2560: (1024, 2 * 1024), 4608: (4096, 1024),
     }  # fmt: skip
 
 

@@ -58,8 +58,8 @@ def norm_backward_kernel(
     share = 1.0 / N
     # Where only the residual stream has a gradient, the norm has no part in it.
     UPSTREAM: tl.constexpr = (p_dy is not None) or (p_dy1 is not None)
-    # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more.
-    # A program that has a row to itself is no faster for it.
+    # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more,
+    # but for a row of one number throughout, whose x̂ is then a rounding and not 0. Whole rows in programs gain nothing by it.
     EXACT: tl.constexpr = SLICES == 1 or p_r.dtype.element_ty == tl.float32
 
     if not LOOPED:

@@ -175,7 +175,7 @@ def registers(tile: Tile) -> int | None:
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
 # bandwidth of the best of many candidates in short measurements, so a little flattering, and not all on one machine: two may
 # be a point or two apart. Entries without one were not measured: wider rows than those fit into no program's registers.
-# Of tiles that are as fast for forward rows up to 1024 columns, the one that is the fastest on 4096 and 1024 rows.
+# Forward rows of up to 1024 columns were also measured 4096 and 1024 at a time, which decides among tiles within a point.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers, columns, …)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (

@@ -217,15 +217,21 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     near = dict.fromkeys([own, *present.values()])
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     drawing = cell.work == "dropout" and cell.direction == BACKWARD
+    averaging = cell.norm == "ln" and cell.direction == FORWARD and own.slices == 1
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
-        ("programs_per_sm", (1, 2, 3, 4) if own.slices > 1 or cell.direction == BACKWARD else (0, 2, 4)),
+        (
+            "programs_per_sm",
+            (1, 2, 3, 4, 6, 8, 12) if own.slices > 1 else (1, 2, 3, 4) if cell.direction == BACKWARD else (0, 2, 4),
+        ),
         ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
         ("max_registers", () if own.slices > 1 else (0, 32, 40, 48, 64, 80, 96, 112, 128)),
         ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
+        ("lag", (1, 2) if own.slices > 1 else ()),
         ("draws_first", (False, True) if drawing else ()),
+        ("one_pass", (False, True) if averaging else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -235,6 +241,8 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         near |= dict.fromkeys(shapes)
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
+    if not averaging:
+        near = dict.fromkeys(replace(tile, one_pass=False) for tile in near)
     return (tile for tile in near if tile == own or sensible(tile, cell))
 
 
@@ -275,10 +283,12 @@ def _shapes(cell: Cell) -> Iterator[Tile]:
                 for stages, programs in itertools.product((2, 3) if forward else (2, 3, 4), (1, 2, 4, 8, 16)):
                     if 8 <= w * programs <= (64 if forward else 32):
                         yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
-    if width > 8192:
-        for block_n, r, w, programs in itertools.product((1024, 2048, 4096), (1, 2, 4, 8), (2, 4, 8, 16), (1, 2, 3, 4)):
-            if 8 <= w * programs <= 16:
-                yield Tile(r, block_n, 0, -(-width // block_n), w, 3, programs, True)
+    if width >= 4096:
+        counts = (1, 2, 3, 4, 6, 8, 12)
+        for block_n, r, w, programs in itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4, 8, 16), counts):
+            if 8 <= w * programs <= 16 and block_n < width:
+                for lag in (1, 2):
+                    yield Tile(r, block_n, 0, -(-width // block_n), w, 3, programs, True, lag=lag)
 
 
 def sensible(tile: Tile, cell: Cell) -> bool:
@@ -293,7 +303,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))
         and (tile.max_registers == 0 or tile.max_registers > elements)
-        and (tile.slices == 1 or (4 <= tile.slices <= 128 and persistent and tile.stages > 1 and tile.hold_weights))
+        and (tile.slices == 1 or (tile.slices <= 256 and persistent and tile.stages > 1))
     )
 
 
@@ -318,6 +328,8 @@ def format_table(table: dict, shares: dict | None = None) -> str:
             fields += f", {t.max_registers}" if t.max_registers or t.columns else ""
             fields += f", {t.columns}" if t.columns else ""
             fields += ", draws_first=True" if t.draws_first else ""
+            fields += f", lag={t.lag}" if t.lag > 1 else ""
+            fields += ", one_pass=True" if t.one_pass else ""
             share = (shares or {}).get((*key, width))
             lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")

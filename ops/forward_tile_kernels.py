@@ -23,15 +23,15 @@ from .row_kernels import (
 
 @triton.jit
 def begin_tile(
-    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row, first_col,
-    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale, count,
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row,
+    N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    PACKED: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
+    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """r, stored if it is wanted; of this program's columns the mean, r − mean, Σ (r − mean)²; for RMSNorm 0, r, Σ r²."""
+    """Of whole rows r, stored if it is wanted, the mean, r − mean and Σ (r − mean)²; for RMSNorm r, 0, r and Σ r²."""
     b_r = load_sum(
-        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
+        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, 0,
         N, stride_x, stride_x1, stride_residual, threshold, scale,
         BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, RESIDUAL_DTYPE, DROPOUT, "",
     )  # fmt: skip
@@ -39,21 +39,93 @@ def begin_tile(
         # Threads may hold a column twice: all must have read it before one of them writes.
         tl.debug_barrier()
     if p_r is not None:
-        store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+        store_row(p_r, b_r, rows, m_row, stride_r, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
+    ONCE: tl.constexpr = ONE_PASS and not IS_RMS and even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN)
     # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
-    b_mean = tl.zeros([ROWS], tl.float32)
-    if not IS_RMS:
+    if ONCE:
+        b_mean, b_m2 = one_pass_moments(b_r, PACKED, VECTOR, SPAN)
+    elif IS_RMS:
+        b_mean = tl.zeros([ROWS], tl.float32)
+    else:
         b_terms = ()
         for i in tl.static_range(len(b_r)):
             b_terms = gather(b_terms, reopen(b_r[i], PACKED))
-        b_mean = quotient(row_sum(b_terms, SPAN), count)
+        b_mean = quotient(row_sum(b_terms, SPAN), tl.cast(N, tl.float32))  # one column is a constant
     b_centred = ()
     b_squares = ()
     for i in tl.static_range(len(b_r)):
-        b = centre(i, reopen(b_r[i], PACKED), b_mean, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+        b = centre(i, reopen(b_r[i], PACKED), b_mean, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
         b_centred += (b,)
-        b_squares = gather(b_squares, b * b)
-    return b_r, b_mean, b_centred, row_sum(b_squares, SPAN)
+        if not ONCE:
+            b_squares = gather(b_squares, b * b)
+    if not ONCE:
+        b_m2 = row_sum(b_squares, SPAN)
+    return b_r, b_mean, b_centred, b_m2
+
+
+@triton.constexpr_function
+def even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN):
+    """Whether all threads hold equally many columns of a row, and all of them are of the row."""
+    return EVEN_N and (TAIL_N == 0 or min(BLOCK_N, TAIL_N) >= SPAN)
+
+
+@triton.jit
+def one_pass_moments(b_r, PACKED: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr):
+    """mean and Σ (r − mean)², fp32 [ROWS], of rows of which each thread holds an equal share.
+
+    Each thread sums what is left of its own columns when one of them is taken from all, and its square: no mean to wait for
+    first. Σ (r − mean)² = Σ d² − (Σ d)² / n then loses little to cancellation, as Σ d² is at most n + 1 times as large.
+    """
+    ROWS: tl.constexpr = b_r[0].shape[0]
+    THREADS: tl.constexpr = holders(b_r[0].shape[1], VECTOR, SPAN)
+    b_first = by_thread(reopen(b_r[0], PACKED), THREADS, VECTOR)
+    b_shift = tl.reduce(tl.reduce(b_first, 3, first_of), 1, first_of)
+    b_sum = tl.zeros([ROWS, THREADS], tl.float32)
+    b_squares = tl.zeros([ROWS, THREADS], tl.float32)
+    for i in tl.static_range(len(b_r)):
+        b = by_thread(reopen(b_r[i], PACKED), THREADS, VECTOR) - b_shift[:, None, :, None]
+        b_sum += tl.sum(tl.sum(b, 3), 1)
+        b_squares += tl.sum(tl.sum(b * b, 3), 1)
+    EACH: tl.constexpr = columns_of(b_r) // THREADS
+    b_delta = b_sum * (1.0 / EACH)
+    b_mean, b_variance = tl.reduce((b_shift + b_delta, (b_squares - b_sum * b_delta) * (1.0 / EACH)), 1, merge_halves)
+    if ROWS == 1:
+        # A number has no layout: else the compiler would bring the row into that of the reduction.
+        b_mean = tl.full([1], tl.sum(b_mean, 0), tl.float32)
+        b_variance = tl.full([1], tl.sum(b_variance, 0), tl.float32)
+    return b_mean, b_variance * (EACH * THREADS)
+
+
+@triton.constexpr_function
+def columns_of(b_r):
+    return sum(b.shape[1] for b in b_r)
+
+
+@triton.constexpr_function
+def holders(width, VECTOR, SPAN):
+    """The threads that hold columns of one row of a block."""
+    return min(width, SPAN) // VECTOR
+
+
+@triton.jit
+def by_thread(b, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """[ROWS, width] as [ROWS, n, THREADS, VECTOR]: what a thread holds of a row, along two axes."""
+    return tl.reshape(b, [b.shape[0], b.shape[1] // (THREADS * VECTOR), THREADS, VECTOR])
+
+
+@triton.jit
+def first_of(a, b):
+    return a
+
+
+@triton.jit
+def merge_halves(mean_a, variance_a, mean_b, variance_b):
+    """Chan, Golub & LeVeque 1979, for two sets of one size: the moments of both together, without cancellation.
+
+    Halves the sum rather than adds half the difference, so that it is the same for (b, a), and the same in all threads.
+    """
+    half = (mean_b - mean_a) * 0.5
+    return (mean_a + mean_b) * 0.5, (variance_a + variance_b) * 0.5 + half * half
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .forward_kernels import norm_forward_kernel
 from .launcher import Launcher
 from .philox import drop_threshold, keep_scale
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, by_name
-from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, packed, registers
+from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, packed, parts, registers, ring, span
 
 R = TypeVar("R", Inputs, BackwardInputs)
 
@@ -30,16 +30,16 @@ def norm_forward(inputs: Inputs, outputs: Outputs, options: Options) -> None:
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = inputs
     y, r, y1, mask, mask1, stats = outputs
     in_place = r is not None and residual is not None and r.data_ptr() == residual.data_ptr()
-    start, slices = _forward(options, shape, device, dtypes, strides, in_place)
+    start, words = _forward(options, shape, device, dtypes, strides, in_place)
     start(
         x, x1, residual, rowscale, rowscale1, weight, bias, weight1, bias1, seed,
-        y, y1, r, stats, mask, mask1, _board(x, slices),
+        y, y1, r, stats, mask, mask1, _board(x, words),
     )  # fmt: skip
 
 
 class _Forward(NamedTuple):
     start: Launcher
-    slices: int  # programs that share a row
+    words: int  # on the board
 
 
 @lru_cache(maxsize=1024)
@@ -62,9 +62,10 @@ def _forward(
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
     tiles = triton.cdiv(M, tile.rows)
+    programs = _programs(tile, tiles, device)
     start = Launcher(
         norm_forward_kernel,
-        _programs(tile, tiles, device),
+        programs,
         (
             M, N, tiles, stride.x, stride.x1, stride.residual, N, N, N,  # the outputs are contiguous
             options.eps, drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
@@ -73,10 +74,10 @@ def _forward(
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.hold_weights and tile.programs_per_sm == 0,
-        PACKED=packed(tile, options.residual_dtype.itemsize, facts),
+        PACKED=packed(tile, options.residual_dtype.itemsize, facts), ONE_PASS=tile.one_pass and not options.is_rms_norm,
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
-    return _Forward(start, tile.slices)
+    return _Forward(start, _words(tile, work, facts, programs))
 
 
 def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: BackwardOptions) -> None:
@@ -97,7 +98,7 @@ def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: Backwar
         dweight, dbias, dweight1, dbias1 = [slots[i] for i in launch.slots]
     launch.gradients(
         dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed,
-        dz, dx, dx1, drowscale, drowscale1, dweight, dbias, dweight1, dbias1, _board(r, launch.slices),
+        dz, dx, dx1, drowscale, drowscale1, dweight, dbias, dweight1, dbias1, _board(r, launch.words),
     )  # fmt: skip
     if weights is not None:
         launch.finish(partial, weights)
@@ -106,7 +107,7 @@ def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: Backwar
 class _Backward(NamedTuple):
     partials: tuple[int, int, int]  # groups of programs that share a row, each with a sum of its own; weight gradients; N
     slots: list[int]  # which of the weight gradients is dweight, dbias, dweight1, dbias1, counted from 1; 0: not asked for
-    slices: int  # programs that share a row
+    words: int  # on the board
     gradients: Launcher
     finish: Launcher
 
@@ -165,7 +166,7 @@ def _backward(
         **({"launch_pdl": True} if early_finish else {}),
     )
     slots = [sum(options.wanted[: i + 1]) if wanted else 0 for i, wanted in enumerate(options.wanted)]
-    return _Backward((groups, count, N), slots, tile.slices, gradients, finish)
+    return _Backward((groups, count, N), slots, _words(tile, work, facts, programs), gradients, finish)
 
 
 def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[str, Any]:
@@ -175,7 +176,9 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "BLOCK_N": tile.block_n,
         "TAIL_N": tile.tail_n,
         "SLICES": tile.slices,
-        "SLICES_POW2": triton.next_power_of_2(tile.slices),
+        "PARTS": parts(tile, work, device),
+        "LAG": tile.lag,
+        "RING": ring(tile),
         "LONG": M + tile.rows >= 2**31,
         "LOOPED": tile.looped(N),
         "EVEN_N": N % tile.width == 0,
@@ -184,7 +187,7 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "HOLD": tile.hold_weights and tile.programs_per_sm > 0,
         "num_warps": tile.warps,
         # From this width on a block repeats itself over the threads.
-        "SPAN": device.warp_size * tile.warps * (tile.columns or work.vector),
+        "SPAN": span(tile, work, device),
     }
     if tile.slices > 1:
         constants["launch_cooperative_grid"] = True
@@ -200,11 +203,16 @@ def _programs(tile: Tile, tiles: int, device: torch.device) -> int:
     return min(tiles, groups) * tile.slices
 
 
-def _board(like: Tensor, slices: int) -> Tensor | None:
-    """What the programs that share rows write their sums on: int64 [M, slices], −1 where nothing is written yet."""
-    if slices == 1:
+def _words(tile: Tile, work: Work, device: Device, programs: int) -> int:
+    """Words on the board of the programs that share rows: for each group of them int64 [ring, rows, slices · parts]."""
+    return programs * ring(tile) * tile.rows * parts(tile, work, device) if tile.slices > 1 else 0
+
+
+def _board(like: Tensor, words: int) -> Tensor | None:
+    """The board, −1 where nothing is written yet."""
+    if words == 0:
         return None
-    return torch.full((like.numel() // like.shape[-1], slices), -1, dtype=torch.int64, device=like.device)
+    return torch.full((words,), -1, dtype=torch.int64, device=like.device)
 
 
 def _vector(*dtypes: torch.dtype | None) -> int:

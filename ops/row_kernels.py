@@ -10,13 +10,6 @@ The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks fi
 VECTOR columns side by side in a thread; STAGES tiles in flight, those to come in shared memory;
 HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; SPAN the columns that all
 threads together hold side by side: a wider block repeats that, and each thread has all rows of its columns.
-
-A split row is finished one tile late, so that nobody waits for what was sent a moment ago:
-
-    round i     load tile i → its sums over my columns → publish → hold tile i
-                take tile i − 1 from where it was held → collect all programs' sums of it → finish, store
-
-The first round has nothing to finish and the last, beyond the tiles, nothing to load: their rows are masked.
 """
 
 import triton
@@ -25,7 +18,6 @@ import triton.language as tl
 from .conversion_kernels import widen, widen_again
 
 ANY_EVICTION = tl.constexpr("")  # whatever the hardware does of itself
-NOT_A_NUMBER_TWICE = tl.constexpr(0x7FFFFFFF_7FFFFFFF)
 
 
 @triton.jit
@@ -244,66 +236,8 @@ def two_dots(b_row, b_other, SPAN: tl.constexpr):
 
 
 @triton.jit
-def narrow_row(b_row, DTYPE: tl.constexpr):
-    """The blocks in the dtype they were loaded from: as exact, in half the registers."""
-    b_narrow = ()
-    for i in tl.static_range(len(b_row)):
-        b_narrow += (b_row[i].to(DTYPE),)
-    return b_narrow
-
-
-@triton.jit
-def widen_row(b_row):
-    b_wide = ()
-    for i in tl.static_range(len(b_row)):
-        b_wide += (widen(b_row[i]),)
-    return b_wide
-
-
-@triton.jit
 def reopen(b, PACKED: tl.constexpr):
     """A block that waits as it would be stored, in fp32 for one use."""
     if PACKED:
         b = widen_again(b)
     return b
-
-
-@triton.jit
-def publish(p_board, b_first, b_second, rows, m_row, slice_id, SLICES: tl.constexpr):
-    """Puts this program's two sums over its columns, fp32 [ROWS], on the board for the others that share the rows.
-
-    p_board: int64 [M, SLICES], all −1 before the launch. A word holds both numbers, and aligned words of 8 bytes are
-    written whole, so that it is either there or not and no fence is needed. That a plain store reaches the others' relaxed
-    loads is what the hardware does, not what PTX's memory model promises.
-    """
-    low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
-    high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
-    word = low | (high << 32)
-    word = tl.where(word == -1, NOT_A_NUMBER_TWICE, word)  # two NaNs may look like a word that is not there yet
-    tl.store(p_board + rows * SLICES + slice_id, word, mask=m_row)
-
-
-@triton.jit
-def collect(p_board, rows, m_row, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr):
-    """fp32 [ROWS, SLICES_POW2] twice: what every program that shares the rows has published; 0 beyond SLICES.
-
-    Waits for the other programs: the launch must be cooperative, so that all of them run.
-    """
-    slices = tl.arange(0, SLICES_POW2)
-    m = m_row[:, None] & (slices < SLICES)[None, :]
-    words = tl.inline_asm_elementwise(
-        """{
-        .reg .pred %there, %absent;
-        setp.ne.s32 %there, $2, 0;
-        mov.b64 $0, 0;
-        wait:
-        @%there ld.relaxed.gpu.global.b64 $0, [$1];
-        setp.eq.and.s64 %absent, $0, -1, %there;
-        @%absent bra wait;
-        }""",
-        "=l,l,r", [p_board + rows[:, None] * SLICES + slices[None, :], m.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
-    )  # fmt: skip
-    return (
-        (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True),
-        (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True),
-    )

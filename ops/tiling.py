@@ -34,6 +34,12 @@ class Tile:
     # Backward makes a row's draws for dropout while the row is on its way, not behind its sums, where all warps wait for each
     # other. Up to 2 points of bandwidth; but they take registers meanwhile, and some tiles gain nothing or lose.
     draws_first: bool = False
+    # Rounds of the loop over tiles between a split row's sums and their use, 1 or 2. With two, what others have to say is there
+    # when it is asked for; but two tiles wait meanwhile, in registers.
+    lag: int = 1
+    # Forward takes LayerNorm's two statistics at once: the threads wait for each other once instead of twice, for an
+    # instruction or two more an element. Worth it from 16 warps on, up to 8 points of bandwidth; with 8 it loses.
+    one_pass: bool = False
 
     @property
     def width(self) -> int:
@@ -76,6 +82,7 @@ class Device:
 H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)
 
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
+MOST_WORDS = 128  # of a split row that its programs' warps publish: four loads for each warp that reads them
 LOOPED = Tile(rows=1, block_n=4096, tail_n=0, slices=1, warps=8, stages=1, programs_per_sm=2, hold_weights=False)
 MIN_BLOCK_N = 16  # one Philox call serves eight columns; below 16 a row of bf16 is less than a sector of memory in any case
 
@@ -152,6 +159,26 @@ def staged_bytes(tile: Tile, work: Work) -> int:
     return (tile.stages - 1) * columns * loaded + 2048
 
 
+def span(tile: Tile, work: Work, device: Device) -> int:
+    """The columns that all threads hold side by side: a wider block repeats itself over them."""
+    return device.warp_size * tile.warps * (tile.columns or work.vector)
+
+
+def parts(tile: Tile, work: Work, device: Device) -> int:
+    """How many sums of a split row each of its programs publishes: one for each warp that lies along its block.
+
+    So no warp waits for the others of its program. But each has all the words of a row to read, and where they are more than
+    `MOST_WORDS`, a program sums up first and publishes one.
+    """
+    warps = max(1, min(tile.warps, tile.warps * tile.block_n // span(tile, work, device)))
+    return warps if tile.slices * warps <= MOST_WORDS else 1
+
+
+def ring(tile: Tile) -> int:
+    """Rounds after which programs that share rows write a place of their board again: 2 + 2 · lag or more, a power of two."""
+    return 4 * tile.lag
+
+
 def packed(tile: Tile, itemsize: int, device: Device) -> bool:
     """Whether forward holds a row as it is stored rather than in fp32: where a thread has too much of it.
 
@@ -192,9 +219,9 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False, 80)),  # 0.96
         (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False, 128)),  # 0.97
         (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.97
-        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False)),  # 0.98
+        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, one_pass=True)),  # 0.98
         (32768, Tile(1, 4096, 28672, 1, 16, 1, 0, False, 64)),  # 0.96
-        (65536, Tile(4, 2048, 0, 32, 4, 3, 3, True)),  # 0.90
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.92
     ),
     ("forward", "rms", "norm", 8): (
         (32, Tile(128, 32, 0, 1, 8, 1, 0, True)),  # 0.38
@@ -213,7 +240,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False)),  # 0.99
         (32768, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 1.00
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.97
-        (262144, Tile(2, 2048, 0, 128, 4, 3, 3, True)),  # 0.66
+        (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.83
     ),
     ("forward", "ln", "add", 8): (
         (32, Tile(16, 32, 0, 1, 1, 1, 0, True)),  # 0.52
@@ -229,10 +256,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False)),  # 0.97
         (8192, Tile(1, 4096, 4096, 1, 32, 1, 0, True)),  # 0.97
         (12288, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
-        (16384, Tile(2, 8192, 8192, 1, 32, 1, 0, False)),  # 0.96
-        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, True)),  # 0.97
-        (65536, Tile(1, 8192, 57344, 1, 32, 1, 0, False)),  # 0.94
-        (262144, Tile(4, 4096, 0, 64, 16, 3, 1, True)),
+        (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, False, one_pass=True)),  # 0.98
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.98
+        (65536, Tile(1, 32768, 32768, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.96
+        (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.93
     ),
     ("forward", "rms", "add", 8): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.53
@@ -251,7 +278,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.96
-        (262144, Tile(2, 2048, 0, 128, 8, 3, 1, True)),
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),  # 0.94
     ),
     ("forward", "ln", "add", 4): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.61
@@ -269,7 +296,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
-        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.93
+        (65536, Tile(2, 1024, 0, 64, 4, 3, 4, True, lag=2)),  # 0.93
     ),
     ("forward", "rms", "add", 4): (
         (32, Tile(64, 32, 0, 1, 8, 1, 0, False)),  # 0.63
@@ -287,7 +314,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 16384, 0, 1, 8, 1, 0, True)),  # 0.97
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
         (32768, Tile(1, 8192, 24576, 1, 16, 1, 0, False)),  # 0.98
-        (65536, Tile(8, 2048, 0, 32, 8, 3, 1, True)),  # 0.93
+        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True)),  # 0.95
     ),
     ("forward", "ln", "dropout", 8): (
         (32, Tile(64, 32, 0, 1, 8, 1, 0, True)),  # 0.51
@@ -304,8 +331,8 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (8192, Tile(1, 8192, 0, 1, 16, 1, 0, True, 64)),  # 0.96
         (12288, Tile(1, 4096, 8192, 1, 32, 1, 0, False)),  # 0.96
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False, 64)),  # 0.97
-        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64)),  # 0.97
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.89
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.96
+        (65536, Tile(1, 1024, 0, 64, 1, 3, 12, True, lag=2)),  # 0.91
     ),
     ("forward", "rms", "dropout", 8): (
         (32, Tile(128, 32, 0, 1, 8, 1, 0, False)),  # 0.54
@@ -323,7 +350,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, False)),  # 0.97
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False)),  # 0.97 with 48 registers, which spill since
-        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.92
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True, lag=2)),  # 0.92
         (262144, Tile(4, 4096, 0, 64, 16, 3, 1, True)),
     ),
     ("forward", "ln", "dropout", 4): (
@@ -341,8 +368,8 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (8192, Tile(1, 8192, 0, 1, 8, 1, 0, False, 128, 8)),  # 0.97
         (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, True, 80)),  # 0.98
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
-        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False)),  # 0.97
-        (65536, Tile(2, 4096, 0, 16, 8, 3, 1, True)),  # 0.92
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, one_pass=True)),  # 0.97
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, lag=2)),  # 0.93
     ),
     ("forward", "rms", "dropout", 4): (
         (32, Tile(8, 32, 0, 1, 1, 1, 0, True)),  # 0.62
@@ -360,7 +387,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 2048, 10240, 1, 16, 1, 0, True)),  # 0.97
         (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, 56)),  # 0.98 with 48 registers, which spill since
         (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False)),  # 0.94
-        (65536, Tile(4, 4096, 0, 16, 16, 3, 1, True)),  # 0.93
+        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True)),  # 0.94
     ),
     ("backward", "ln", "norm", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.23
@@ -376,9 +403,9 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 4096, 1024, 1, 4, 4, 1, True)),  # 0.96
         (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True)),  # 0.97
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.94
-        (16384, Tile(4, 1024, 0, 16, 4, 3, 3, True)),  # 0.88
-        (32768, Tile(4, 1024, 0, 32, 4, 3, 3, True)),  # 0.87
-        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True)),  # 0.80
+        (16384, Tile(1, 1024, 0, 16, 1, 3, 8, True, lag=2)),  # 0.92
+        (32768, Tile(1, 1024, 0, 32, 1, 4, 8, True, lag=2)),  # 0.91
+        (65536, Tile(1, 1024, 0, 64, 1, 4, 8, True, lag=2)),  # 0.90
     ),
     ("backward", "rms", "norm", 8): (
         (32, Tile(64, 32, 0, 1, 4, 3, 2, True)),  # 0.26
@@ -394,9 +421,9 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 4096, 1024, 1, 4, 4, 1, True)),  # 0.97
         (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True)),  # 0.98
         (12288, Tile(1, 8192, 4096, 1, 32, 3, 1, True)),  # 0.95
-        (16384, Tile(2, 2048, 0, 8, 4, 4, 3, True)),  # 0.96
-        (32768, Tile(2, 2048, 0, 16, 4, 3, 3, True)),  # 0.95
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.92
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 3, False)),  # 0.95
+        (32768, Tile(2, 2048, 0, 16, 4, 3, 3, True)),  # 0.96
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.96
     ),
     ("backward", "ln", "add", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.29
@@ -411,10 +438,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(1, 4096, 0, 1, 8, 4, 1, True)),  # 0.99
         (5120, Tile(1, 8192, 0, 1, 8, 4, 1, False)),  # 0.98
         (8192, Tile(1, 8192, 0, 1, 32, 3, 1, False)),  # 0.99
-        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True)),  # 0.94
-        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True)),  # 0.97
-        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True)),  # 0.95
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.93
+        (12288, Tile(2, 1024, 0, 12, 2, 3, 4, True, lag=2)),  # 0.97
+        (16384, Tile(1, 2048, 0, 8, 2, 3, 4, True)),  # 0.97
+        (32768, Tile(1, 2048, 0, 16, 2, 3, 4, True)),  # 0.98
+        (65536, Tile(2, 1024, 0, 64, 2, 3, 4, True, lag=2)),  # 0.98
     ),
     ("backward", "rms", "add", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.33
@@ -430,9 +457,9 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 8192, 0, 1, 16, 4, 1, False)),  # 0.99
         (8192, Tile(2, 8192, 0, 1, 16, 2, 1, False)),  # 0.99
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.98
-        (16384, Tile(2, 2048, 0, 8, 4, 4, 2, True)),  # 0.98
-        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True)),  # 0.97
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.94
+        (16384, Tile(1, 4096, 0, 4, 4, 3, 2, True)),  # 0.99
+        (32768, Tile(1, 4096, 0, 8, 4, 3, 2, True)),  # 0.99
+        (65536, Tile(1, 2048, 0, 32, 2, 3, 4, True)),  # 0.99
     ),
     ("backward", "ln", "add", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
@@ -447,10 +474,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(2, 4096, 0, 1, 8, 2, 1, True)),  # 0.97
         (5120, Tile(2, 4096, 1024, 1, 8, 2, 1, True)),  # 0.95
         (8192, Tile(1, 8192, 0, 1, 16, 2, 1, True)),  # 0.97
-        (12288, Tile(2, 2048, 0, 6, 4, 2, 2, True)),  # 0.95
-        (16384, Tile(2, 1024, 0, 16, 2, 2, 4, True)),  # 0.97
-        (32768, Tile(2, 1024, 0, 32, 2, 2, 4, True)),  # 0.97
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
+        (12288, Tile(2, 1024, 0, 12, 4, 3, 3, True, lag=2)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.96
+        (32768, Tile(2, 1024, 0, 32, 4, 4, 3, True, lag=2)),  # 0.97
+        (65536, Tile(2, 1024, 0, 64, 2, 2, 4, True)),  # 0.98
     ),
     ("backward", "rms", "add", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.50
@@ -463,12 +490,12 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1600, Tile(2, 2048, 0, 1, 16, 3, 1, True, 96)),  # 0.97 where the compiler took 64 registers, which spill since
         (2048, Tile(4, 2048, 0, 1, 8, 2, 1, True)),  # 0.95
         (4096, Tile(2, 4096, 0, 1, 16, 2, 1, True)),  # 0.96
-        (5120, Tile(2, 1024, 0, 5, 2, 2, 4, True)),  # 0.95
+        (5120, Tile(2, 4096, 1024, 1, 8, 2, 1, True)),  # 0.95
         (8192, Tile(1, 8192, 0, 1, 16, 2, 1, True)),  # 0.97
-        (12288, Tile(2, 2048, 0, 6, 4, 2, 2, True)),  # 0.95
-        (16384, Tile(2, 1024, 0, 16, 2, 2, 4, True)),  # 0.97
-        (32768, Tile(2, 4096, 0, 8, 16, 3, 1, True)),  # 0.97
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
+        (12288, Tile(2, 1024, 0, 12, 4, 4, 3, True, lag=2)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 4, 4, 3, True, lag=2)),  # 0.96
+        (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
+        (65536, Tile(2, 1024, 0, 64, 2, 2, 4, True)),  # 0.98
     ),
     ("backward", "ln", "dropout", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.34
@@ -482,11 +509,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (2048, Tile(1, 2048, 0, 1, 4, 3, 2, False, draws_first=True)),  # 0.94
         (4096, Tile(1, 4096, 0, 1, 16, 4, 1, True, draws_first=True)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True, draws_first=True)),  # 0.96
-        (8192, Tile(2, 2048, 0, 4, 4, 4, 2, True, draws_first=True)),  # 0.94
-        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True, draws_first=True)),  # 0.93
-        (16384, Tile(2, 2048, 0, 8, 4, 4, 2, True, draws_first=True)),  # 0.95
-        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True, draws_first=True)),  # 0.94
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, draws_first=True)),  # 0.92
+        (8192, Tile(2, 1024, 0, 8, 2, 4, 4, True, draws_first=True)),  # 0.95
+        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True, draws_first=True)),  # 0.95
+        (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.95
+        (32768, Tile(2, 1024, 0, 32, 2, 4, 4, True, draws_first=True)),  # 0.95
+        (65536, Tile(2, 1024, 0, 64, 2, 4, 4, True, draws_first=True)),  # 0.95
     ),
     ("backward", "rms", "dropout", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.37
@@ -498,13 +525,13 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1024, Tile(2, 1024, 0, 1, 4, 3, 2, True)),  # 0.92
         (1600, Tile(1, 2048, 0, 1, 2, 4, 2, True)),  # 0.93
         (2048, Tile(1, 2048, 0, 1, 4, 3, 2, True, draws_first=True)),  # 0.96
-        (4096, Tile(1, 4096, 0, 1, 8, 3, 1, True, 112, draws_first=True)),  # 0.94
+        (4096, Tile(2, 2048, 0, 2, 4, 3, 2, True, draws_first=True)),  # 0.95
         (5120, Tile(1, 8192, 0, 1, 8, 3, 1, True, draws_first=True)),  # 0.95
-        (8192, Tile(2, 8192, 0, 1, 16, 2, 1, False)),  # 0.94
-        (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.94
+        (8192, Tile(2, 2048, 0, 4, 4, 3, 2, True, draws_first=True)),  # 0.96
+        (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True, draws_first=True)),  # 0.96
         (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.96
-        (32768, Tile(2, 2048, 0, 16, 4, 3, 2, True, draws_first=True)),  # 0.95
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, draws_first=True)),  # 0.93
+        (32768, Tile(2, 1024, 0, 32, 2, 4, 4, True, draws_first=True, lag=2)),  # 0.96
+        (65536, Tile(2, 1024, 0, 64, 2, 4, 4, True, draws_first=True)),  # 0.96
     ),
     ("backward", "ln", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.46
@@ -519,10 +546,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(2, 4096, 0, 1, 16, 1, 1, False)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.97
         (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.97
-        (12288, Tile(2, 1024, 0, 12, 2, 3, 4, True)),  # 0.95
-        (16384, Tile(2, 1024, 0, 16, 2, 2, 4, True)),  # 0.96
-        (32768, Tile(2, 1024, 0, 32, 2, 3, 4, True)),  # 0.96
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True)),  # 0.97
+        (12288, Tile(2, 1024, 0, 12, 4, 3, 3, True, lag=2)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.96
+        (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
+        (65536, Tile(2, 1024, 0, 64, 2, 3, 4, True)),  # 0.97
     ),
     ("backward", "rms", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
@@ -536,10 +563,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (2048, Tile(4, 2048, 0, 1, 8, 2, 1, False, draws_first=True)),  # 0.95
         (4096, Tile(2, 4096, 0, 1, 16, 1, 1, False, 112)),  # 0.96
         (5120, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.95
-        (8192, Tile(2, 1024, 0, 8, 2, 2, 4, True)),  # 0.96
-        (12288, Tile(2, 1024, 0, 12, 2, 3, 4, True)),  # 0.95
-        (16384, Tile(2, 1024, 0, 16, 2, 2, 4, True)),  # 0.97
-        (32768, Tile(2, 4096, 0, 8, 16, 3, 1, True)),  # 0.97
-        (65536, Tile(2, 1024, 0, 64, 4, 4, 3, True)),  # 0.98
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.97
+        (12288, Tile(2, 1024, 0, 12, 4, 4, 3, True, lag=2)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.97
+        (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
+        (65536, Tile(2, 1024, 0, 64, 4, 3, 3, True, lag=2)),  # 0.98
     ),
 }

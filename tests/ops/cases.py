@@ -35,6 +35,7 @@ class Case:
     prenorm: bool = True
     residual_in_fp32: bool = False
     out: torch.dtype | None = None
+    uneven: bool = False  # rows differ in scale and mean
     m: int = 5
     n: int = 40
 
@@ -80,9 +81,12 @@ def inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
         return values.to(device, dtype).requires_grad_(grad)
 
     m, n = case.m, case.n
-    tensors = {"x": tensor((m, n), case.x, shift=0.3)}
+    scale, shift = 1.0, 0.3
+    if case.uneven:
+        scale, shift = torch.randn(2, m, 1, generator=generator).exp()
+    tensors = {"x": tensor((m, n), case.x, scale, shift)}
     if case.residual is not None:
-        tensors["residual"] = tensor((m, n), case.residual, 2.0)
+        tensors["residual"] = tensor((m, n), case.residual, 2.0 * scale)
     if case.x1 is not None:
         tensors["x1"] = tensor((m, n), case.x1)
     if case.weight is not None:

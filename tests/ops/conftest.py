@@ -37,12 +37,14 @@ def narrow_tiles(monkeypatch):
 @pytest.fixture
 def use_tile(monkeypatch):
     """A function: from now on, launches in both directions get this tile."""
-    from ops import backward_kernels, forward_kernels, launch
+    from ops import launch, split_backward_kernels, split_forward_kernels
 
     if backend.INTERPRET:
         monkeypatch.setattr(launch, "device_facts", interpreted_device)
-        for module, kernel in ((forward_kernels, "norm_forward_kernel"), (backward_kernels, "norm_backward_kernel")):
+        monkeypatch.setattr(launch, "ring", lambda tile: 64)
+        for module in (split_forward_kernels, split_backward_kernels):
             monkeypatch.setattr(module, "collect", read_board)
+        for kernel in ("norm_forward_kernel", "norm_backward_kernel"):
             monkeypatch.setattr(launch, kernel, TwiceIfSplit(getattr(launch, kernel)))
 
     def use(tile):

@@ -35,6 +35,7 @@ CASES = [
     Case(n=8192, m=64, x=FP16, residual=None, weight=FP16),
     Case(n=65536, m=8, rms=True, residual=BF16, weight=BF16, bias=False),
     Case(n=65536, m=8, residual=None, weight=BF16),
+    Case(n=65536, m=8, residual=FP32, weight=BF16, dropout_p=0.1),
 ]
 
 

@@ -10,11 +10,19 @@ import torch
 
 from ops import launch, layer_norm_fn, tiling
 
-from .cases import BF16, FP32, SEED, Case, assert_as_accurate_as_pytorch, describe, inputs, leaf, ours, reference_path
+from .cases import BF16, FP32, SEED, Case, assert_as_accurate_as_pytorch, covering, describe, inputs, leaf, ours, reference_path
 
 pytestmark = pytest.mark.gpu
 
 SPLIT = tiling.Tile(rows=2, block_n=2048, tail_n=0, slices=8, warps=4, stages=3, programs_per_sm=2, hold_weights=True)
+
+# Warps of a program that publish one by one and together, a block narrower than they are, rows of 16, 64 and 128 words and of
+# more than each warp publishes.
+SHAPES = [
+    (2, 4, 2048, 16384), (1, 4, 4096, 16384), (1, 1, 1024, 16384), (4, 4, 1024, 16384), (2, 4, 512, 16384), (1, 1, 1024, 65536),
+    (2, 4, 2048, 65536), (2, 4, 1024, 65536),
+]  # fmt: skip
+LAPS = covering(shape=SHAPES, lag=[1, 2], residual=[None, BF16, FP32], rms=[False, True], dropout_p=[0.0, 0.1])
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +49,15 @@ def test_as_accurate_as_pytorch(n, residual, rms, device, split):
 def test_few_rows_are_as_accurate_as_pytorch(m, device, split):
     split(20000)
     assert_as_accurate_as_pytorch(Case(residual=BF16, dropout_p=0.1, m=m, n=20000), device)
+
+
+@pytest.mark.parametrize("chosen", LAPS, ids=lambda chosen: "-".join(map(str, chosen.values())).replace("torch.", ""))
+def test_a_board_written_over_many_times_is_as_accurate_as_pytorch(chosen, device, use_tile):
+    """1500 rows, each with a scale and a mean of its own, are 22 rounds or more on an H200, and the board has 4 or 8."""
+    rows, warps, block_n, n = chosen["shape"]
+    use_tile(replace(SPLIT, rows=rows, warps=warps, block_n=block_n, slices=n // block_n, lag=chosen["lag"]))
+    case = Case(rms=chosen["rms"], residual=chosen["residual"], dropout_p=chosen["dropout_p"], uneven=True, m=1500, n=n)
+    assert_as_accurate_as_pytorch(case, device)
 
 
 @pytest.mark.parametrize("rms", [False, True])

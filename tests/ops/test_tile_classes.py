@@ -1,5 +1,7 @@
 """The kernels over every class of tile: one block, two, several, looped, split; whatever the table picks for this GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,6 +22,8 @@ TILES = {
     "hold_weights": [False, True],
     "columns": [0, 8],
     "draws_first": [False, True],
+    "lag": [1, 2],
+    "one_pass": [False, True],
 }
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
 # What the backward of a split row can do; in the covering array few cases are of this kind.
@@ -122,6 +126,15 @@ def test_one_huge_element_or_a_huge_mean_costs_a_looped_row_no_accuracy(where, d
     wanted = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     theirs = torch.nn.functional.layer_norm(x, (512,), eps=1e-5)
     assert (got - wanted).abs().max() <= 2 * (theirs - wanted).abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize(("n", "block_n", "lag"), [(1100, 512, 1), (1100, 512, 2), (1100, 32, 2), (2048, 1024, 1)])
+def test_several_warps_and_more_programs_than_a_warp_has_lanes_share_a_row(n, block_n, lag, rms, device, use_tile):
+    """512 columns of bf16 are two warps' and 1024 four; 1100 columns leave the last of them half empty or without any."""
+    tile = tile_for(n, "one block", rows=2, lag=lag, programs_per_sm=9)
+    use_tile(replace(tile, block_n=block_n, slices=-(-n // block_n)))
+    assert_as_accurate_as_pytorch(Case(residual=BF16, rms=rms, bias=not rms, m=5, n=n), device)
 
 
 @pytest.mark.parametrize("rms", [False, True])

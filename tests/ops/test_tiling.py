@@ -121,7 +121,7 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
             assert equal or looped or (tile.block_n, tile.tail_n) in (row_blocks(up_to), (one_block(up_to), 0)), (up_to, tile)
         else:
             assert tile.tail_n == 0 and tile.slices == -(-up_to // tile.block_n), (up_to, tile)
-            assert tile.programs_per_sm > 0 and tile.hold_weights, (up_to, tile)
+            assert tile.programs_per_sm > 0, (up_to, tile)
 
 
 @pytest.mark.parametrize("key", TABLE, ids=lambda key: "-".join(map(str, key)))

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ops import tiling
+from ops.board_kernels import board_lanes
 from ops.tiling import Device, Tile, Work
 
 SHAPES = ["one block", "two blocks", "equal blocks", "looped", "split"]
@@ -36,18 +37,26 @@ def fitted(tile: Tile, n: int, work: Work, device: Device) -> Tile:
 
 
 @triton.jit
-def read_board(p_board, rows, m_row, SLICES: tl.constexpr, SLICES_POW2: tl.constexpr):
+def read_board(p_words, lap, published, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """`collect` without the wait."""
-    slices = tl.arange(0, SLICES_POW2)
-    m = m_row[:, None] & (slices < SLICES)[None, :]
-    words = tl.load(p_board + rows[:, None] * SLICES + slices[None, :], mask=m, other=0)
-    first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-    return first, (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    LANES: tl.constexpr = board_lanes(WORDS)
+    lanes = tl.arange(0, LANES)
+    found = ()
+    for i in tl.static_range(ROWS):
+        of_row = ()
+        for j in tl.static_range(triton.cdiv(WORDS, LANES)):
+            m = published & (lanes + j * LANES < WORDS)
+            words = tl.load(p_words + lanes + (i * WORDS + j * LANES), mask=m, other=0)
+            first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+            of_row += ((first, (words >> 32 & 0xFFFFFFFE).to(tl.uint32).to(tl.float32, bitcast=True)),)
+        found += (of_row,)
+    return found
 
 
 class TwiceIfSplit:
     """A kernel for the interpreter, whose programs run one after another and can't wait for each other: the first time they
-    publish their sums and make nothing of those of others, the second time they find all sums on the board."""
+    publish their sums and make nothing of those of others, the second time they find all sums on the board, which must not
+    come round to a place again."""
 
     def __init__(self, kernel) -> None:
         self.kernel = kernel

@@ -222,6 +222,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, one_pass=True)),  # 0.98
         (32768, Tile(1, 4096, 28672, 1, 16, 1, 0, False, 64)),  # 0.96
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.92
+        (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.78
     ),
     ("forward", "rms", "norm", 8): (
         (32, Tile(128, 32, 0, 1, 8, 1, 0, True)),  # 0.38
@@ -278,7 +279,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.96
-        (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),  # 0.94
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
     ),
     ("forward", "ln", "add", 4): (
         (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.61
@@ -297,6 +298,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 4, 3, 4, True, lag=2)),  # 0.93
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "rms", "add", 4): (
         (32, Tile(64, 32, 0, 1, 8, 1, 0, False)),  # 0.63
@@ -315,6 +317,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
         (32768, Tile(1, 8192, 24576, 1, 16, 1, 0, False)),  # 0.98
         (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True)),  # 0.95
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "ln", "dropout", 8): (
         (32, Tile(64, 32, 0, 1, 8, 1, 0, True)),  # 0.51
@@ -333,6 +336,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False, 64)),  # 0.97
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.96
         (65536, Tile(1, 1024, 0, 64, 1, 3, 12, True, lag=2)),  # 0.91
+        (262144, Tile(1, 4096, 0, 64, 4, 3, 3, True)),
     ),
     ("forward", "rms", "dropout", 8): (
         (32, Tile(128, 32, 0, 1, 8, 1, 0, False)),  # 0.54
@@ -351,7 +355,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False)),  # 0.97 with 48 registers, which spill since
         (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True, lag=2)),  # 0.92
-        (262144, Tile(4, 4096, 0, 64, 16, 3, 1, True)),
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
     ),
     ("forward", "ln", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 1, 0, False)),  # 0.60
@@ -370,6 +374,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True)),  # 0.98
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, one_pass=True)),  # 0.97
         (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, lag=2)),  # 0.93
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "rms", "dropout", 4): (
         (32, Tile(8, 32, 0, 1, 1, 1, 0, True)),  # 0.62
@@ -388,6 +393,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, 56)),  # 0.98 with 48 registers, which spill since
         (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False)),  # 0.94
         (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True)),  # 0.94
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("backward", "ln", "norm", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.23
@@ -406,6 +412,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 1024, 0, 16, 1, 3, 8, True, lag=2)),  # 0.92
         (32768, Tile(1, 1024, 0, 32, 1, 4, 8, True, lag=2)),  # 0.91
         (65536, Tile(1, 1024, 0, 64, 1, 4, 8, True, lag=2)),  # 0.90
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True)),
     ),
     ("backward", "rms", "norm", 8): (
         (32, Tile(64, 32, 0, 1, 4, 3, 2, True)),  # 0.26
@@ -424,6 +431,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 2048, 0, 8, 4, 3, 3, False)),  # 0.95
         (32768, Tile(2, 2048, 0, 16, 4, 3, 3, True)),  # 0.96
         (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True)),  # 0.96
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("backward", "ln", "add", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.29
@@ -442,6 +450,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 2048, 0, 8, 2, 3, 4, True)),  # 0.97
         (32768, Tile(1, 2048, 0, 16, 2, 3, 4, True)),  # 0.98
         (65536, Tile(2, 1024, 0, 64, 2, 3, 4, True, lag=2)),  # 0.98
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True)),
     ),
     ("backward", "rms", "add", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.33
@@ -460,6 +469,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 4096, 0, 4, 4, 3, 2, True)),  # 0.99
         (32768, Tile(1, 4096, 0, 8, 4, 3, 2, True)),  # 0.99
         (65536, Tile(1, 2048, 0, 32, 2, 3, 4, True)),  # 0.99
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True)),
     ),
     ("backward", "ln", "add", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
@@ -478,6 +488,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.96
         (32768, Tile(2, 1024, 0, 32, 4, 4, 3, True, lag=2)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 2, 2, 4, True)),  # 0.98
+        (262144, Tile(1, 2048, 0, 128, 4, 3, 3, True)),
     ),
     ("backward", "rms", "add", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.50
@@ -496,6 +507,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 1024, 0, 16, 4, 4, 3, True, lag=2)),  # 0.96
         (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 2, 2, 4, True)),  # 0.98
+        (262144, Tile(1, 2048, 0, 128, 4, 3, 2, True, lag=2)),
     ),
     ("backward", "ln", "dropout", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.34
@@ -514,6 +526,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.95
         (32768, Tile(2, 1024, 0, 32, 2, 4, 4, True, draws_first=True)),  # 0.95
         (65536, Tile(2, 1024, 0, 64, 2, 4, 4, True, draws_first=True)),  # 0.95
+        (262144, Tile(1, 2048, 0, 128, 4, 3, 3, True, draws_first=True)),
     ),
     ("backward", "rms", "dropout", 8): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.37
@@ -532,6 +545,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.96
         (32768, Tile(2, 1024, 0, 32, 2, 4, 4, True, draws_first=True, lag=2)),  # 0.96
         (65536, Tile(2, 1024, 0, 64, 2, 4, 4, True, draws_first=True)),  # 0.96
+        (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, draws_first=True)),
     ),
     ("backward", "ln", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.46
@@ -550,6 +564,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.96
         (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 2, 3, 4, True)),  # 0.97
+        (262144, Tile(1, 2048, 0, 128, 4, 3, 3, True)),
     ),
     ("backward", "rms", "dropout", 4): (
         (32, Tile(32, 32, 0, 1, 4, 4, 2, True)),  # 0.47
@@ -568,5 +583,6 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.97
         (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 4, 3, 3, True, lag=2)),  # 0.98
+        (262144, Tile(1, 2048, 0, 128, 4, 3, 3, True)),
     ),
 }

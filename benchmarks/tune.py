@@ -217,7 +217,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     near = dict.fromkeys([own, *present.values()])
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     drawing = cell.work == "dropout" and cell.direction == BACKWARD
-    averaging = cell.norm == "ln" and cell.direction == FORWARD and own.slices == 1
+    averaging = cell.norm == "ln" and cell.direction == FORWARD
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
@@ -241,9 +241,13 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         near |= dict.fromkeys(shapes)
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
-    if not averaging:
-        near = dict.fromkeys(replace(tile, one_pass=False) for tile in near)
+    near = dict.fromkeys(replace(t, one_pass=t.one_pass and averaging and _whole(t, cell)) for t in near)
     return (tile for tile in near if tile == own or sensible(tile, cell))
+
+
+def _whole(tile: Tile, cell: Cell) -> bool:
+    """Whether a program holds whole rows."""
+    return tile.slices == 1 and not tile.looped(cell.width)
 
 
 def _blocks(cell: Cell) -> list[tuple[int, int]]:
@@ -304,6 +308,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))
         and (tile.max_registers == 0 or tile.max_registers > elements)
         and (tile.slices == 1 or (tile.slices <= 256 and persistent and tile.stages > 1))
+        and (tile.slices == 1 or tile.hold_weights or cell.direction == BACKWARD)  # forward would stage them with each tile
     )
 
 

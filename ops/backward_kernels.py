@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .input_gradient_kernels import draw_row, store_input_gradients, store_rowscale_gradients
 from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, load_stats, normalise, weighted_sum
 from .row_kernels import block_cols, block_count, block_width, dot_rows, load_row, load_vector, row_sum, tile_rows, two_dots
-from .split_backward_kernels import nothing_waits, split_round
+from .split_backward_kernels import nothing_waits, split_backward_round
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "threshold"], do_not_specialize_on_alignment=["p_seed"])
@@ -59,7 +59,7 @@ def norm_backward_kernel(
             tl.static_assert(p_dy1 is None and p_x is None and p_x1 is None, "its programs exchange the sums of one norm alone")
             waiting = nothing_waits(p_r, p_dy, ROWS, BLOCK_N, LAG)
             for turn in tl.range(0, tl.cdiv(tiles - group, groups) + LAG, num_stages=STAGES):
-                waiting, b_dweight, b_dbias = split_round(
+                waiting, b_dweight, b_dbias = split_backward_round(
                     p_dy, p_dr, p_r, p_weight, p_rowscale, p_rowscale1, p_stats, seed, p_dz, p_dx, p_dx1, p_dweight, p_dbias,
                     p_board, b_weight if HOLD else None, waiting, b_dweight, b_dbias, turn, group, groups, slice_id, first_col,
                     M, N, stride_dy, stride_dr, stride_r, threshold, scale, share,

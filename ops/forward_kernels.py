@@ -10,7 +10,7 @@ import triton.language as tl
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, finish_tile, load_weights
 from .row_kernels import signed, tile_rows, valid
-from .split_forward_kernels import nothing_waits, split_round
+from .split_forward_kernels import nothing_waits, split_forward_round
 
 
 # A new batch size or dropout probability must not compile anything; nor must the next seed of a vector, every other of
@@ -34,7 +34,7 @@ def norm_forward_kernel(
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
-    ONE_PASS: LayerNorm's two statistics at once, where all threads hold equally many columns.
+    ONE_PASS: LayerNorm's two statistics at once, around one of the row's elements.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """
@@ -57,7 +57,7 @@ def norm_forward_kernel(
             tl.static_assert(TAIL_N == 0, "a split row is one block in each program")
             waiting = nothing_waits(ROWS, BLOCK_N, LAG, RESIDUAL_DTYPE)
             for turn in tl.range(0, tl.cdiv(tiles - group, groups) + LAG, num_stages=STAGES):
-                waiting = split_round(
+                waiting = split_forward_round(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, p_board, weights, waiting,
                     turn, group, groups, slice_id, first_col,

@@ -17,6 +17,7 @@ from .row_kernels import (
     reopen,
     row_sum,
     store_row,
+    two_dots,
     unsigned,
 )
 
@@ -30,6 +31,11 @@ def begin_tile(
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Of whole rows r, stored if it is wanted, the mean, r − mean and Σ (r − mean)²; for RMSNorm r, 0, r and Σ r²."""
+    b_shift = tl.zeros([ROWS], tl.float32)
+    if ONE_PASS:
+        b_shift = middle_of_three(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
+        )
     b_r = load_sum(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, 0,
         N, stride_x, stride_x1, stride_residual, threshold, scale,
@@ -40,10 +46,13 @@ def begin_tile(
         tl.debug_barrier()
     if p_r is not None:
         store_row(p_r, b_r, rows, m_row, stride_r, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    ONCE: tl.constexpr = ONE_PASS and not IS_RMS and even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN)
     # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
-    if ONCE:
-        b_mean, b_m2 = one_pass_moments(b_r, PACKED, VECTOR, SPAN)
+    if ONE_PASS:
+        b_left = ()
+        for i in tl.static_range(len(b_r)):
+            b_left += (centre(i, reopen(b_r[i], PACKED), b_shift, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS),)
+        b_squares, b_sum = two_dots(b_left, b_left, SPAN)
+        b_mean, b_m2 = shifted_moments(b_shift, b_sum, b_squares, N)
     elif IS_RMS:
         b_mean = tl.zeros([ROWS], tl.float32)
     else:
@@ -56,76 +65,71 @@ def begin_tile(
     for i in tl.static_range(len(b_r)):
         b = centre(i, reopen(b_r[i], PACKED), b_mean, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
         b_centred += (b,)
-        if not ONCE:
+        if not ONE_PASS:
             b_squares = gather(b_squares, b * b)
-    if not ONCE:
+    if not ONE_PASS:
         b_m2 = row_sum(b_squares, SPAN)
     return b_r, b_mean, b_centred, b_m2
 
 
-@triton.constexpr_function
-def even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN):
-    """Whether all threads hold equally many columns of a row, and all of them are of the row."""
-    return EVEN_N and (TAIL_N == 0 or min(BLOCK_N, TAIL_N) >= SPAN)
+@triton.jit
+def middle_of_three(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual,
+    RESIDUAL_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """fp32 [ROWS]: the median of r's first, middle and last element before dropout: near the mean, with no sum to wait for."""
+    b_first = before_dropout(
+        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, 0, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
+    )
+    b_middle = before_dropout(
+        p_x,
+        p_x1,
+        p_residual,
+        p_rowscale,
+        p_rowscale1,
+        rows,
+        m_row,
+        N // 2,
+        stride_x,
+        stride_x1,
+        stride_residual,
+        RESIDUAL_DTYPE,
+    )
+    b_last = before_dropout(
+        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N - 1, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
+    )
+    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
+    b_median = tl.maximum(low, tl.minimum(high, b_last))
+    return tl.where(tl.abs(b_median) < float("inf"), b_median, 0.0)  # what dropout takes out may be no number
 
 
 @triton.jit
-def one_pass_moments(b_r, PACKED: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr):
-    """mean and Σ (r − mean)², fp32 [ROWS], of rows of which each thread holds an equal share.
+def before_dropout(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, col, stride_x, stride_x1, stride_residual,
+    RESIDUAL_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """x · rowscale + x1 · rowscale1 + residual in one column, fp32 [ROWS]; rounded as r is, so that constant rows are exact."""
+    b_scale = load_scale(p_rowscale, rows, m_row)
+    m_rowx = scaled_rows(m_row, b_scale, p_rowscale)
+    b = tl.load(p_x + rows * stride_x + col, mask=m_rowx, other=0.0).to(tl.float32) * b_scale
+    if p_x1 is not None:
+        b_scale1 = load_scale(p_rowscale1, rows, m_row)
+        m_row1 = scaled_rows(m_row, b_scale1, p_rowscale1)
+        b += tl.load(p_x1 + rows * stride_x1 + col, mask=m_row1, other=0.0).to(tl.float32) * b_scale1
+    if p_residual is not None:
+        b += tl.load(p_residual + rows * stride_residual + col, mask=m_row, other=0.0).to(tl.float32)
+    return b.to(RESIDUAL_DTYPE).to(tl.float32)
 
-    Each thread sums what is left of its own columns when one of them is taken from all, and its square: no mean to wait for
-    first. Σ (r − mean)² = Σ d² − (Σ d)² / n then loses little to cancellation, as Σ d² is at most n + 1 times as large.
+
+@triton.jit
+def shifted_moments(b_shift, b_sum, b_squares, N):
+    """mean and Σ (r − mean)² from Σ d and Σ d², d = r − shift, as Σ d² − (Σ d)² / N.
+
+    That loses little to cancellation where the shift is one of the elements: Σ d² is N / 2 times as large at worst, when two of
+    three are far from all others and near each other.
     """
-    ROWS: tl.constexpr = b_r[0].shape[0]
-    THREADS: tl.constexpr = holders(b_r[0].shape[1], VECTOR, SPAN)
-    b_first = by_thread(reopen(b_r[0], PACKED), THREADS, VECTOR)
-    b_shift = tl.reduce(tl.reduce(b_first, 3, first_of), 1, first_of)
-    b_sum = tl.zeros([ROWS, THREADS], tl.float32)
-    b_squares = tl.zeros([ROWS, THREADS], tl.float32)
-    for i in tl.static_range(len(b_r)):
-        b = by_thread(reopen(b_r[i], PACKED), THREADS, VECTOR) - b_shift[:, None, :, None]
-        b_sum += tl.sum(tl.sum(b, 3), 1)
-        b_squares += tl.sum(tl.sum(b * b, 3), 1)
-    EACH: tl.constexpr = columns_of(b_r) // THREADS
-    b_delta = b_sum * (1.0 / EACH)
-    b_mean, b_variance = tl.reduce((b_shift + b_delta, (b_squares - b_sum * b_delta) * (1.0 / EACH)), 1, merge_halves)
-    if ROWS == 1:
-        # A number has no layout: else the compiler would bring the row into that of the reduction.
-        b_mean = tl.full([1], tl.sum(b_mean, 0), tl.float32)
-        b_variance = tl.full([1], tl.sum(b_variance, 0), tl.float32)
-    return b_mean, b_variance * (EACH * THREADS)
-
-
-@triton.constexpr_function
-def columns_of(b_r):
-    return sum(b.shape[1] for b in b_r)
-
-
-@triton.constexpr_function
-def holders(width, VECTOR, SPAN):
-    """The threads that hold columns of one row of a block."""
-    return min(width, SPAN) // VECTOR
-
-
-@triton.jit
-def by_thread(b, THREADS: tl.constexpr, VECTOR: tl.constexpr):
-    """[ROWS, width] as [ROWS, n, THREADS, VECTOR]: what a thread holds of a row, along two axes."""
-    return tl.reshape(b, [b.shape[0], b.shape[1] // (THREADS * VECTOR), THREADS, VECTOR])
-
-
-@triton.jit
-def first_of(a, b):
-    return a
-
-
-@triton.jit
-def merge_halves(mean_a, variance_a, mean_b, variance_b):
-    """Chan, Golub & LeVeque 1979, for two sets of one size: the moments of both together, without cancellation.
-
-    Halves the sum rather than adds half the difference, so that it is the same for (b, a), and the same in all threads.
-    """
-    half = (mean_b - mean_a) * 0.5
-    return (mean_a + mean_b) * 0.5, (variance_a + variance_b) * 0.5 + half * half
+    b_delta = b_sum / N
+    return b_shift + b_delta, b_squares - b_sum * b_delta
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from .row_kernels import add_pairs, load_row, load_vector_block, tile_rows
 
 
 @triton.jit
-def split_round(
+def split_backward_round(
     p_dy, p_dr, p_r, p_weight, p_rowscale, p_rowscale1, p_stats, seed, p_dz, p_dx, p_dx1, p_dweight, p_dbias, p_board,
     b_weight, waiting, b_dweight, b_dbias, turn, group, groups, slice_id, first_col,
     M, N, stride_dy, stride_dr, stride_r, threshold, scale, share,

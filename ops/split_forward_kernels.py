@@ -21,7 +21,7 @@ from .row_kernels import block_cols, store_row, tile_rows
 
 
 @triton.jit
-def split_round(
+def split_forward_round(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, p_board, weights, waiting, turn, group, groups, slice_id, first_col,
     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
@@ -44,7 +44,8 @@ def split_round(
         tl.debug_barrier()
     b_mean, b_m2 = moments(b_r[0], slice_id, first_col, N, PARTS, EVEN_N, VECTOR, SPAN, IS_RMS)
     p_words, lap = board_place(p_board, group, turn, ROWS, SLICES * PARTS, RING)
-    publish(p_words, lap, b_mean, b_m2, slice_id, SLICES, BLOCK_N < SPAN)
+    # Where a mask is stored too, the compiler may lay out the columns in another way than SPAN says.
+    publish(p_words, lap, b_mean, b_m2, slice_id, SLICES, BLOCK_N < SPAN or p_mask is not None)
     if p_r is not None:
         store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
 

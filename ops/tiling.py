@@ -37,8 +37,8 @@ class Tile:
     # Rounds of the loop over tiles between a split row's sums and their use, 1 or 2. With two, what others have to say is there
     # when it is asked for; but two tiles wait meanwhile, in registers.
     lag: int = 1
-    # Forward takes LayerNorm's two statistics at once: the threads wait for each other once instead of twice, for an
-    # instruction or two more an element. Worth it from 16 warps on, up to 8 points of bandwidth; with 8 it loses.
+    # Forward takes LayerNorm's two statistics at once, around one of the row's elements: the threads wait for each other once
+    # instead of twice, for an instruction or two more an element. Worth it from 16 warps on, up to 8 points of bandwidth.
     one_pass: bool = False
 
     @property
@@ -82,7 +82,7 @@ class Device:
 H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)
 
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
-MOST_WORDS = 128  # of a split row that its programs' warps publish: four loads for each warp that reads them
+MOST_WORDS_BY_WARP = 128  # of a row on the board where warps publish one by one: four loads for each that reads them
 LOOPED = Tile(rows=1, block_n=4096, tail_n=0, slices=1, warps=8, stages=1, programs_per_sm=2, hold_weights=False)
 MIN_BLOCK_N = 16  # one Philox call serves eight columns; below 16 a row of bf16 is less than a sector of memory in any case
 
@@ -167,11 +167,11 @@ def span(tile: Tile, work: Work, device: Device) -> int:
 def parts(tile: Tile, work: Work, device: Device) -> int:
     """How many sums of a split row each of its programs publishes: one for each warp that lies along its block.
 
-    So no warp waits for the others of its program. But each has all the words of a row to read, and where they are more than
-    `MOST_WORDS`, a program sums up first and publishes one.
+    So no warp waits for the others of its program. But each has all the words of a row to read: where they would be more than
+    `MOST_WORDS_BY_WARP`, a program sums up first and publishes one.
     """
     warps = max(1, min(tile.warps, tile.warps * tile.block_n // span(tile, work, device)))
-    return warps if tile.slices * warps <= MOST_WORDS else 1
+    return warps if tile.slices * warps <= MOST_WORDS_BY_WARP else 1
 
 
 def ring(tile: Tile) -> int:

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 
 SPLIT = tiling.Tile(rows=2, block_n=2048, tail_n=0, slices=8, warps=4, stages=3, programs_per_sm=2, hold_weights=True)
 
-# Warps of a program that publish one by one and together, a block narrower than they are, rows of 16, 64 and 128 words and of
-# more than each warp publishes.
+# Warps of a program that publish one by one and, last, together; in bf16 also a block narrower than they are; up to 128 words a
+# row.
 SHAPES = [
     (2, 4, 2048, 16384), (1, 4, 4096, 16384), (1, 1, 1024, 16384), (4, 4, 1024, 16384), (2, 4, 512, 16384), (1, 1, 1024, 65536),
     (2, 4, 2048, 65536), (2, 4, 1024, 65536),

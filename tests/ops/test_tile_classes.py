@@ -83,13 +83,14 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
     )
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("shape", ["one block", "split"])
 @pytest.mark.parametrize("upstream", [False, True])
 @pytest.mark.parametrize("stream", [FP32, BF16])
 @pytest.mark.parametrize("mean", [0.0, 30.0, 3e3])
-def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, stream, upstream, shape, device, use_tile):
+def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, stream, upstream, shape, one_pass, device, use_tile):
     """dy has a part along x, which the mean could spoil; upstream, the residual stream has a gradient too."""
-    use_tile(tile_for(512, shape, rows=2, programs_per_sm=1, stages=2))
+    use_tile(tile_for(512, shape, rows=2, programs_per_sm=1, stages=2, one_pass=one_pass))
     draw = torch.Generator().manual_seed(2)
     x, weight, bias, dy, dr = (torch.randn(*size, generator=draw) for size in ((6, 512), (512,), (512,), (6, 512), (6, 512)))
     x, dy = (x + mean).to(stream), (dy + x).to(stream)
@@ -115,10 +116,11 @@ def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, stream
         assert (our - exact).abs().max() <= 2 * (their - exact).abs().max() + 1e-6
 
 
-@pytest.mark.parametrize("where", [0, 256, 511])
-def test_one_huge_element_or_a_huge_mean_costs_a_looped_row_no_accuracy(where, device, use_tile):
-    """Its first, middle or last element; Σ (r − shift)² − … with a shift far from the mean would cancel."""
-    use_tile(tile_for(512, "looped", rows=1, programs_per_sm=0, stages=1))
+@pytest.mark.parametrize("where", [0, 256, 300, 511])
+@pytest.mark.parametrize("shape", ["looped", "one block", "equal blocks"])
+def test_one_huge_element_or_a_huge_mean_costs_one_pass_no_accuracy(shape, where, device, use_tile):
+    """Its first, middle, some or last element; Σ (r − shift)² − … with a shift far from the mean would cancel."""
+    use_tile(tile_for(512, shape, rows=1, programs_per_sm=0, stages=1, one_pass=True))
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)) + torch.tensor([0.0, 1e4, -1e4, 0.0])[:, None]
     x[0, where], x[3, where] = 1e4, torch.finfo(torch.float32).max / 1e20
     got = layer_norm_fn(x.to(device), None, None, eps=1e-5).cpu()
@@ -147,13 +149,27 @@ def test_two_blocks_whose_sums_share_a_reduction_are_as_accurate_as_pytorch(dtyp
 
 
 @pytest.mark.parametrize("value", [1288.0, 1368.0, 3.0])
+@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_constant_row_has_its_own_mean(shape, value, device, use_tile):
+def test_a_constant_row_has_its_own_mean(shape, one_pass, value, device, use_tile):
     """Σ r / N is exact here and Σ r · (1 / N) is not; with a small eps, rstd makes the difference a thousand times larger."""
     n = 1000
-    use_tile(tile_for(n, shape))
+    use_tile(tile_for(n, shape, one_pass=one_pass))
     y = layer_norm_fn(torch.full((3, n), value, dtype=BF16, device=device), None, None, eps=1e-6)
     assert torch.equal(y, torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("shape", ["looped", "one block"])
+def test_an_infinity_that_is_dropped_spoils_nothing_in_one_pass(shape, device, use_tile):
+    """The first, middle and last elements, around the median of which a row's statistics are taken."""
+    columns = [0, 256, 511]
+    with reference_path():
+        seed = next(seed for seed in range(99) if not dropout_mask(seed, 1, 512, 0.5, 0, device)[0, columns].any())
+    x = torch.randn(1, 512, generator=torch.Generator().manual_seed(3)).to(device)
+    wanted = layer_norm_fn(x, None, None, dropout_p=0.5, seed=seed)
+    x[0, columns] = float("inf")
+    use_tile(tile_for(512, shape, rows=1, programs_per_sm=0, stages=1, one_pass=True))
+    torch.testing.assert_close(layer_norm_fn(x, None, None, dropout_p=0.5, seed=seed), wanted)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])  # a thread holds 4 or 8 neighbouring columns

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ops import tiling
-from ops.board_kernels import board_lanes
+from ops.board_kernels import LAP_BIT, board_lanes
 from ops.tiling import Device, Tile, Work
 
 SHAPES = ["one block", "two blocks", "equal blocks", "looped", "split"]
@@ -47,6 +47,7 @@ def read_board(p_words, lap, published, ROWS: tl.constexpr, WORDS: tl.constexpr)
         for j in tl.static_range(triton.cdiv(WORDS, LANES)):
             m = published & (lanes + j * LANES < WORDS)
             words = tl.load(p_words + lanes + (i * WORDS + j * LANES), mask=m, other=0)
+            words = tl.where(m & ((words & LAP_BIT) != lap), -1, words)  # which would be waited for: no number
             first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
             of_row += ((first, (words >> 32 & 0xFFFFFFFE).to(tl.uint32).to(tl.float32, bitcast=True)),)
         found += (of_row,)

@@ -9,15 +9,15 @@ The first rounds have nothing to finish and the last, beyond the tiles, nothing 
 
 The board is int64 [groups, RING, ROWS, SLICES · PARTS], all −1 before the launch. RING is the rounds after which a place is
 written again, so few that the board stays in L2: read from memory its words were 2 to 5 points of bandwidth late. PARTS is the
-warps that lie side by side along a program's columns; each publishes its own sums. All warps read all words of a row at once:
-one that is asked for too early costs the way to L2 and back once more.
+warps that lie side by side along a program's columns, each of which publishes its own sums, or 1 where a row would so have too
+many words (`tiling.parts`). All warps read all words of a row at once: one that is asked for too early costs the way to L2 and
+back once more.
 
 A word is two sums in fp32, the second without its last bit, which is that of the lap around the ring. Aligned words of 8 bytes
 are written whole, so that no fence is needed. A place may be written again once all have read it: who is about to publish round
 i has collected round i − 1 − LAG of everyone, so everyone has ended round i − 2 − LAG and with it collected round
-i − 2 − 2 · LAG. That holds for each warp, since each publishes; where some have nothing of their own to publish, all warps of a
-program meet before it does. That a plain store reaches the others' relaxed loads is what the hardware does, not what PTX's
-memory model promises.
+i − 2 − 2 · LAG. That holds for each warp that publishes; where some do not, all warps of a program meet before it does. That a
+plain store reaches the others' relaxed loads is what the hardware does, not what PTX's memory model promises.
 """
 
 import triton

@@ -34,7 +34,7 @@ def norm_forward_kernel(
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
-    ONE_PASS: LayerNorm's two statistics at once, around one of the row's elements.
+    ONE_PASS: LayerNorm's two statistics at once, around one of the row's elements; not with DROPOUT.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """

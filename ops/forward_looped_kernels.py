@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .forward_tile_kernels import centre, finish_tile, load_sum, middle_of_three, shifted_moments
-from .row_kernels import add_pairs, store_row, tile_rows, valid
+from .forward_tile_kernels import centre, finish_tile, load_sum, middle_of_three, quotient
+from .row_kernels import add_pairs, row_sum, store_row, tile_rows, valid
 
 
 @triton.jit
@@ -22,11 +22,21 @@ def looped_tile(
     """
     rows = tile_rows(tile, ROWS, LONG)
     m_row = valid(rows, M, ROWS == 1)
+    # LayerNorm: sums of what is left of r − shift. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses little to cancellation: Σ d² is
+    # at most N / BLOCK_N times as large, N / 2 times in the worst case of three elements.
     b_shift = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
-        b_shift = middle_of_three(
-            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
-        )
+        if p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT:
+            b_shift = middle_of_three(
+                p_x, None, None, None, None, rows, m_row, N, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
+            )
+        else:
+            b_r = load_sum(
+                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
+                N, stride_x, stride_x1, stride_residual, threshold, scale,
+                BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last",
+            )  # fmt: skip
+            b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
     b_terms = tl.zeros([ROWS, BLOCK_N], tl.float32)
     b_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
@@ -43,8 +53,10 @@ def looped_tile(
         b_mean = b_shift
         b_m2 = tl.sum(b_squares, 1)
     else:
-        b_squares_sum, b_sum = tl.reduce((b_squares, b_terms), 1, add_pairs)
-        b_mean, b_m2 = shifted_moments(b_shift, b_sum, b_squares_sum, N)
+        b_m2, b_sum = tl.reduce((b_squares, b_terms), 1, add_pairs)
+        b_delta = b_sum / N
+        b_mean = b_shift + b_delta
+        b_m2 -= b_sum * b_delta
     b_rstd = tl.rsqrt(b_m2 * share + eps)
 
     for first_col in tl.range(0, N, BLOCK_N, num_stages=1):

@@ -31,8 +31,8 @@ def begin_tile(
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Of whole rows r, stored if it is wanted, the mean, r − mean and Σ (r − mean)²; for RMSNorm r, 0, r and Σ r²."""
-    b_shift = tl.zeros([ROWS], tl.float32)
     if ONE_PASS:
+        tl.static_assert(not DROPOUT, "what dropout leaves of three elements is not known before the row is there")
         b_shift = middle_of_three(
             p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
         )
@@ -46,30 +46,67 @@ def begin_tile(
         tl.debug_barrier()
     if p_r is not None:
         store_row(p_r, b_r, rows, m_row, stride_r, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
     if ONE_PASS:
-        b_left = ()
-        for i in tl.static_range(len(b_r)):
-            b_left += (centre(i, reopen(b_r[i], PACKED), b_shift, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS),)
-        b_squares, b_sum = two_dots(b_left, b_left, SPAN)
-        b_mean, b_m2 = shifted_moments(b_shift, b_sum, b_squares, N)
-    elif IS_RMS:
-        b_mean = tl.zeros([ROWS], tl.float32)
+        b_mean, b_m2 = one_pass_moments(b_r, b_shift, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
     else:
+        b_mean, b_m2 = two_pass_moments(b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN, IS_RMS)
+    b_centred = ()
+    for i in tl.static_range(len(b_r)):
+        b_centred += (centre(i, reopen(b_r[i], PACKED), b_mean, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS),)
+    return b_r, b_mean, b_centred, b_m2
+
+
+@triton.jit
+def two_pass_moments(
+    b_r, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr, IS_RMS: tl.constexpr,
+):  # fmt: skip
+    """mean and Σ (r − mean)², fp32 [ROWS]; for RMSNorm 0 and Σ r²."""
+    # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
+    b_mean = tl.zeros([b_r[0].shape[0]], tl.float32)
+    if not IS_RMS:
         b_terms = ()
         for i in tl.static_range(len(b_r)):
             b_terms = gather(b_terms, reopen(b_r[i], PACKED))
         b_mean = quotient(row_sum(b_terms, SPAN), tl.cast(N, tl.float32))  # one column is a constant
-    b_centred = ()
     b_squares = ()
     for i in tl.static_range(len(b_r)):
         b = centre(i, reopen(b_r[i], PACKED), b_mean, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-        b_centred += (b,)
-        if not ONE_PASS:
-            b_squares = gather(b_squares, b * b)
-    if not ONE_PASS:
-        b_m2 = row_sum(b_squares, SPAN)
-    return b_r, b_mean, b_centred, b_m2
+        b_squares = gather(b_squares, b * b)
+    return b_mean, row_sum(b_squares, SPAN)
+
+
+@triton.jit
+def one_pass_moments(
+    b_r, b_shift, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """`two_pass_moments` around a shift.
+
+    Where that is an element of the row like most others, Σ (r − shift)² is two to three times Σ (r − mean)². Where it is not,
+    as when two of three are far from all others, the difference has lost digits: then once more, around the mean it gave.
+    """
+    b_mean, b_m2, b_squares = moments_around(b_shift, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
+    if tl.max((~(b_squares <= 16.0 * b_m2)).to(tl.int32), 0) > 0:  # or too large for fp32
+        b_mean, b_m2, b_squares = moments_around(b_mean, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
+    return b_mean, b_m2
+
+
+@triton.jit
+def moments_around(
+    b_shift, b_r, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """mean, Σ (r − mean)² = Σ d² − (Σ d)² / N and Σ d², fp32 [ROWS], with d = r − shift."""
+    b_left = ()
+    for i in tl.static_range(len(b_r)):
+        b_left += (centre(i, reopen(b_r[i], PACKED), b_shift, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False),)
+    b_squares, b_sum = two_dots(b_left, b_left, SPAN)
+    b_delta = b_sum / N
+    return b_shift + b_delta, b_squares - b_sum * b_delta, b_squares
 
 
 @triton.jit
@@ -77,59 +114,34 @@ def middle_of_three(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual,
     RESIDUAL_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [ROWS]: the median of r's first, middle and last element before dropout: near the mean, with no sum to wait for."""
-    b_first = before_dropout(
-        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, 0, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
+    """fp32 [ROWS]: the median of r's first, middle and last element: mostly near the mean, without a sum to wait for."""
+    b_scale, b_scale1 = load_scale(p_rowscale, rows, m_row), load_scale(p_rowscale1, rows, m_row)
+    m_rowx, m_row1 = scaled_rows(m_row, b_scale, p_rowscale), scaled_rows(m_row, b_scale1, p_rowscale1)
+    b_first = element(
+        0, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
     )
-    b_middle = before_dropout(
-        p_x,
-        p_x1,
-        p_residual,
-        p_rowscale,
-        p_rowscale1,
-        rows,
-        m_row,
-        N // 2,
-        stride_x,
-        stride_x1,
-        stride_residual,
-        RESIDUAL_DTYPE,
+    b_middle = element(
+        N // 2, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
     )
-    b_last = before_dropout(
-        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N - 1, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
+    b_last = element(
+        N - 1, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
     )
     low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
     b_median = tl.maximum(low, tl.minimum(high, b_last))
-    return tl.where(tl.abs(b_median) < float("inf"), b_median, 0.0)  # what dropout takes out may be no number
+    return b_median.to(RESIDUAL_DTYPE).to(tl.float32)  # r itself, so that a constant row leaves nothing
 
 
 @triton.jit
-def before_dropout(
-    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, col, stride_x, stride_x1, stride_residual,
-    RESIDUAL_DTYPE: tl.constexpr,
+def element(
+    col, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
 ):  # fmt: skip
-    """x · rowscale + x1 · rowscale1 + residual in one column, fp32 [ROWS]; rounded as r is, so that constant rows are exact."""
-    b_scale = load_scale(p_rowscale, rows, m_row)
-    m_rowx = scaled_rows(m_row, b_scale, p_rowscale)
-    b = tl.load(p_x + rows * stride_x + col, mask=m_rowx, other=0.0).to(tl.float32) * b_scale
+    """x · rowscale + x1 · rowscale1 + residual in one column, fp32 [ROWS]."""
+    b = tl.load(p_x + rows * unsigned(stride_x) + col, mask=m_rowx, other=0.0).to(tl.float32) * b_scale
     if p_x1 is not None:
-        b_scale1 = load_scale(p_rowscale1, rows, m_row)
-        m_row1 = scaled_rows(m_row, b_scale1, p_rowscale1)
-        b += tl.load(p_x1 + rows * stride_x1 + col, mask=m_row1, other=0.0).to(tl.float32) * b_scale1
+        b += tl.load(p_x1 + rows * unsigned(stride_x1) + col, mask=m_row1, other=0.0).to(tl.float32) * b_scale1
     if p_residual is not None:
-        b += tl.load(p_residual + rows * stride_residual + col, mask=m_row, other=0.0).to(tl.float32)
-    return b.to(RESIDUAL_DTYPE).to(tl.float32)
-
-
-@triton.jit
-def shifted_moments(b_shift, b_sum, b_squares, N):
-    """mean and Σ (r − mean)² from Σ d and Σ d², d = r − shift, as Σ d² − (Σ d)² / N.
-
-    That loses little to cancellation where the shift is one of the elements: Σ d² is N / 2 times as large at worst, when two of
-    three are far from all others and near each other.
-    """
-    b_delta = b_sum / N
-    return b_shift + b_delta, b_squares - b_sum * b_delta
+        b += tl.load(p_residual + rows * unsigned(stride_residual) + col, mask=m_row, other=0.0).to(tl.float32)
+    return b
 
 
 @triton.jit

@@ -74,7 +74,8 @@ def _forward(
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.hold_weights and tile.programs_per_sm == 0,
-        PACKED=packed(tile, options.residual_dtype.itemsize, facts), ONE_PASS=tile.one_pass and not options.is_rms_norm,
+        PACKED=packed(tile, options.residual_dtype.itemsize, facts),
+        ONE_PASS=tile.one_pass and not (options.is_rms_norm or work.dropout),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, _words(tile, work, facts, programs))

@@ -301,14 +301,14 @@ def sensible(tile: Tile, cell: Cell) -> bool:
         return False
     elements = tile.rows * (tile.block_n + tile.tail_n) / (32 * tile.warps)
     persistent = tile.programs_per_sm > 0
+    held = tile.hold_weights or cell.direction == BACKWARD  # forward would stage them with each tile of a split row
     return (
         (4 if cell.width <= 512 else 8) <= elements <= (64 if cell.direction == FORWARD else 40)
         and tile.warps * max(1, tile.programs_per_sm) <= 64
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))
         and (tile.max_registers == 0 or tile.max_registers > elements)
-        and (tile.slices == 1 or (tile.slices <= 256 and persistent and tile.stages > 1))
-        and (tile.slices == 1 or tile.hold_weights or cell.direction == BACKWARD)  # forward would stage them with each tile
+        and (tile.slices == 1 or (tile.slices <= 256 and persistent and tile.stages > 1 and held))
     )
 
 

@@ -70,7 +70,7 @@ def part_columns(parts, N, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.
 def publish(p_words, lap, b_first, b_second, slice_id, SLICES: tl.constexpr, APART: tl.constexpr):
     """Puts two sums of each part, fp32 [ROWS, PARTS], on the board for all warps that share the rows.
 
-    APART: a row's columns are not in all warps, of which some may so have nothing to publish.
+    APART: a row's columns need not be in all warps, of which some would have nothing to publish.
     """
     if APART:
         tl.debug_barrier()

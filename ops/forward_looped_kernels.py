@@ -22,8 +22,8 @@ def looped_tile(
     """
     rows = tile_rows(tile, ROWS, LONG)
     m_row = valid(rows, M, ROWS == 1)
-    # LayerNorm: sums of what is left of r − shift. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses little to cancellation: Σ d² is
-    # at most N / BLOCK_N times as large, N / 2 times in the worst case of three elements.
+    # LayerNorm: sums of d = r − shift. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses few digits: Σ d² is at most N / BLOCK_N
+    # times as large; N / 2 times in the worst case of three elements, two of them far from all others.
     b_shift = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
         if p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT:

@@ -57,94 +57,6 @@ def begin_tile(
 
 
 @triton.jit
-def two_pass_moments(
-    b_r, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr, IS_RMS: tl.constexpr,
-):  # fmt: skip
-    """mean and Σ (r − mean)², fp32 [ROWS]; for RMSNorm 0 and Σ r²."""
-    # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
-    b_mean = tl.zeros([b_r[0].shape[0]], tl.float32)
-    if not IS_RMS:
-        b_terms = ()
-        for i in tl.static_range(len(b_r)):
-            b_terms = gather(b_terms, reopen(b_r[i], PACKED))
-        b_mean = quotient(row_sum(b_terms, SPAN), tl.cast(N, tl.float32))  # one column is a constant
-    b_squares = ()
-    for i in tl.static_range(len(b_r)):
-        b = centre(i, reopen(b_r[i], PACKED), b_mean, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
-        b_squares = gather(b_squares, b * b)
-    return b_mean, row_sum(b_squares, SPAN)
-
-
-@triton.jit
-def one_pass_moments(
-    b_r, b_shift, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """`two_pass_moments` around a shift.
-
-    Where that is an element of the row like most others, Σ (r − shift)² is two to three times Σ (r − mean)². Where it is not,
-    as when two of three are far from all others, the difference has lost digits: then once more, around the mean it gave.
-    """
-    b_mean, b_m2, b_squares = moments_around(b_shift, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
-    if tl.max((~(b_squares <= 16.0 * b_m2)).to(tl.int32), 0) > 0:  # or too large for fp32
-        b_mean, b_m2, b_squares = moments_around(b_mean, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
-    return b_mean, b_m2
-
-
-@triton.jit
-def moments_around(
-    b_shift, b_r, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """mean, Σ (r − mean)² = Σ d² − (Σ d)² / N and Σ d², fp32 [ROWS], with d = r − shift."""
-    b_left = ()
-    for i in tl.static_range(len(b_r)):
-        b_left += (centre(i, reopen(b_r[i], PACKED), b_shift, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False),)
-    b_squares, b_sum = two_dots(b_left, b_left, SPAN)
-    b_delta = b_sum / N
-    return b_shift + b_delta, b_squares - b_sum * b_delta, b_squares
-
-
-@triton.jit
-def middle_of_three(
-    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual,
-    RESIDUAL_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """fp32 [ROWS]: the median of r's first, middle and last element: mostly near the mean, without a sum to wait for."""
-    b_scale, b_scale1 = load_scale(p_rowscale, rows, m_row), load_scale(p_rowscale1, rows, m_row)
-    m_rowx, m_row1 = scaled_rows(m_row, b_scale, p_rowscale), scaled_rows(m_row, b_scale1, p_rowscale1)
-    b_first = element(
-        0, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-    )
-    b_middle = element(
-        N // 2, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-    )
-    b_last = element(
-        N - 1, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-    )
-    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
-    b_median = tl.maximum(low, tl.minimum(high, b_last))
-    return b_median.to(RESIDUAL_DTYPE).to(tl.float32)  # r itself, so that a constant row leaves nothing
-
-
-@triton.jit
-def element(
-    col, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-):  # fmt: skip
-    """x · rowscale + x1 · rowscale1 + residual in one column, fp32 [ROWS]."""
-    b = tl.load(p_x + rows * unsigned(stride_x) + col, mask=m_rowx, other=0.0).to(tl.float32) * b_scale
-    if p_x1 is not None:
-        b += tl.load(p_x1 + rows * unsigned(stride_x1) + col, mask=m_row1, other=0.0).to(tl.float32) * b_scale1
-    if p_residual is not None:
-        b += tl.load(p_residual + rows * unsigned(stride_residual) + col, mask=m_row, other=0.0).to(tl.float32)
-    return b
-
-
-@triton.jit
 def finish_tile(
     p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_row, b_mean, b_rstd,
     rows, m_row, first, first_col, M, N, stride_y, stride_y1,
@@ -230,6 +142,94 @@ def load_sum(
         else:
             b_r += (rounded(b_z, RESIDUAL_DTYPE),)
     return b_r
+
+
+@triton.jit
+def two_pass_moments(
+    b_r, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr, IS_RMS: tl.constexpr,
+):  # fmt: skip
+    """mean and Σ (r − mean)², fp32 [ROWS]; for RMSNorm 0 and Σ r²."""
+    # Block by block, so that only one at a time is in fp32 where the others wait PACKED.
+    b_mean = tl.zeros([b_r[0].shape[0]], tl.float32)
+    if not IS_RMS:
+        b_terms = ()
+        for i in tl.static_range(len(b_r)):
+            b_terms = gather(b_terms, reopen(b_r[i], PACKED))
+        b_mean = quotient(row_sum(b_terms, SPAN), tl.cast(N, tl.float32))  # one column is a constant
+    b_squares = ()
+    for i in tl.static_range(len(b_r)):
+        b = centre(i, reopen(b_r[i], PACKED), b_mean, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
+        b_squares = gather(b_squares, b * b)
+    return b_mean, row_sum(b_squares, SPAN)
+
+
+@triton.jit
+def one_pass_moments(
+    b_r, b_shift, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """`two_pass_moments` around a shift.
+
+    Where that is an element of the row like most others, Σ (r − shift)² is two to three times Σ (r − mean)². Where it is not,
+    as when two of three are far from all others, the difference has lost digits: then once more, around the mean it gave.
+    """
+    b_mean, b_m2, b_squares = moments_around(b_shift, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
+    if tl.max((~(b_squares <= 16.0 * b_m2)).to(tl.int32), 0) > 0:  # or too large for fp32
+        b_mean, b_m2, b_squares = moments_around(b_mean, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
+    return b_mean, b_m2
+
+
+@triton.jit
+def moments_around(
+    b_shift, b_r, N,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """mean, Σ (r − mean)² = Σ d² − (Σ d)² / N and Σ d², fp32 [ROWS], with d = r − shift."""
+    b_left = ()
+    for i in tl.static_range(len(b_r)):
+        b_left += (centre(i, reopen(b_r[i], PACKED), b_shift, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False),)
+    b_squares, b_sum = two_dots(b_left, b_left, SPAN)
+    b_delta = b_sum / N
+    return b_shift + b_delta, b_squares - b_sum * b_delta, b_squares
+
+
+@triton.jit
+def middle_of_three(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual,
+    RESIDUAL_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """fp32 [ROWS]: the median of r's first, middle and last element: mostly near the mean, without a sum to wait for."""
+    b_scale, b_scale1 = load_scale(p_rowscale, rows, m_row), load_scale(p_rowscale1, rows, m_row)
+    m_rowx, m_row1 = scaled_rows(m_row, b_scale, p_rowscale), scaled_rows(m_row, b_scale1, p_rowscale1)
+    b_first = element(
+        0, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
+    )
+    b_middle = element(
+        N // 2, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
+    )
+    b_last = element(
+        N - 1, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
+    )
+    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
+    b_median = tl.maximum(low, tl.minimum(high, b_last))
+    return b_median.to(RESIDUAL_DTYPE).to(tl.float32)  # r itself, so that a constant row leaves nothing
+
+
+@triton.jit
+def element(
+    col, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
+):  # fmt: skip
+    """x · rowscale + x1 · rowscale1 + residual in one column, fp32 [ROWS]."""
+    b = tl.load(p_x + rows * unsigned(stride_x) + col, mask=m_rowx, other=0.0).to(tl.float32) * b_scale
+    if p_x1 is not None:
+        b += tl.load(p_x1 + rows * unsigned(stride_x1) + col, mask=m_row1, other=0.0).to(tl.float32) * b_scale1
+    if p_residual is not None:
+        b += tl.load(p_residual + rows * unsigned(stride_residual) + col, mask=m_row, other=0.0).to(tl.float32)
+    return b
 
 
 @triton.jit

@@ -36,8 +36,9 @@ def split_backward_round(
     b_r = load_row(p_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
     b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
     b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
-    # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more.
-    # Past the row's end, where dy is zero, it is −mean · rstd, finite unless that overflows.
+    # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more,
+    # but for a row of one number throughout, whose x̂ is then a rounding and not 0. Past the row's end, where dy is zero, it is
+    # −mean · rstd, finite unless that overflows.
     EXACT: tl.constexpr = p_r.dtype.element_ty == tl.float32
     if IS_RMS or EXACT:
         b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)

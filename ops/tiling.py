@@ -201,7 +201,8 @@ def registers(tile: Tile) -> int | None:
 # one's rows, warps, stages and programs over blocks of its own.
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
 # bandwidth of the best of many candidates in short measurements, so a little flattering, and not all on one machine: two may
-# be a point or two apart. Entries without one were not measured: wider rows than those fit into no program's registers.
+# be a point or two apart; those of `one_pass` are of an earlier form of it. Entries without a share were not measured: wider
+# rows than those fit into no program's registers.
 # Forward rows of up to 1024 columns were also measured 4096 and 1024 at a time, which decides among tiles within a point.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers, columns, …)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {

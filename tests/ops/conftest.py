@@ -6,7 +6,7 @@ import torch
 
 from ops import backend, tiling
 
-from .tiles import TwiceIfSplit, fitted, interpreted_device, read_board
+from .tiles import TwiceIfSplit, fitted, interpreted_device, read_at_once
 
 
 @pytest.fixture
@@ -37,13 +37,12 @@ def narrow_tiles(monkeypatch):
 @pytest.fixture
 def use_tile(monkeypatch):
     """A function: from now on, launches in both directions get this tile."""
-    from ops import launch, split_backward_kernels, split_forward_kernels
+    from ops import board_kernels, launch
 
     if backend.INTERPRET:
         monkeypatch.setattr(launch, "device_facts", interpreted_device)
         monkeypatch.setattr(launch, "ring", lambda tile: 64)
-        for module in (split_forward_kernels, split_backward_kernels):
-            monkeypatch.setattr(module, "collect", read_board)
+        monkeypatch.setattr(board_kernels, "read_words", read_at_once)
         for kernel in ("norm_forward_kernel", "norm_backward_kernel"):
             monkeypatch.setattr(launch, kernel, TwiceIfSplit(getattr(launch, kernel)))
 

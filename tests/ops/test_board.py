@@ -1,10 +1,31 @@
-"""The order in which programs that share rows write and read their board, in a model of it: `ops/board_kernels.py`."""
+"""The board of programs that share rows: its words, and the order in which they are written and read, in a model of it."""
 
 import random
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 from ops import tiling
+from ops.board_kernels import board_place, publish
+
+
+@triton.jit
+def publish_in(p_board, turn, RING: tl.constexpr):
+    """The second of two programs that share a row publishes 1.5 and 2.5."""
+    p_words, lap = board_place(p_board, 0, turn, 1, 2, RING)
+    publish(p_words, lap, tl.full([1, 1], 1.5, tl.float32), tl.full([1, 1], 2.5, tl.float32), 1, 2, False)
+
+
+@pytest.mark.parametrize("turn", [0, 3, 4, 6, 8])
+def test_a_word_has_its_place_its_sums_and_the_bit_of_its_lap(turn, device):
+    board = torch.full((4, 2), -1, dtype=torch.int64, device=device)
+    publish_in[(1,)](board, turn, RING=4)
+    word = board[turn % 4, 1].reshape(1).cpu()
+    assert (board == -1).sum() == 7
+    assert word.item() >> 32 & 1 == turn // 4 % 2
+    assert (word & ~(1 << 32)).view(torch.float32).tolist() == [1.5, 2.5]
 
 
 @pytest.mark.parametrize("each_publishes", [True, False], ids=["warps publish", "programs publish"])

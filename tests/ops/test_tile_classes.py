@@ -26,6 +26,7 @@ TILES = {
     "lag": [1, 2],
     "one_pass": [False, True],
 }
+WHOLE = ["one block", "two blocks", "equal blocks"]
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)
 # What the backward of a split row can do; in the covering array few cases are of this kind.
 SPLIT_OPTIONS = {
@@ -50,7 +51,7 @@ DRAWN_OPTIONS = {
     "n": [300, 33],
     "m": [5],
 }
-DRAWN_TILES = {"shape": ["two blocks", "equal blocks", "one block"], "programs_per_sm": [1], "draws_first": [True]}
+DRAWN_TILES = {"shape": WHOLE, "programs_per_sm": [1], "draws_first": [True]}
 DRAWN = covering(**DRAWN_OPTIONS, **TILES | DRAWN_TILES)
 
 
@@ -84,8 +85,7 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
     )
 
 
-@pytest.mark.parametrize("one_pass", [False, True])
-@pytest.mark.parametrize("shape", ["one block", "split"])
+@pytest.mark.parametrize(("shape", "one_pass"), [("one block", False), ("one block", True), ("split", False)])
 @pytest.mark.parametrize("upstream", [False, True])
 @pytest.mark.parametrize("stream", [FP32, BF16])
 @pytest.mark.parametrize("mean", [0.0, 30.0, 3e3])
@@ -155,8 +155,7 @@ def test_two_blocks_whose_sums_share_a_reduction_are_as_accurate_as_pytorch(dtyp
 
 
 @pytest.mark.parametrize("value", [1288.0, 1368.0, 3.0])
-@pytest.mark.parametrize("one_pass", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "one_pass"), [*((shape, False) for shape in SHAPES), *((shape, True) for shape in WHOLE)])
 def test_a_constant_row_has_its_own_mean(shape, one_pass, value, device, use_tile):
     """Σ r / N is exact here and Σ r · (1 / N) is not; with a small eps, rstd makes the difference a thousand times larger."""
     n = 1000

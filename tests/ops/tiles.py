@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ops import tiling
-from ops.board_kernels import LAP_BIT, board_lanes
+from ops.board_kernels import LAP_BIT
 from ops.tiling import Device, Tile, Work
 
 SHAPES = ["one block", "two blocks", "equal blocks", "looped", "split"]
@@ -37,21 +37,16 @@ def fitted(tile: Tile, n: int, work: Work, device: Device) -> Tile:
 
 
 @triton.jit
-def read_board(p_words, lap, published, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """`collect` without the wait."""
-    LANES: tl.constexpr = board_lanes(WORDS)
-    lanes = tl.arange(0, LANES)
-    found = ()
+def read_at_once(arguments, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr):
+    """`read_words` without the wait: what would be waited for is no number."""
+    p_first, lap = arguments[0], arguments[1]
+    words = ()
     for i in tl.static_range(ROWS):
-        of_row = ()
-        for j in tl.static_range(triton.cdiv(WORDS, LANES)):
-            m = published & (lanes + j * LANES < WORDS)
-            words = tl.load(p_words + lanes + (i * WORDS + j * LANES), mask=m, other=0)
-            words = tl.where(m & ((words & LAP_BIT) != lap), -1, words)  # which would be waited for: no number
-            first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-            of_row += ((first, (words >> 32 & 0xFFFFFFFE).to(tl.uint32).to(tl.float32, bitcast=True)),)
-        found += (of_row,)
-    return found
+        for j in tl.static_range(BLOCKS):
+            m = arguments[2 + j] != 0
+            word = tl.load(p_first + (i * WORDS + j * LANES), mask=m, other=0)
+            words += (tl.where(m & ((word & LAP_BIT) != lap), -1, word),)
+    return words
 
 
 class TwiceIfSplit:

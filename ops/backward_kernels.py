@@ -18,8 +18,8 @@ def norm_backward_kernel(
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, LAG: tl.constexpr, RING: tl.constexpr, PDL: tl.constexpr, SPAN: tl.constexpr,
-    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, LAG: tl.constexpr, RING: tl.constexpr, SPAN: tl.constexpr,
+    EARLY_START: tl.constexpr, EARLY_FINISH: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs, each striding over tiles of ROWS rows. With g = dy · weight + dy1 · weight1:
 
@@ -31,9 +31,11 @@ def norm_backward_kernel(
     stride_partial apart: finish_weight_gradients_kernel adds them up in a fixed order. A group is the SLICES programs that
     share a row; they exchange its two sums over the columns on p_board.
     """
-    if PDL:
+    if EARLY_FINISH:
         # The sum over partials may take its place on the GPU now: it reads nothing before its own wait.
         gdc_launch_dependents()
+    if EARLY_START:
+        gdc_wait()  # as in forward: nothing may be read or written above this
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES
@@ -197,10 +199,10 @@ def accumulate(p, b, first_col, N, first):
 
 @triton.jit(do_not_specialize=["PARTIALS"])
 def finish_weight_gradients_kernel(
-    p_partial, p_out, PARTIALS, WIDTH, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    p_partial, p_out, PARTIALS, WIDTH, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr
 ):  # fmt: skip
     """out [WIDTH] = the sum over rows of partial [PARTIALS, WIDTH], in a fixed order."""
-    if PDL:
+    if EARLY_START:
         gdc_wait()  # for all programs of backward; this kernel lets nobody begin early, so what follows it comes after both
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)

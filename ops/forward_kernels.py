@@ -6,6 +6,7 @@ Names: `p_` pointer, `b_` block in registers, `m_` mask. All arithmetic is fp32.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, finish_tile, load_weights
@@ -24,8 +25,8 @@ def norm_forward_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
-    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
-    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, SPAN: tl.constexpr, EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
 
@@ -35,9 +36,12 @@ def norm_forward_kernel(
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
     ONE_PASS: LayerNorm's two statistics at once, around one of the row's elements; not with DROPOUT.
+    EARLY_START: the launch does not wait for the kernel before it (programmatic dependent launch); its programs do.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """
+    if EARLY_START:
+        gdc_wait()  # until all that ran before has ended and its memory is there; nothing may be read or written above this
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES

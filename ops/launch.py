@@ -147,8 +147,8 @@ def _backward(
             drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
         ),
         device,
-        PDL=early_finish, IS_RMS=options.is_rms_norm, DROPOUT=work.dropout, DRAWS_FIRST=work.dropout and tile.draws_first,
-        OFFSET=float(options.zero_centered_weight),
+        EARLY_FINISH=early_finish, IS_RMS=options.is_rms_norm, OFFSET=float(options.zero_centered_weight),
+        DROPOUT=work.dropout, DRAWS_FIRST=work.dropout and tile.draws_first,
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     groups = programs // tile.slices
@@ -163,8 +163,7 @@ def _backward(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=4,
-        PDL=early_finish,
-        **({"launch_pdl": True} if early_finish else {}),
+        **_early_start(facts.pdl),
     )
     slots = [sum(options.wanted[: i + 1]) if wanted else 0 for i, wanted in enumerate(options.wanted)]
     return _Backward((groups, count, N), slots, _words(tile, work, facts, programs), gradients, finish)
@@ -192,9 +191,15 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
     }
     if tile.slices > 1:
         constants["launch_cooperative_grid"] = True
+    constants |= _early_start(device.pdl and tile.slices == 1)  # a cooperative launch cannot be early
     if (most := registers(tile)) is not None:
         constants["maxnreg"] = most
     return constants
+
+
+def _early_start(pdl: bool) -> dict[str, bool]:
+    """The launch option and what the kernel must know of it."""
+    return {"EARLY_START": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def _programs(tile: Tile, tiles: int, device: torch.device) -> int:

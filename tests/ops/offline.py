@@ -1,7 +1,8 @@
 """Compiles the launches of some calls for a GPU that need not be there, and says what registers they take.
 
 A program, because in the tests' own process kernels belong to the interpreter: `python -m tests.ops.offline` prints a line of
-JSON a kernel. What only the compiler sees it finds without a GPU: arguments that become constants, registers that spill.
+JSON a kernel. What only the compiler sees it finds without a GPU: arguments that become constants, registers that spill, the
+order of instructions.
 """
 
 import json
@@ -70,7 +71,15 @@ class OfflineLauncher(launch.Launcher):
                 divisible[i,] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=divisible)
         compiled = triton.compile(source, target=TARGET, options=options)
-        print(json.dumps({"kernel": kernel.__name__, "case": self.case, **usage(compiled.asm["cubin"])}), flush=True)
+        found = {"kernel": kernel.__name__, "case": self.case, "early_start": self.constants["EARLY_START"]}
+        found["before_waiting"] = before_waiting(compiled.asm["sass"])
+        print(json.dumps(found | usage(compiled.asm["cubin"])), flush=True)
+
+
+def before_waiting(sass: str) -> list[str] | None:
+    """What reads or writes memory ahead of the wait for the kernel before; None where nothing waits."""
+    ahead, wait, _ = sass.partition("ACQBULK")
+    return re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP)\b.*", ahead) if wait else None
 
 
 def usage(cubin: bytes) -> dict[str, int]:

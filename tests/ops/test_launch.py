@@ -72,8 +72,9 @@ def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, on)
     launches = {"forward": forward(n).start, "backward": made.gradients, "finish": made.finish}
     for name, launcher in launches.items():
         options = launcher.constants
-        assert options.get("launch_pdl", False) == (name == "finish" and DEVICES[device].pdl), name
         cooperative = options.get("SLICES", 1) > 1
+        early = DEVICES[device].pdl and not cooperative
+        assert (options.get("launch_pdl", False), options["EARLY_START"]) == (early, early), name
         assert ("launch_cooperative_grid" in options) == cooperative, name
         assert not cooperative or DEVICES[device].cooperative, name
         assert "maxnreg" not in options or DEVICES[device].warp_size == 32, name
@@ -88,7 +89,5 @@ def test_a_threads_registers_are_bounded_as_the_tile_says(device, on):
 @pytest.mark.parametrize("device", ["H200", "A100"])
 def test_backward_lets_the_next_kernel_begin_only_where_that_is_its_own_sum(device, on):
     on(device)
-    early = DEVICES[device].pdl
-    made = backward(768)
-    assert (made.gradients.constants["PDL"], made.finish.constants["PDL"]) == (early, early)
-    assert not backward(768, wanted=(False, False, False, False)).gradients.constants["PDL"]
+    assert backward(768).gradients.constants["EARLY_FINISH"] == DEVICES[device].pdl
+    assert not backward(768, wanted=(False, False, False, False)).gradients.constants["EARLY_FINISH"]

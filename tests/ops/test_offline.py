@@ -29,3 +29,9 @@ def test_every_class_of_tile_compiles_in_both_directions(launches):
 
 def test_none_of_them_spills_registers(launches):
     assert [launch for launch in launches if launch["spilled"]] == []
+
+
+def test_what_starts_early_touches_no_memory_before_it_has_waited(launches):
+    assert {launch["early_start"] for launch in launches} == {True, False}
+    for launch in launches:
+        assert launch["before_waiting"] == ([] if launch["early_start"] else None), launch

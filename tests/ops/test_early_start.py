@@ -1,0 +1,110 @@
+"""Kernels that start before the one ahead of them has ended: they must wait for it before they touch memory."""
+
+import pytest
+import torch
+
+from ops import rms_norm_fn
+
+from .cases import BF16
+
+pytestmark = pytest.mark.gpu
+
+ROUNDS = 20
+AHEAD = {
+    "a kernel": lambda out, source: torch.mul(source, 1, out=out),
+    "a copy": lambda out, source: out.copy_(source),
+    "a fill": lambda out, source: out.zero_(),
+    "another stream": lambda out, source: on_another_stream(torch.mul, source, 1, out=out),
+}
+
+
+def on_another_stream(fn, *arguments, **options):
+    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
+    there.wait_stream(here)
+    with torch.cuda.stream(there):
+        fn(*arguments, **options)
+    here.wait_stream(there)
+
+
+@pytest.fixture
+def sources(device):
+    """100 MB each: what reads or writes one takes longer than a launch."""
+    return [torch.randn(65536, 768, device=device, dtype=BF16) for _ in range(2)]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_norm_reads_what_was_written_just_before_it(ahead, captured, sources, device):
+    weight = torch.rand(768, device=device, dtype=BF16)
+    expected = [rms_norm_fn(torch.zeros_like(s) if ahead == "a fill" else s, weight, None) for s in sources]
+    source, x = sources[0].clone(), torch.empty_like(sources[0])
+
+    def step():
+        AHEAD[ahead](x, source)
+        return rms_norm_fn(x, weight, None)
+
+    step = replayed(step) if captured else step
+    found = []
+    for turn in range(ROUNDS):
+        source.copy_(sources[turn % 2])
+        x.fill_(torch.nan)
+        torch.cuda.synchronize()
+        found.append(torch.equal(step(), expected[turn % 2]))
+    assert all(found), found
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_a_norm_leaves_alone_what_is_still_being_read(captured, sources, device):
+    weight = torch.rand(768, device=device, dtype=BF16)
+    expected = rms_norm_fn(sources[0], weight, None)
+    copy = torch.empty_like(sources[0])
+
+    def step():
+        y = rms_norm_fn(sources[0], weight, None)
+        address = y.data_ptr()
+        torch.mul(y, 1, out=copy)
+        del y
+        y = rms_norm_fn(sources[1], weight, None)
+        assert y.data_ptr() == address  # the allocator hands out the memory again, which is still being read
+        return copy
+
+    step = replayed(step) if captured else step
+    for _ in range(ROUNDS):
+        copy.fill_(torch.nan)
+        torch.cuda.synchronize()
+        assert torch.equal(step(), expected)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_backward_follows_forward_at_once(captured, sources, device):
+    """Forward, backward and the sum of its weight gradients, none with anything but the one before it to wait for."""
+    x, dy = sources[0].requires_grad_(), sources[1]
+    weight = torch.rand(768, device=device, dtype=BF16, requires_grad=True)
+
+    def step(wait=lambda: None):
+        y = rms_norm_fn(x, weight, None)
+        wait()
+        return (y, *torch.autograd.grad(y, (x, weight), dy))
+
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        expected = step(wait=torch.cuda.synchronize)
+        torch.cuda.synchronize()
+        step = replayed(step) if captured else step
+        for _ in range(ROUNDS):
+            found = step()
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def replayed(step):
+    """step as a graph of its own; the kernels are compiled by now."""
+    graph = torch.cuda.CUDAGraph()
+    here = torch.cuda.current_stream()
+    stream = here if here != torch.cuda.default_stream() else torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        outputs = step()
+
+    def replay():
+        graph.replay()
+        return outputs
+
+    return replay

@@ -217,7 +217,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     near = dict.fromkeys([own, *present.values()])
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     drawing = cell.work == "dropout" and cell.direction == BACKWARD
-    averaging = cell.norm == "ln" and cell.work != "dropout" and cell.direction == FORWARD
+    averaging = cell.norm == "ln" and cell.direction == FORWARD
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),

@@ -35,7 +35,7 @@ def norm_forward_kernel(
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
-    ONE_PASS: LayerNorm's two statistics at once, around one of the row's elements; not with DROPOUT.
+    ONE_PASS: LayerNorm's two statistics at once, where threads hold even shares of a row.
     EARLY_START: the launch does not wait for the kernel before it (programmatic dependent launch); its programs do.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .forward_tile_kernels import centre, finish_tile, load_sum, middle_of_three, quotient
-from .row_kernels import add_pairs, row_sum, store_row, tile_rows, valid
+from .forward_tile_kernels import centre, finish_tile, load_sum, quotient
+from .row_kernels import add_pairs, row_sum, store_row, tile_rows, unsigned, valid
 
 
 @triton.jit
@@ -27,9 +27,7 @@ def looped_tile(
     b_shift = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
         if p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT:
-            b_shift = middle_of_three(
-                p_x, None, None, None, None, rows, m_row, N, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
-            )
+            b_shift = middle_of_three(p_x, rows, m_row, N, stride_x, RESIDUAL_DTYPE)
         else:
             b_r = load_sum(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
@@ -75,3 +73,15 @@ def looped_tile(
             rows, m_row, first_col == 0, first_col, M, N, stride_y, stride_y1,
             BLOCK_N, 0, EVEN_N, VECTOR, False, False, IS_RMS, OFFSET,
         )  # fmt: skip
+
+
+@triton.jit
+def middle_of_three(p_x, rows, m_row, N, stride_x, RESIDUAL_DTYPE: tl.constexpr):
+    """fp32 [ROWS]: the median of x's first, middle and last element as r has it: mostly near the mean, no sum to wait for."""
+    p_row = p_x + rows * unsigned(stride_x)
+    b_first = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
+    b_middle = tl.load(p_row + N // 2, mask=m_row, other=0.0).to(tl.float32)
+    b_last = tl.load(p_row + (N - 1), mask=m_row, other=0.0).to(tl.float32)
+    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
+    b_median = tl.maximum(low, tl.minimum(high, b_last))
+    return b_median.to(RESIDUAL_DTYPE).to(tl.float32)  # r itself, so that a constant row leaves nothing

@@ -17,7 +17,6 @@ from .row_kernels import (
     reopen,
     row_sum,
     store_row,
-    two_dots,
     unsigned,
 )
 
@@ -31,11 +30,6 @@ def begin_tile(
     IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Of whole rows r, stored if it is wanted, the mean, r − mean and Σ (r − mean)²; for RMSNorm r, 0, r and Σ r²."""
-    if ONE_PASS:
-        tl.static_assert(not DROPOUT, "what dropout leaves of three elements is not known before the row is there")
-        b_shift = middle_of_three(
-            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual, RESIDUAL_DTYPE
-        )
     b_r = load_sum(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, 0,
         N, stride_x, stride_x1, stride_residual, threshold, scale,
@@ -46,8 +40,8 @@ def begin_tile(
         tl.debug_barrier()
     if p_r is not None:
         store_row(p_r, b_r, rows, m_row, stride_r, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    if ONE_PASS:
-        b_mean, b_m2 = one_pass_moments(b_r, b_shift, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
+    if ONE_PASS and even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN):
+        b_mean, b_m2 = one_pass_moments(b_r, VECTOR, PACKED, SPAN)
     else:
         b_mean, b_m2 = two_pass_moments(b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN, IS_RMS)
     b_centred = ()
@@ -165,71 +159,86 @@ def two_pass_moments(
     return b_mean, row_sum(b_squares, SPAN)
 
 
-@triton.jit
-def one_pass_moments(
-    b_r, b_shift, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """`two_pass_moments` around a shift.
+@triton.constexpr_function
+def even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN):
+    """Whether all threads hold equally many columns of each block, and all of them are of the row."""
+    return EVEN_N and (TAIL_N % BLOCK_N == 0 or TAIL_N >= SPAN)
 
-    Where that is an element of the row like most others, Σ (r − shift)² is two to three times Σ (r − mean)². Where it is not,
-    as when two of three are far from all others, the difference has lost digits: then once more, around the mean it gave.
+
+@triton.jit
+def one_pass_moments(b_r, VECTOR: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr):
+    """`two_pass_moments` of even shares, with one wait for other warps. What a thread holds is summed around an element of it,
+    what a warp holds around its mean, and those of the warps are merged.
+
+    Σ (r − mean)² = Σ d² − (Σ d)² / n loses few digits where d = r − one of the n: Σ d² is at most n + 1 times as large.
     """
-    b_mean, b_m2, b_squares = moments_around(b_shift, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
-    if tl.max((~(b_squares <= 16.0 * b_m2)).to(tl.int32), 0) > 0:  # or too large for fp32
-        b_mean, b_m2, b_squares = moments_around(b_mean, b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN)
+    # The axes follow what a thread and a warp hold; should the compiler lay a row out otherwise, sums are the same and slower.
+    THREADS: tl.constexpr = holders(b_r[0].shape[1], VECTOR, SPAN)
+    b_shift = first_of_share(by_thread(reopen(b_r[0], PACKED), THREADS, VECTOR))
+    b_sum = tl.zeros(b_shift.shape, tl.float32)
+    b_squares = tl.zeros(b_shift.shape, tl.float32)
+    for i in tl.static_range(len(b_r)):
+        b_left = by_thread(reopen(b_r[i], PACKED), THREADS, VECTOR) - b_shift[:, None, :, None]
+        b_sum += tl.sum(tl.sum(b_left, 3), 1)
+        b_squares += tl.sum(tl.sum(b_left * b_left, 3), 1)
+    SHARE: tl.constexpr = columns_of(b_r) // THREADS
+    b_delta = b_sum * (1.0 / SHARE)
+
+    b_means = by_warp(b_shift + b_delta, THREADS)
+    b_mean = tl.sum(b_means, 2) * (1.0 / b_means.shape[2])
+    b_apart = b_means - b_mean[:, :, None]
+    b_m2 = tl.sum(by_warp(b_squares - b_sum * b_delta, THREADS) + SHARE * (b_apart * b_apart), 2)
+    b_count = tl.full(b_mean.shape, SHARE * b_means.shape[2], tl.float32)
+    b_count, b_mean, b_m2 = tl.reduce((b_count, b_mean, b_m2), 1, merge)
+    if b_mean.shape[0] == 1:
+        # A number has no layout: else the compiler would bring the row into that of the reduction.
+        b_mean, b_m2 = tl.full([1], tl.sum(b_mean, 0), tl.float32), tl.full([1], tl.sum(b_m2, 0), tl.float32)
     return b_mean, b_m2
 
 
-@triton.jit
-def moments_around(
-    b_shift, b_r, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    SPAN: tl.constexpr,
-):  # fmt: skip
-    """mean, Σ (r − mean)² = Σ d² − (Σ d)² / N and Σ d², fp32 [ROWS], with d = r − shift."""
-    b_left = ()
-    for i in tl.static_range(len(b_r)):
-        b_left += (centre(i, reopen(b_r[i], PACKED), b_shift, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False),)
-    b_squares, b_sum = two_dots(b_left, b_left, SPAN)
-    b_delta = b_sum / N
-    return b_shift + b_delta, b_squares - b_sum * b_delta, b_squares
+@triton.constexpr_function
+def columns_of(b_r):
+    return sum(b.shape[1] for b in b_r)
+
+
+@triton.constexpr_function
+def holders(width, VECTOR, SPAN):
+    """The threads that hold columns of one row of a block."""
+    return min(width, SPAN) // VECTOR
+
+
+@triton.constexpr_function
+def lanes(THREADS):
+    return min(THREADS, 32)
 
 
 @triton.jit
-def middle_of_three(
-    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, rows, m_row, N, stride_x, stride_x1, stride_residual,
-    RESIDUAL_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """fp32 [ROWS]: the median of r's first, middle and last element: mostly near the mean, without a sum to wait for."""
-    b_scale, b_scale1 = load_scale(p_rowscale, rows, m_row), load_scale(p_rowscale1, rows, m_row)
-    m_rowx, m_row1 = scaled_rows(m_row, b_scale, p_rowscale), scaled_rows(m_row, b_scale1, p_rowscale1)
-    b_first = element(
-        0, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-    )
-    b_middle = element(
-        N // 2, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-    )
-    b_last = element(
-        N - 1, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-    )
-    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
-    b_median = tl.maximum(low, tl.minimum(high, b_last))
-    return b_median.to(RESIDUAL_DTYPE).to(tl.float32)  # r itself, so that a constant row leaves nothing
+def by_thread(b, THREADS: tl.constexpr, VECTOR: tl.constexpr):
+    """[ROWS, width] as [ROWS, n, THREADS, VECTOR]: what a thread holds of a row, along two axes."""
+    return tl.reshape(b, [b.shape[0], b.shape[1] // (THREADS * VECTOR), THREADS, VECTOR])
 
 
 @triton.jit
-def element(
-    col, p_x, p_x1, p_residual, b_scale, b_scale1, rows, m_row, m_rowx, m_row1, stride_x, stride_x1, stride_residual
-):  # fmt: skip
-    """x · rowscale + x1 · rowscale1 + residual in one column, fp32 [ROWS]."""
-    b = tl.load(p_x + rows * unsigned(stride_x) + col, mask=m_rowx, other=0.0).to(tl.float32) * b_scale
-    if p_x1 is not None:
-        b += tl.load(p_x1 + rows * unsigned(stride_x1) + col, mask=m_row1, other=0.0).to(tl.float32) * b_scale1
-    if p_residual is not None:
-        b += tl.load(p_residual + rows * unsigned(stride_residual) + col, mask=m_row, other=0.0).to(tl.float32)
-    return b
+def by_warp(b, THREADS: tl.constexpr):
+    """[ROWS, THREADS] as [ROWS, warps, lanes]."""
+    return tl.reshape(b, [b.shape[0], THREADS // lanes(THREADS), lanes(THREADS)])
+
+
+@triton.jit
+def first_of_share(b):
+    """b[:, 0, :, 0], as a sum of which the compiler sees that all other terms are nothing."""
+    m = (tl.arange(0, b.shape[1]) == 0)[None, :, None, None] & (tl.arange(0, b.shape[3]) == 0)[None, None, None, :]
+    b_bits = tl.where(m, b.to(tl.int32, bitcast=True), 0)  # of floats it would not: −0 + 0 is another number
+    return tl.sum(tl.sum(b_bits, 3), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def merge(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
+    """Chan, Golub & LeVeque 1979: the moments of two sets as one, without cancellation."""
+    count = count_a + count_b
+    delta = mean_b - mean_a
+    part_b = count_b * (1.0 / count)
+    return count, mean_a + delta * part_b, m2_a + m2_b + delta * delta * (count_a * part_b)
 
 
 @triton.jit

@@ -75,7 +75,7 @@ def _forward(
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.hold_weights and tile.programs_per_sm == 0,
         PACKED=packed(tile, options.residual_dtype.itemsize, facts),
-        ONE_PASS=tile.one_pass and not (options.is_rms_norm or work.dropout),
+        ONE_PASS=tile.one_pass and not options.is_rms_norm,
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, _words(tile, work, facts, programs))
@@ -163,7 +163,7 @@ def _backward(
         BLOCK_P=block_p,
         BLOCK_N=block_n,
         num_warps=4,
-        **_early_start(facts.pdl),
+        **early_start(facts.pdl),
     )
     slots = [sum(options.wanted[: i + 1]) if wanted else 0 for i, wanted in enumerate(options.wanted)]
     return _Backward((groups, count, N), slots, _words(tile, work, facts, programs), gradients, finish)
@@ -191,14 +191,14 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
     }
     if tile.slices > 1:
         constants["launch_cooperative_grid"] = True
-    constants |= _early_start(device.pdl and tile.slices == 1)  # a cooperative launch cannot be early
+    constants |= early_start(device.pdl and tile.slices == 1)  # a cooperative launch cannot be early
     if (most := registers(tile)) is not None:
         constants["maxnreg"] = most
     return constants
 
 
-def _early_start(pdl: bool) -> dict[str, bool]:
-    """The launch option and what the kernel must know of it."""
+def early_start(pdl: bool) -> dict[str, bool]:
+    """For a kernel that starts before the one ahead of it has ended: the launch option, and that it has to wait by itself."""
     return {"EARLY_START": pdl} | ({"launch_pdl": True} if pdl else {})
 
 

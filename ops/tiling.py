@@ -37,8 +37,8 @@ class Tile:
     # Rounds of the loop over tiles between a split row's sums and their use, 1 or 2. With two, what others have to say is there
     # when it is asked for; but two tiles wait meanwhile, in registers.
     lag: int = 1
-    # Forward takes LayerNorm's two statistics at once, around one of the row's elements, where nothing is dropped: the threads
-    # wait for each other once instead of twice, for an instruction or two more an element. Worth it from 16 warps on.
+    # Forward takes LayerNorm's two statistics at once, where the row fills its blocks: the threads wait for each other once
+    # instead of twice, for an instruction or two more an element. Worth it where one program fills a multiprocessor.
     one_pass: bool = False
 
     @property
@@ -201,38 +201,37 @@ def registers(tile: Tile) -> int | None:
 # one's rows, warps, stages and programs over blocks of its own.
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
 # bandwidth of the best of many candidates in short measurements, so a little flattering, and not all on one machine: two may
-# be a point or two apart; those of `one_pass` are of an earlier form of it. Entries without a share were not measured: wider
-# rows than those fit into no program's registers.
+# be a point or two apart. Entries without a share were not measured: wider rows than those fit into no program's registers.
 # Forward rows of up to 1024 columns were also measured 4096 and 1024 at a time, which decides among tiles within a point.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers, columns, …)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (
-        (32, Tile(128, 32, 0, 1, 8, 1, 0, False)),  # 0.36
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.51
-        (128, Tile(64, 128, 0, 1, 8, 1, 0, False)),  # 0.68
-        (256, Tile(4, 256, 0, 1, 1, 1, 0, True)),  # 0.73
-        (512, Tile(4, 512, 0, 1, 2, 1, 0, True)),  # 0.82
-        (768, Tile(2, 1024, 0, 1, 2, 1, 0, False)),  # 0.86
-        (1024, Tile(1, 1024, 0, 1, 2, 1, 0, True)),  # 0.89
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, False)),  # 0.40
+        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.56
+        (128, Tile(64, 128, 0, 1, 8, 1, 0, False)),  # 0.72
+        (256, Tile(4, 256, 0, 1, 1, 1, 0, True)),  # 0.74
+        (512, Tile(4, 512, 0, 1, 2, 1, 0, True)),  # 0.84
+        (768, Tile(2, 1024, 0, 1, 2, 1, 0, False)),  # 0.87
+        (1024, Tile(1, 1024, 0, 1, 2, 1, 0, True)),  # 0.90
         (1600, Tile(2, 2048, 0, 1, 4, 1, 0, False)),  # 0.91
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, False)),  # 0.94
         (4096, Tile(1, 1024, 3072, 1, 4, 1, 0, True, 80)),  # 0.96
         (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False, 80)),  # 0.96
         (8192, Tile(1, 8192, 0, 1, 4, 1, 0, False, 128)),  # 0.97
         (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False)),  # 0.97
-        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, one_pass=True)),  # 0.98
+        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False)),  # 0.98
         (32768, Tile(1, 4096, 28672, 1, 16, 1, 0, False, 64)),  # 0.96
-        (65536, Tile(1, 2048, 0, 32, 1, 3, 8, True)),  # 0.88
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.90
         (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.78
     ),
     ("forward", "rms", "norm", 8): (
-        (32, Tile(128, 32, 0, 1, 8, 1, 0, True)),  # 0.38
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.55
-        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.71
-        (256, Tile(16, 256, 0, 1, 8, 1, 0, False)),  # 0.80
-        (512, Tile(8, 512, 0, 1, 8, 1, 0, True)),  # 0.87
-        (768, Tile(1, 512, 256, 1, 1, 1, 0, True)),  # 0.88
-        (1024, Tile(4, 1024, 0, 1, 8, 1, 0, True)),  # 0.91
+        (32, Tile(128, 32, 0, 1, 8, 1, 0, True)),  # 0.43
+        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.59
+        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.74
+        (256, Tile(16, 256, 0, 1, 8, 1, 0, False)),  # 0.83
+        (512, Tile(8, 512, 0, 1, 8, 1, 0, True)),  # 0.89
+        (768, Tile(16, 256, 512, 1, 16, 1, 0, True)),  # 0.91
+        (1024, Tile(2, 512, 512, 1, 4, 1, 0, True)),  # 0.92
         (1600, Tile(2, 2048, 0, 1, 2, 1, 0, True)),  # 0.93
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.95
         (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.97
@@ -245,10 +244,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.83
     ),
     ("forward", "ln", "add", 8): (
-        (32, Tile(16, 32, 0, 1, 1, 1, 0, True)),  # 0.52
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, False)),  # 0.68
-        (128, Tile(16, 128, 0, 1, 4, 1, 0, True)),  # 0.77
-        (256, Tile(8, 256, 0, 1, 2, 1, 0, True)),  # 0.84
+        (32, Tile(16, 32, 0, 1, 1, 1, 0, True)),  # 0.56
+        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.72
+        (128, Tile(16, 128, 0, 1, 4, 1, 0, True)),  # 0.79
+        (256, Tile(8, 256, 0, 1, 2, 1, 0, True)),  # 0.85
         (512, Tile(4, 512, 0, 1, 2, 1, 0, True)),  # 0.89
         (768, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.92
         (1024, Tile(2, 1024, 0, 1, 2, 1, 0, False)),  # 0.94
@@ -258,18 +257,18 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False)),  # 0.97
         (8192, Tile(1, 4096, 4096, 1, 32, 1, 0, True)),  # 0.97
         (12288, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
-        (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, False, one_pass=True)),  # 0.98
+        (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, False, one_pass=True)),  # 0.97
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.98
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.96
         (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.93
     ),
     ("forward", "rms", "add", 8): (
-        (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.53
-        (64, Tile(8, 64, 0, 1, 1, 1, 0, True)),  # 0.70
-        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.79
-        (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.85
+        (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.57
+        (64, Tile(8, 64, 0, 1, 1, 1, 0, True)),  # 0.73
+        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.81
+        (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.87
         (512, Tile(4, 512, 0, 1, 8, 1, 0, True)),  # 0.90
-        (768, Tile(2, 512, 256, 1, 2, 1, 0, True)),  # 0.92
+        (768, Tile(4, 256, 512, 1, 4, 1, 0, True)),  # 0.93
         (1024, Tile(2, 1024, 0, 1, 2, 1, 0, True)),  # 0.94
         (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.95
         (2048, Tile(1, 2048, 0, 1, 8, 1, 0, True, 112)),  # 0.96
@@ -283,10 +282,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
     ),
     ("forward", "ln", "add", 4): (
-        (32, Tile(64, 32, 0, 1, 4, 1, 0, True)),  # 0.61
-        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.76
-        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.81
-        (256, Tile(4, 256, 0, 1, 2, 1, 0, True)),  # 0.87
+        (32, Tile(8, 32, 0, 1, 1, 1, 0, True)),  # 0.65
+        (64, Tile(16, 64, 0, 1, 4, 1, 0, False)),  # 0.80
+        (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.84
+        (256, Tile(2, 256, 0, 1, 1, 1, 0, True)),  # 0.88
         (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.92
         (768, Tile(1, 1024, 0, 1, 2, 1, 0, True)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 1, 1, 0, True)),  # 0.95
@@ -302,10 +301,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "rms", "add", 4): (
-        (32, Tile(64, 32, 0, 1, 8, 1, 0, False)),  # 0.63
-        (64, Tile(32, 64, 0, 1, 4, 1, 0, True)),  # 0.76
-        (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.83
-        (256, Tile(8, 256, 0, 1, 4, 1, 0, True)),  # 0.88
+        (32, Tile(64, 32, 0, 1, 8, 1, 0, False)),  # 0.67
+        (64, Tile(64, 64, 0, 1, 8, 1, 0, True)),  # 0.81
+        (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.85
+        (256, Tile(2, 256, 0, 1, 1, 1, 0, True)),  # 0.90
         (512, Tile(2, 512, 0, 1, 4, 1, 0, True)),  # 0.93
         (768, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.95
         (1024, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.96
@@ -326,7 +325,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.76
         (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.84
         (512, Tile(4, 512, 0, 1, 8, 1, 0, False)),  # 0.89
-        (768, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.92
+        (768, Tile(1, 256, 512, 1, 2, 1, 0, True)),  # 0.93
         (1024, Tile(2, 1024, 0, 1, 4, 1, 0, False)),  # 0.94
         (1600, Tile(2, 2048, 0, 1, 8, 1, 0, True)),  # 0.94
         (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.96
@@ -336,7 +335,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 4096, 8192, 1, 32, 1, 0, False)),  # 0.96
         (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False, 64)),  # 0.97
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64)),  # 0.96
-        (65536, Tile(1, 1024, 0, 64, 1, 3, 12, True, lag=2)),  # 0.91
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.92
         (262144, Tile(1, 4096, 0, 64, 4, 3, 3, True)),
     ),
     ("forward", "rms", "dropout", 8): (
@@ -364,7 +363,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(16, 128, 0, 1, 8, 1, 0, True)),  # 0.81
         (256, Tile(4, 256, 0, 1, 4, 1, 0, True)),  # 0.85
         (512, Tile(1, 512, 0, 1, 2, 1, 0, True)),  # 0.91
-        (768, Tile(1, 512, 256, 1, 2, 1, 0, True)),  # 0.94
+        (768, Tile(1, 256, 512, 1, 1, 1, 0, True)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
         (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True, 112)),  # 0.96
         (2048, Tile(1, 512, 1536, 1, 2, 1, 0, False, 0, 8)),  # 0.95
@@ -383,7 +382,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(4, 128, 0, 1, 1, 1, 0, True)),  # 0.82
         (256, Tile(8, 256, 0, 1, 4, 1, 0, True)),  # 0.87
         (512, Tile(2, 512, 0, 1, 4, 1, 0, False)),  # 0.93
-        (768, Tile(4, 1024, 0, 1, 8, 1, 0, False)),  # 0.95
+        (768, Tile(1, 256, 512, 1, 2, 1, 0, True)),  # 0.94
         (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
         (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
         (2048, Tile(1, 2048, 0, 1, 2, 1, 0, False)),  # 0.96

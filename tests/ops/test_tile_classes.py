@@ -88,6 +88,16 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
     )
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("residual", [None, BF16, FP32], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("shape", WHOLE)
+def test_moments_of_eight_warps_merged_are_as_accurate_as_pytorch(shape, dropout_p, residual, rows, device, use_tile):
+    """Where sets are merged one by one, as in the interpreter, they are of different sizes."""
+    use_tile(tile_for(4096, shape, rows=rows, warps=8, programs_per_sm=0, stages=1, one_pass=True))
+    assert_as_accurate_as_pytorch(Case(x=FP32, residual=residual, m=3, n=4096, dropout_p=dropout_p), device)
+
+
 @pytest.mark.parametrize(("shape", "one_pass"), [("one block", False), ("one block", True), ("split", False)])
 @pytest.mark.parametrize("upstream", [False, True])
 @pytest.mark.parametrize("stream", [FP32, BF16])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ops import dropout_mask, launch, layer_norm_fn
+from ops.forward_tile_kernels import merge
 
 from .cases import BF16, FP16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, inputs, ours, reference_path
 from .test_accuracy import OPTIONS
@@ -93,9 +94,18 @@ def test_rows_of_64_elements_a_thread_in_equal_blocks_are_as_accurate_as_pytorch
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize("shape", WHOLE)
 def test_moments_of_eight_warps_merged_are_as_accurate_as_pytorch(shape, dropout_p, residual, rows, device, use_tile):
-    """Where sets are merged one by one, as in the interpreter, they are of different sizes."""
     use_tile(tile_for(4096, shape, rows=rows, warps=8, programs_per_sm=0, stages=1, one_pass=True))
     assert_as_accurate_as_pytorch(Case(x=FP32, residual=residual, m=3, n=4096, dropout_p=dropout_p), device)
+
+
+def test_sets_of_different_sizes_merge_into_the_moments_of_both():
+    """The compiler merges halves of one size, and need not."""
+
+    def moments(t):
+        return t.numel(), t.mean(), (t - t.mean()).square().sum()
+
+    a, b = (torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) + n for n in (3, 5))
+    torch.testing.assert_close(merge.fn(*moments(a), *moments(b)), moments(torch.cat((a, b))))
 
 
 @pytest.mark.parametrize(("shape", "one_pass"), [("one block", False), ("one block", True), ("split", False)])

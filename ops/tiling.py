@@ -6,8 +6,8 @@ The kernels work on tiles of `rows` × `block_n` elements, held in registers bet
     two blocks    a row as block_n + tail_n columns, where that idles fewer lanes: 768 = 512 + 256, 5120 = 4096 + 1024
     equal blocks  several of block_n columns each: 12288 = 3 · 4096 idles none, 65536 = 8 · 8192 needs fewer registers
     split         a row over `slices` programs of block_n columns each, which exchange their sums; needs a cooperative launch
-    looped        block_n columns at a time, the row read twice: the fastest forward where nothing is added and a row stays in
-                  cache meanwhile, and the way of rows that are none of the above
+    looped        block_n columns at a time, the row read twice: the fastest forward of some widths, where a row stays in cache
+                  meanwhile, and the way of rows that are none of the above
 
 `python -m benchmarks.tune` measures what TABLE holds and prints it anew for another GPU.
 """

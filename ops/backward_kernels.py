@@ -35,7 +35,7 @@ def norm_backward_kernel(
         # The sum over partials may take its place on the GPU now: it reads nothing before its own wait.
         gdc_launch_dependents()
     if EARLY_START:
-        gdc_wait()  # as in forward: nothing may be read or written above this
+        gdc_wait()  # as in forward: nothing may be read or written above
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES

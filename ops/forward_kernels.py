@@ -35,13 +35,14 @@ def norm_forward_kernel(
 
     p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
-    ONE_PASS: LayerNorm's two statistics at once, where threads hold even shares of a row.
-    EARLY_START: the launch does not wait for the kernel before it (programmatic dependent launch); its programs do.
+    ONE_PASS: LayerNorm's two statistics at once, where all threads hold as much of a row.
+    EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
+    (programmatic dependent launch). This kernel lets nobody start before it has ended: only norms behind norms would gain.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """
     if EARLY_START:
-        gdc_wait()  # until all that ran before has ended and its memory is there; nothing may be read or written above this
+        gdc_wait()  # for the kernel ahead, which has waited for the one ahead of it; nothing may be read or written above
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES

@@ -40,7 +40,7 @@ def begin_tile(
         tl.debug_barrier()
     if p_r is not None:
         store_row(p_r, b_r, rows, m_row, stride_r, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-    if ONE_PASS and even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN):
+    if ONE_PASS and evenly_held(BLOCK_N, TAIL_N, EVEN_N, SPAN):
         b_mean, b_m2 = one_pass_moments(b_r, VECTOR, PACKED, SPAN)
     else:
         b_mean, b_m2 = two_pass_moments(b_r, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, SPAN, IS_RMS)
@@ -160,35 +160,36 @@ def two_pass_moments(
 
 
 @triton.constexpr_function
-def even_shares(BLOCK_N, TAIL_N, EVEN_N, SPAN):
-    """Whether all threads hold equally many columns of each block, and all of them are of the row."""
+def evenly_held(BLOCK_N, TAIL_N, EVEN_N, SPAN):
+    """Whether all threads hold as many columns of a row, those of each block at the same places, and none past its end."""
     return EVEN_N and (TAIL_N % BLOCK_N == 0 or TAIL_N >= SPAN)
 
 
 @triton.jit
 def one_pass_moments(b_r, VECTOR: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr):
-    """`two_pass_moments` of even shares, with one wait for other warps. What a thread holds is summed around an element of it,
-    what a warp holds around its mean, and those of the warps are merged.
+    """`two_pass_moments` of an evenly held row, with one wait for other warps. What a thread holds is summed around one of its
+    elements, what a warp holds around its mean, and those of the warps are merged.
 
-    Σ (r − mean)² = Σ d² − (Σ d)² / n loses few digits where d = r − one of the n: Σ d² is at most n + 1 times as large.
+    Σ (r − mean)² = Σ d² − (Σ d)² / n loses up to log₂ n bits, where d = r − one of the n elements that a thread holds (64 at
+    most): Σ d² is up to n times as large. So if that one is far from all others, it overflows from 2 · 10¹⁸ on, not 2 · 10¹⁹.
     """
-    # The axes follow what a thread and a warp hold; should the compiler lay a row out otherwise, sums are the same and slower.
-    THREADS: tl.constexpr = holders(b_r[0].shape[1], VECTOR, SPAN)
-    b_shift = first_of_share(by_thread(reopen(b_r[0], PACKED), THREADS, VECTOR))
+    # The axes follow what a thread and a warp hold. Should the compiler lay a row out otherwise, it is slower and as accurate.
+    THREADS: tl.constexpr = threads_of_row(b_r[0].shape[1], VECTOR, SPAN)
+    HELD: tl.constexpr = columns_of(b_r) // THREADS
+    b_shift = first_held(by_thread(reopen(b_r[0], PACKED), THREADS, VECTOR))
     b_sum = tl.zeros(b_shift.shape, tl.float32)
     b_squares = tl.zeros(b_shift.shape, tl.float32)
     for i in tl.static_range(len(b_r)):
-        b_left = by_thread(reopen(b_r[i], PACKED), THREADS, VECTOR) - b_shift[:, None, :, None]
-        b_sum += tl.sum(tl.sum(b_left, 3), 1)
-        b_squares += tl.sum(tl.sum(b_left * b_left, 3), 1)
-    SHARE: tl.constexpr = columns_of(b_r) // THREADS
-    b_delta = b_sum * (1.0 / SHARE)
+        b_d = by_thread(reopen(b_r[i], PACKED), THREADS, VECTOR) - b_shift[:, None, :, None]
+        b_sum += tl.sum(tl.sum(b_d, 3), 1)
+        b_squares += tl.sum(tl.sum(b_d * b_d, 3), 1)
+    b_delta = b_sum * (1.0 / HELD)
 
     b_means = by_warp(b_shift + b_delta, THREADS)
     b_mean = tl.sum(b_means, 2) * (1.0 / b_means.shape[2])
-    b_apart = b_means - b_mean[:, :, None]
-    b_m2 = tl.sum(by_warp(b_squares - b_sum * b_delta, THREADS) + SHARE * (b_apart * b_apart), 2)
-    b_count = tl.full(b_mean.shape, SHARE * b_means.shape[2], tl.float32)
+    b_deviations = b_means - b_mean[:, :, None]
+    b_m2 = tl.sum(by_warp(b_squares - b_sum * b_delta, THREADS) + HELD * (b_deviations * b_deviations), 2)
+    b_count = tl.full(b_mean.shape, HELD * b_means.shape[2], tl.float32)
     b_count, b_mean, b_m2 = tl.reduce((b_count, b_mean, b_m2), 1, merge)
     if b_mean.shape[0] == 1:
         # A number has no layout: else the compiler would bring the row into that of the reduction.
@@ -202,13 +203,14 @@ def columns_of(b_r):
 
 
 @triton.constexpr_function
-def holders(width, VECTOR, SPAN):
-    """The threads that hold columns of one row of a block."""
+def threads_of_row(width, VECTOR, SPAN):
+    """How many hold columns of one row of a block."""
     return min(width, SPAN) // VECTOR
 
 
 @triton.constexpr_function
 def lanes(THREADS):
+    """Of a warp, those that hold columns of one row. Half of AMD's: there two such sets are merged as if they were warps."""
     return min(THREADS, 32)
 
 
@@ -225,7 +227,7 @@ def by_warp(b, THREADS: tl.constexpr):
 
 
 @triton.jit
-def first_of_share(b):
+def first_held(b):
     """b[:, 0, :, 0], as a sum of which the compiler sees that all other terms are nothing."""
     m = (tl.arange(0, b.shape[1]) == 0)[None, :, None, None] & (tl.arange(0, b.shape[3]) == 0)[None, None, None, :]
     b_bits = tl.where(m, b.to(tl.int32, bitcast=True), 0)  # of floats it would not: −0 + 0 is another number
@@ -235,6 +237,7 @@ def first_of_share(b):
 @triton.jit
 def merge(count_a, mean_a, m2_a, count_b, mean_b, m2_b):
     """Chan, Golub & LeVeque 1979: the moments of two sets as one, without cancellation."""
+    # Counts, because which sets are merged first, and so how large they are, is the compiler's affair.
     count = count_a + count_b
     delta = mean_b - mean_a
     part_b = count_b * (1.0 / count)

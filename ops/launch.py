@@ -198,7 +198,7 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
 
 
 def early_start(pdl: bool) -> dict[str, bool]:
-    """For a kernel that starts before the one ahead of it has ended: the launch option, and that it has to wait by itself."""
+    """For a kernel that starts before the end of the one ahead is reported: the launch option, and that it waits by itself."""
     return {"EARLY_START": pdl} | ({"launch_pdl": True} if pdl else {})
 
 

@@ -1,4 +1,7 @@
-"""Kernels that start before the one ahead of them has ended: they must wait for it before they touch memory."""
+"""Kernels that start before the end of the one ahead of them is reported: they must wait for it before they touch memory.
+
+One that lets others begin before it has written anything is what they race with. Behind others an early start is to do no harm.
+"""
 
 import pytest
 import torch
@@ -6,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ops import rms_norm_fn
+from ops import launch, layer_norm_fn, rms_norm_fn
 
 from .cases import BF16
 
@@ -28,6 +31,14 @@ def hasty_copy(out, source):
     hasty_copy_kernel[(64,)](source, out, source.numel(), BLOCK=1024)
 
 
+def on_another_stream(fn, *arguments, **options):
+    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
+    there.wait_stream(here)
+    with torch.cuda.stream(there):
+        fn(*arguments, **options)
+    here.wait_stream(there)
+
+
 AHEAD = {
     "a hasty kernel": hasty_copy,
     "a kernel": lambda out, source: torch.mul(source, 1, out=out),
@@ -35,14 +46,16 @@ AHEAD = {
     "a fill": lambda out, source: out.zero_(),
     "another stream": lambda out, source: on_another_stream(torch.mul, source, 1, out=out),
 }
+NORMS = {
+    "rms": lambda x, w, residual, seed: rms_norm_fn(x, w, None),
+    "dropout+add+ln": lambda x, w, residual, seed: layer_norm_fn(x, w, w, residual, dropout_p=0.1, seed=seed),
+}
 
 
-def on_another_stream(fn, *arguments, **options):
-    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
-    there.wait_stream(here)
-    with torch.cuda.stream(there):
-        fn(*arguments, **options)
-    here.wait_stream(there)
+@pytest.fixture(autouse=True)
+def only_where_kernels_start_early(device):
+    if not launch.device_facts(device).pdl:
+        pytest.skip("needs programmatic dependent launch, which GPUs of compute capability 9.0 and later have")
 
 
 @pytest.fixture
@@ -52,16 +65,20 @@ def sources(device):
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("ahead", AHEAD)
-def test_a_norm_reads_what_was_written_just_before_it(ahead, captured, sources, device):
-    weight = torch.rand(768, device=device, dtype=BF16)
-    expected = [rms_norm_fn(torch.zeros_like(s) if ahead == "a fill" else s, weight, None) for s in sources]
-    source, x = sources[0].clone(), torch.empty_like(sources[0])
+def test_a_norm_reads_what_was_written_just_before_it(ahead, norm, captured, sources, device):
+    weight, seed = torch.rand(768, device=device, dtype=BF16), torch.tensor([7], device=device)
+    source, x, residual = sources[0].clone(), torch.empty_like(sources[0]), sources[1]
+
+    def normed(x):
+        return NORMS[norm](x, weight, residual, seed)
 
     def step():
         AHEAD[ahead](x, source)
-        return rms_norm_fn(x, weight, None)
+        return normed(x)
 
+    expected = [normed(torch.zeros_like(s) if ahead == "a fill" else s) for s in sources]
     step = replayed(step) if captured else step
     found = []
     for turn in range(ROUNDS):
@@ -70,6 +87,27 @@ def test_a_norm_reads_what_was_written_just_before_it(ahead, captured, sources, 
         torch.cuda.synchronize()
         found.append(torch.equal(step(), expected[turn % 2]))
     assert all(found), found
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_backward_reads_what_was_written_just_before_it(captured, sources, device):
+    """It lets the sum of its weight gradients begin, before it has waited itself."""
+    x, weight = torch.randn_like(sources[0], requires_grad=True), torch.rand(768, device=device, requires_grad=True)
+    source, dy = sources[0].clone(), torch.empty_like(sources[0])
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        y = rms_norm_fn(x, weight, None)
+
+        def step():
+            hasty_copy(dy, source)
+            return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+
+        expected = [torch.autograd.grad(y, (x, weight), s, retain_graph=True) for s in sources]
+        step = replayed(step) if captured else step
+        for turn in range(ROUNDS):
+            source.copy_(sources[turn % 2])
+            dy.fill_(torch.nan)
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(step(), expected[turn % 2], strict=True)), turn
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
@@ -115,7 +153,9 @@ def test_backward_follows_forward_at_once(captured, sources, device):
 
 
 def replayed(step):
-    """step as a graph of its own; the kernels are compiled by now."""
+    """step as a graph of its own."""
+    step()  # compiles, which a capture does not allow
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     here = torch.cuda.current_stream()
     stream = here if here != torch.cuda.default_stream() else torch.cuda.Stream()

@@ -61,7 +61,9 @@ def only_where_kernels_start_early(device):
 @pytest.fixture
 def sources(device):
     """100 MB each: what reads or writes one takes longer than a launch."""
-    return [torch.randn(65536, 768, device=device, dtype=BF16) for _ in range(2)]
+    tensors = [torch.randn(65536, 768, device=device, dtype=BF16) for _ in range(2)]
+    torch.cuda.synchronize()  # some tests use them on a stream of their own
+    return tensors
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
@@ -94,6 +96,7 @@ def test_backward_reads_what_was_written_just_before_it(captured, sources, devic
     """It lets the sum of its weight gradients begin, before it has waited itself."""
     x, weight = torch.randn_like(sources[0], requires_grad=True), torch.rand(768, device=device, requires_grad=True)
     source, dy = sources[0].clone(), torch.empty_like(sources[0])
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
         y = rms_norm_fn(x, weight, None)
 
@@ -137,6 +140,7 @@ def test_backward_follows_forward_at_once(captured, sources, device):
     """Forward, backward and the sum of its weight gradients, none with anything but the one before it to wait for."""
     x, dy = sources[0].requires_grad_(), sources[1]
     weight = torch.rand(768, device=device, dtype=BF16, requires_grad=True)
+    torch.cuda.synchronize()
 
     def step(wait=lambda: None):
         y = rms_norm_fn(x, weight, None)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .forward_tile_kernels import centre, finish_tile, load_sum, quotient
+from .forward_tile_kernels import finish_tile, load_sum
+from .moments_kernels import centre, quotient
 from .row_kernels import add_pairs, row_sum, store_row, tile_rows, unsigned, valid
 
 

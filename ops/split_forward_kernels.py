@@ -16,7 +16,8 @@ from .board_kernels import (
     sum_parts,
     take_up,
 )
-from .forward_tile_kernels import centre, finish_tile, load_sum, quotient
+from .forward_tile_kernels import finish_tile, load_sum
+from .moments_kernels import centre, quotient
 from .row_kernels import block_cols, store_row, tile_rows
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ops import dropout_mask, launch, layer_norm_fn
-from ops.forward_tile_kernels import merge
+from ops.moments_kernels import merge
 
 from .cases import BF16, FP16, FP32, Case, assert_as_accurate_as_pytorch, covering, describe, inputs, ours, reference_path
 from .test_accuracy import OPTIONS

@@ -81,7 +81,7 @@ def norm_backward_kernel(
                     b_r = load_row(p_r, rows, m_row, stride_r, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
                     b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
                     b_dy1 = load_row(p_dy1, rows, m_row, stride_dy1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR)
-                    b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
+                    b_rstd, b_mean = load_stats(p_stats, rows, m_row, IS_RMS)
                     b_xhat = normalise(b_r, b_mean, b_rstd, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, IS_RMS)
                     if p_dbias is not None:
                         b_dbias = add_rows(b_dbias, b_dy)
@@ -121,7 +121,7 @@ def norm_backward_kernel(
             b_c1 = tl.zeros([ROWS], tl.float32)
             b_c2 = tl.zeros([ROWS], tl.float32)
             if UPSTREAM:
-                b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
+                b_rstd, b_mean = load_stats(p_stats, rows, m_row, IS_RMS)
                 for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
                     b_r = load_row(p_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, False, VECTOR)
                     b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, 0, False, VECTOR)

@@ -98,7 +98,7 @@ def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None) -> 
     x = inputs.x
     stats = None
     if options.store_stats:
-        stats = x.new_empty((1 if options.is_rms_norm else 2, *x.shape[:-1]), dtype=torch.float32)
+        stats = x.new_empty((*x.shape[:-1], 1 if options.is_rms_norm else 2), dtype=torch.float32)
     return Outputs(
         _empty(x, options.out_dtype) if y is None else y,
         _empty(x, options.residual_dtype) if options.store_residual and y is None else None,

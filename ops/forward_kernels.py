@@ -33,7 +33,7 @@ def norm_forward_kernel(
         z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual;   r = round(z)
         x̂ = (r − mean(r)) · rstd(r)  or  r · rstd(r);   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
 
-    p_stats: fp32 [1, M] rstd for RMSNorm, [2, M] rstd and mean for LayerNorm.
+    p_stats: fp32 [M, 1] rstd for RMSNorm, [M, 2] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
     ONE_PASS: LayerNorm's two statistics at once, where all threads hold as much of a row.
     EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
@@ -133,6 +133,6 @@ def whole_tile(
     if tile >= 0:
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_r if PACKED else b_centred, b_mean,
-            tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, M, N, stride_y, stride_y1,
+            tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, N, stride_y, stride_y1,
             BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, PACKED, IS_RMS, OFFSET,
         )  # fmt: skip

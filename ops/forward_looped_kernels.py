@@ -71,7 +71,7 @@ def looped_tile(
         b_centred = (centre(0, b_r[0], b_mean, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS),)
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, (), b_centred, b_mean, b_rstd,
-            rows, m_row, first_col == 0, first_col, M, N, stride_y, stride_y1,
+            rows, m_row, first_col == 0, first_col, N, stride_y, stride_y1,
             BLOCK_N, 0, EVEN_N, VECTOR, False, False, IS_RMS, OFFSET,
         )  # fmt: skip
 

@@ -51,7 +51,7 @@ def begin_tile(
 @triton.jit
 def finish_tile(
     p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_row, b_mean, b_rstd,
-    rows, m_row, first, first_col, M, N, stride_y, stride_y1,
+    rows, m_row, first, first_col, N, stride_y, stride_y1,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
     LOADED: tl.constexpr, PACKED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def finish_tile(
             b_y1 = affine(b_xhat, of_block[2], of_block[3], p_weight1 is not None, p_bias1 is not None)
             tl.store(p_y1 + rows[:, None] * unsigned(stride_y1) + cols[None, :], b_y1, mask=m)
     if p_stats is not None:
-        store_stats(p_stats, b_rstd, b_mean, rows, m_row & first, M, IS_RMS)
+        store_stats(p_stats, b_rstd, b_mean, rows, m_row & first, IS_RMS)
 
 
 @triton.jit
@@ -199,7 +199,9 @@ def affine(b_xhat, b_weight, b_bias, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def store_stats(p_stats, b_rstd, b_mean, rows, m, M, IS_RMS: tl.constexpr):
-    tl.store(p_stats + rows, b_rstd, mask=m)
-    if not IS_RMS:
-        tl.store(p_stats + M + rows, b_mean, mask=m)
+def store_stats(p_stats, b_rstd, b_mean, rows, m, IS_RMS: tl.constexpr):
+    """Those of a tile in as few sectors as they fill: one of 32 bytes is written in the time of a whole one, whatever is written."""
+    if IS_RMS:
+        tl.store(p_stats + rows, b_rstd, mask=m)
+    else:
+        tl.store(p_stats + rows[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(b_rstd, b_mean), mask=m[:, None])

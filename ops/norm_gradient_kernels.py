@@ -7,12 +7,14 @@ from .row_kernels import block_cols, block_count, inside
 
 
 @triton.jit
-def load_stats(p_stats, rows, m_row, M, IS_RMS: tl.constexpr):
+def load_stats(p_stats, rows, m_row, IS_RMS: tl.constexpr):
     """rstd and mean, fp32 [ROWS]; no mean for RMSNorm."""
-    b_rstd = tl.load(p_stats + rows, mask=m_row, other=0.0)
-    b_mean = tl.zeros([rows.shape[0]], tl.float32)
-    if not IS_RMS:
-        b_mean = tl.load(p_stats + M + rows, mask=m_row, other=0.0)
+    if IS_RMS:
+        b_rstd = tl.load(p_stats + rows, mask=m_row, other=0.0)
+        b_mean = tl.zeros([rows.shape[0]], tl.float32)
+    else:
+        b_rstd = tl.load(p_stats + rows * 2, mask=m_row, other=0.0)
+        b_mean = tl.load(p_stats + rows * 2 + 1, mask=m_row, other=0.0)
     return b_rstd, b_mean
 
 

@@ -43,7 +43,7 @@ class Outputs(NamedTuple):
     y1: Tensor | None = None  # shape of x; there where weight1 or bias1 is
     mask: Tensor | None = None  # bool, shape of x: what was kept of x
     mask1: Tensor | None = None  # and of x1
-    stats: Tensor | None = None  # fp32 (1, ...) rstd for RMSNorm, (2, ...) rstd and mean for LayerNorm, of x's leading shape
+    stats: Tensor | None = None  # fp32, x's leading shape and 1, rstd for RMSNorm, or 2, rstd and mean for LayerNorm
 
 
 class BackwardInputs(NamedTuple):

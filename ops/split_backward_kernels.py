@@ -35,7 +35,7 @@ def split_backward_round(
 
     b_r = load_row(p_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
     b_dy = load_row(p_dy, rows, m_row, stride_dy, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
-    b_rstd, b_mean = load_stats(p_stats, rows, m_row, M, IS_RMS)
+    b_rstd, b_mean = load_stats(p_stats, rows, m_row, IS_RMS)
     # Multiplied out, (r − mean) · rstd is an instruction less; where that loses digits, rounding r to 16 bits has lost more,
     # but for a row of one number throughout, whose x̂ is then a rounding and not 0. Past the row's end, where dy is zero, it is
     # −mean · rstd, finite unless that overflows.
@@ -71,7 +71,7 @@ def split_backward_round(
         waiting = ()
     waiting += (lay_by(b_r[0], p_r.dtype.element_ty), lay_by(b_dy[0], p_dy.dtype.element_ty))
     b_dz = load_row(p_dr, before, m_before, stride_dr, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
-    b_rstd, b_mean = load_stats(p_stats, before, m_before, M, IS_RMS)
+    b_rstd, b_mean = load_stats(p_stats, before, m_before, IS_RMS)
     p_words, lap = board_place(p_board, group, turn - LAG, ROWS, SLICES * PARTS, RING)
     b_c1, b_c2 = add_up(collect(p_words, lap, turn >= LAG, ROWS, SLICES * PARTS), IS_RMS)
     b_g = weighted_sum(b_dy_before, b_weight, (), (), True, False)

@@ -52,7 +52,7 @@ def test_opcheck_norm_forward_out(device):
 
 def test_opcheck_norm_backward(device):
     x, residual, x1, w, _, w1, _, rowscale, rowscale1, seed = args(device, grad=False)
-    stats = torch.rand(2, 4, device=device)
+    stats = torch.rand(4, 2, device=device)
     how = packed(BackwardOptions(0.25, False, False, FP32, BF16, FP32, (True, True, False, True), FP32))
     library.opcheck(
         registration.norm_backward, (x, x1, residual, residual, x, x1, w, w1, rowscale, rowscale1, stats, seed, *how)
@@ -98,7 +98,7 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
     y, r = compiled(x, w)
     (y.sum() + r.sum()).backward()
     assert found == {
-        registration.norm_forward: [(4, 24), (4, 24), (1, 4)],  # y, r, rstd
+        registration.norm_forward: [(4, 24), (4, 24), (4, 1)],  # y, r, rstd
         registration.norm_backward: [(4, 24), (24,)],  # of x and residual, of weight
     }
     found.clear()

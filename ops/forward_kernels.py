@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, finish_tile, load_weights
-from .row_kernels import signed, tile_rows, valid
+from .row_kernels import keep_order, signed, tile_rows, valid
 from .split_forward_kernels import nothing_waits, split_forward_round
 
 
@@ -56,8 +56,9 @@ def norm_forward_kernel(
         weights = ()
         if HOLD:
             weights = load_weights(
-                p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
-            )
+                p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET,
+            )  # fmt: skip
         if SLICES > 1:
             tl.static_assert(TAIL_N == 0, "a split row is one block in each program")
             waiting = nothing_waits(ROWS, BLOCK_N, LAG, RESIDUAL_DTYPE)
@@ -122,7 +123,10 @@ def whole_tile(
     rows = tile_rows(tile, ROWS, LONG)
     m_row = valid(rows, M, ROWS == 1)
     if EARLY:
-        weights = load_weights(p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET)
+        weights = load_weights(
+            p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET
+        )
+        keep_order()
     b_r, b_mean, b_centred, b_m2 = begin_tile(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row,
         N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale,
@@ -134,5 +138,5 @@ def whole_tile(
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_r if PACKED else b_centred, b_mean,
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, N, stride_y, stride_y1,
-            BLOCK_N, TAIL_N, EVEN_N, VECTOR, HOLD or EARLY, PACKED, IS_RMS, OFFSET,
+            BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, HOLD or EARLY, PACKED, IS_RMS, OFFSET,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def looped_tile(
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, (), b_centred, b_mean, b_rstd,
             rows, m_row, first_col == 0, first_col, N, stride_y, stride_y1,
-            BLOCK_N, 0, EVEN_N, VECTOR, False, False, IS_RMS, OFFSET,
+            BLOCK_N, 0, EVEN_N, VECTOR, SPAN, False, False, IS_RMS, OFFSET,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from .row_kernels import (
     block_count,
     block_mask,
     block_start,
+    block_width,
     load_row,
     load_vector_block,
     reopen,
@@ -52,7 +53,7 @@ def begin_tile(
 def finish_tile(
     p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_row, b_mean, b_rstd,
     rows, m_row, first, first_col, N, stride_y, stride_y1,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
     LOADED: tl.constexpr, PACKED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Stores y, y1 and the statistics. first: these columns begin the row.
@@ -67,8 +68,9 @@ def finish_tile(
             of_block = weights[i]
         else:
             of_block = load_block_weights(
-                i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
-            )
+                i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, b_mean.shape[0], OFFSET,
+            )  # fmt: skip
         b_xhat = reopen(b_row[i], PACKED)
         if PACKED and not IS_RMS:
             b_xhat -= b_mean[:, None]
@@ -157,32 +159,38 @@ def scaled_rows(m_row, b_scale, p_rowscale):
 @triton.jit
 def load_weights(
     p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Of each block (weight, bias), and (weight1, bias1) behind them where there is a y1."""
     weights = ()
     for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         weights += (
             load_block_weights(
-                i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, OFFSET
+                i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET,
             ),
-        )
+        )  # fmt: skip
     return weights
 
 
 @triton.jit
 def load_block_weights(
     i: tl.constexpr, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
+    # Where warps lie along the rows, each reads all of the weights, as many times as there are rows: read once, they would be
+    # handed round through shared memory.
+    TIMES: tl.constexpr = ROWS if block_width(i, BLOCK_N, TAIL_N) < SPAN else 1
     of_block = (
-        load_vector_block(i, p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
-        load_vector_block(i, p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+        load_vector_block(i, p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET, TIMES),
+        load_vector_block(i, p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0, TIMES),
     )
     if p_y1 is not None:
         of_block += (
-            load_vector_block(i, p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET),
-            load_vector_block(i, p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0),
+            load_vector_block(i, p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET, TIMES),
+            load_vector_block(i, p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0, TIMES),
         )
     return of_block
 
@@ -200,7 +208,7 @@ def affine(b_xhat, b_weight, b_bias, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def store_stats(p_stats, b_rstd, b_mean, rows, m, IS_RMS: tl.constexpr):
-    """Those of a tile in as few sectors as they fill: one of 32 bytes is written in the time of a whole one, whatever is written."""
+    """Side by side: a sector of 32 bytes takes as long to write whatever is written of it, and eight numbers fill one."""
     if IS_RMS:
         tl.store(p_stats + rows, b_rstd, mask=m)
     else:

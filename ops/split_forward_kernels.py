@@ -66,7 +66,7 @@ def split_forward_round(
     finish_tile(
         p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, (b_before,), b_mean,
         b_rstd, rows, m_row, slice_id == 0, first_col, N, stride_y, stride_y1,
-        BLOCK_N, 0, EVEN_N, VECTOR, HOLD, False, IS_RMS, OFFSET,
+        BLOCK_N, 0, EVEN_N, VECTOR, SPAN, HOLD, False, IS_RMS, OFFSET,
     )  # fmt: skip
     return waiting
 

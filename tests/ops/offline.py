@@ -73,6 +73,8 @@ class OfflineLauncher(launch.Launcher):
         compiled = triton.compile(source, target=TARGET, options=options)
         found = {"kernel": kernel.__name__, "case": self.case, "early_start": self.constants["EARLY_START"]}
         found["before_waiting"] = before_waiting(compiled.asm["sass"])
+        found["early_weights"] = self.constants.get("EARLY", False)
+        found["behind_sums"] = behind_sums(compiled.asm["sass"])
         print(json.dumps(found | usage(compiled.asm["cubin"])), flush=True)
 
 
@@ -80,6 +82,11 @@ def before_waiting(sass: str) -> list[str] | None:
     """What reads or writes memory ahead of the wait for the kernel before; None where nothing waits."""
     ahead, wait, _ = sass.partition("ACQBULK")
     return re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP)\b.*", ahead) if wait else None
+
+
+def behind_sums(sass: str) -> list[str]:
+    """What is read after the threads of a warp have begun to add up a row."""
+    return re.findall(r"\bLDG\b.*", sass.partition("SHFL")[2])
 
 
 def usage(cubin: bytes) -> dict[str, int]:

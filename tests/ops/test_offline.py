@@ -35,3 +35,11 @@ def test_what_starts_early_touches_no_memory_before_it_has_waited(launches):
     assert {launch["early_start"] for launch in launches} == {True, False}
     for launch in launches:
         assert launch["before_waiting"] == ([] if launch["early_start"] else None), launch
+
+
+def test_weights_that_a_tile_asks_for_first_are_not_put_off_behind_the_statistics(launches):
+    """The compiler would, to save registers: up to four points of bandwidth."""
+    forward = [launch for launch in launches if launch["kernel"] == "norm_forward_kernel"]
+    assert {launch["early_weights"] for launch in forward} == {True, False}
+    assert [launch for launch in forward if launch["early_weights"] and launch["behind_sums"]] == []
+    assert any(launch["behind_sums"] for launch in forward)

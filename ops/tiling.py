@@ -24,7 +24,7 @@ class Tile:
     warps: int
     stages: int  # tiles in flight, the one at work included; those to come wait in shared memory
     programs_per_sm: int  # persistent programs, each striding over tiles; 0: one program for each tile, no persistence
-    hold_weights: bool  # weights are asked for ahead of the rows, and stay from tile to tile; or behind statistics, for each tile
+    hold_weights: bool  # weights are asked for ahead of the rows, and stay from tile to tile; or behind the statistics of each
     # The most that a thread may have, 0 for what the compiler takes: it does not know that fewer let one more program run.
     # Left to it, a line more of source moved forward LN of 12288 columns from 80 to 115, three programs to two.
     max_registers: int = 0

@@ -5,9 +5,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .input_gradient_kernels import draw_row, store_input_gradients, store_rowscale_gradients
-from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, load_stats, normalise, weighted_sum
+from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, normalise, weighted_sum
 from .row_kernels import block_cols, block_count, block_width, dot_rows, load_row, load_vector, row_sum, tile_rows, two_dots
 from .split_backward_kernels import nothing_waits, split_backward_round
+from .stats_kernels import load_stats
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "threshold"], do_not_specialize_on_alignment=["p_seed"])

@@ -18,6 +18,7 @@ from .row_kernels import (
     store_row,
     unsigned,
 )
+from .stats_kernels import store_stats
 
 
 @triton.jit
@@ -204,12 +205,3 @@ def affine(b_xhat, b_weight, b_bias, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
     if BIAS:
         b = b + b_bias
     return b
-
-
-@triton.jit
-def store_stats(p_stats, b_rstd, b_mean, rows, m, IS_RMS: tl.constexpr):
-    """Side by side: a sector of 32 bytes takes as long to write whatever is written of it, and eight numbers fill one."""
-    if IS_RMS:
-        tl.store(p_stats + rows, b_rstd, mask=m)
-    else:
-        tl.store(p_stats + rows[:, None] * 2 + tl.arange(0, 2)[None, :], tl.join(b_rstd, b_mean), mask=m[:, None])

@@ -7,18 +7,6 @@ from .row_kernels import block_cols, block_count, inside
 
 
 @triton.jit
-def load_stats(p_stats, rows, m_row, IS_RMS: tl.constexpr):
-    """rstd and mean, fp32 [ROWS]; no mean for RMSNorm."""
-    if IS_RMS:
-        b_rstd = tl.load(p_stats + rows, mask=m_row, other=0.0)
-        b_mean = tl.zeros([rows.shape[0]], tl.float32)
-    else:
-        b_rstd = tl.load(p_stats + rows * 2, mask=m_row, other=0.0)
-        b_mean = tl.load(p_stats + rows * 2 + 1, mask=m_row, other=0.0)
-    return b_rstd, b_mean
-
-
-@triton.jit
 def normalise(
     b_r, b_mean, b_rstd, first_col, N,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, IS_RMS: tl.constexpr,

@@ -5,8 +5,9 @@ import triton.language as tl
 
 from .board_kernels import another_round, board_place, collect, lay_by, nothing_by, publish, put, sum_parts, take_up
 from .input_gradient_kernels import draw_row, store_input_gradients
-from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, load_stats, normalise, weighted_sum
+from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, normalise, weighted_sum
 from .row_kernels import add_pairs, load_row, load_vector_block, tile_rows
+from .stats_kernels import load_stats
 
 
 @triton.jit

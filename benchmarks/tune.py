@@ -254,9 +254,10 @@ def _blocks(cell: Cell) -> list[tuple[int, int]]:
     """block_n and tail_n of the ways to hold a row, or to loop over it."""
     width = cell.width
     blocks = [(tiling.one_block(width), 0), tiling.row_blocks(width)]
-    for count in (2, 3, 4, 5, 6, 8):
-        if width % count == 0 and (width // count).bit_count() == 1 and width // count >= 256:
-            blocks.append((width // count, width - width // count))
+    for block_n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+        count = -(-width // block_n)  # of equal blocks, the last of which may reach past the row's end
+        if 2 <= count <= 8:
+            blocks.append((block_n, (count - 1) * block_n))
     if cell.work == "norm":
         blocks += [(block_n, 0) for block_n in (1024, 2048, 4096, 8192, 16384) if 2 * block_n <= width]
     return list(dict.fromkeys(blocks))

@@ -7,10 +7,12 @@ Names: `p_` pointer, `b_` block in registers, `m_` mask. All arithmetic is fp32.
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import is_cuda
 
+from .conversion_kernels import PTX
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, finish_tile, load_weights
-from .row_kernels import keep_order, signed, tile_rows, valid
+from .row_kernels import signed, tile_rows, valid
 from .split_forward_kernels import nothing_waits, split_forward_round
 
 
@@ -36,6 +38,7 @@ def norm_forward_kernel(
     p_stats: fp32 [M, 1] rstd for RMSNorm, [M, 2] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
     ONE_PASS: LayerNorm's two statistics at once, where all threads hold as much of a row.
+    EARLY: a program of one tile asks for the weights ahead of the rows; HOLD: a persistent one, once for all tiles.
     EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
     (programmatic dependent launch). This kernel lets nobody start before it has ended: only norms behind norms would gain.
     IN_PLACE: p_r is p_residual.
@@ -140,3 +143,17 @@ def whole_tile(
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, N, stride_y, stride_y1,
             BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, HOLD or EARLY, PACKED, IS_RMS, OFFSET,
         )  # fmt: skip
+
+
+@triton.jit
+def keep_order():
+    """Loads above it are issued before those below: else ptxas puts off what is used late, behind what waits for the rows.
+
+    All lanes of a warp must come here. bar.warp.sync orders the warp's memory, so no load is moved across it; the mov is there
+    because an instruction has to return something. Other compilers are left to themselves.
+    """
+    if PTX and is_cuda():
+        nothing = tl.full([], 0, tl.int32)
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [nothing], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -58,6 +58,7 @@ def _forward(
         loaded_bytes=_bytes(*loaded),
         weight_bytes=0,  # forward reads its weights past the prefetch
         splittable=True,
+        light_weights=given.weight1 is given.bias1 is None and max(_bytes(given.weight), _bytes(given.bias)) <= 2,
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
@@ -73,7 +74,7 @@ def _forward(
         device,
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
-        PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.hold_weights and tile.programs_per_sm == 0,
+        PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.early_weights,
         PACKED=packed(tile, options.residual_dtype.itemsize, facts),
         ONE_PASS=tile.one_pass and not options.is_rms_norm,
         **_constants(tile, M, N, work, facts),
@@ -91,6 +92,8 @@ def norm_backward(inputs: BackwardInputs, gradients: Gradients, options: Backwar
         if weights is not None:
             weights.zero_()
         return
+    if stats.data_ptr() % 8:  # they are read as words of 8 bytes, and hooks on saved tensors may bring them back to any place
+        stats = stats.clone()
     launch = _backward(options, shape, device, dtypes, strides)
     dweight = dbias = dweight1 = dbias1 = None
     if weights is not None:

@@ -1,4 +1,4 @@
-"""The terms of backward, block by block: statistics, x̂, g and the gradient through the norm. Names as in `forward_kernels`."""
+"""The terms of backward, block by block: x̂, g and the gradient through the norm. Names as in `forward_kernels`."""
 
 import triton
 import triton.language as tl

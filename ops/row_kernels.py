@@ -14,9 +14,8 @@ threads together hold side by side: a wider block repeats that, and each thread 
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
 
-from .conversion_kernels import PTX, widen, widen_again
+from .conversion_kernels import widen, widen_again
 
 ANY_EVICTION = tl.constexpr("")  # whatever the hardware does of itself
 
@@ -149,37 +148,21 @@ def load_vector(
 @triton.jit
 def load_vector_block(
     i: tl.constexpr, p, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
-    VECTOR: tl.constexpr, ABSENT: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr = 1,
+    VECTOR: tl.constexpr, ABSENT: tl.constexpr, OFFSET: tl.constexpr, TIMES: tl.constexpr = 1,
 ):  # fmt: skip
-    """fp32 [ROWS, width], the same in each row."""
+    """fp32 [TIMES, width], the same TIMES over, OFFSET added; [1, width] of ABSENT where there is nothing to load."""
     cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
-    at = tl.broadcast_to(cols[None, :], [ROWS, cols.shape[0]])
     if p is None:
         b = tl.full([1, cols.shape[0]], ABSENT, tl.float32)
-    elif inside(i, BLOCK_N, TAIL_N, EVEN_N):
-        b = widen(tl.load(p + at))
     else:
-        b = widen(tl.load(p + at, mask=at < N, other=0.0))
-    if (p is not None) and OFFSET != 0.0:  # the compiler would add a zero
-        b += OFFSET
+        at = tl.broadcast_to(cols[None, :], [TIMES, cols.shape[0]])
+        if inside(i, BLOCK_N, TAIL_N, EVEN_N):
+            b = widen(tl.load(p + at))
+        else:
+            b = widen(tl.load(p + at, mask=at < N, other=0.0))
+        if OFFSET != 0.0:  # the compiler would add a zero
+            b += OFFSET
     return b
-
-
-@triton.jit
-def keep_order():
-    """What is loaded above is asked for before what is loaded below.
-
-    Else ptxas puts off what is used late, to save registers, even behind what the loads below have to wait for.
-    """
-    if PTX and is_cuda():
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
-            "=r,r",
-            [tl.full([], 0, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit

@@ -8,8 +8,8 @@ import triton.language as tl
 def store_stats(p_stats, b_rstd, b_mean, rows, m, IS_RMS: tl.constexpr):
     """p_stats: fp32 [M, 1] rstd for RMSNorm, [M, 2] rstd and mean for LayerNorm.
 
-    Both as one word: a sector of 32 bytes takes as long to write whatever is written of it. One for each number was 2 % of the
-    time at 1024 columns. [ROWS, 2] of numbers takes up to ten registers more.
+    Both as one word: a sector of 32 bytes takes as long to write whatever is written of it, and two vectors were 0.2 to 1.1 %
+    of the time up to 4096 columns. As [ROWS, 2] numbers they took up to ten registers more.
     """
     if IS_RMS:
         tl.store(p_stats + rows, b_rstd, mask=m)
@@ -27,6 +27,6 @@ def load_stats(p_stats, rows, m_row, IS_RMS: tl.constexpr):
         b_mean = tl.zeros([rows.shape[0]], tl.float32)
     else:
         word = tl.load(p_stats.to(tl.pointer_type(tl.int64)) + rows, mask=m_row, other=0)
-        b_rstd = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-        b_mean = (word >> 32 & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
+        b_rstd = word.to(tl.uint32).to(tl.float32, bitcast=True)
+        b_mean = (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
     return b_rstd, b_mean

@@ -4,7 +4,8 @@ The kernels work on tiles of `rows` × `block_n` elements, held in registers bet
 
     one block     block_n is the power of two from the width up
     two blocks    a row as block_n + tail_n columns, where that idles fewer lanes: 768 = 512 + 256, 5120 = 4096 + 1024
-    equal blocks  several of block_n columns each: 12288 = 3 · 4096 idles none, 65536 = 8 · 8192 needs fewer registers
+    equal blocks  several of block_n columns each: 12288 = 3 · 4096 idles none, 65536 = 8 · 8192 needs fewer registers; the last
+                  may reach past the row's end
     split         a row over `slices` programs of block_n columns each, which exchange their sums; needs a cooperative launch
     looped        block_n columns at a time, the row read twice: the fastest forward of some widths, where a row stays in cache
                   meanwhile, and the way of rows that are none of the above
@@ -24,7 +25,9 @@ class Tile:
     warps: int
     stages: int  # tiles in flight, the one at work included; those to come wait in shared memory
     programs_per_sm: int  # persistent programs, each striding over tiles; 0: one program for each tile, no persistence
-    hold_weights: bool  # weights are asked for ahead of the rows, and stay from tile to tile; or behind the statistics of each
+    # Persistent programs keep the weights from tile to tile, those of one tile ask for them before its rows (`early_weights`).
+    # Else they are read for each tile: by forward behind its statistics, by backward with its rows. Looped ones always do that.
+    hold_weights: bool
     # The most that a thread may have, 0 for what the compiler takes: it does not know that fewer let one more program run.
     # Left to it, a line more of source moved forward LN of 12288 columns from 80 to 115, three programs to two.
     max_registers: int = 0
@@ -45,6 +48,11 @@ class Tile:
     def width(self) -> int:
         return self.block_n * self.slices + self.tail_n
 
+    @property
+    def early_weights(self) -> bool:
+        """Forward: programs of one tile ask for the weights first."""
+        return self.hold_weights and self.programs_per_sm == 0
+
     def looped(self, n: int) -> bool:
         return self.width < n
 
@@ -60,6 +68,7 @@ class Work:
     loaded_bytes: int  # read for each element of a tile
     weight_bytes: int  # read for each column of a tile, unless it holds its weights, through shared memory
     splittable: bool  # whether the kernel can do this with a row split over programs
+    light_weights: bool = True  # of 16 bits and of one norm: what forward's tiles were measured with that ask for them first
 
     @property
     def kind(self) -> tuple[str, str, int]:
@@ -101,6 +110,9 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
     entries = TABLE[direction, *work.kind]
     up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
     tile = fit(over(n, up_to, tile, work.vector), work, device)
+    if tile.early_weights and not (work.light_weights and n == up_to):
+        # Heavier weights, and masks where a row does not fill its blocks, take more registers than the bound leaves.
+        tile = replace(tile, hold_weights=work.light_weights, max_registers=0)
     if tile.slices > 1:
         resident = device.multiprocessors * tile.programs_per_sm
         if not (work.splittable and device.cooperative) or tile.slices > resident:
@@ -130,9 +142,9 @@ def one_block(n: int) -> int:
 
 
 def row_blocks(n: int) -> tuple[int, int]:
-    """block_n and tail_n for a row of n columns in registers: two blocks where they idle fewer lanes than one.
+    """block_n and tail_n for a row of n columns in registers: two unlike blocks where they idle fewer lanes than one.
 
-    1600 is 1024 + 1024 or 2048, and one tile has the shorter code. Two were not measured below 512 columns.
+    Those were not measured below 512 columns.
     """
     whole = one_block(n)
     head = whole // 2

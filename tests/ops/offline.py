@@ -30,7 +30,10 @@ DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Every class of tile, and the width at which arguments become constants.
 CASES = [
     Case(n=1, m=3),
+    Case(n=768, m=64, residual=None),  # fp32 weights, beside a tile measured with those of 16 bits
     Case(n=768, m=64, residual=None, weight=BF16),
+    Case(n=1024, m=64, rms=True, residual=BF16, weight=BF16, bias=False, dropout_p=0.1),
+    Case(n=1500, m=64, residual=None, weight=BF16),  # does not fill its blocks
     Case(n=1600, m=64, residual=FP32, weight=BF16, dropout_p=0.1),
     Case(n=8192, m=64, rms=True, residual=None, weight=BF16, bias=False),
     Case(n=8192, m=64, x=FP16, residual=None, weight=FP16),
@@ -84,9 +87,10 @@ def before_waiting(sass: str) -> list[str] | None:
     return re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP)\b.*", ahead) if wait else None
 
 
-def behind_sums(sass: str) -> list[str]:
-    """What is read after the threads of a warp have begun to add up a row."""
-    return re.findall(r"\bLDG\b.*", sass.partition("SHFL")[2])
+def behind_sums(sass: str) -> list[str] | None:
+    """What is read after the threads of a warp have begun to add up a row; None where they do not."""
+    _, sums, behind = sass.partition("SHFL")
+    return re.findall(r"\bLDG\b.*", behind) if sums else None
 
 
 def usage(cubin: bytes) -> dict[str, int]:

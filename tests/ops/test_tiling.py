@@ -117,7 +117,7 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
     assert TABLE[key][-1][1].slices > 1, "rows beyond the table would become ever longer rows of one program"
     for up_to, tile in TABLE[key]:
         if tile.slices == 1:
-            equal = tile.tail_n % tile.block_n == 0 and up_to <= tile.width < up_to + tile.block_n  # the last alone is cut
+            equal = tile.tail_n > 0 == tile.tail_n % tile.block_n and up_to <= tile.width < up_to + tile.block_n
             looped = tile.looped(up_to) and tile.tail_n == 0
             assert equal or looped or (tile.block_n, tile.tail_n) in (row_blocks(up_to), (one_block(up_to), 0)), (up_to, tile)
         else:
@@ -135,6 +135,17 @@ def test_on_the_gpu_it_was_measured_on_the_table_is_taken_as_it_is(key):
     work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, loaded, weights, True)
     for up_to, tile in TABLE[key]:
         assert TILE_OF[direction](up_to, work) == tile, up_to
+
+
+def test_weights_are_asked_for_first_as_it_was_measured_and_without_the_bound_on_registers_in_rows_that_need_masks():
+    measured = dict(TABLE["forward", "ln", "norm", 8])[768]
+    assert measured.early_weights and measured.max_registers > 0
+    work = Work(rms=False, residual=False, dropout=False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True)
+    assert forward_tile(768, work) == measured
+    assert (forward_tile(700, work).early_weights, forward_tile(700, work).max_registers) == (True, 0)
+    for n in (700, 768):
+        heavy = forward_tile(n, replace(work, light_weights=False))
+        assert (heavy.early_weights, heavy.max_registers) == (False, 0)
 
 
 @pytest.mark.parametrize(

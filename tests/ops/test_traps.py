@@ -127,6 +127,28 @@ def test_statistics_are_fp32_whatever_the_inputs(device):
     torch.testing.assert_close(stats[:, 0], (x.float().var(1, correction=0) + 1e-5).rsqrt())
 
 
+def test_statistics_that_hooks_bring_back_anywhere_in_memory(device, monkeypatch):
+    """A GPU reads the two of a row as a word, which must lie at a multiple of its size."""
+    places = []
+    original = launch.Launcher.__call__
+
+    def start(self, *tensors):
+        places.extend(t.data_ptr() % 8 for t in tensors if t is not None and t.shape == (5, 2))
+        original(self, *tensors)
+
+    def bring_back(t):
+        flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:]
+        return flat.copy_(t.flatten()).view(t.shape)
+
+    x = leaf(5, 32, device=device)
+    (expected,) = torch.autograd.grad(layer_norm_fn(x, None, None).sin().sum(), x)
+    monkeypatch.setattr(launch.Launcher, "__call__", start)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, bring_back):
+        y = layer_norm_fn(x, None, None)
+    assert torch.equal(torch.autograd.grad(y.sin().sum(), x)[0], expected)
+    assert places == [0, 0]  # forward's and backward's
+
+
 def test_small_and_zero_weights_have_right_gradients(device):
     """Trap: x̂ recovered as (y − bias) / weight."""
     x, b = leaf(6, 32, device=device), leaf(32, device=device)

@@ -309,6 +309,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))
         and (tile.max_registers == 0 or tile.max_registers > elements)
+        and not (tile.hold_weights and tile.looped(cell.width))
         and (tile.slices == 1 or (tile.slices <= 256 and persistent and tile.stages > 1 and held))
     )
 

@@ -149,8 +149,8 @@ def whole_tile(
 def keep_order():
     """Loads above it are issued before those below: else ptxas puts off what is used late, behind what waits for the rows.
 
-    All lanes of a warp must come here. bar.warp.sync orders the warp's memory, so no load is moved across it; the mov is there
-    because an instruction has to return something. Other compilers are left to themselves.
+    bar.warp.sync orders the memory of a warp, all of whose lanes must come here; arithmetic may still move across it. The mov
+    is there because an instruction has to return something. Other compilers are left to themselves.
     """
     if PTX and is_cuda():
         nothing = tl.full([], 0, tl.int32)

@@ -58,7 +58,7 @@ def _forward(
         loaded_bytes=_bytes(*loaded),
         weight_bytes=0,  # forward reads its weights past the prefetch
         splittable=True,
-        light_weights=given.weight1 is given.bias1 is None and max(_bytes(given.weight), _bytes(given.bias)) <= 2,
+        light_weights=given.weight1 is None and given.bias1 is None and max(_bytes(given.weight), _bytes(given.bias)) <= 2,
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)

@@ -232,17 +232,20 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("lag", (1, 2) if own.slices > 1 else ()),
         ("draws_first", (False, True) if drawing else ()),
         ("one_pass", (False, True) if averaging else ()),
+        ("past_l1", (False, True) if cell.direction == FORWARD else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
     if own.slices == 1:
         blocks = _blocks(cell) if cell.direction == FORWARD else [(tiling.one_block(cell.width), 0)]
         shapes = [(replace(tile, block_n=b, tail_n=t)) for tile in (own, replace(own, warps=own.warps * 2)) for b, t in blocks]
-        near |= dict.fromkeys(shapes)
+        near |= dict.fromkeys([*shapes, *_loops(cell)])
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
-    near = dict.fromkeys(replace(t, one_pass=t.one_pass and averaging and _whole(t, cell)) for t in near)
-    return (tile for tile in near if tile == own or sensible(tile, cell))
+    whole = dict.fromkeys(
+        replace(t, one_pass=t.one_pass and averaging and _whole(t, cell), past_l1=t.past_l1 and _whole(t, cell)) for t in near
+    )
+    return (tile for tile in whole if tile == own or sensible(tile, cell))
 
 
 def _whole(tile: Tile, cell: Cell) -> bool:
@@ -251,16 +254,22 @@ def _whole(tile: Tile, cell: Cell) -> bool:
 
 
 def _blocks(cell: Cell) -> list[tuple[int, int]]:
-    """block_n and tail_n of the ways to hold a row, or to loop over it."""
+    """block_n and tail_n of the ways to hold a row."""
     width = cell.width
     blocks = [(tiling.one_block(width), 0), tiling.row_blocks(width)]
     for block_n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         count = -(-width // block_n)  # of equal blocks, the last of which may reach past the row's end
         if 2 <= count <= 8:
             blocks.append((block_n, (count - 1) * block_n))
-    if cell.work == "norm":
-        blocks += [(block_n, 0) for block_n in (1024, 2048, 4096, 8192, 16384) if 2 * block_n <= width]
     return list(dict.fromkeys(blocks))
+
+
+def _loops(cell: Cell) -> Iterator[Tile]:
+    """The ways to read a forward row twice. With dropout, whose draws would be made twice, none came near the others."""
+    if cell.direction == FORWARD and cell.work != "dropout":
+        for block_n, elements in itertools.product((1024, 2048, 4096, 8192, 16384), (4, 8, 16, 32)):
+            if 2 * block_n <= cell.width:
+                yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False)
 
 
 def over_row(width: int, tile: Tile) -> Tile:
@@ -304,7 +313,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
     persistent = tile.programs_per_sm > 0
     held = tile.hold_weights or cell.direction == BACKWARD  # forward would stage them with each tile of a split row
     return (
-        (4 if cell.width <= 512 else 8) <= elements <= (64 if cell.direction == FORWARD else 40)
+        (4 if cell.width <= 512 or tile.looped(cell.width) else 8) <= elements <= (64 if cell.direction == FORWARD else 40)
         and tile.warps * max(1, tile.programs_per_sm) <= 64
         and (tile.stages > 1 or not persistent or cell.width >= 4096)
         and (persistent or (cell.direction == FORWARD and tile.stages == 1))
@@ -337,6 +346,7 @@ def format_table(table: dict, shares: dict | None = None) -> str:
             fields += ", draws_first=True" if t.draws_first else ""
             fields += f", lag={t.lag}" if t.lag > 1 else ""
             fields += ", one_pass=True" if t.one_pass else ""
+            fields += ", past_l1=True" if t.past_l1 else ""
             share = (shares or {}).get((*key, width))
             lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")

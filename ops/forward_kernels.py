@@ -27,7 +27,8 @@ def norm_forward_kernel(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
-    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, SPAN: tl.constexpr, EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr,
+    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr,
+    EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr,
     RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
@@ -38,6 +39,7 @@ def norm_forward_kernel(
     p_stats: fp32 [M, 1] rstd for RMSNorm, [M, 2] rstd and mean for LayerNorm.
     PACKED: between its statistics and its output a row waits in RESIDUAL_DTYPE, in half the registers of fp32.
     ONE_PASS: LayerNorm's two statistics at once, where all threads hold as much of a row.
+    PAST_L1: whole rows are read past L1; BIAS_PAST_L1: biases too.
     EARLY: a program of one tile asks for the weights ahead of the rows; HOLD: a persistent one, once for all tiles.
     EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
     (programmatic dependent launch). This kernel lets nobody start before it has ended: only norms behind norms would gain.
@@ -60,7 +62,7 @@ def norm_forward_kernel(
         if HOLD:
             weights = load_weights(
                 p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET, BIAS_PAST_L1,
             )  # fmt: skip
         if SLICES > 1:
             tl.static_assert(TAIL_N == 0, "a split row is one block in each program")
@@ -80,8 +82,8 @@ def norm_forward_kernel(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
                     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
-                    ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, SPAN, IN_PLACE,
-                    RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                    ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, PAST_L1, BIAS_PAST_L1, SPAN,
+                    IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
                 )  # fmt: skip
         else:
             # Not a loop of one: that would take a quarter more registers.
@@ -89,8 +91,8 @@ def norm_forward_kernel(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                 p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, group,
                 M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
-                ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, SPAN, IN_PLACE,
-                RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, PAST_L1, BIAS_PAST_L1, SPAN,
+                IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
             )  # fmt: skip
     elif PERSISTENT:
         for tile in tl.range(group, tiles, groups, num_stages=1):
@@ -116,8 +118,8 @@ def whole_tile(
     M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, ONE_PASS: tl.constexpr,
-    SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
+    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows that this program has to itself."""
     if PACKED and ROWS == 1:
@@ -127,13 +129,14 @@ def whole_tile(
     m_row = valid(rows, M, ROWS == 1)
     if EARLY:
         weights = load_weights(
-            p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET
-        )
+            p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N,
+            BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET, BIAS_PAST_L1,
+        )  # fmt: skip
         keep_order()
     b_r, b_mean, b_centred, b_m2 = begin_tile(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row,
         N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale,
-        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, ONE_PASS, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
+        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, ONE_PASS, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, PAST_L1,
     )  # fmt: skip
     # Always so, but it keeps the loads of weights in a loop over tiles from being prefetched with the next rows: they would
     # take shared memory from them, and all tiles find them in L1.
@@ -141,7 +144,7 @@ def whole_tile(
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_r if PACKED else b_centred, b_mean,
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, N, stride_y, stride_y1,
-            BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, HOLD or EARLY, PACKED, IS_RMS, OFFSET,
+            BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, HOLD or EARLY, PACKED, BIAS_PAST_L1, IS_RMS, OFFSET,
         )  # fmt: skip
 
 

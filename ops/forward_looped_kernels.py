@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .forward_tile_kernels import finish_tile, load_sum
 from .moments_kernels import centre, quotient
-from .row_kernels import add_pairs, row_sum, store_row, tile_rows, unsigned, valid
+from .row_kernels import L1_AND_L2, add_pairs, row_sum, store_row, tile_rows, unsigned, valid
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def looped_tile(
             b_r = load_sum(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
                 N, stride_x, stride_x1, stride_residual, threshold, scale,
-                BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last",
+                BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last", L1_AND_L2,
             )  # fmt: skip
             b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
     b_terms = tl.zeros([ROWS, BLOCK_N], tl.float32)
@@ -42,7 +42,7 @@ def looped_tile(
         b_r = load_sum(
             p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, first_col,
             N, stride_x, stride_x1, stride_residual, threshold, scale,
-            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last",
+            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last", L1_AND_L2,
         )  # fmt: skip
         b_left = centre(0, b_r[0], b_shift, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, IS_RMS)
         b_squares += b_left * b_left
@@ -62,7 +62,7 @@ def looped_tile(
         b_r = load_sum(
             p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
             N, stride_x, stride_x1, stride_residual, threshold, scale,
-            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_first",
+            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_first", L1_AND_L2,
         )  # fmt: skip
         if IN_PLACE:
             tl.debug_barrier()
@@ -72,7 +72,7 @@ def looped_tile(
         finish_tile(
             p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, (), b_centred, b_mean, b_rstd,
             rows, m_row, first_col == 0, first_col, N, stride_y, stride_y1,
-            BLOCK_N, 0, EVEN_N, VECTOR, SPAN, False, False, IS_RMS, OFFSET,
+            BLOCK_N, 0, EVEN_N, VECTOR, SPAN, False, False, False, IS_RMS, OFFSET,
         )  # fmt: skip
 
 

@@ -7,6 +7,9 @@ from .conversion_kernels import narrow, rounded
 from .dropout_kernels import drop_block
 from .moments_kernels import centre, evenly_held, one_pass_moments, two_pass_moments
 from .row_kernels import (
+    L1_AND_L2,
+    L2_ALONE,
+    NO_HINT,
     block_cols,
     block_count,
     block_mask,
@@ -27,13 +30,13 @@ def begin_tile(
     N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
     PACKED: tl.constexpr, ONE_PASS: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
-    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
+    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, PAST_L1: tl.constexpr,
 ):  # fmt: skip
     """Of whole rows r, stored if it is wanted, the mean, r − mean and Σ (r − mean)²; for RMSNorm r, 0, r and Σ r²."""
     b_r = load_sum(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, 0,
         N, stride_x, stride_x1, stride_residual, threshold, scale,
-        BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, RESIDUAL_DTYPE, DROPOUT, "",
+        BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, RESIDUAL_DTYPE, DROPOUT, NO_HINT, L2_ALONE if PAST_L1 else L1_AND_L2,
     )  # fmt: skip
     if IN_PLACE:
         # Threads may hold a column twice: all must have read it before one of them writes.
@@ -55,7 +58,7 @@ def finish_tile(
     p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, b_row, b_mean, b_rstd,
     rows, m_row, first, first_col, N, stride_y, stride_y1,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
-    LOADED: tl.constexpr, PACKED: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
+    LOADED: tl.constexpr, PACKED: tl.constexpr, BIAS_PAST_L1: tl.constexpr, IS_RMS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Stores y, y1 and the statistics. first: these columns begin the row.
 
@@ -70,7 +73,7 @@ def finish_tile(
         else:
             of_block = load_block_weights(
                 i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, b_mean.shape[0], OFFSET,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, b_mean.shape[0], OFFSET, BIAS_PAST_L1,
             )  # fmt: skip
         b_xhat = reopen(b_row[i], PACKED)
         if PACKED and not IS_RMS:
@@ -90,10 +93,10 @@ def load_sum(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
     N, stride_x, stride_x1, stride_residual, threshold, scale,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, PACKED: tl.constexpr,
-    RESIDUAL_DTYPE: tl.constexpr, DROPOUT: tl.constexpr, EVICTION: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, DROPOUT: tl.constexpr, EVICTION: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """dropout(x · rowscale) + dropout(x1 · rowscale1) + residual as the residual dtype rounds it, in blocks of fp32, or of that
-    dtype if PACKED. EVICTION: what the caches do with the inputs."""
+    dtype if PACKED. EVICTION, CACHE: what the caches do with the inputs, and which of them have a part in it."""
     UNTOUCHED: tl.constexpr = (
         p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT and p_x.dtype.element_ty == RESIDUAL_DTYPE
     )
@@ -101,14 +104,14 @@ def load_sum(
     b_scale = load_scale(p_rowscale, rows, m_row)
     m_rowx = scaled_rows(m_row, b_scale, p_rowscale)
     RAW: tl.constexpr = UNTOUCHED and PACKED
-    b_x = load_row(p_x, rows, m_rowx, stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, RAW, EVICTION)
+    b_x = load_row(p_x, rows, m_rowx, stride_x, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, RAW, EVICTION, CACHE)
     if p_x1 is not None:
         b_scale1 = load_scale(p_rowscale1, rows, m_row)
         m_row1 = scaled_rows(m_row, b_scale1, p_rowscale1)
-        b_x1 = load_row(p_x1, rows, m_row1, stride_x1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, EVICTION)
+        b_x1 = load_row(p_x1, rows, m_row1, stride_x1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, EVICTION, CACHE)
     if p_residual is not None:
         b_residual = load_row(
-            p_residual, rows, m_row, stride_residual, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, EVICTION
+            p_residual, rows, m_row, stride_residual, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, False, EVICTION, CACHE
         )
 
     b_r = ()
@@ -161,7 +164,7 @@ def scaled_rows(m_row, b_scale, p_rowscale):
 def load_weights(
     p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, OFFSET: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
 ):  # fmt: skip
     """Of each block (weight, bias), and (weight1, bias1) behind them where there is a y1."""
     weights = ()
@@ -169,7 +172,7 @@ def load_weights(
         weights += (
             load_block_weights(
                 i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET, BIAS_PAST_L1,
             ),
         )  # fmt: skip
     return weights
@@ -179,19 +182,20 @@ def load_weights(
 def load_block_weights(
     i: tl.constexpr, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
     BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, OFFSET: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
 ):  # fmt: skip
     # Where warps lie along the rows, each reads all of the weights, as many times as there are rows: read once, they would be
     # handed round through shared memory.
     TIMES: tl.constexpr = ROWS if block_width(i, BLOCK_N, TAIL_N) < SPAN else 1
+    BIAS_CACHE: tl.constexpr = L2_ALONE if BIAS_PAST_L1 else L1_AND_L2
     of_block = (
         load_vector_block(i, p_weight, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET, TIMES),
-        load_vector_block(i, p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0, TIMES),
+        load_vector_block(i, p_bias, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0, TIMES, BIAS_CACHE),
     )
     if p_y1 is not None:
         of_block += (
             load_vector_block(i, p_weight1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 1.0, OFFSET, TIMES),
-            load_vector_block(i, p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0, TIMES),
+            load_vector_block(i, p_bias1, first_col, N, BLOCK_N, TAIL_N, EVEN_N, VECTOR, 0.0, 0.0, TIMES, BIAS_CACHE),
         )
     return of_block
 

@@ -16,7 +16,7 @@ from .forward_kernels import norm_forward_kernel
 from .launcher import Launcher
 from .philox import drop_threshold, keep_scale
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, by_name
-from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, packed, parts, registers, ring, span
+from .tiling import H200, Device, Tile, Work, backward_tile, bias_past_l1, forward_tile, packed, parts, registers, ring, span
 
 R = TypeVar("R", Inputs, BackwardInputs)
 
@@ -77,6 +77,8 @@ def _forward(
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.early_weights,
         PACKED=packed(tile, options.residual_dtype.itemsize, facts),
         ONE_PASS=tile.one_pass and not options.is_rms_norm,
+        PAST_L1=tile.past_l1,
+        BIAS_PAST_L1=bias_past_l1(tile, N, _bytes(given.weight, given.bias, given.weight1, given.bias1)),
         **_constants(tile, M, N, work, facts),
     )  # fmt: skip
     return _Forward(start, _words(tile, work, facts, programs))
@@ -157,7 +159,10 @@ def _backward(
     groups = programs // tile.slices
     # As many partial sums at once as there are on a large batch: fewer, and a small kernel waits for memory several times.
     block_p = min(512, triton.next_power_of_2(facts.multiprocessors * tile.programs_per_sm // tile.slices))
-    block_n = max(8, min(256, 4096 // block_p))
+    block_n, warps = max(8, min(256, 4096 // block_p)), 4
+    if width <= 16 * facts.multiprocessors:
+        # Not enough columns to fill the GPU: it is the way to memory that takes long, so more of it at once in each program.
+        block_n, warps = 8 if width <= 8 * facts.multiprocessors else 16, 16
     finish = Launcher(
         finish_weight_gradients_kernel,
         triton.cdiv(width, block_n),
@@ -165,7 +170,7 @@ def _backward(
         device,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=warps,
         **early_start(facts.pdl),
     )
     slots = [sum(options.wanted[: i + 1]) if wanted else 0 for i, wanted in enumerate(options.wanted)]

@@ -17,7 +17,9 @@ import triton.language as tl
 
 from .conversion_kernels import widen, widen_again
 
-ANY_EVICTION = tl.constexpr("")  # whatever the hardware does of itself
+NO_HINT = tl.constexpr("")  # to the caches: whatever the hardware does of itself
+L1_AND_L2 = tl.constexpr("")
+L2_ALONE = tl.constexpr(".cg")
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def block_mask(i: tl.constexpr, m_row, cols, N, BLOCK_N: tl.constexpr, TAIL_N: t
 @triton.jit
 def load_row(
     p, rows, m_row, stride, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
-    VECTOR: tl.constexpr, RAW: tl.constexpr = False, EVICTION: tl.constexpr = ANY_EVICTION,
+    VECTOR: tl.constexpr, RAW: tl.constexpr = False, EVICTION: tl.constexpr = NO_HINT, CACHE: tl.constexpr = L1_AND_L2,
 ):  # fmt: skip
     """fp32 blocks of a row, or as they were stored if RAW; zero where masked, and everywhere if there is nothing to load."""
     b_row = ()
@@ -113,7 +115,10 @@ def load_row(
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
         if p is not None:
             m = block_mask(i, m_row, cols, N, BLOCK_N, TAIL_N, EVEN_N)
-            b = tl.load(p + rows[:, None] * unsigned(stride) + cols[None, :], mask=m, other=0.0, eviction_policy=EVICTION)
+            b = tl.load(
+                p + rows[:, None] * unsigned(stride) + cols[None, :],
+                mask=m, other=0.0, eviction_policy=EVICTION, cache_modifier=CACHE,
+            )  # fmt: skip
             if not RAW:
                 b = widen(b)
         else:
@@ -149,6 +154,7 @@ def load_vector(
 def load_vector_block(
     i: tl.constexpr, p, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, ABSENT: tl.constexpr, OFFSET: tl.constexpr, TIMES: tl.constexpr = 1,
+    CACHE: tl.constexpr = L1_AND_L2,
 ):  # fmt: skip
     """fp32 [TIMES, width], the same TIMES over, OFFSET added; [1, width] of ABSENT where there is nothing to load."""
     cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)
@@ -157,9 +163,9 @@ def load_vector_block(
     else:
         at = tl.broadcast_to(cols[None, :], [TIMES, cols.shape[0]])
         if inside(i, BLOCK_N, TAIL_N, EVEN_N):
-            b = widen(tl.load(p + at))
+            b = widen(tl.load(p + at, cache_modifier=CACHE))
         else:
-            b = widen(tl.load(p + at, mask=at < N, other=0.0))
+            b = widen(tl.load(p + at, mask=at < N, other=0.0, cache_modifier=CACHE))
         if OFFSET != 0.0:  # the compiler would add a zero
             b += OFFSET
     return b

@@ -18,7 +18,7 @@ from .board_kernels import (
 )
 from .forward_tile_kernels import finish_tile, load_sum
 from .moments_kernels import centre, quotient
-from .row_kernels import block_cols, store_row, tile_rows
+from .row_kernels import L1_AND_L2, NO_HINT, block_cols, store_row, tile_rows
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def split_forward_round(
     b_r = load_sum(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_mask, p_mask1, rows, m_row, first_col,
         N, stride_x, stride_x1, stride_residual, threshold, scale,
-        BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "",
+        BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, NO_HINT, L1_AND_L2,
     )  # fmt: skip
     if IN_PLACE:
         # Threads may hold a column twice: all must have read it before one of them writes.
@@ -66,7 +66,7 @@ def split_forward_round(
     finish_tile(
         p_y, p_y1, p_stats, p_weight, p_bias, p_weight1, p_bias1, weights, (b_before,), b_mean,
         b_rstd, rows, m_row, slice_id == 0, first_col, N, stride_y, stride_y1,
-        BLOCK_N, 0, EVEN_N, VECTOR, SPAN, HOLD, False, IS_RMS, OFFSET,
+        BLOCK_N, 0, EVEN_N, VECTOR, SPAN, HOLD, False, False, IS_RMS, OFFSET,
     )  # fmt: skip
     return waiting
 

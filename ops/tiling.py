@@ -43,6 +43,9 @@ class Tile:
     # Forward takes LayerNorm's two statistics at once, where the row fills its blocks: the threads wait for each other once
     # instead of twice, for an instruction or two more an element. Worth it in five entries of rows from 16384 columns.
     one_pass: bool = False
+    # Forward reads rows past L1, which then keeps the weights from row to row. Up to 2 points where rows and weights together
+    # are more than L1 holds; elsewhere next to nothing, or half a point lost.
+    past_l1: bool = False
 
     @property
     def width(self) -> int:
@@ -91,6 +94,7 @@ class Device:
 H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)
 
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
+L1_BYTES = 192 * 1024  # of a multiprocessor's 256 KB on H100, H200 and B200, what is surely left for weights
 MOST_WORDS_BY_WARP = 128  # of a row on the board where warps publish one by one: four loads for each that reads them
 LOOPED = Tile(rows=1, block_n=4096, tail_n=0, slices=1, warps=8, stages=1, programs_per_sm=2, hold_weights=False)
 MIN_BLOCK_N = 16  # one Philox call serves eight columns; below 16 a row of bf16 is less than a sector of memory in any case
@@ -199,6 +203,14 @@ def packed(tile: Tile, itemsize: int, device: Device) -> bool:
     """
     elements = tile.rows * (tile.block_n + tile.tail_n)
     return itemsize == 2 and tile.slices == 1 and elements > 32 * tile.warps * device.warp_size
+
+
+def bias_past_l1(tile: Tile, n: int, weight_bytes: int) -> bool:
+    """Whether forward reads the bias past L1 too: where weights and biases of n columns are more than it keeps.
+
+    Read in turn, none of them would be there when the next row comes. weight_bytes: of all of them, a column.
+    """
+    return tile.past_l1 and n * weight_bytes > L1_BYTES
 
 
 def registers(tile: Tile) -> int | None:

@@ -218,6 +218,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     drawing = cell.work == "dropout" and cell.direction == BACKWARD
     averaging = cell.norm == "ln" and cell.direction == FORWARD
+    bounds = range(32, 129, 8) if cell.direction == FORWARD else range(64, 241, 16)
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
@@ -227,7 +228,8 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ),
         ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
-        ("max_registers", () if own.slices > 1 else (0, 32, 40, 48, 64, 80, 96, 112, 128)),
+        # More than there are numbers of programs that fit: the compiler may order instructions otherwise under each.
+        ("max_registers", (0, *bounds) if own.slices == 1 else ()),
         ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
         ("lag", (1, 2) if own.slices > 1 else ()),
         ("draws_first", (False, True) if drawing else ()),

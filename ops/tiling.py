@@ -114,9 +114,11 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
     entries = TABLE[direction, *work.kind]
     up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
     tile = fit(over(n, up_to, tile, work.vector), work, device)
+    # The masks of rows that do not fill their blocks, and heavier weights, take more registers than a bound leaves.
     if tile.early_weights and not (work.light_weights and n == up_to):
-        # Heavier weights, and the masks of rows that do not fill their blocks, take more registers than the bound leaves.
         tile = replace(tile, hold_weights=work.light_weights, max_registers=0)
+    elif direction == "backward" and n != up_to:
+        tile = replace(tile, max_registers=0)
     if tile.slices > 1:
         resident = device.multiprocessors * tile.programs_per_sm
         if not (work.splittable and device.cooperative) or tile.slices > resident:

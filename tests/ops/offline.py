@@ -37,8 +37,9 @@ CASES = [
     Case(n=1600, m=64, residual=FP32, weight=BF16, dropout_p=0.1),
     Case(n=8192, m=64, rms=True, residual=None, weight=BF16, bias=False),
     Case(n=8192, m=64, x=FP16, residual=None, weight=FP16),
+    Case(n=12288, m=64, residual=None, weight=BF16),  # past L1
     Case(n=65536, m=8, rms=True, residual=BF16, weight=BF16, bias=False),
-    Case(n=65536, m=8, residual=None, weight=BF16),
+    Case(n=65536, m=8, residual=None, weight=BF16),  # past L1, with its bias
     Case(n=65536, m=8, residual=FP32, weight=BF16, dropout_p=0.1),
 ]
 
@@ -78,6 +79,8 @@ class OfflineLauncher(launch.Launcher):
         found["before_waiting"] = before_waiting(compiled.asm["sass"])
         found["early_weights"] = self.constants.get("EARLY", False)
         found["behind_sums"] = behind_sums(compiled.asm["sass"])
+        found["past_l1"] = self.constants.get("PAST_L1", False), self.constants.get("BIAS_PAST_L1", False)
+        found["reads_past_l1"] = len(re.findall(r"ld\.global\.cg\b", compiled.asm["ptx"]))
         print(json.dumps(found | usage(compiled.asm["cubin"])), flush=True)
 
 

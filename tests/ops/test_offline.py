@@ -45,3 +45,9 @@ def test_weights_that_a_tile_asks_for_first_are_not_put_off_behind_the_statistic
     assert len(early) > 2 and with_heavy_weights.isdisjoint(launch["case"] for launch in early)
     assert [launch for launch in early if launch["behind_sums"] != []] == []
     assert any(launch["behind_sums"] for launch in forward)
+
+
+def test_rows_are_read_past_l1_where_the_tile_says_so_and_biases_only_where_weights_are_more_than_it_keeps(launches):
+    reads = {(*launch["past_l1"], launch["reads_past_l1"]) for launch in launches}
+    # 16 bytes at a time, by each of 256 threads and of 1024.
+    assert reads == {(False, False, 0), (True, False, 12288 // 256 // 8), (True, True, 2 * 65536 // 1024 // 8)}

@@ -26,6 +26,7 @@ TILES = {
     "draws_first": [False, True],
     "lag": [1, 2],
     "one_pass": [False, True],
+    "past_l1": [False, True],
 }
 WHOLE = ["one block", "two blocks", "equal blocks"]
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)

@@ -13,6 +13,7 @@ from ops.tiling import (
     Tile,
     Work,
     backward_tile,
+    bias_past_l1,
     fit,
     forward_tile,
     one_block,
@@ -119,10 +120,12 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
         if tile.slices == 1:
             equal = tile.tail_n > 0 == tile.tail_n % tile.block_n and up_to <= tile.width < up_to + tile.block_n
             looped = tile.looped(up_to) and tile.tail_n == 0 and not tile.hold_weights
+            assert not tile.past_l1 or (key[0] == "forward" and not tile.looped(up_to)), (up_to, tile)
             assert equal or looped or (tile.block_n, tile.tail_n) in (row_blocks(up_to), (one_block(up_to), 0)), (up_to, tile)
         else:
             assert tile.tail_n == 0 and tile.slices == -(-up_to // tile.block_n), (up_to, tile)
             assert tile.programs_per_sm > 0 and (tile.hold_weights or key[0] == "backward"), (up_to, tile)
+            assert not tile.past_l1, (up_to, tile)
 
 
 @pytest.mark.parametrize("key", TABLE, ids=lambda key: "-".join(map(str, key)))
@@ -146,6 +149,19 @@ def test_weights_are_asked_for_first_as_it_was_measured_and_without_the_bound_on
     for n in (700, 768):
         heavy = forward_tile(n, replace(work, light_weights=False))
         assert (heavy.early_weights, heavy.max_registers) == (False, 0)
+
+
+def test_backward_has_no_bound_on_registers_in_rows_that_need_masks():
+    work = Work(rms=False, residual=False, dropout=False, vector=8, loaded_bytes=4, weight_bytes=2, splittable=True)
+    assert backward_tile(4096, work) == (measured := dict(TABLE["backward", "ln", "norm", 8])[4096])
+    assert measured.max_registers > 0 == backward_tile(4000, work).max_registers
+
+
+def test_biases_are_read_past_l1_with_the_rows_where_weights_are_more_than_it_keeps():
+    tile = Tile(1, 16384, 49152, 1, 32, 1, 0, False, past_l1=True)
+    assert [size for size in (2, 4, 8) if bias_past_l1(tile, 32768, size)] == [8]
+    assert [size for size in (2, 4, 8) if bias_past_l1(tile, 65536, size)] == [4, 8]
+    assert not bias_past_l1(replace(tile, past_l1=False), 65536, 8)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Tile:
     # when it is asked for; but two tiles wait meanwhile, in registers.
     lag: int = 1
     # Forward takes LayerNorm's two statistics at once, where the row fills its blocks: the threads wait for each other once
-    # instead of twice, for an instruction or two more an element. Worth it in five entries of rows from 16384 columns.
+    # instead of twice, for an instruction or two more an element. Worth it in nine entries of rows from 5120 columns.
     one_pass: bool = False
     # Forward reads rows past L1, which then keeps the weights from row to row. Up to 2 points where rows and weights together
     # are more than L1 holds; elsewhere next to nothing, or half a point lost.
@@ -94,7 +94,7 @@ class Device:
 H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)
 
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
-L1_BYTES = 192 * 1024  # of a multiprocessor's 256 KB on H100, H200 and B200, what is surely left for weights
+L1_BYTES = 192 * 1024  # of the 256 KB that an H200's multiprocessor has, what weights may count on
 MOST_WORDS_BY_WARP = 128  # of a row on the board where warps publish one by one: four loads for each that reads them
 LOOPED = Tile(rows=1, block_n=4096, tail_n=0, slices=1, warps=8, stages=1, programs_per_sm=2, hold_weights=False)
 MIN_BLOCK_N = 16  # one Philox call serves eight columns; below 16 a row of bf16 is less than a sector of memory in any case
@@ -228,7 +228,8 @@ def registers(tile: Tile) -> int | None:
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
 # bandwidth of the best of many candidates in short measurements, so a little flattering, and not all on one machine: two may
 # be a point or two apart. Entries without a share were not measured: wider rows than those fit into no program's registers.
-# Forward rows of up to 1024 columns were also measured 4096 and 1024 at a time, which decides among tiles within a point.
+# Forward rows of up to 1024 columns, but LN's of 1024, were also measured 4096 and 1024 at a time, which decides among tiles
+# within a point.
 #    up to, Tile(rows, block_n, tail_n, slices, warps, stages, programs_per_sm, hold_weights, max_registers, columns, …)
 TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
     ("forward", "ln", "norm", 8): (

@@ -4,7 +4,8 @@
     python -m benchmarks.tune --all --width 4096                 many more tiles
     python -m benchmarks.tune --direction backward --norm rms --work add
 
-A width's tile is the fastest of those that spill no registers. Cells that were not asked for stay as they are.
+A width's tile is the fastest of those that spill no registers; the present one stays unless that is faster by more than chance.
+Cells that were not asked for stay as they are.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from ablation.statistics import Interval, paired_ratio
 from benchmarks import command
 from benchmarks.cases import BACKWARD, CASES, DIRECTIONS, FORWARD, Inputs, Setting, capped_rows, make_inputs, minimum_bytes
 from benchmarks.timing import Contender, copy_bandwidth, free_memory, measure, rotating_sets, side_stream
@@ -68,6 +70,13 @@ class Cell:
         return Setting(residual_dtype=residual)
 
 
+@dataclass(frozen=True)
+class Found:
+    tile: Tile
+    share: float  # of copy bandwidth
+    gain: Interval | None  # how many times as fast as the present tile; None: it is the present one, or that can't run here
+
+
 def main() -> None:
     options = _parser().parse_args()
     if not torch.cuda.is_available():
@@ -84,7 +93,7 @@ def main() -> None:
         cell: list(dict.fromkeys(tiling.fit(t, cell.traffic, facts) for t in (all_tiles if options.all else near_tiles)(cell)))
         for cell in cells
     }
-    found: dict[Cell, tuple[Tile, float]] = {}
+    found: dict[Cell, Found] = {}
     with side_stream(device):
         copy = copy_bandwidth(device)
         spilling = compile_all(candidates, options.processes)
@@ -95,30 +104,40 @@ def main() -> None:
                     found[cell] = best
                 bar.update()
     print(f"# Measured on {torch.cuda.get_device_name(device)}: the comment is the share of copy bandwidth ({copy:.0f} GB/s).")
-    print(format_table(merged(found), {(*cell.key, cell.width): share for cell, (_, share) in found.items()}))
+    for line in changes(found):
+        print(line)
+    tiles_of = {cell: of.tile for cell, of in found.items()}
+    print(format_table(merged(tiles_of), {(*cell.key, cell.width): of.share for cell, of in found.items()}))
 
 
-def fastest(cell: Cell, tiles: list[Tile], device: torch.device, copy: float) -> tuple[Tile, float] | None:
-    """The tile with the smallest median time, and its share of copy bandwidth.
+def fastest(cell: Cell, tiles: list[Tile], device: torch.device, copy: float) -> Found | None:
+    """The tile with the smallest median time; the present one stays unless that is faster by more than chance.
 
-    The best few of a first look are measured again: the smallest of many short measurements flatters.
+    The best few of a first look are measured again, beside the present one: the smallest of many short measurements flatters.
     """
     case, rows = CASES[cell.case], capped_rows(ROWS, cell.width)
     residual_bytes = None if cell.setting.residual_dtype is None else cell.setting.residual_dtype.itemsize
     least = minimum_bytes(case, cell.direction, rows, cell.width, residual_bytes=residual_bytes)
     sets = make_inputs(case, cell.setting, rows, cell.width, rotating_sets(least, device, at_most=16), device)
-    times: dict[Tile, float] = {}
+    present = tiling.fit(entry(cell.key, cell.width), cell.traffic, launch.device_facts(device))
+    samples: dict[Tile, list[float]] = {}
+    ranked: list[Tile] = []
     for rounds, round_ms, move_outputs in ((5, 0.3, False), (11, 0.7, True)):
         contenders = [_contender(cell, tile, sets) for tile in tiles]
         outcomes = measure(contenders, device, rounds=rounds, round_ms=round_ms, move_outputs=move_outputs)
-        times = {tile: median(outcomes[str(tile)].us) for tile in tiles if outcomes[str(tile)].us}
-        tiles = sorted(times, key=lambda tile: times[tile])[:5]
+        samples = {tile: outcomes[str(tile)].us for tile in tiles if outcomes[str(tile)].us}
+        ranked = sorted(samples, key=lambda tile: median(samples[tile]))
+        tiles = list(dict.fromkeys([*ranked[:5], *(tile for tile in ranked if tile == present)]))
     del sets
     free_memory(device)
-    if not times:
+    if not ranked:
         return None
-    best = min(times, key=lambda tile: times[tile])
-    return best, least / times[best] / 1000 / copy
+    best, gain = ranked[0], None
+    if present in samples and best != present:
+        gain = paired_ratio(samples[present], samples[best])
+        if gain.low <= 1:
+            best, gain = present, None
+    return Found(best, least / median(samples[best]) / 1000 / copy, gain)
 
 
 def _contender(cell: Cell, tile: Tile, sets: list[Inputs]) -> Contender:
@@ -325,10 +344,20 @@ def sensible(tile: Tile, cell: Cell) -> bool:
     )
 
 
-def merged(found: dict[Cell, tuple[Tile, float]]) -> dict:
+def changes(found: dict[Cell, Found]) -> list[str]:
+    """A line of Python comment for each tile that takes the place of a slower one."""
+    lines = []
+    for cell, of in found.items():
+        if (gain := of.gain) is not None:
+            name = " ".join(map(str, (*cell.key, cell.width)))
+            lines.append(f"# {name}: {gain.median:.3f} ({gain.low:.3f} to {gain.high:.3f}) times as fast")
+    return lines
+
+
+def merged(found: dict[Cell, Tile]) -> dict:
     """The present table with what was found in its places."""
     table = {key: dict(entries) for key, entries in tiling.TABLE.items()}
-    for cell, (tile, _) in found.items():
+    for cell, tile in found.items():
         table.setdefault(cell.key, {})[cell.width] = tile
     return {key: tuple(sorted(entries.items())) for key, entries in table.items()}
 

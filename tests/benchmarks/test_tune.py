@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import pytest
+import torch
 
 from benchmarks import tune
 from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD
+from benchmarks.timing import Outcome
 from benchmarks.tune import Cell
 from ops import tiling
 from ops.tiling import Tile
@@ -41,12 +45,34 @@ def test_the_printed_table_is_the_table():
 
 def test_what_was_found_takes_its_place_and_the_rest_stays():
     cell, tile = Cell(FORWARD, "rms", "add", 8, 1024), Tile(7, 1024, 0, 1, 4, 1, 0, False, 96)
-    table = tune.merged({cell: (tile, 0.9)})
+    table = tune.merged({cell: tile})
     assert dict(table[cell.key])[1024] == tile
     assert {key: entries for key, entries in table.items() if key != cell.key} == {
         key: entries for key, entries in tiling.TABLE.items() if key != cell.key
     }
     assert "0, False, 96)),  # 0.90" in tune.format_table(table, {(*cell.key, 1024): 0.9})
+
+
+@pytest.mark.parametrize(("faster_by", "taken"), [(0.05, True), (0.001, False)])
+def test_a_tile_takes_the_place_of_the_present_one_only_if_it_is_faster_by_more_than_chance(faster_by, taken, monkeypatch):
+    cell, device = Cell(FORWARD, "rms", "norm", 8, 64), torch.device("cpu")
+    present = tune.entry(cell.key, cell.width)
+    others = [replace(present, warps=warps) for warps in (1, 2, 8, 16, 32) if warps != present.warps]
+    measured = []
+
+    def measure(contenders, device, **_):
+        """Rounds differ by 2 %. The last of the others is the fastest by the median, the rest are slow."""
+        measured.append({contender.name for contender in contenders})
+        us = {str(present): [100 + i % 3 for i in range(11)]}
+        us |= {str(tile): [150.0] * 11 for tile in others}
+        us[str(others[-1])] = [(100 + (i + 1) % 3) * (1 - faster_by) for i in range(11)]
+        return {contender.name: Outcome(us[contender.name]) for contender in contenders}
+
+    monkeypatch.setattr(tune, "measure", measure)
+    found = tune.fastest(cell, [*others, present], device, copy=4000)
+    assert found.tile == (others[-1] if taken else present)
+    assert str(present) in measured[-1] and found.share > 0
+    assert [line.split(":")[0] for line in tune.changes({cell: found})] == (["# forward rms norm 8 64"] if taken else [])
 
 
 def test_backward_is_always_persistent():

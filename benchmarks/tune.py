@@ -104,7 +104,7 @@ def main() -> None:
                     found[cell] = best
                 bar.update()
     print(f"# Measured on {torch.cuda.get_device_name(device)}: the comment is the share of copy bandwidth ({copy:.0f} GB/s).")
-    for line in changes(found):
+    for line in replaced(found):
         print(line)
     tiles_of = {cell: of.tile for cell, of in found.items()}
     print(format_table(merged(tiles_of), {(*cell.key, cell.width): of.share for cell, of in found.items()}))
@@ -237,7 +237,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     drawing = cell.work == "dropout" and cell.direction == BACKWARD
     averaging = cell.norm == "ln" and cell.direction == FORWARD
-    bounds = range(32, 129, 8) if cell.direction == FORWARD else range(64, 241, 16)
+    bounds = range(32, 129, 8) if cell.direction == FORWARD else range(64, 241, 8)
     changes: tuple[tuple[str, tuple], ...] = (
         ("rows", (own.rows // 2, own.rows * 2)),
         ("warps", (own.warps // 2, own.warps * 2)),
@@ -247,7 +247,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ),
         ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
-        # More than there are numbers of programs that fit: the compiler may order instructions otherwise under each.
+        # Finer than the counts of programs that fit: the compiler orders instructions otherwise under each bound.
         ("max_registers", (0, *bounds) if own.slices == 1 else ()),
         ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
         ("lag", (1, 2) if own.slices > 1 else ()),
@@ -344,7 +344,7 @@ def sensible(tile: Tile, cell: Cell) -> bool:
     )
 
 
-def changes(found: dict[Cell, Found]) -> list[str]:
+def replaced(found: dict[Cell, Found]) -> list[str]:
     """A line of Python comment for each tile that takes the place of a slower one."""
     lines = []
     for cell, of in found.items():

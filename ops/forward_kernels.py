@@ -62,7 +62,7 @@ def norm_forward_kernel(
         if HOLD:
             weights = load_weights(
                 p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET, BIAS_PAST_L1,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, BIAS_PAST_L1, SPAN, ROWS, OFFSET,
             )  # fmt: skip
         if SLICES > 1:
             tl.static_assert(TAIL_N == 0, "a split row is one block in each program")
@@ -130,13 +130,13 @@ def whole_tile(
     if EARLY:
         weights = load_weights(
             p_weight, p_bias, p_weight1, p_bias1, p_y1, 0, N,
-            BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET, BIAS_PAST_L1,
+            BLOCK_N, TAIL_N, EVEN_N, VECTOR, BIAS_PAST_L1, SPAN, ROWS, OFFSET,
         )  # fmt: skip
         keep_order()
     b_r, b_mean, b_centred, b_m2 = begin_tile(
         p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row,
         N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale,
-        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, ONE_PASS, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, PAST_L1,
+        ROWS, BLOCK_N, TAIL_N, EVEN_N, VECTOR, PACKED, ONE_PASS, PAST_L1, SPAN, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT,
     )  # fmt: skip
     # Always so, but it keeps the loads of weights in a loop over tiles from being prefetched with the next rows: they would
     # take shared memory from them, and all tiles find them in L1.

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .forward_tile_kernels import finish_tile, load_sum
 from .moments_kernels import centre, quotient
-from .row_kernels import L1_AND_L2, add_pairs, row_sum, store_row, tile_rows, unsigned, valid
+from .row_kernels import L1_AND_L2, add_pairs, row_sum, store_row, tile_rows, valid
 
 
 @triton.jit
@@ -23,19 +23,16 @@ def looped_tile(
     """
     rows = tile_rows(tile, ROWS, LONG)
     m_row = valid(rows, M, ROWS == 1)
-    # LayerNorm: sums of d = r − shift. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses few digits: Σ d² is at most N / BLOCK_N
-    # times as large; N / 2 times in the worst case of three elements, two of them far from all others.
+    # LayerNorm: sums of d = r − shift, the mean of the first columns. Σ (r − mean)² = Σ d² − (Σ d)² / N then loses few digits:
+    # Σ d² is at most N / BLOCK_N times as large.
     b_shift = tl.zeros([ROWS], tl.float32)
     if not IS_RMS:
-        if p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT:
-            b_shift = middle_of_three(p_x, rows, m_row, N, stride_x, RESIDUAL_DTYPE)
-        else:
-            b_r = load_sum(
-                p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
-                N, stride_x, stride_x1, stride_residual, threshold, scale,
-                BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last", L1_AND_L2,
-            )  # fmt: skip
-            b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
+        b_r = load_sum(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, None, None, rows, m_row, 0,
+            N, stride_x, stride_x1, stride_residual, threshold, scale,
+            BLOCK_N, 0, EVEN_N, VECTOR, False, RESIDUAL_DTYPE, DROPOUT, "evict_last", L1_AND_L2,
+        )  # fmt: skip
+        b_shift = quotient(row_sum(b_r, SPAN), tl.minimum(BLOCK_N, N).to(tl.float32))
     b_terms = tl.zeros([ROWS, BLOCK_N], tl.float32)
     b_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for first_col in tl.range(0, N, BLOCK_N, num_stages=1):
@@ -74,15 +71,3 @@ def looped_tile(
             rows, m_row, first_col == 0, first_col, N, stride_y, stride_y1,
             BLOCK_N, 0, EVEN_N, VECTOR, SPAN, False, False, False, IS_RMS, OFFSET,
         )  # fmt: skip
-
-
-@triton.jit
-def middle_of_three(p_x, rows, m_row, N, stride_x, RESIDUAL_DTYPE: tl.constexpr):
-    """fp32 [ROWS]: the median of x's first, middle and last element as r has it: mostly near the mean, no sum to wait for."""
-    p_row = p_x + rows * unsigned(stride_x)
-    b_first = tl.load(p_row, mask=m_row, other=0.0).to(tl.float32)
-    b_middle = tl.load(p_row + N // 2, mask=m_row, other=0.0).to(tl.float32)
-    b_last = tl.load(p_row + (N - 1), mask=m_row, other=0.0).to(tl.float32)
-    low, high = tl.minimum(b_first, b_middle), tl.maximum(b_first, b_middle)
-    b_median = tl.maximum(low, tl.minimum(high, b_last))
-    return b_median.to(RESIDUAL_DTYPE).to(tl.float32)  # r itself, so that a constant row leaves nothing

@@ -29,8 +29,8 @@ def begin_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, seed, p_r, p_mask, p_mask1, rows, m_row,
     N, stride_x, stride_x1, stride_residual, stride_r, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr,
-    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
-    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, PAST_L1: tl.constexpr,
+    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Of whole rows r, stored if it is wanted, the mean, r − mean and Σ (r − mean)²; for RMSNorm r, 0, r and Σ r²."""
     b_r = load_sum(
@@ -73,7 +73,7 @@ def finish_tile(
         else:
             of_block = load_block_weights(
                 i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, b_mean.shape[0], OFFSET, BIAS_PAST_L1,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, BIAS_PAST_L1, SPAN, b_mean.shape[0], OFFSET,
             )  # fmt: skip
         b_xhat = reopen(b_row[i], PACKED)
         if PACKED and not IS_RMS:
@@ -96,7 +96,7 @@ def load_sum(
     RESIDUAL_DTYPE: tl.constexpr, DROPOUT: tl.constexpr, EVICTION: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """dropout(x · rowscale) + dropout(x1 · rowscale1) + residual as the residual dtype rounds it, in blocks of fp32, or of that
-    dtype if PACKED. EVICTION, CACHE: what the caches do with the inputs, and which of them have a part in it."""
+    dtype if PACKED. EVICTION: the hint to the caches about the inputs; CACHE: which of them keep those."""
     UNTOUCHED: tl.constexpr = (
         p_x1 is None and p_residual is None and p_rowscale is None and not DROPOUT and p_x.dtype.element_ty == RESIDUAL_DTYPE
     )
@@ -163,8 +163,8 @@ def scaled_rows(m_row, b_scale, p_rowscale):
 @triton.jit
 def load_weights(
     p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, OFFSET: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Of each block (weight, bias), and (weight1, bias1) behind them where there is a y1."""
     weights = ()
@@ -172,7 +172,7 @@ def load_weights(
         weights += (
             load_block_weights(
                 i, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-                BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, ROWS, OFFSET, BIAS_PAST_L1,
+                BLOCK_N, TAIL_N, EVEN_N, VECTOR, BIAS_PAST_L1, SPAN, ROWS, OFFSET,
             ),
         )  # fmt: skip
     return weights
@@ -181,8 +181,8 @@ def load_weights(
 @triton.jit
 def load_block_weights(
     i: tl.constexpr, p_weight, p_bias, p_weight1, p_bias1, p_y1, first_col, N,
-    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, OFFSET: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     # Where warps lie along the rows, each reads all of the weights, as many times as there are rows: read once, they would be
     # handed round through shared memory.

@@ -158,11 +158,13 @@ def _backward(
     )  # fmt: skip
     groups = programs // tile.slices
     # As many partial sums at once as there are on a large batch: fewer, and a small kernel waits for memory several times.
-    block_p = min(512, triton.next_power_of_2(facts.multiprocessors * tile.programs_per_sm // tile.slices))
-    block_n, warps = max(8, min(256, 4096 // block_p)), 4
-    if width <= 16 * facts.multiprocessors:
-        # Not enough columns to fill the GPU: it is the way to memory that takes long, so more of it at once in each program.
+    partials = facts.multiprocessors * tile.programs_per_sm // tile.slices
+    block_p = min(512, triton.next_power_of_2(partials))
+    if partials > block_p and width <= 16 * facts.multiprocessors:
+        # It has to wait several times: with more of a wait in each program, which each multiprocessor has one of at most.
         block_n, warps = 8 if width <= 8 * facts.multiprocessors else 16, 16
+    else:
+        block_n, warps = max(8, min(256, 4096 // block_p)), 4
     finish = Launcher(
         finish_weight_gradients_kernel,
         triton.cdiv(width, block_n),

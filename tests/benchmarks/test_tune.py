@@ -72,7 +72,7 @@ def test_a_tile_takes_the_place_of_the_present_one_only_if_it_is_faster_by_more_
     found = tune.fastest(cell, [*others, present], device, copy=4000)
     assert found.tile == (others[-1] if taken else present)
     assert str(present) in measured[-1] and found.share > 0
-    assert [line.split(":")[0] for line in tune.changes({cell: found})] == (["# forward rms norm 8 64"] if taken else [])
+    assert [line.split(":")[0] for line in tune.replaced({cell: found})] == (["# forward rms norm 8 64"] if taken else [])
 
 
 def test_backward_is_always_persistent():

@@ -93,9 +93,9 @@ def test_backward_lets_the_next_kernel_begin_only_where_that_is_its_own_sum(devi
     assert not backward(768, wanted=(False, False, False, False)).gradients.constants["EARLY_FINISH"]
 
 
-def test_few_columns_of_weight_gradients_are_added_up_by_large_programs_no_more_than_there_are_multiprocessors(on):
+def test_many_partial_sums_of_few_columns_are_added_up_by_large_programs_no_more_than_there_are_multiprocessors(on):
     on("H200")
-    finish = {n: backward(n).finish for n in (64, 1024, 4096)}  # weight and bias: twice as many columns
-    assert {n: (made.programs, made.constants["num_warps"]) for n, made in finish.items()} == {
-        64: (16, 16), 1024: (128, 16), 4096: (512, 4),
+    finish = {n: backward(n).finish for n in (64, 128, 512, 768, 1024)}  # weight and bias: twice as many columns
+    assert {n: (made.programs, made.constants["BLOCK_N"], made.constants["num_warps"]) for n, made in finish.items()} == {
+        64: (16, 8, 4), 128: (32, 8, 16), 512: (128, 8, 16), 768: (96, 16, 16), 1024: (256, 8, 4),
     }  # fmt: skip

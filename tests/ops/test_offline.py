@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from ops.tiling import Work, forward_tile
+
 from .cases import FP32, describe
 from .offline import CASES
 
@@ -49,5 +51,6 @@ def test_weights_that_a_tile_asks_for_first_are_not_put_off_behind_the_statistic
 
 def test_rows_are_read_past_l1_where_the_tile_says_so_and_biases_only_where_weights_are_more_than_it_keeps(launches):
     reads = {(*launch["past_l1"], launch["reads_past_l1"]) for launch in launches}
-    # 16 bytes at a time, by each of 256 threads and of 1024.
-    assert reads == {(False, False, 0), (True, False, 12288 // 256 // 8), (True, True, 2 * 65536 // 1024 // 8)}
+    work = Work(rms=False, residual=False, dropout=False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True)
+    rows, rows_and_bias = (n // 8 // (32 * forward_tile(n, work).warps) for n in (12288, 65536))  # 16 bytes at a time
+    assert reads == {(False, False, 0), (True, False, rows), (True, True, 2 * rows_and_bias)}

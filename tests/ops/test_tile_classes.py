@@ -154,7 +154,8 @@ def test_gradients_of_rows_far_from_zero_are_as_accurate_as_pytorch(mean, stream
     ("shape", "where"),
     [
         *itertools.product(["looped", "one block", "equal blocks"], [0, 256, 300, 511]),
-        *itertools.product(["one block", "equal blocks"], [[0, 256], [0, 511], [0, 256, 511], slice(0, 512, 4), slice(0, 4)]),
+        *itertools.product(["looped", "one block", "equal blocks"], [[0, 256], [0, 511], [0, 256, 511]]),
+        *itertools.product(["one block", "equal blocks"], [slice(0, 512, 4), slice(0, 4)]),
     ],
 )
 @pytest.mark.parametrize(("n", "warps"), [(512, 4), (4096, 2)])

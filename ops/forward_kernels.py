@@ -28,8 +28,8 @@ def norm_forward_kernel(
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
     PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr,
-    EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr,
-    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr,
+    DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
 

@@ -161,7 +161,7 @@ def _backward(
     partials = facts.multiprocessors * tile.programs_per_sm // tile.slices
     block_p = min(512, triton.next_power_of_2(partials))
     if partials > block_p and width <= 16 * facts.multiprocessors:
-        # It has to wait several times: with more of a wait in each program, which each multiprocessor has one of at most.
+        # It waits several times, so more at once in each program, as long as no multiprocessor gets two of them.
         block_n, warps = 8 if width <= 8 * facts.multiprocessors else 16, 16
     else:
         block_n, warps = max(8, min(256, 4096 // block_p)), 4

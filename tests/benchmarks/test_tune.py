@@ -4,34 +4,11 @@ import pytest
 import torch
 
 from benchmarks import tune
-from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD
+from benchmarks.candidates import Cell, entry
+from benchmarks.cases import FORWARD
 from benchmarks.timing import Outcome
-from benchmarks.tune import Cell
 from ops import tiling
 from ops.tiling import Tile
-
-CELLS = [
-    Cell(direction, norm, work, vector, width)
-    for direction in DIRECTIONS
-    for norm in tune.NORMS
-    for work, vector in (("norm", 8), ("add", 8), ("add", 4), ("dropout", 8), ("dropout", 4))
-    for width in (32, 768, 1600, 5120, 16384, 65536)
-]
-
-
-@pytest.mark.parametrize("tiles", [tune.near_tiles, tune.all_tiles])
-def test_candidates_cover_the_row_or_loop_forward_and_there_is_something_to_choose_from(tiles):
-    for cell in CELLS[:: 7 if tiles is tune.all_tiles else 1]:
-        candidates = list(tiles(cell))
-        assert len(candidates) > 3, cell
-        looping = [tile for tile in candidates if tile.looped(cell.width)]
-        assert not looping or (cell.direction == "forward" and all(tile.tail_n == 0 for tile in looping)), cell
-
-
-def test_the_present_tile_of_every_cell_is_among_the_near_ones():
-    for key, entries in tiling.TABLE.items():
-        for width, tile in entries:
-            assert tile in list(tune.near_tiles(Cell(*key, width))), (key, width)
 
 
 def test_the_printed_table_is_the_table():
@@ -56,7 +33,7 @@ def test_what_was_found_takes_its_place_and_the_rest_stays():
 @pytest.mark.parametrize(("faster_by", "taken"), [(0.05, True), (0.001, False)])
 def test_a_tile_takes_the_place_of_the_present_one_only_if_it_is_faster_by_more_than_chance(faster_by, taken, monkeypatch):
     cell, device = Cell(FORWARD, "rms", "norm", 8, 64), torch.device("cpu")
-    present = tune.entry(cell.key, cell.width)
+    present = entry(cell.key, cell.width)
     others = [replace(present, warps=warps) for warps in (1, 2, 8, 16, 32) if warps != present.warps]
     measured = []
 
@@ -73,16 +50,6 @@ def test_a_tile_takes_the_place_of_the_present_one_only_if_it_is_faster_by_more_
     assert found.tile == (others[-1] if taken else present)
     assert str(present) in measured[-1] and found.share > 0
     assert [line.split(":")[0] for line in tune.replaced({cell: found})] == (["# forward rms norm 8 64"] if taken else [])
-
-
-def test_backward_is_always_persistent():
-    assert all(tile.programs_per_sm > 0 for cell in CELLS if cell.direction == BACKWARD for tile in tune.near_tiles(cell))
-
-
-def test_draws_come_first_only_where_backward_draws_and_there_both_ways_are_tried():
-    for cell in CELLS:
-        found = {tile.draws_first for tile in tune.near_tiles(cell)}
-        assert found == ({False, True} if cell.direction == BACKWARD and cell.work == "dropout" else {False}), cell
 
 
 @pytest.mark.parametrize("argument", [["--width", "0"], ["--norm", "batch"], ["--processes", "none"]])

@@ -1,0 +1,170 @@
+"""Which tiles are worth measuring for a line of the table: what `tune` chooses from."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.cases import BACKWARD, FORWARD, Setting
+from ops import tiling
+from ops.tiling import Tile, Work
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table."""
+
+    direction: str
+    norm: str
+    work: str
+    vector: int
+    width: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return self.direction, self.norm, self.work, self.vector
+
+    @property
+    def case(self) -> str:
+        return {"norm": "", "add": "add_", "dropout": "dropout_add_"}[self.work] + self.norm
+
+    @property
+    def traffic(self) -> Work:
+        residual = 0 if self.work == "norm" else 16 // self.vector
+        return Work(
+            rms=self.norm == "rms",
+            residual=self.work != "norm",
+            dropout=self.work == "dropout",
+            vector=self.vector,
+            loaded_bytes=2 + residual if self.direction == FORWARD else 2 + (2 * residual or 2),
+            weight_bytes=0 if self.direction == FORWARD else 2,
+            splittable=True,
+        )
+
+    @property
+    def setting(self) -> Setting:
+        residual = None if self.work == "norm" else torch.float32 if self.vector == 4 else torch.bfloat16
+        return Setting(residual_dtype=residual)
+
+
+def near_tiles(cell: Cell) -> Iterator[Tile]:
+    """The tiles of this width for other work and of its neighbours for this, this cell's with one thing changed or in other
+    blocks, and the ways to read a row twice."""
+    present = {key: entry(key, cell.width) for key in tiling.TABLE if key[0] == cell.direction}
+    own = present[cell.key]
+    near = dict.fromkeys([own, *present.values()])
+    near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
+    drawing = cell.work == "dropout" and cell.direction == BACKWARD
+    averaging = cell.norm == "ln" and cell.direction == FORWARD
+    bounds = range(32, 129, 8) if cell.direction == FORWARD else range(64, 241, 8)
+    changes: tuple[tuple[str, tuple], ...] = (
+        ("rows", (own.rows // 2, own.rows * 2)),
+        ("warps", (own.warps // 2, own.warps * 2)),
+        (
+            "programs_per_sm",
+            (1, 2, 3, 4, 6, 8, 12) if own.slices > 1 else (1, 2, 3, 4) if cell.direction == BACKWARD else (0, 2, 4),
+        ),
+        ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
+        ("hold_weights", (False, True)),
+        # Finer than the counts of programs that fit: the compiler orders instructions otherwise under each bound.
+        ("max_registers", (0, *bounds) if own.slices == 1 else ()),
+        ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
+        ("lag", (1, 2) if own.slices > 1 else ()),
+        ("draws_first", (False, True) if drawing else ()),
+        ("one_pass", (False, True) if averaging else ()),
+        ("past_l1", (False, True) if cell.direction == FORWARD else ()),
+    )
+    for field, values in changes:
+        near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
+    if own.slices == 1:
+        blocks = _blocks(cell) if cell.direction == FORWARD else [(tiling.one_block(cell.width), 0)]
+        shapes = [(replace(tile, block_n=b, tail_n=t)) for tile in (own, replace(own, warps=own.warps * 2)) for b, t in blocks]
+        near |= dict.fromkeys([*shapes, *_loops(cell)])
+    if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
+        near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
+    whole = dict.fromkeys(
+        replace(t, one_pass=t.one_pass and averaging and _whole(t, cell), past_l1=t.past_l1 and _whole(t, cell)) for t in near
+    )
+    return (tile for tile in whole if tile == own or sensible(tile, cell))
+
+
+def all_tiles(cell: Cell) -> Iterator[Tile]:
+    """Every shape of tile, with most rows, warps, stages and programs that were the best of some cell, and the near ones."""
+    return iter(dict.fromkeys([*near_tiles(cell), *(tile for tile in _shapes(cell) if sensible(tile, cell))]))
+
+
+def _shapes(cell: Cell) -> Iterator[Tile]:
+    width, forward = cell.width, cell.direction == FORWARD
+    rows, warps = (1, 2, 4, 8, 16, 32, 64) if width <= 512 else (1, 2, 4), (1, 2, 4, 8, 16, 32)
+    if width <= 32768:
+        shapes = _blocks(cell) if forward else dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
+        for (block_n, tail_n), r, w, hold in itertools.product(shapes, rows, warps, (False, True)):
+            if forward:
+                yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
+            if hold or forward or width >= 2048:
+                for stages, programs in itertools.product((2, 3) if forward else (2, 3, 4), (1, 2, 4, 8, 16)):
+                    if 8 <= w * programs <= (64 if forward else 32):
+                        yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
+    if width >= 4096:
+        counts = (1, 2, 3, 4, 6, 8, 12)
+        for block_n, r, w, programs in itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4, 8, 16), counts):
+            if 8 <= w * programs <= 16 and block_n < width:
+                for lag in (1, 2):
+                    yield Tile(r, block_n, 0, -(-width // block_n), w, 3, programs, True, lag=lag)
+
+
+def _blocks(cell: Cell) -> list[tuple[int, int]]:
+    """block_n and tail_n of the ways to hold a row."""
+    width = cell.width
+    blocks = [(tiling.one_block(width), 0), tiling.row_blocks(width)]
+    for block_n in (128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+        count = -(-width // block_n)  # of equal blocks, the last of which may reach past the row's end
+        if 2 <= count <= 8:
+            blocks.append((block_n, (count - 1) * block_n))
+    return list(dict.fromkeys(blocks))
+
+
+def _loops(cell: Cell) -> Iterator[Tile]:
+    """The ways to read a forward row twice. With dropout, whose draws would be made twice, none came near the others."""
+    if cell.direction == FORWARD and cell.work != "dropout":
+        for block_n, elements in itertools.product((1024, 2048, 4096, 8192, 16384), (4, 8, 16, 32)):
+            if block_n < cell.width:
+                yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False)
+
+
+def over_row(width: int, tile: Tile) -> Tile:
+    """The tile of another width with the blocks of this one."""
+    if tile.slices > 1:
+        return replace(tile, slices=-(-width // tile.block_n))
+    block_n, tail_n = tiling.row_blocks(width)
+    return replace(tile, block_n=block_n, tail_n=tail_n)
+
+
+def sensible(tile: Tile, cell: Cell) -> bool:
+    """Whether it can run, and a thread has neither too little to do nor more than its registers hold."""
+    if tile.rows < 1 or not 1 <= tile.warps <= 32:
+        return False
+    elements = tile.rows * (tile.block_n + tile.tail_n) / (32 * tile.warps)
+    persistent = tile.programs_per_sm > 0
+    held = tile.hold_weights or cell.direction == BACKWARD  # forward would stage them with each tile of a split row
+    return (
+        (4 if cell.width <= 512 or tile.looped(cell.width) else 8) <= elements <= (64 if cell.direction == FORWARD else 40)
+        and tile.warps * max(1, tile.programs_per_sm) <= 64
+        and (tile.stages > 1 or not persistent or cell.width >= 4096)
+        and (persistent or (cell.direction == FORWARD and tile.stages == 1))
+        and (tile.max_registers == 0 or tile.max_registers > elements)
+        and not (tile.hold_weights and tile.looped(cell.width))
+        and (tile.slices == 1 or (tile.slices <= 256 and persistent and tile.stages > 1 and held))
+    )
+
+
+def _whole(tile: Tile, cell: Cell) -> bool:
+    """Whether a program holds whole rows."""
+    return tile.slices == 1 and not tile.looped(cell.width)
+
+
+def entry(key: tuple[str, str, str, int], width: int) -> Tile:
+    """What the table has for this width."""
+    entries = tiling.TABLE[key]
+    return tiling.over(width, *next((entry for entry in entries if width <= entry[0]), entries[-1]), key[-1])

@@ -10,6 +10,10 @@ from benchmarks.cases import BACKWARD, FORWARD, Setting
 from ops import tiling
 from ops.tiling import Tile, Work
 
+# Backward: the bytes of the tiles to come that a multiprocessor has asked for. With less it waits for memory; with more, half
+# of the multiprocessors were served half again as fast as the others, and the kernel ended with the slow half (NOTES.md).
+IN_FLIGHT = (16 * 1024, 120 * 1024)
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -65,11 +69,11 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
             "programs_per_sm",
             (1, 2, 3, 4, 6, 8, 12) if own.slices > 1 else (1, 2, 3, 4) if cell.direction == BACKWARD else (0, 2, 4),
         ),
-        ("stages", (2, 3, 4) if own.programs_per_sm else (1,)),
+        ("stages", (2, 3, 4, 5, 6, own.stages + 1) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
         # Finer than the counts of programs that fit: the compiler orders instructions otherwise under each bound.
         ("max_registers", (0, *bounds) if own.slices == 1 else ()),
-        ("columns", (0, 8) if cell.vector == 4 and cell.direction == FORWARD else ()),
+        ("columns", (0, 8) if cell.vector == 4 and own.slices == 1 else ()),
         ("lag", (1, 2) if own.slices > 1 else ()),
         ("draws_first", (False, True) if drawing else ()),
         ("one_pass", (False, True) if averaging else ()),
@@ -77,9 +81,11 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
+        if own.max_registers:  # what a bound leaves is too little for most other tiles
+            near |= dict.fromkeys(replace(own, **{"max_registers": 0, field: value}) for value in values)
     if own.slices == 1:
-        blocks = _blocks(cell) if cell.direction == FORWARD else [(tiling.one_block(cell.width), 0)]
-        shapes = [(replace(tile, block_n=b, tail_n=t)) for tile in (own, replace(own, warps=own.warps * 2)) for b, t in blocks]
+        tiles = (own, replace(own, warps=own.warps * 2), replace(own, max_registers=0))
+        shapes = [replace(tile, block_n=b, tail_n=t) for tile in tiles for b, t in _blocks(cell)]
         near |= dict.fromkeys([*shapes, *_loops(cell)])
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
@@ -97,15 +103,22 @@ def all_tiles(cell: Cell) -> Iterator[Tile]:
 def _shapes(cell: Cell) -> Iterator[Tile]:
     width, forward = cell.width, cell.direction == FORWARD
     rows, warps = (1, 2, 4, 8, 16, 32, 64) if width <= 512 else (1, 2, 4), (1, 2, 4, 8, 16, 32)
-    if width <= 32768:
-        shapes = _blocks(cell) if forward else dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
-        for (block_n, tail_n), r, w, hold in itertools.product(shapes, rows, warps, (False, True)):
-            if forward:
-                yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
-            if hold or forward or width >= 2048:
-                for stages, programs in itertools.product((2, 3) if forward else (2, 3, 4), (1, 2, 4, 8, 16)):
-                    if 8 <= w * programs <= (64 if forward else 32):
-                        yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
+    if width <= 32768 and forward:
+        for (block_n, tail_n), r, w, hold in itertools.product(_blocks(cell), rows, warps, (False, True)):
+            yield Tile(r, block_n, tail_n, 1, w, 1, 0, hold)
+            for stages, programs in itertools.product((2, 3), (1, 2, 4, 8, 16)):
+                if 8 <= w * programs <= 64:
+                    yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
+    elif width <= 32768:
+        shapes = dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
+        holds = (False, True) if width >= 2048 else (True,)
+        numbers = itertools.product(shapes, rows, warps, (2, 3, 4, 5, 6), (1, 2, 3, 4, 6, 8, 16), holds)
+        for (block_n, tail_n), r, w, stages, programs, hold in numbers:
+            tile = Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
+            if 8 <= w * programs <= 32 and IN_FLIGHT[0] <= in_flight(tile, cell) <= IN_FLIGHT[1]:
+                for draws_first in (False, True) if cell.work == "dropout" else (False,):
+                    for columns in (0, 8) if cell.vector == 4 else (0,):
+                        yield replace(tile, draws_first=draws_first, columns=columns)
     if width >= 4096:
         counts = (1, 2, 3, 4, 6, 8, 12)
         for block_n, r, w, programs in itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8), (1, 2, 4, 8, 16), counts):
@@ -125,12 +138,19 @@ def _blocks(cell: Cell) -> list[tuple[int, int]]:
     return list(dict.fromkeys(blocks))
 
 
+def in_flight(tile: Tile, cell: Cell) -> int:
+    """Bytes that the programs of a multiprocessor have asked for when all their stages are full."""
+    columns = min(tile.block_n + tile.tail_n, cell.width)
+    return (tile.stages - 1) * tile.programs_per_sm * tile.rows * columns * cell.traffic.loaded_bytes
+
+
 def _loops(cell: Cell) -> Iterator[Tile]:
     """The ways to read a forward row twice. With dropout, whose draws would be made twice, none came near the others."""
     if cell.direction == FORWARD and cell.work != "dropout":
         for block_n, elements in itertools.product((1024, 2048, 4096, 8192, 16384), (4, 8, 16, 32)):
             if block_n < cell.width:
-                yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False)
+                for most in (0, 36, 40, 48, 56):  # they take 32, and as few programs then were up to 3 % slower
+                    yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False, most)
 
 
 def over_row(width: int, tile: Tile) -> Tile:

@@ -10,9 +10,10 @@ from benchmarks.cases import BACKWARD, FORWARD, Setting
 from ops import tiling
 from ops.tiling import Tile, Work
 
-# Backward: the bytes of the tiles to come that a multiprocessor has asked for. With less it waits for memory; with more, half
-# of the multiprocessors were served half again as fast as the others, and the kernel ended with the slow half (NOTES.md).
-IN_FLIGHT = (16 * 1024, 120 * 1024)
+# Backward: the bytes of the tiles to come that a multiprocessor has asked for, within which `all_tiles` looks. With less it
+# waits for memory; with more, half of the multiprocessors may be served half again as fast as the others, and the kernel ends
+# with the slow half (NOTES.md, "Bytes in flight"). Tiles of one stage are tried besides.
+IN_FLIGHT_BYTES = (16 * 1024, 120 * 1024)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
             "programs_per_sm",
             (1, 2, 3, 4, 6, 8, 12) if own.slices > 1 else (1, 2, 3, 4) if cell.direction == BACKWARD else (0, 2, 4),
         ),
-        ("stages", (2, 3, 4, 5, 6, own.stages + 1) if own.programs_per_sm else (1,)),
+        ("stages", (1, 2, 3, 4, 5, 6) if own.programs_per_sm else (1,)),
         ("hold_weights", (False, True)),
         # Finer than the counts of programs that fit: the compiler orders instructions otherwise under each bound.
         ("max_registers", (0, *bounds) if own.slices == 1 else ()),
@@ -89,6 +90,8 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         near |= dict.fromkeys([*shapes, *_loops(cell)])
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
+    if cell.vector == 8:  # likewise columns: eight are what it has
+        near = dict.fromkeys(replace(tile, columns=0) for tile in near)
     whole = dict.fromkeys(
         replace(t, one_pass=t.one_pass and averaging and _whole(t, cell), past_l1=t.past_l1 and _whole(t, cell)) for t in near
     )
@@ -110,12 +113,12 @@ def _shapes(cell: Cell) -> Iterator[Tile]:
                 if 8 <= w * programs <= 64:
                     yield Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
     elif width <= 32768:
-        shapes = dict.fromkeys((tiling.row_blocks(width), (tiling.one_block(width), 0)))
         holds = (False, True) if width >= 2048 else (True,)
-        numbers = itertools.product(shapes, rows, warps, (2, 3, 4, 5, 6), (1, 2, 3, 4, 6, 8, 16), holds)
+        numbers = itertools.product(_blocks(cell), rows, warps, (1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 6, 8, 16), holds)
         for (block_n, tail_n), r, w, stages, programs, hold in numbers:
             tile = Tile(r, block_n, tail_n, 1, w, stages, programs, hold)
-            if 8 <= w * programs <= 32 and IN_FLIGHT[0] <= in_flight(tile, cell) <= IN_FLIGHT[1]:
+            wanted = stages == 1 or IN_FLIGHT_BYTES[0] <= in_flight(tile, cell) <= IN_FLIGHT_BYTES[1]
+            if 2 <= w * programs <= 32 and wanted:
                 for draws_first in (False, True) if cell.work == "dropout" else (False,):
                     for columns in (0, 8) if cell.vector == 4 else (0,):
                         yield replace(tile, draws_first=draws_first, columns=columns)
@@ -149,8 +152,9 @@ def _loops(cell: Cell) -> Iterator[Tile]:
     if cell.direction == FORWARD and cell.work != "dropout":
         for block_n, elements in itertools.product((1024, 2048, 4096, 8192, 16384), (4, 8, 16, 32)):
             if block_n < cell.width:
-                for most in (0, 36, 40, 48, 56):  # they take 32, and as few programs then were up to 3 % slower
-                    yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False, most)
+                # The compiler takes 32 for most, and up to 56 were up to 3 % faster: more loads at once in fewer programs.
+                for max_registers in (0, 36, 40, 48, 56) if elements <= 16 else (0,):
+                    yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False, max_registers)
 
 
 def over_row(width: int, tile: Tile) -> Tile:

@@ -33,7 +33,8 @@ class Tile:
     # bound it orders instructions otherwise, which alone was worth up to 3 points.
     max_registers: int = 0
     # Side by side in a thread, 4 or 8; 0 for as many as 16 bytes of the widest tensor hold. With 8 beside an fp32 stream the
-    # tensors in bf16 are read 16 bytes at a time too, and the stream changes its layout on the way to memory.
+    # tensors in bf16 are read 16 bytes at a time too, and the stream changes its layout on the way to memory, through shared
+    # memory; and dropout has half as many calls to make.
     columns: int = 0
     # Backward makes a row's draws for dropout while the row is on its way, not behind its sums, where all warps wait for each
     # other. Up to 2 points of bandwidth; but they take registers meanwhile, and some tiles gain nothing or lose.
@@ -116,11 +117,13 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
     up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
     tile = fit(over(n, up_to, tile, work.vector), work, device)
     # A bound was measured at its entry's width: between two, masks may take more registers than it leaves. So do heavier
-    # weights, where forward asks for them first.
-    if tile.early_weights and not (work.light_weights and n == up_to):
-        tile = replace(tile, hold_weights=work.light_weights, max_registers=0)
-    elif direction == "backward" and n != up_to:
-        tile = replace(tile, max_registers=0)
+    # weights, where forward asks for them first or loops, and in backward a second upstream gradient or a learned row scale.
+    light = work.light_weights if direction == "forward" else work.splittable
+    if not (light and n == up_to):
+        if tile.early_weights:
+            tile = replace(tile, hold_weights=light, max_registers=0)
+        elif direction == "backward" or tile.looped(n):
+            tile = replace(tile, max_registers=0)
     if tile.slices > 1:
         resident = device.multiprocessors * tile.programs_per_sm
         if not (work.splittable and device.cooperative) or tile.slices > resident:
@@ -141,7 +144,7 @@ def over(n: int, up_to: int, tile: Tile, vector: int) -> Tile:
     if tail_n:
         # Threads that find no columns of their own in a tail hold, load and sum others' once more: with 8 warps, 8704 = 8192 +
         # 512 was read at 2590 GB/s where 9728 = 8192 + 2048 was at 3590 (H200, LN forward, 4096 rows).
-        tail_n = max(tail_n, min(block_n, tile.warps * 32 * vector))
+        tail_n = max(tail_n, min(block_n, tile.warps * 32 * (tile.columns or vector)))
     return replace(tile, block_n=block_n, tail_n=tail_n) if tail_n < block_n else replace(tile, block_n=2 * block_n, tail_n=0)
 
 
@@ -167,16 +170,18 @@ def fit(tile: Tile, work: Work, device: Device) -> Tile:
     threads = tile.warps * device.warp_size
     programs = min(tile.programs_per_sm, device.threads // threads)
     tile = replace(tile, programs_per_sm=programs)
-    while tile.stages > 1 and max(1, programs) * staged_bytes(tile, work) > device.shared_memory:
+    while tile.stages > 1 and max(1, programs) * staged_bytes(tile, work, device) > device.shared_memory:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
 
 
-def staged_bytes(tile: Tile, work: Work) -> int:
-    """Shared memory of one program: the tiles in flight, and 2 KB for reductions (256 bytes were the most seen)."""
+def staged_bytes(tile: Tile, work: Work, device: Device) -> int:
+    """Shared memory of one program: the tiles in flight, 2 KB for reductions (256 bytes were the most seen), and a row in fp32
+    where one changes its layout on the way to memory: that is held besides (0.8 of it was the most seen)."""
     columns = tile.block_n + tile.tail_n
     loaded = tile.rows * work.loaded_bytes + (0 if tile.hold_weights else work.weight_bytes)
-    return (tile.stages - 1) * columns * loaded + 2048
+    converts = tile.columns > work.vector or 0 < tile.tail_n < min(tile.block_n, span(tile, work, device))
+    return (tile.stages - 1) * columns * loaded + 2048 + (4 * tile.rows * columns if converts else 0)
 
 
 def span(tile: Tile, work: Work, device: Device) -> int:

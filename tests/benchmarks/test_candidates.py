@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import tune
-from benchmarks.candidates import Cell, all_tiles, near_tiles
+from benchmarks.candidates import IN_FLIGHT_BYTES, Cell, all_tiles, in_flight, near_tiles
 from benchmarks.cases import BACKWARD, DIRECTIONS
 from ops import tiling
 from ops.tiling import Tile
@@ -48,3 +50,49 @@ def test_draws_come_first_only_where_backward_draws_and_there_both_ways_are_trie
     for cell in CELLS:
         found = {tile.draws_first for tile in near_tiles(cell)}
         assert found == ({False, True} if cell.direction == BACKWARD and cell.work == "dropout" else {False}), cell
+
+
+def test_backward_looks_within_the_bytes_in_flight_and_at_one_stage_where_rows_are_wide():
+    cell = Cell("backward", "ln", "add", 8, 2048)
+    tile = Tile(2, 2048, 0, 1, 8, 4, 1, True)
+    assert in_flight(tile, cell) == 3 * 2 * 2048 * 6  # dy, r and the stream's gradient, in bf16
+    assert in_flight(replace(tile, programs_per_sm=2, stages=1), cell) == 0
+    for width in (768, 4096):
+        cell = replace(cell, width=width)
+        found = set(all_tiles(cell)) - set(near_tiles(cell))
+        staged = {in_flight(tile, cell) for tile in found if tile.slices == 1 and tile.stages > 1}
+        assert min(staged) >= IN_FLIGHT_BYTES[0]
+        assert max(staged) <= IN_FLIGHT_BYTES[1]
+        assert any(tile.stages == 1 for tile in found) == (width >= 4096)
+
+
+def test_columns_are_a_choice_beside_an_fp32_stream_in_both_directions():
+    for cell in CELLS:
+        found = {tile.columns for tile in near_tiles(cell) if tile.slices == 1}
+        assert (8 in found) == (cell.vector == 4 and tune.entry(cell.key, cell.width).slices == 1), cell
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_of_several_equal_blocks_are_offered(direction):
+    cell = Cell(direction, "ln", "add", 4, 5120)
+    for tiles in (near_tiles, all_tiles):
+        assert {(2048, 4096), (1024, 4096)} <= {(tile.block_n, tile.tail_n) for tile in tiles(cell)}, tiles
+
+
+def test_rows_read_twice_are_offered_with_bounds_on_registers_where_a_thread_has_little_of_them():
+    cell = Cell("forward", "rms", "add", 8, 8192)
+    loops = [tile for tile in near_tiles(cell) if tile.looped(cell.width)]
+    bounds = {}
+    for tile in loops:
+        bounds.setdefault(tile.block_n // (32 * tile.warps), set()).add(tile.max_registers)
+    assert bounds[8] == bounds[16] == {0, 36, 40, 48, 56}
+    assert bounds[32] == {0}
+
+
+@pytest.mark.parametrize("key", [key for key in tiling.TABLE if key[0] == "backward"], ids=str)
+def test_whole_rows_of_the_table_are_found_again_by_shape(key):
+    """Without the present table: by `all_tiles`, but for the bound on registers, which is chosen around a tile."""
+    for width, tile in tiling.TABLE[key]:
+        if tile.slices == 1 and 768 <= width <= 8192:
+            shapes = {replace(t, max_registers=0) for t in all_tiles(Cell(*key, width))}
+            assert replace(tile, max_registers=0) in shapes, (width, tile)

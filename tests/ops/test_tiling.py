@@ -84,7 +84,7 @@ def test_tiles_fit_the_shared_memory_and_threads_of_the_gpu(launches):
     for n, work, device, tile in launches:
         programs = max(1, tile.programs_per_sm)
         assert tile.stages >= 1
-        assert tile.stages == 1 or programs * staged_bytes(tile, work) <= device.shared_memory, (n, tile)
+        assert tile.stages == 1 or programs * staged_bytes(tile, work, device) <= device.shared_memory, (n, tile)
         assert programs * tile.warps * device.warp_size <= device.threads, (n, tile)
         assert tile.warps * device.warp_size <= 1024, (n, tile)
 
@@ -183,14 +183,14 @@ def test_a_width_between_two_entries_takes_two_blocks_unless_the_wider_entry_fou
         between = (below + up_to) // 2 // 16 * 16 + 16  # 1312 is 1024 + 512 although 1600 is 2048
         tile = TILE_OF[key[0]](between, Work(key[1] == "rms", key[2] != "norm", key[2] == "dropout", key[3], loaded, 0, True))
         if entry.looped(up_to):
-            assert tile == entry
+            assert tile == replace(entry, max_registers=0)
         elif entry.tail_n >= entry.block_n:
             assert (tile.block_n, tile.tail_n) == (entry.block_n, (-(-between // entry.block_n) - 1) * entry.block_n)
         elif entry.slices == 1:
             one_was_faster = entry.tail_n == 0 and row_blocks(up_to)[1] > 0
             block_n, tail_n = (entry.block_n, 0) if one_was_faster else row_blocks(between)
             if tail_n:
-                tail_n = max(tail_n, 32 * entry.warps * key[3])
+                tail_n = max(tail_n, 32 * entry.warps * (entry.columns or key[3]))
             expected = (block_n, tail_n) if tail_n < block_n else (2 * block_n, 0)
             assert (tile.block_n, tile.tail_n) == expected, (between, tile)
         assert tile.rows == entry.rows and tile.warps == entry.warps
@@ -202,6 +202,28 @@ def test_a_tail_between_two_entries_has_columns_for_every_thread():
     assert {n: (tile.block_n, tile.tail_n) for n, tile in tiles.items()} == {
         8704: (8192, 2048), 9728: (8192, 2048), 2560: (1024, 2 * 1024), 4608: (4096, 1024),
     }  # fmt: skip
+
+
+def test_a_row_that_changes_its_layout_on_the_way_to_memory_is_counted_beside_the_tiles_in_flight():
+    tile = Tile(1, 2048, 0, 1, 8, 4, 1, True)
+    work = Work(False, True, False, vector=4, loaded_bytes=10, weight_bytes=2, splittable=True)
+    staged = staged_bytes(tile, work, H200)
+    assert staged == 3 * 2048 * 10 + 2048
+    assert staged_bytes(replace(tile, columns=8), work, H200) == staged + 4 * 2048
+    # 16 warps with four columns a thread span 2048, twice the tail: half of them hold it once more.
+    narrow = replace(tile, block_n=4096, tail_n=1024)
+    assert staged_bytes(replace(narrow, warps=16), work, H200) == staged_bytes(narrow, work, H200) + 4 * 5120
+
+
+def test_bounds_on_registers_hold_for_the_work_and_the_width_they_were_measured_with():
+    backward = Work(False, False, False, vector=8, loaded_bytes=4, weight_bytes=2, splittable=True)
+    assert backward_tile(4096, backward).max_registers > 0
+    assert backward_tile(4096, replace(backward, splittable=False)).max_registers == 0
+    assert backward_tile(4090, backward).max_registers == 0
+    looped = Work(True, False, False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True)
+    assert forward_tile(12288, looped).looped(12288) and forward_tile(12288, looped).max_registers > 0
+    assert forward_tile(12288, replace(looped, light_weights=False)).max_registers == 0
+    assert forward_tile(12280, looped).max_registers == 0
 
 
 def test_a_smaller_gpu_gets_fewer_programs_and_stages_before_it_gets_neither():

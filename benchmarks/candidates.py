@@ -152,7 +152,7 @@ def _loops(cell: Cell) -> Iterator[Tile]:
     if cell.direction == FORWARD and cell.work != "dropout":
         for block_n, elements in itertools.product((1024, 2048, 4096, 8192, 16384), (4, 8, 16, 32)):
             if block_n < cell.width:
-                # The compiler takes 32 for most, and up to 56 were up to 3 % faster: more loads at once in fewer programs.
+                # The compiler takes 32 for most, and up to 56 were up to 3 % faster; nobody knows why.
                 for max_registers in (0, 36, 40, 48, 56) if elements <= 16 else (0,):
                     yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False, max_registers)
 

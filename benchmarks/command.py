@@ -49,6 +49,10 @@ def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> 
         help="folder for JSON and plots (benchmarks/results/<gpu>; .cache/benchmarks/<gpu> with --quick and on the CPU)",
     )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="start over instead of adding to recorded results")
+    parser.add_argument(
+        "--renew", action="store_true",
+        help="measure these cells again in results of another git revision, whose other cells stay",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
     parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
     parser.add_argument("--revision", help="git revision to record where the code runs without its repository")
@@ -58,6 +62,8 @@ def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[int, int] = ROUNDS) -> argparse.Namespace:
     options = parser.parse_args(argv)
+    if options.renew and options.fresh:
+        parser.error("--renew keeps what is recorded and --fresh forgets it; give one")
     if options.plot_only and options.output is None:
         parser.error("--plot-only: name the recorded results by --output benchmarks/results/<gpu>")
     if options.rounds is None:
@@ -109,7 +115,7 @@ def open_results(
     folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
     try:
-        return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh)
+        return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh, renew=options.renew)
     except ResultsError as error:
         raise SystemExit(str(error)) from error
 

@@ -6,6 +6,7 @@ python -m benchmarks.norms                                       everything that
 python -m benchmarks.norms --case ln --width 768 1024            some of it; records add up in one file
 python -m benchmarks.norms --missing --minutes 8                 what the file lacks, as far as eight minutes go
 python -m benchmarks.norms --width 768 --warm 12                 compiled by twelve processes first
+python -m benchmarks.norms --case rms --width 4096 --renew       in a file of another revision, whose other cells stay
 """
 
 import argparse

@@ -132,9 +132,13 @@ def finish(figure: Any, panels: Sequence[Any], title: str, environment: dict[str
 
 
 def machine(environment: dict[str, Any]) -> str:
-    """GPU, versions and revision, in one line."""
+    """GPU, versions and revision, in one line; also other revisions that records are of, and how many."""
     gpu = environment["gpu"]["name"] if environment["gpu"] else "CPU"
     known = ("torch", "triton", "flash-attn", "liger-kernel", "quack-kernels", "apex")
     versions = [f"{name} {environment['versions'][name]}" for name in known if name in environment["versions"]]
     git = environment["git"]
-    return ", ".join([gpu, *versions, *([f"git {git['revision'][:8]}"] if git else [])])
+    revision = [f"git {git['revision'][:8]}"] if git else []
+    if git and git.get("others"):
+        counts = (f"{count} records of {other[:8]}" for other, count in git["others"].items())
+        revision = [f"{revision[0]} ({', '.join(counts)})"]
+    return ", ".join([gpu, *versions, *revision])

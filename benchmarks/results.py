@@ -1,12 +1,14 @@
 """Recorded results: benchmarks/results/<gpu>/<name>.json = {"environment", "command", "records"}, and how runs add up.
 
 A sweep may be split over several runs: a record replaces the one of the same cell, all others stay. That holds only for runs of
-one code on one kind of machine, so a file from elsewhere is refused unless the run starts afresh.
+one code on one kind of machine, so a file from elsewhere is refused unless the run starts afresh. Where a change reaches a few
+cells alone, they may be renewed: the others then say of which revision they are.
 """
 
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from training.environment import environment as facts_of
 
 FOLDER = Path(__file__).parent / "results"
 Record = dict[str, Any]
+CONTENDER = ("provider", "contender")  # the fields of a key that say who is measured
 
 
 class ResultsError(ValueError):
@@ -53,16 +56,22 @@ def _code_is_dirty() -> bool:
     return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What keeps two environments from sharing a file: GPU, toolkit, git revision, and versions that both have."""
+def differences(old: dict[str, Any], new: dict[str, Any], *, renew: bool = False) -> list[str]:
+    """What keeps two environments from sharing a file: GPU, toolkit, git revision, and versions that both have.
+
+    Args:
+        renew: the revisions may differ, as long as both are known.
+    """
     found = []
     for name, of in (
         ("GPU", lambda e: (e["gpu"] or {}).get("name")),
         ("CUDA", lambda e: e["cuda"]),
         ("HIP", lambda e: e["hip"]),
-        ("git revision", lambda e: (e["git"] or {}).get("revision")),
+        ("git revision", revision_of),
         ("uncommitted changes", lambda e: (e["git"] or {}).get("dirty", False)),
     ):
+        if renew and of is revision_of and None not in (of(old), of(new)):
+            continue
         if of(old) != of(new):
             found.append(f"{name} {of(old)} there, {of(new)} here")
     for name in sorted(old["versions"].keys() & new["versions"].keys()):
@@ -71,39 +80,65 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
+def revision_of(environment: dict[str, Any]) -> str | None:
+    return (environment["git"] or {}).get("revision")
+
+
 class Results:
     """The records of one benchmark, kept on disk after every cell.
 
     Args:
         key: the fields of a record that name its cell.
         fresh: forget what the file has.
+        renew: add to a file of another git revision too. Its records keep that one, as `revision`; those of a comparison that
+            is measured again go, so that nothing stands beside what it was not measured with. How many records are of which
+            other revision is in environment["git"]["others"].
 
     Raises:
         ResultsError: the file is of another environment, or no such file.
     """
 
     def __init__(
-        self, path: Path, key: Sequence[str], environment: dict[str, Any], command: str, *, fresh: bool = False
+        self,
+        path: Path,
+        key: Sequence[str],
+        environment: dict[str, Any],
+        command: str,
+        *,
+        fresh: bool = False,
+        renew: bool = False,
     ) -> None:
         self.path, self.key, self.environment = path, tuple(key), environment
         self.commands = [command]
         self._records: dict[tuple[Any, ...], Record] = {}
         if not fresh and path.exists():
-            self._continue(load(path))
+            self._continue(load(path), renew)
 
-    def _continue(self, file: dict[str, Any]) -> None:
-        differing = differences(file["environment"], self.environment)
+    def _continue(self, file: dict[str, Any], renew: bool) -> None:
+        differing = differences(file["environment"], self.environment, renew=renew)
         if differing:
+            ways = ["--fresh to start over"]
+            if not differences(file["environment"], self.environment, renew=True):
+                ways.append("--renew to measure these cells again and keep the others")
             raise ResultsError(
-                f"{self.path} was recorded elsewhere: {'; '.join(differing)}. Pass --fresh to start over, or another --output."
+                f"{self.path} was recorded elsewhere: {'; '.join(differing)}. Pass {', '.join(ways)}, or another --output."
             )
         self.environment["versions"] = {**file["environment"]["versions"], **self.environment["versions"]}
         earlier = file["command"].split(" && ")
         self.commands = [*(command for command in earlier if command not in self.commands), *self.commands]
-        self._records = {self.cell(record): record for record in file["records"]}
+        here, there = revision_of(self.environment), revision_of(file["environment"])
+        for record in file["records"]:
+            measured_at = record.pop("revision", there)
+            if measured_at != here:
+                record["revision"] = measured_at
+            self._records[self.cell(record)] = record
 
     def cell(self, record: Record) -> tuple[Any, ...]:
         return tuple(record.get(name) for name in self.key)
+
+    def comparison(self, record: Record) -> tuple[Any, ...]:
+        """The cell but for who is measured: what shares it is measured side by side."""
+        return tuple(record.get(name) for name in self.key if name not in CONTENDER)
 
     @property
     def records(self) -> list[Record]:
@@ -115,13 +150,21 @@ class Results:
 
     def add(self, records: Iterable[Record]) -> None:
         """Takes records in and saves."""
-        for record in records:
-            self._records[self.cell(record)] = record
+        new = {self.cell(record): record for record in records}
+        measured = {self.comparison(record) for record in new.values()}
+        for cell, record in list(self._records.items()):
+            if "revision" in record and cell not in new and self.comparison(record) in measured:
+                del self._records[cell]
+        self._records |= new
         self.save()
 
     def save(self) -> None:
         """One record a line, so that a diff shows which cells changed. Replaced in one step: a kill leaves a whole file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.environment["git"] is not None:
+            self.environment["git"].pop("others", None)
+            if others := Counter(record["revision"] for record in self.records if "revision" in record):
+                self.environment["git"]["others"] = dict(others)
         head = json.dumps({"environment": self.environment, "command": " && ".join(self.commands)}, indent=1)
         lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records)
         temporary = self.path.with_suffix(".json.new")

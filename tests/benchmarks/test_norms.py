@@ -75,6 +75,7 @@ def test_rows_that_the_cap_makes_equal_are_measured_once():
         (["--device", "tpu"], "choose from"),
         (["--small", "--width", "64"], "give one"),
         (["--missing", "--fresh"], "give one"),
+        (["--renew", "--fresh"], "give one"),
         (["--plot-only"], "--output"),
     ],
 )
@@ -258,6 +259,22 @@ def test_results_of_other_code_are_refused(run, tmp_path, monkeypatch):
     path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
     with pytest.raises(SystemExit, match=r"recorded elsewhere.*--fresh"):
         run("--case", "ln", "--width", "48", "--provider", "torch")
+
+
+def test_cells_of_another_revision_are_renewed_where_that_is_asked_for(run, monkeypatch):
+    def at(revision):
+        git = {"revision": revision, "dirty": False}
+        monkeypatch.setattr(norms.command, "environment", lambda *of: facts(*of) | {"git": git})
+
+    facts = norms.command.environment
+    at("abc")
+    before, _ = run("--case", "ln", "--width", "64", "48", "--provider", "ours", "torch")
+    at("def")
+    with pytest.raises(SystemExit, match=r"git revision abc there, def here.*--renew"):
+        run("--case", "ln", "--width", "48", "--provider", "ours", "torch")
+    records, _ = run("--case", "ln", "--width", "48", "--provider", "ours", "torch", "--renew")
+    assert {(r["N"], r.get("revision")) for r in records} == {(64, "abc"), (48, None)}
+    assert len(records) == len(before)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks import results
+from benchmarks.plots import machine
 from benchmarks.results import Results, ResultsError, differences, environment, load, slug
 
 KEY = ("case", "N", "provider")
@@ -71,6 +72,57 @@ def test_results_of_another_environment_are_refused_unless_fresh(tmp_path, facts
     fresh = Results(path, KEY, elsewhere, "run", fresh=True)
     fresh.add([record(2)])
     assert [r["N"] for r in load(path)["records"]] == [2]
+
+
+def at(facts, revision, **changed):
+    return facts | {"git": {"revision": revision, "dirty": False}} | changed
+
+
+def test_renewed_cells_are_of_this_revision_and_the_others_say_of_which_they_are(tmp_path, facts):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, at(facts, "abc"), "run").add([record(1), record(2), record(2, "torch"), record(3)])
+    Results(path, KEY, at(facts, "def"), "again", renew=True).add([record(2, us=5.0), record(2, "torch", us=6.0)])
+
+    file = load(path)
+    assert [(r["N"], r["us"], r.get("revision")) for r in file["records"]] == [
+        (1, 1.0, "abc"), (2, 5.0, None), (2, 6.0, None), (3, 1.0, "abc"),
+    ]  # fmt: skip
+    assert file["environment"]["git"] == {"revision": "def", "dirty": False, "others": {"abc": 2}}
+    assert machine(file["environment"]).endswith("git def (2 records of abc)")
+
+    # A third revision, and then the first again: each record keeps the one that it was measured at.
+    Results(path, KEY, at(facts, "ghi"), "third", renew=True).add([record(3)])
+    assert [r.get("revision") for r in load(path)["records"]] == ["abc", "def", "def", None]
+    Results(path, KEY, at(facts, "abc"), "first", renew=True).add([record(4)])
+    assert [r.get("revision") for r in load(path)["records"]] == [None, "def", "def", "ghi", None]
+    assert load(path)["environment"]["git"]["others"] == {"def": 2, "ghi": 1}
+    whole = Results(path, KEY, at(facts, "jkl"), "whole", renew=True)
+    for cells in ([record(1), record(2)], [record(3)], [record(4)]):
+        whole.add(cells)
+    assert load(path)["environment"]["git"] == {"revision": "jkl", "dirty": False}
+
+
+def test_a_renewed_record_has_nothing_beside_it_that_was_measured_with_another(tmp_path, facts):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, at(facts, "abc"), "run").add([record(1), record(1, "torch"), record(2, "torch")])
+    Results(path, KEY, at(facts, "def"), "run", renew=True).add([record(1)])
+    assert [(r["N"], r["provider"]) for r in load(path)["records"]] == [(1, "ours"), (2, "torch")]
+    # In one revision cells of one comparison may come in several runs, as ever.
+    Results(path, KEY, at(facts, "def"), "run").add([record(1, "torch")])
+    assert [(r["N"], r["provider"]) for r in load(path)["records"]] == [(1, "ours"), (2, "torch"), (1, "torch")]
+
+
+@pytest.mark.parametrize(
+    "change", [{"gpu": {"name": "NVIDIA H100"}}, {"cuda": "12.8"}, {"git": {"revision": "def", "dirty": True}}, {"git": None}]
+)
+def test_only_another_revision_can_be_renewed(tmp_path, facts, change):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, facts, "run").add([record(1)])
+    with pytest.raises(ResultsError) as error:
+        Results(path, KEY, at(facts, "def") | change, "run", renew=True)
+    assert "--renew" not in str(error.value)
+    with pytest.raises(ResultsError, match="--renew to measure these cells again"):
+        Results(path, KEY, at(facts, "def"), "run")
 
 
 def test_a_library_that_only_one_run_had_does_not_separate_them(tmp_path, facts):

@@ -6,7 +6,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .input_gradient_kernels import draw_row, store_input_gradients, store_rowscale_gradients
 from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, normalise, weighted_sum
-from .row_kernels import block_cols, block_count, block_width, dot_rows, load_row, load_vector, row_sum, tile_rows, two_dots
+from .row_kernels import (
+    block_cols,
+    block_count,
+    block_width,
+    dot_rows,
+    load_row,
+    load_vector,
+    multiples,
+    row_sum,
+    tile_rows,
+    two_dots,
+)  # fmt: skip
 from .split_backward_kernels import nothing_waits, split_backward_round
 from .stats_kernels import load_stats
 
@@ -18,9 +29,10 @@ def norm_backward_kernel(
     M, N, tiles, stride_dy, stride_dy1, stride_dr, stride_r, stride_x, stride_x1, stride_partial,
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
-    LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, LAG: tl.constexpr, RING: tl.constexpr, SPAN: tl.constexpr,
-    EARLY_START: tl.constexpr, EARLY_FINISH: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, MULTIPLE: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, LAG: tl.constexpr, RING: tl.constexpr,
+    SPAN: tl.constexpr, EARLY_START: tl.constexpr, EARLY_FINISH: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs, each striding over tiles of ROWS rows. With g = dy · weight + dy1 · weight1:
 
@@ -37,6 +49,9 @@ def norm_backward_kernel(
         gdc_launch_dependents()
     if EARLY_START:
         gdc_wait()  # as in forward: nothing may be read or written above
+    N, stride_dy, stride_dy1, stride_dr, stride_r, stride_x, stride_x1, stride_partial = multiples(
+        (N, stride_dy, stride_dy1, stride_dr, stride_r, stride_x, stride_x1, stride_partial), MULTIPLE
+    )
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES

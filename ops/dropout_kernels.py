@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from .conversion_kernels import PTX
+from .row_kernels import multiples
 
 
 @triton.jit
@@ -92,9 +93,10 @@ def drop_block(b, seed, p_mask, rows, first_col, m, N, threshold, scale, STREAM:
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def dropout_kernel(
     p_x, p_y, p_seed, M, N, stride_x, threshold, scale,
-    STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] = dropout(x); or, without x, the mask itself, 1 where kept."""
+    N, stride_x = multiples((N, stride_x), MULTIPLE)
     blocks = tl.cdiv(N, BLOCK_N)  # of columns; on the one grid dimension that may be long, as either M or N may be
     rows = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_col = (tl.program_id(0) % blocks) * BLOCK_N

@@ -12,7 +12,7 @@ from triton.language.target_info import is_cuda
 from .conversion_kernels import PTX
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, finish_tile, load_weights
-from .row_kernels import signed, tile_rows, valid
+from .row_kernels import multiples, signed, tile_rows, valid
 from .split_forward_kernels import nothing_waits, split_forward_round
 
 
@@ -26,9 +26,9 @@ def norm_forward_kernel(
     eps, threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
-    VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
-    PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr,
-    EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr,
+    MULTIPLE: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr,
+    EARLY: tl.constexpr, PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
+    SPAN: tl.constexpr, EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr,
     DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
@@ -48,6 +48,9 @@ def norm_forward_kernel(
     """
     if EARLY_START:
         gdc_wait()  # for the kernel ahead, which has waited for the one ahead of it; nothing may be read or written above
+    N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r = multiples(
+        (N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r), MULTIPLE
+    )
     slice_id = tl.program_id(0) % SLICES
     group = tl.program_id(0) // SLICES
     groups = tl.num_programs(0) // SLICES

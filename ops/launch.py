@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -58,6 +58,7 @@ def _forward(
         loaded_bytes=_bytes(*loaded),
         weight_bytes=0,  # forward reads its weights past the prefetch
         splittable=True,
+        multiple=_multiple(N, *stride),
         light_weights=given.weight1 is None and given.bias1 is None and max(_bytes(given.weight), _bytes(given.bias)) <= 2,
     )
     facts = device_facts(device)
@@ -136,6 +137,7 @@ def _backward(
         weight_bytes=_bytes(given.weight),
         # The programs of a split row exchange the sums of one upstream gradient, and of nothing else.
         splittable=given.dy is not None and given.dy1 is None and given.x is None and given.x1 is None,
+        multiple=_multiple(N, *stride),
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)
@@ -192,6 +194,7 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
         "LONG": M + tile.rows >= 2**31,
         "LOOPED": tile.looped(N),
         "EVEN_N": N % tile.width == 0,
+        "MULTIPLE": work.multiple,
         "VECTOR": tile.columns or work.vector,
         "STAGES": tile.stages,
         "HOLD": tile.hold_weights and tile.programs_per_sm > 0,
@@ -236,6 +239,11 @@ def _vector(*dtypes: torch.dtype | None) -> int:
     return 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None)
 
 
+def _multiple(*numbers: int) -> int:
+    """The largest power of two up to 16 that divides all of them."""
+    return gcd(16, *numbers)
+
+
 def _bytes(*dtypes: torch.dtype | None) -> int:
     return sum(dtype.itemsize for dtype in dtypes if dtype is not None)
 
@@ -245,12 +253,13 @@ def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) ->
     M, N = y.shape
     block_n = min(1024, max(16, triton.next_power_of_2(N)))
     rows = max(1, 2048 // block_n)
+    stride = 0 if x is None else x.stride(0)
     launch = Launcher(
         dropout_kernel,
         triton.cdiv(M, rows) * triton.cdiv(N, block_n),
-        (M, N, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p)),
+        (M, N, stride, drop_threshold(p), keep_scale(p)),
         y.device,
-        STREAM=stream, ROWS=rows, BLOCK_N=block_n, num_warps=4,
+        STREAM=stream, ROWS=rows, BLOCK_N=block_n, MULTIPLE=_multiple(N, stride), num_warps=4,
     )  # fmt: skip
     launch(x, y, seed)
 

@@ -6,10 +6,11 @@ finish one block before it loads the weights of the next, for which it then need
 [ROWS, width], of which only the last may reach past the row's end.
 Where SLICES programs share a row, each holds the BLOCK_N columns that begin at its `first_col`.
 
-The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks fill the row, so columns need no mask;
-VECTOR columns side by side in a thread; STAGES tiles in flight, those to come in shared memory;
-HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and read twice; SPAN the columns that all
-threads together hold side by side: a wider block repeats that, and each thread has all rows of its columns.
+The constexprs that all kernels share: ROWS rows in a tile; EVEN_N the blocks fill the row, so columns need no mask; MULTIPLE a
+power of two, up to 16, that divides N and the distances between rows; VECTOR columns side by side in a thread; STAGES tiles in
+flight, those to come in shared memory; HOLD weights stay in registers from tile to tile; LOOPED rows are wider than a tile and
+read twice; SPAN the columns that all threads together hold side by side: a wider block repeats that, and each thread has all
+rows of its columns.
 """
 
 import triton
@@ -20,6 +21,22 @@ from .conversion_kernels import widen, widen_again
 NO_HINT = tl.constexpr("")  # to the caches: whatever the hardware does of itself
 L1_AND_L2 = tl.constexpr("")
 L2_ALONE = tl.constexpr(".cg")
+
+
+@triton.jit
+def multiples(numbers, MULTIPLE: tl.constexpr):
+    """A tuple of numbers that MULTIPLE divides, so that the compiler knows it.
+
+    Of an argument it knows whether 16 does, and no more: rows of 1000 columns it would read two bytes at a time, and in a loop
+    not ahead.
+    """
+    known = ()
+    for i in tl.static_range(len(numbers)):
+        if MULTIPLE < 16:
+            known += (numbers[i] // MULTIPLE * MULTIPLE,)
+        else:
+            known += (numbers[i],)
+    return known
 
 
 @triton.jit

@@ -73,6 +73,7 @@ class Work:
     loaded_bytes: int  # read for each element of a tile
     weight_bytes: int  # read for each column of a tile, unless it holds its weights, through shared memory
     splittable: bool  # whether the kernel can do this with a row split over programs
+    multiple: int = 16  # the largest power of two up to 16 that divides columns and distances between rows
     light_weights: bool = True  # of 16 bits and of one norm: what forward's tiles were measured with that ask for them first
 
     @property
@@ -177,10 +178,11 @@ def fit(tile: Tile, work: Work, device: Device) -> Tile:
 
 def staged_bytes(tile: Tile, work: Work, device: Device) -> int:
     """Shared memory of one program: the tiles in flight, 2 KB for reductions (256 bytes were the most seen), and a row in fp32
-    where one changes its layout on the way to memory: that is held besides (0.8 of it was the most seen)."""
+    where one changes its layout on the way from or to memory: that is held besides (0.8 of it was the most seen)."""
     columns = tile.block_n + tile.tail_n
     loaded = tile.rows * work.loaded_bytes + (0 if tile.hold_weights else work.weight_bytes)
-    converts = tile.columns > work.vector or 0 < tile.tail_n < min(tile.block_n, span(tile, work, device))
+    side_by_side = tile.columns or work.vector
+    converts = side_by_side > min(work.vector, work.multiple) or 0 < tile.tail_n < min(tile.block_n, span(tile, work, device))
     return (tile.stages - 1) * columns * loaded + 2048 + (4 * tile.rows * columns if converts else 0)
 
 

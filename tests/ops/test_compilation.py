@@ -106,7 +106,7 @@ def test_a_new_batch_size_dropout_probability_or_seed_compiles_nothing(n, device
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(800, 864, 1008), (1200, 1216, 1264), (4048, 4064), (20000, 20400)], ids=str)
 def test_a_new_width_that_takes_the_same_tile_compiles_nothing(widths, device, nothing_compiled, tiles_used):
-    """None of them fills its tile; all are multiples of 16, which Triton compiles for."""
+    """None of them fills its tile; all are multiples of 16, and others have a variant for what divides them."""
     tiles, seed = [], torch.tensor([1], device=device)
     for n in widths:
         step(64, n, device, seed)

@@ -30,7 +30,7 @@ def on(monkeypatch):
     launch.forget()
 
 
-def forward(n):
+def forward(n, strides=None):
     options = Options(
         eps=1e-5,
         dropout_p=0.0,
@@ -42,10 +42,10 @@ def forward(n):
         store_stats=True,
         return_mask=False,
     )
-    return launch._forward(options, torch.Size((64, n)), torch.device("cpu"), dtypes(Inputs, "x", "weight"), None, False)
+    return launch._forward(options, torch.Size((64, n)), torch.device("cpu"), dtypes(Inputs, "x", "weight"), strides, False)
 
 
-def backward(n, wanted=(True, True, False, False)):
+def backward(n, wanted=(True, True, False, False), strides=None):
     options = BackwardOptions(
         dropout_p=0.0,
         zero_centered_weight=False,
@@ -57,7 +57,7 @@ def backward(n, wanted=(True, True, False, False)):
         weight_dtype=BF16,
     )
     given = dtypes(BackwardInputs, "dy", "r", "weight")
-    return launch._backward(options, torch.Size((64, n)), torch.device("cpu"), given, None)
+    return launch._backward(options, torch.Size((64, n)), torch.device("cpu"), given, strides)
 
 
 def dtypes(record, *present):
@@ -99,3 +99,17 @@ def test_many_partial_sums_of_few_columns_are_added_up_by_large_programs_no_more
     assert {n: (made.programs, made.constants["BLOCK_N"], made.constants["num_warps"]) for n, made in finish.items()} == {
         64: (16, 8, 4), 128: (32, 8, 16), 512: (128, 8, 16), 768: (96, 16, 16), 1024: (256, 8, 4),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("n, multiple", [(768, 16), (1000, 8), (1500, 4), (50257, 1)])
+def test_kernels_are_told_what_divides_the_width(n, multiple, on):
+    on("H200")
+    assert forward(n).start.constants["MULTIPLE"] == backward(n).gradients.constants["MULTIPLE"] == multiple
+
+
+def test_kernels_are_told_what_divides_the_distances_between_rows_too(on):
+    on("H200")
+    strides = tuple(776 if name == "x" else 0 for name in Inputs._fields)
+    assert forward(768, strides).start.constants["MULTIPLE"] == 8
+    strides = tuple(770 if name == "dy" else 0 for name in BackwardInputs._fields)
+    assert backward(768, strides=strides).gradients.constants["MULTIPLE"] == 2

@@ -49,6 +49,22 @@ def test_weights_that_a_tile_asks_for_first_are_not_put_off_behind_the_statistic
     assert any(launch["behind_sums"] for launch in forward)
 
 
+def test_backward_has_the_shared_memory_that_tiles_are_fitted_by(launches):
+    """Counted too low, a tile would be too much for a GPU that has less of it."""
+    backward = [launch for launch in launches if launch["kernel"] == "norm_backward_kernel"]
+    assert [launch for launch in backward if launch["shared"] > launch["staged"]] == []
+    # Nor so high that it takes stages away for nothing.
+    assert [launch for launch in backward if launch["staged"] > 1.5 * launch["shared"]] == []
+
+
+def test_no_element_is_read_or_written_by_itself_unless_the_width_is_odd(launches):
+    """Else rows of 1000 columns are: of an argument Triton knows whether 16 divides it, and no more."""
+    assert any(case.n % 16 == 8 for case in CASES) and any(case.n % 8 == 4 for case in CASES)
+    odd = {describe(case) for case in CASES if case.n % 2}
+    found = [launch for launch in launches if launch["two_bytes"] and launch["kernel"] != "finish_weight_gradients_kernel"]
+    assert {launch["case"] for launch in found} == odd
+
+
 def test_rows_are_read_past_l1_where_the_tile_says_so_and_biases_only_where_weights_are_more_than_it_keeps(launches):
     reads = {(*launch["past_l1"], launch["reads_past_l1"]) for launch in launches}
     work = Work(rms=False, residual=False, dropout=False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True)

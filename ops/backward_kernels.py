@@ -215,11 +215,13 @@ def accumulate(p, b, first_col, N, first):
 
 @triton.jit(do_not_specialize=["PARTIALS"])
 def finish_weight_gradients_kernel(
-    p_partial, p_out, PARTIALS, WIDTH, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr
+    p_partial, p_out, PARTIALS, WIDTH,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, MULTIPLE: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """out [WIDTH] = the sum over rows of partial [PARTIALS, WIDTH], in a fixed order."""
     if EARLY_START:
         gdc_wait()  # for all programs of backward; this kernel lets nobody begin early, so what follows it comes after both
+    WIDTH = multiples((WIDTH,), MULTIPLE)[0]
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for first in tl.range(0, PARTIALS, BLOCK_P):

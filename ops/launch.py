@@ -174,6 +174,7 @@ def _backward(
         device,
         BLOCK_P=block_p,
         BLOCK_N=block_n,
+        MULTIPLE=_multiple(width),
         num_warps=warps,
         **early_start(facts.pdl),
     )

@@ -144,8 +144,10 @@ def over(n: int, up_to: int, tile: Tile, vector: int) -> Tile:
     block_n, tail_n = row_blocks(n) if (tile.block_n, tile.tail_n) == row_blocks(up_to) else (tile.block_n, 0)
     if tail_n:
         # Threads that find no columns of their own in a tail hold, load and sum others' once more: with 8 warps, 8704 = 8192 +
-        # 512 was read at 2590 GB/s where 9728 = 8192 + 2048 was at 3590 (H200, LN forward, 4096 rows).
-        tail_n = max(tail_n, min(block_n, tile.warps * 32 * (tile.columns or vector)))
+        # 512 was read at 2590 GB/s where 9728 = 8192 + 2048 was at 3590 (H200, LN forward, 4096 rows). So a tail is as wide as
+        # all threads are side by side, or as the measured one.
+        least = min(block_n, tile.warps * 32 * (tile.columns or vector))
+        tail_n = max(tail_n, min(least, tile.tail_n) if block_n == tile.block_n else least)
     return replace(tile, block_n=block_n, tail_n=tail_n) if tail_n < block_n else replace(tile, block_n=2 * block_n, tail_n=0)
 
 

@@ -190,7 +190,8 @@ def test_a_width_between_two_entries_takes_two_blocks_unless_the_wider_entry_fou
             one_was_faster = entry.tail_n == 0 and row_blocks(up_to)[1] > 0
             block_n, tail_n = (entry.block_n, 0) if one_was_faster else row_blocks(between)
             if tail_n:
-                tail_n = max(tail_n, 32 * entry.warps * (entry.columns or key[3]))
+                least = 32 * entry.warps * (entry.columns or key[3])
+                tail_n = max(tail_n, min(least, entry.tail_n) if block_n == entry.block_n else least)
             expected = (block_n, tail_n) if tail_n < block_n else (2 * block_n, 0)
             assert (tile.block_n, tile.tail_n) == expected, (between, tile)
         assert tile.rows == entry.rows and tile.warps == entry.warps
@@ -202,6 +203,9 @@ def test_a_tail_between_two_entries_has_columns_for_every_thread():
     assert {n: (tile.block_n, tile.tail_n) for n, tile in tiles.items()} == {
         8704: (8192, 2048), 9728: (8192, 2048), 2560: (1024, 2 * 1024), 4608: (4096, 1024),
     }  # fmt: skip
+    # Or as many as the entry's tail, with which it was measured: 4096, half of what 32 warps hold side by side.
+    tile = backward_tile(10240, replace(work, rms=True))
+    assert (tile.block_n, tile.tail_n, tile.warps) == (8192, 4096, 32)
 
 
 def test_a_row_that_changes_its_layout_on_the_way_to_memory_is_counted_beside_the_tiles_in_flight():

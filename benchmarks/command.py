@@ -49,10 +49,6 @@ def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> 
         help="folder for JSON and plots (benchmarks/results/<gpu>; .cache/benchmarks/<gpu> with --quick and on the CPU)",
     )  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="start over instead of adding to recorded results")
-    parser.add_argument(
-        "--renew", action="store_true",
-        help="measure these cells again in results of another git revision, whose other cells stay",
-    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
     parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
     parser.add_argument("--revision", help="git revision to record where the code runs without its repository")
@@ -62,8 +58,6 @@ def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[int, int] = ROUNDS) -> argparse.Namespace:
     options = parser.parse_args(argv)
-    if options.renew and options.fresh:
-        parser.error("--renew keeps what is recorded and --fresh forgets it; give one")
     if options.plot_only and options.output is None:
         parser.error("--plot-only: name the recorded results by --output benchmarks/results/<gpu>")
     if options.rounds is None:
@@ -103,19 +97,21 @@ def open_results(
     names: list[str],
     argv: Sequence[str],
     others: dict[str, str] | None = None,
+    renew: bool = False,
 ) -> Results:
     """The file of results that this run adds to; ends the program where it must not.
 
     Args:
         names: of providers.
         others: versions of what is compared beside providers.
+        renew: as `Results` has it.
     """
     facts = environment(device, providers.versions(names) | (others or {}), options.revision)
     published = not options.quick and device.type == "cuda"
     folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
     try:
-        return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh, renew=options.renew)
+        return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh, renew=renew)
     except ResultsError as error:
         raise SystemExit(str(error)) from error
 

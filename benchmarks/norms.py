@@ -6,7 +6,7 @@ python -m benchmarks.norms                                       everything that
 python -m benchmarks.norms --case ln --width 768 1024            some of it; records add up in one file
 python -m benchmarks.norms --missing --minutes 8                 what the file lacks, as far as eight minutes go
 python -m benchmarks.norms --width 768 --warm 12                 compiled by twelve processes first
-python -m benchmarks.norms --case rms --width 4096 --renew       in a file of another revision, whose other cells stay
+python -m benchmarks.norms --case rms --width 4096 --renew       these again in results of another revision
 """
 
 import argparse
@@ -64,6 +64,10 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     parser.add_argument("--weight-dtype", choices=("bf16", "fp32"), default="bf16", help="weights and biases (%(default)s)")
     parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="(both)")
     parser.add_argument("--missing", action="store_true", help="skip what the file already has")
+    parser.add_argument(
+        "--renew", action="store_true",
+        help="measure these again in results of another git revision; the others stay and say where they come from",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=command.minutes, help="start no cell after this long")
     parser.add_argument("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
     parser.add_argument("--compile-only", type=share_of, metavar="I/N", help="what those processes do: compile their share")
@@ -73,6 +77,10 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         parser.error("--small and --width both choose the widths; give one")
     if options.missing and options.fresh:
         parser.error("--missing keeps what is recorded and --fresh forgets it; give one")
+    if options.renew and options.fresh:
+        parser.error("--renew keeps what is recorded and --fresh forgets it; give one")
+    if options.plot_only and (options.renew or options.fresh):
+        parser.error("--plot-only measures nothing: leave --renew and --fresh out")
     options.case = options.case or list(QUICK_CASES if options.quick else CASES)
     options.width = options.width or list(SMALL_WIDTHS if options.small else QUICK_WIDTHS if options.quick else WIDTHS)
     options.residual = options.residual or (["bf16"] if options.quick else ["bf16", "fp32"])
@@ -188,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = command.pick_device(parser, options)
     everything, worker = set(options.provider) == set(PROVIDERS), options.compile_only is not None
     names = command.importable(options.provider, optional=everything, quiet=worker)
-    results = command.open_results("norms", KEY, options, device, names, argv)
+    results = command.open_results("norms", KEY, options, device, names, argv, renew=options.renew)
     todo = [
         (shape, directions)
         for shape in shapes(options)
@@ -222,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         where = f"{record['case']} {record['direction']} {record['residual_dtype'] or ''} {record['M']}×{record['N']}"
         print(f"failed: {record['provider']}, {where}: {record['error']}")
     if left:
-        print(f"{len(left)} of {len(todo)} shapes not started after {options.minutes:g} minutes; go on with --missing")
+        how = "--missing --renew" if options.renew else "--missing"
+        print(f"{len(left)} of {len(todo)} shapes not started after {options.minutes:g} minutes; go on with {how}")
 
 
 def lacks(results: Results, shape: Shape, direction: str, names: Sequence[str], options: argparse.Namespace) -> bool:

@@ -2,12 +2,13 @@
 
 A sweep may be split over several runs: a record replaces the one of the same cell, all others stay. That holds only for runs of
 one code on one kind of machine, so a file from elsewhere is refused unless the run starts afresh. Where a change reaches a few
-cells alone, they may be renewed: the others then say of which revision they are.
+cells alone, they may be renewed: the others then say which revision they come from.
 """
 
 import json
 import re
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from training.environment import environment as facts_of
 
 FOLDER = Path(__file__).parent / "results"
 Record = dict[str, Any]
-CONTENDER = ("provider", "contender")  # the fields of a key that say who is measured
 
 
 class ResultsError(ValueError):
@@ -56,12 +56,18 @@ def _code_is_dirty() -> bool:
     return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
 
 
+def revision_of(environment: dict[str, Any]) -> str | None:
+    return (environment["git"] or {}).get("revision")
+
+
 def differences(old: dict[str, Any], new: dict[str, Any], *, renew: bool = False) -> list[str]:
     """What keeps two environments from sharing a file: GPU, toolkit, git revision, and versions that both have.
 
     Args:
-        renew: the revisions may differ, as long as both are known.
+        renew: they may be of two revisions, as long as these say what the code was: both known, without uncommitted changes.
     """
+    clean = all(environment["git"] and not environment["git"]["dirty"] for environment in (old, new))
+    allowed = {"git revision"} if renew and clean else set()
     found = []
     for name, of in (
         ("GPU", lambda e: (e["gpu"] or {}).get("name")),
@@ -70,18 +76,12 @@ def differences(old: dict[str, Any], new: dict[str, Any], *, renew: bool = False
         ("git revision", revision_of),
         ("uncommitted changes", lambda e: (e["git"] or {}).get("dirty", False)),
     ):
-        if renew and of is revision_of and None not in (of(old), of(new)):
-            continue
-        if of(old) != of(new):
+        if of(old) != of(new) and name not in allowed:
             found.append(f"{name} {of(old)} there, {of(new)} here")
     for name in sorted(old["versions"].keys() & new["versions"].keys()):
         if old["versions"][name] != new["versions"][name]:
             found.append(f"{name} {old['versions'][name]} there, {new['versions'][name]} here")
     return found
-
-
-def revision_of(environment: dict[str, Any]) -> str | None:
-    return (environment["git"] or {}).get("revision")
 
 
 class Results:
@@ -91,8 +91,8 @@ class Results:
         key: the fields of a record that name its cell.
         fresh: forget what the file has.
         renew: add to a file of another git revision too. Its records keep that one, as `revision`; those of a comparison that
-            is measured again go, so that nothing stands beside what it was not measured with. How many records are of which
-            other revision is in environment["git"]["others"].
+            is measured again go, so that nothing stands beside what it was not measured with. How many records come from
+            which other revision is in environment["git"]["others"].
 
     Raises:
         ResultsError: the file is of another environment, or no such file.
@@ -108,14 +108,14 @@ class Results:
         fresh: bool = False,
         renew: bool = False,
     ) -> None:
-        self.path, self.key, self.environment = path, tuple(key), environment
+        self.path, self.key, self.environment, self.renew = path, tuple(key), environment, renew
         self.commands = [command]
         self._records: dict[tuple[Any, ...], Record] = {}
         if not fresh and path.exists():
-            self._continue(load(path), renew)
+            self._continue(load(path))
 
-    def _continue(self, file: dict[str, Any], renew: bool) -> None:
-        differing = differences(file["environment"], self.environment, renew=renew)
+    def _continue(self, file: dict[str, Any]) -> None:
+        differing = differences(file["environment"], self.environment, renew=self.renew)
         if differing:
             ways = ["--fresh to start over"]
             if not differences(file["environment"], self.environment, renew=True):
@@ -137,16 +137,17 @@ class Results:
         return tuple(record.get(name) for name in self.key)
 
     def comparison(self, record: Record) -> tuple[Any, ...]:
-        """The cell but for who is measured: what shares it is measured side by side."""
-        return tuple(record.get(name) for name in self.key if name not in CONTENDER)
+        """The cell but for the provider: what shares it is measured side by side."""
+        return tuple(record.get(name) for name in self.key if name != "provider")
 
     @property
     def records(self) -> list[Record]:
         return list(self._records.values())
 
     def has(self, **cell: Any) -> bool:
-        """Whether the cell was measured; a failure counts."""
-        return self.cell(cell) in self._records
+        """Whether the cell was measured, of this revision if cells are renewed; a failure counts."""
+        record = self._records.get(self.cell(cell))
+        return record is not None and not (self.renew and "revision" in record)
 
     def add(self, records: Iterable[Record]) -> None:
         """Takes records in and saves."""
@@ -154,6 +155,7 @@ class Results:
         measured = {self.comparison(record) for record in new.values()}
         for cell, record in list(self._records.items()):
             if "revision" in record and cell not in new and self.comparison(record) in measured:
+                print(f"dropped, as not measured again beside the others: {cell} of {record['revision']}", file=sys.stderr)
                 del self._records[cell]
         self._records |= new
         self.save()

@@ -179,13 +179,15 @@ def fit(tile: Tile, work: Work, device: Device) -> Tile:
 
 
 def staged_bytes(tile: Tile, work: Work, device: Device) -> int:
-    """Shared memory of one program: the tiles in flight, 2 KB for reductions (256 bytes were the most seen), and a row in fp32
-    where one changes its layout on the way from or to memory: that is held besides (0.8 of it was the most seen)."""
+    """Shared memory of one program, or more: the tiles in flight, 2 KB for reductions (256 bytes were the most seen), and a row
+    in fp32 where one may change its layout on the way from or to memory: that is held besides (0.8 of it was the most seen)."""
     columns = tile.block_n + tile.tail_n
     loaded = tile.rows * work.loaded_bytes + (0 if tile.hold_weights else work.weight_bytes)
+    # Four bytes are the least that a GPU copies ahead: rows of 16-bit elements at odd places are not staged.
+    ahead = 0 if work.vector == 8 and work.multiple == 1 else tile.stages - 1
     side_by_side = tile.columns or work.vector
     converts = side_by_side > min(work.vector, work.multiple) or 0 < tile.tail_n < min(tile.block_n, span(tile, work, device))
-    return (tile.stages - 1) * columns * loaded + 2048 + (4 * tile.rows * columns if converts else 0)
+    return ahead * columns * loaded + 2048 + (4 * tile.rows * columns if converts else 0)
 
 
 def span(tile: Tile, work: Work, device: Device) -> int:

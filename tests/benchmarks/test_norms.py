@@ -76,6 +76,7 @@ def test_rows_that_the_cap_makes_equal_are_measured_once():
         (["--small", "--width", "64"], "give one"),
         (["--missing", "--fresh"], "give one"),
         (["--renew", "--fresh"], "give one"),
+        (["--renew", "--plot-only", "--output", "."], "measures nothing"),
         (["--plot-only"], "--output"),
     ],
 )
@@ -275,6 +276,12 @@ def test_cells_of_another_revision_are_renewed_where_that_is_asked_for(run, monk
     records, _ = run("--case", "ln", "--width", "48", "--provider", "ours", "torch", "--renew")
     assert {(r["N"], r.get("revision")) for r in records} == {(64, "abc"), (48, None)}
     assert len(records) == len(before)
+    records, printed = run(
+        "--case", "ln", "--width", "64", "48", "--provider", "ours", "torch", "--missing", "--renew", "--minutes", "1e-9"
+    )
+    assert "1 of 1 shapes not started" in printed.out and "go on with --missing --renew" in printed.out
+    records, _ = run("--case", "ln", "--width", "64", "48", "--provider", "ours", "torch", "--missing", "--renew")
+    assert not [r for r in records if "revision" in r]
 
 
 @pytest.mark.gpu

@@ -102,11 +102,12 @@ def test_renewed_cells_are_of_this_revision_and_the_others_say_of_which_they_are
     assert load(path)["environment"]["git"] == {"revision": "jkl", "dirty": False}
 
 
-def test_a_renewed_record_has_nothing_beside_it_that_was_measured_with_another(tmp_path, facts):
+def test_a_renewed_record_has_nothing_beside_it_that_was_measured_with_another(tmp_path, facts, capsys):
     path = tmp_path / "norms.json"
     Results(path, KEY, at(facts, "abc"), "run").add([record(1), record(1, "torch"), record(2, "torch")])
     Results(path, KEY, at(facts, "def"), "run", renew=True).add([record(1)])
     assert [(r["N"], r["provider"]) for r in load(path)["records"]] == [(1, "ours"), (2, "torch")]
+    assert "dropped, as not measured again beside the others: ('ln', 1, 'torch') of abc" in capsys.readouterr().err
     # In one revision cells of one comparison may come in several runs, as ever.
     Results(path, KEY, at(facts, "def"), "run").add([record(1, "torch")])
     assert [(r["N"], r["provider"]) for r in load(path)["records"]] == [(1, "ours"), (2, "torch"), (1, "torch")]
@@ -115,7 +116,7 @@ def test_a_renewed_record_has_nothing_beside_it_that_was_measured_with_another(t
 @pytest.mark.parametrize(
     "change", [{"gpu": {"name": "NVIDIA H100"}}, {"cuda": "12.8"}, {"git": {"revision": "def", "dirty": True}}, {"git": None}]
 )
-def test_only_another_revision_can_be_renewed(tmp_path, facts, change):
+def test_only_another_clean_revision_can_be_renewed(tmp_path, facts, change):
     path = tmp_path / "norms.json"
     Results(path, KEY, facts, "run").add([record(1)])
     with pytest.raises(ResultsError) as error:
@@ -123,6 +124,22 @@ def test_only_another_revision_can_be_renewed(tmp_path, facts, change):
     assert "--renew" not in str(error.value)
     with pytest.raises(ResultsError, match="--renew to measure these cells again"):
         Results(path, KEY, at(facts, "def"), "run")
+
+
+def test_code_with_uncommitted_changes_is_no_revision_to_renew(tmp_path, facts):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, facts | {"git": {"revision": "abc", "dirty": True}}, "run").add([record(1)])
+    with pytest.raises(ResultsError, match="git revision abc there, def here"):
+        Results(path, KEY, facts | {"git": {"revision": "def", "dirty": True}}, "run", renew=True)
+
+
+def test_a_renewal_that_was_cut_short_has_only_what_it_measured(tmp_path, facts):
+    path = tmp_path / "norms.json"
+    Results(path, KEY, at(facts, "abc"), "run").add([record(1), record(2)])
+    Results(path, KEY, at(facts, "def"), "run", renew=True).add([record(1)])
+    going_on, as_it_is = (Results(path, KEY, at(facts, "def"), "run", renew=renew) for renew in (True, False))
+    assert [going_on.has(case="ln", N=n, provider="ours") for n in (1, 2, 3)] == [True, False, False]
+    assert [as_it_is.has(case="ln", N=n, provider="ours") for n in (1, 2, 3)] == [True, True, False]
 
 
 def test_a_library_that_only_one_run_had_does_not_separate_them(tmp_path, facts):

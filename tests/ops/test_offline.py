@@ -53,15 +53,17 @@ def test_backward_has_the_shared_memory_that_tiles_are_fitted_by(launches):
     """Counted too low, a tile would be too much for a GPU that has less of it."""
     backward = [launch for launch in launches if launch["kernel"] == "norm_backward_kernel"]
     assert [launch for launch in backward if launch["shared"] > launch["staged"]] == []
-    # Nor so high that it takes stages away for nothing.
-    assert [launch for launch in backward if launch["staged"] > 1.5 * launch["shared"]] == []
+    # Nor so high that stages are taken away for nothing.
+    assert [launch for launch in backward if launch["staged"] > 1.5 * launch["shared"] + 2048] == []
 
 
 def test_no_element_is_read_or_written_by_itself_unless_the_width_is_odd(launches):
-    """Else rows of 1000 columns are: of an argument Triton knows whether 16 divides it, and no more."""
+    """Rows of 1000 columns would be, as Triton knows of a width whether 16 divides it, and no more."""
     assert any(case.n % 16 == 8 for case in CASES) and any(case.n % 8 == 4 for case in CASES)
     odd = {describe(case) for case in CASES if case.n % 2}
-    found = [launch for launch in launches if launch["two_bytes"] and launch["kernel"] != "finish_weight_gradients_kernel"]
+    # A thread that sums weight gradients has one column of them to write, at any width.
+    norms = [launch for launch in launches if launch["kernel"] != "finish_weight_gradients_kernel"]
+    found = [launch for launch in norms if launch["two_bytes"]]
     assert {launch["case"] for launch in found} == odd
 
 

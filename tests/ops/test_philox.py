@@ -132,6 +132,13 @@ def test_seeded_dropout_drops_what_the_fused_operator_drops(stream, device):
     assert torch.equal(seeded_dropout(x, 0.3, 11, stream), r)
 
 
+@pytest.mark.parametrize("n, apart", [(1000, 1001), (72, 76), (33, 40)])
+def test_rows_may_lie_apart_by_what_does_not_divide_as_their_width_does(n, apart, device):
+    x = torch.randn(5, apart, device=device)[:, :n]
+    assert not x.is_contiguous()
+    assert torch.equal(seeded_dropout(x, 0.3, 5), seeded_dropout(x.contiguous(), 0.3, 5))
+
+
 def test_seeded_dropout_backward_uses_the_same_mask(device):
     x = torch.randn(3, 4, 30, device=device, requires_grad=True)
     y = seeded_dropout(x, 0.3, 5)

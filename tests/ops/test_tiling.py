@@ -203,9 +203,37 @@ def test_a_tail_between_two_entries_has_columns_for_every_thread():
     assert {n: (tile.block_n, tile.tail_n) for n, tile in tiles.items()} == {
         8704: (8192, 2048), 9728: (8192, 2048), 2560: (1024, 2 * 1024), 4608: (4096, 1024),
     }  # fmt: skip
-    # Or as many as the entry's tail, with which it was measured: 4096, half of what 32 warps hold side by side.
-    tile = backward_tile(10240, replace(work, rms=True))
-    assert (tile.block_n, tile.tail_n, tile.warps) == (8192, 4096, 32)
+
+
+def test_a_tail_between_two_entries_may_be_as_narrow_as_that_of_the_entry():
+    """It was measured so: 4096 columns, half of what 32 warps hold side by side."""
+
+    def blocks(tile):
+        return tile.block_n, tile.tail_n
+
+    rms = Work(True, False, False, vector=8, loaded_bytes=4, weight_bytes=2, splittable=True)
+    assert blocks(backward_tile(10240, rms)) == blocks(backward_tile(12272, rms)) == (8192, 4096)
+    rms_dropout = Work(True, True, True, vector=8, loaded_bytes=4, weight_bytes=0, splittable=True)
+    assert blocks(forward_tile(10240, rms_dropout)) == (8192, 4096)
+    assert blocks(forward_tile(640, rms_dropout)) == (512, 256)
+    ln_add = Work(False, True, False, vector=8, loaded_bytes=4, weight_bytes=0, splittable=True)
+    assert blocks(forward_tile(4608, ln_add)) == (4096, 1024)
+    ln_dropout = Work(False, True, True, vector=4, loaded_bytes=10, weight_bytes=2, splittable=True)
+    assert blocks(backward_tile(4608, ln_dropout)) == (4096, 1024)
+
+
+def test_what_divides_a_width_decides_what_is_staged():
+    tile = Tile(1, 2048, 0, 1, 8, 4, 1, True)
+    in_bf16 = Work(False, True, False, vector=8, loaded_bytes=6, weight_bytes=2, splittable=True)
+    staged = {multiple: staged_bytes(tile, replace(in_bf16, multiple=multiple), H200) for multiple in (16, 8, 4, 2, 1)}
+    whole, row = 3 * 2048 * 6 + 2048, 4 * 2048
+    # Eight columns a thread, and less than that at a time from memory: the row changes its layout. Elements of 16 bits at odd
+    # places are not copied ahead at all.
+    assert staged == {16: whole, 8: whole, 4: whole + row, 2: whole + row, 1: 2048 + row}
+    in_fp32 = replace(in_bf16, vector=4, loaded_bytes=10)
+    staged = {multiple: staged_bytes(tile, replace(in_fp32, multiple=multiple), H200) for multiple in (16, 4, 2, 1)}
+    whole = 3 * 2048 * 10 + 2048
+    assert staged == {16: whole, 4: whole, 2: whole + row, 1: whole + row}
 
 
 def test_a_row_that_changes_its_layout_on_the_way_to_memory_is_counted_beside_the_tiles_in_flight():

@@ -21,12 +21,12 @@ OPTIONS = {
     "prenorm": [True, False],
     "residual_in_fp32": [False, True],
     "out": [None, FP32, BF16],
-    "n": [40, 64, 1, 31],
+    "n": [40, 64, 1, 31, 36],
     "m": [5, 1, 18],
 }
 CASES = pairwise(**OPTIONS)
-REAL_WIDTHS = [1, 31, 768, 1000, 1024, 1600, 2048, 4096, 5120, 8192]
-WIDE = [16384, 16385, 40000]
+REAL_WIDTHS = [1, 31, 768, 1000, 1002, 1024, 1500, 1600, 2048, 4096, 5120, 8192]
+WIDE = [16384, 16385, 20004, 40000]
 
 
 def test_every_pair_of_option_values_has_a_case():

@@ -17,6 +17,7 @@ from benchmarks.results import FOLDER, Results, ResultsError, environment, load,
 # For what was measured in a hurry: it doesn't go among the results that are published.
 SCRATCH = Path(".cache/benchmarks")
 ROUNDS = (25, 7)  # by default; with --quick
+CPU_ROWS = 64  # by default on the CPU, where programs are tried and nothing is learnt from large tensors
 
 
 def positive(text: str) -> int:
@@ -65,6 +66,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[in
     return options
 
 
+def rows_on(device: str, rows: int) -> int:
+    """The rows of tensors by default, which on a GPU are `rows`."""
+    return rows if device == "cuda" else CPU_ROWS
+
+
 def add_providers(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(providers.PROVIDERS)) -> None:
     parser.add_argument(
         "--provider", nargs="+", choices=tuple(providers.PROVIDERS), default=list(default), metavar="NAME",
@@ -106,11 +112,11 @@ def open_results(
         others: versions of what is compared beside providers.
         renew: as `Results` has it.
     """
-    facts = environment(device, providers.versions(names) | (others or {}), options.revision)
     published = not options.quick and device.type == "cuda"
-    folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
     try:
+        facts = environment(device, providers.versions(names) | (others or {}), options.revision)
+        folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
         return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh, renew=renew)
     except ResultsError as error:
         raise SystemExit(str(error)) from error

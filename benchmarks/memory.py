@@ -22,6 +22,7 @@ from benchmarks.providers import OURS, PROVIDERS, compiled, torch_expression
 from benchmarks.results import Record
 
 KEY = ("case", "residual_dtype", "M", "N", "blocks", "provider")
+ROWS = 32768
 MEMORY_CASES = ("dropout_add_ln", "dropout_add_rms")
 Chain = Callable[[Inputs], tuple[Tensor, Tensor]]
 
@@ -33,11 +34,12 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         help=f"of {', '.join(MEMORY_CASES)} (both)",
     )  # fmt: skip
     parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="stream (both)")
-    parser.add_argument("--rows", type=command.positive, default=32768, help="(%(default)s)")
+    parser.add_argument("--rows", type=command.positive, help=f"rows ({ROWS}, {command.CPU_ROWS} on the CPU)")
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="(768 4096; 768 with --quick)")
     parser.add_argument("--blocks", type=command.positive, default=8, help="length of the chain (%(default)s)")
     command.add_providers(parser, [name for name in PROVIDERS if name != "ours-seeded"])
     options = command.parse(parser, argv)
+    options.rows = options.rows or command.rows_on(options.device, ROWS)
     options.width = options.width or ([768] if options.quick else [768, 4096])
     return parser, options
 

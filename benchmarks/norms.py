@@ -35,6 +35,7 @@ from benchmarks.results import Record, Results
 from benchmarks.warm import compile_in_processes, forget_tuning, run_once, share_of
 
 KEY = ("case", "direction", "residual_dtype", "weight_dtype", "M", "N", "provider")
+ROWS = 32768
 WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 SMALL_WIDTHS = (32, 64, 128, 256, 512)
 QUICK_CASES, QUICK_WIDTHS = ("add_rms", "dropout_add_ln"), (4096,)
@@ -57,8 +58,8 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help=f"row widths ({WIDTHS})")
     parser.add_argument("--small", action="store_true", help=f"the widths {SMALL_WIDTHS} instead")
     parser.add_argument(
-        "--rows", nargs="+", type=command.positive, default=[32768], metavar="M",
-        help="rows (32768); fewer where M × N would exceed 2^29 elements",
+        "--rows", nargs="+", type=command.positive, metavar="M",
+        help=f"rows ({ROWS}, {command.CPU_ROWS} on the CPU); fewer where M × N would exceed 2^29 elements",
     )  # fmt: skip
     parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), help="dtype of the residual stream (both)")
     parser.add_argument("--weight-dtype", choices=("bf16", "fp32"), default="bf16", help="weights and biases (%(default)s)")
@@ -81,6 +82,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         parser.error("--renew keeps what is recorded and --fresh forgets it; give one")
     if options.plot_only and (options.renew or options.fresh):
         parser.error("--plot-only measures nothing: leave --renew and --fresh out")
+    options.rows = options.rows or [command.rows_on(options.device, ROWS)]
     options.case = options.case or list(QUICK_CASES if options.quick else CASES)
     options.width = options.width or list(SMALL_WIDTHS if options.small else QUICK_WIDTHS if options.quick else WIDTHS)
     options.residual = options.residual or (["bf16"] if options.quick else ["bf16", "fp32"])

@@ -38,13 +38,21 @@ def environment(device: torch.device, libraries: dict[str, str], revision: str |
     Args:
         libraries: versions of the libraries compared.
         revision: of the code, where it runs without its git repository.
+
+    Raises:
+        ResultsError: a revision is given and the repository is there, whose own revision counts.
     """
     facts = facts_of(device)
+    if revision and facts["git"] is not None:
+        raise ResultsError(
+            f"--revision {revision}: the code runs in its git repository, at {facts['git']['revision'][:8]}, which is what is "
+            "recorded. Leave the option out"
+        )
     del facts["command"]  # recorded beside the environment, which several commands share
     facts["versions"] = {name: v for name, v in {**facts["versions"], **libraries}.items() if v is not None}
     if facts["git"] is not None:
         facts["git"]["dirty"] = _code_is_dirty()
-    elif revision:
+    if revision:
         facts["git"] = {"revision": revision, "dirty": False}
     return facts
 

@@ -54,7 +54,7 @@ LN = CASES["ln"]
 def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = command.parser("seed_figures", __doc__.splitlines()[0])
     parser.add_argument("--figure", nargs="+", choices=tuple(FIGURES), default=list(FIGURES), help="(all)")
-    parser.add_argument("--rows", type=command.positive, help="instead of each figure's own, to try the program")
+    parser.add_argument("--rows", type=command.positive, help=f"instead of each figure's own ({command.CPU_ROWS} on the CPU)")
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="instead of each figure's own")
     options = command.parse(parser, argv)
     return parser, options
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         here.append("tutorial")
     results = command.open_results("seed_figures", KEY, options, device, [n for n in here if n in PROVIDERS], argv)
     cells = [
-        (figure, options.rows or FIGURES[figure].rows, width)
+        (figure, options.rows or command.rows_on(options.device, FIGURES[figure].rows), width)
         for figure in options.figure
         for width in options.width or (FIGURES[figure].quick if options.quick else FIGURES[figure].widths)
     ]

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import norms, providers, warm
+from benchmarks import memory, norms, providers, warm
 from benchmarks.cases import CASES, MAX_ELEMENTS
 from benchmarks.results import ResultsError, load
 
@@ -24,6 +24,12 @@ def run(tmp_path, capfd, monkeypatch):
 
 def parse(*arguments):
     return norms.options_of(arguments)[1]
+
+
+def test_tensors_are_small_by_default_where_a_cpu_has_to_do_with_them():
+    assert parse().rows == [32768] and parse("--device", "cpu").rows == [64]
+    assert parse("--device", "cpu", "--rows", "3").rows == [3]
+    assert memory.options_of([])[1].rows == 32768 and memory.options_of(["--device", "cpu"])[1].rows == 64
 
 
 def cells(records):

@@ -180,6 +180,13 @@ def test_revision_can_be_told_where_there_is_no_repository(monkeypatch):
     assert environment(torch.device("cpu"), {})["git"] is None
 
 
+def test_a_repository_is_not_told_its_revision(monkeypatch):
+    git = {"revision": "0123456789", "dirty": False}
+    monkeypatch.setattr(results, "facts_of", lambda device: {"command": "", "git": git, "versions": {}})
+    with pytest.raises(ResultsError, match=r"--revision abc.*at 01234567.*Leave the option out"):
+        environment(torch.device("cpu"), {}, "abc")
+
+
 def test_folder_is_named_by_the_gpu(facts):
     assert slug(facts) == "nvidia-h200"
     assert slug({"gpu": {"name": "AMD Instinct MI300X (OAM)"}}) == "amd-instinct-mi300x-oam"

@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,15 @@ def recorded(path: Path) -> dict[str, Any]:
         return load(path)
     except ResultsError as error:
         raise SystemExit(str(error)) from error
+
+
+def run(main: Callable[[], object]) -> None:
+    """Runs a program; Ctrl-C ends it with a line."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped; what was recorded by then is kept", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def progress(total: int, what: str, unit: str = "cell") -> Any:

@@ -265,4 +265,4 @@ def show(file: dict[str, Any], options: argparse.Namespace, folder: Any = None) 
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -198,4 +198,4 @@ def show(records: Sequence[Record]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

@@ -298,4 +298,4 @@ def show(file: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command.run(main)

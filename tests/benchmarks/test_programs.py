@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import host, memory, providers, seed_figures
+from benchmarks import command, host, memory, providers, seed_figures
 from benchmarks.results import load
 
 # Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
@@ -141,3 +141,12 @@ def test_tutorial_kernel_is_layer_norm(width, monkeypatch):
     x, weight, bias = (torch.randn(s, device=device) for s in ((5, width), (width,), (width,)))
     expected = F.layer_norm(x, (width,), weight, bias, 1e-5)
     torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ctrl_c_ends_a_program_with_a_line(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stopped:
+        command.run(main)
+    assert stopped.value.code == 130 and "stopped; what was recorded by then is kept" in capsys.readouterr().err

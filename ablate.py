@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is not None and (folder / "report.md").is_file():
             print(f"stopped; report so far: {relative(folder)}/report.md", file=sys.stderr)
         else:
-            print("stopped before the first cell was measured, so there is no report", file=sys.stderr)
+            print("stopped before the first cell was measured", file=sys.stderr)
         return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # of a signal: a number
     print(report.table(found))
     print(f"report: {relative(folder)}/report.md", flush=True)

@@ -103,7 +103,7 @@ def open_results(
     names: list[str],
     argv: Sequence[str],
     others: dict[str, str] | None = None,
-    renew: bool = False,
+    renew: bool | None = None,
 ) -> Results:
     """The file of results that this run adds to; ends the program where it must not.
 

@@ -74,7 +74,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], *, renew: bool = False
     Args:
         renew: they may be of two revisions, as long as these say what the code was: both known, without uncommitted changes.
     """
-    clean = all(environment["git"] and not environment["git"]["dirty"] for environment in (old, new))
+    clean = all(environment["git"] and not environment["git"].get("dirty") for environment in (old, new))
     allowed = {"git revision"} if renew and clean else set()
     found = []
     for name, of in (
@@ -100,7 +100,7 @@ class Results:
         fresh: forget what the file has.
         renew: add to a file of another git revision too. Its records keep that one, as `revision`; those of a comparison that
             is measured again go, so that nothing stands beside what it was not measured with. How many records come from
-            which other revision is in environment["git"]["others"].
+            which other revision is in environment["git"]["others"]. None: the program does not offer that.
 
     Raises:
         ResultsError: the file is of another environment, or no such file.
@@ -114,7 +114,7 @@ class Results:
         command: str,
         *,
         fresh: bool = False,
-        renew: bool = False,
+        renew: bool | None = None,
     ) -> None:
         self.path, self.key, self.environment, self.renew = path, tuple(key), environment, renew
         self.commands = [command]
@@ -123,10 +123,10 @@ class Results:
             self._continue(load(path))
 
     def _continue(self, file: dict[str, Any]) -> None:
-        differing = differences(file["environment"], self.environment, renew=self.renew)
+        differing = differences(file["environment"], self.environment, renew=bool(self.renew))
         if differing:
             ways = ["--fresh to start over"]
-            if not differences(file["environment"], self.environment, renew=True):
+            if self.renew is False and not differences(file["environment"], self.environment, renew=True):
                 ways.append("--renew to measure these cells again and keep the others")
             raise ResultsError(
                 f"{self.path} was recorded elsewhere: {'; '.join(differing)}. Pass {', '.join(ways)}, or another --output."

@@ -17,7 +17,7 @@ from .row_kernels import (
     row_sum,
     tile_rows,
     two_dots,
-)  # fmt: skip
+)
 from .split_backward_kernels import nothing_waits, split_backward_round
 from .stats_kernels import load_stats
 

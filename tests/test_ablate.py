@@ -166,8 +166,9 @@ def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
     monkeypatch.setattr(ablate, "measure", measure)
     wanted = 0
     assert ablate.main(tiny) == code
-    assert list((tmp_path / "runs").iterdir()) == []
-    assert "stopped before the first cell was measured, so there is no report" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == [] and "report" not in printed
+    assert "stopped before the first cell was measured" in printed
     wanted = 1
     assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == code
     assert len(serialize.load(here()).cells) == 1

@@ -123,7 +123,10 @@ def test_only_another_clean_revision_can_be_renewed(tmp_path, facts, change):
         Results(path, KEY, at(facts, "def") | change, "run", renew=True)
     assert "--renew" not in str(error.value)
     with pytest.raises(ResultsError, match="--renew to measure these cells again"):
-        Results(path, KEY, at(facts, "def"), "run")
+        Results(path, KEY, at(facts, "def"), "run", renew=False)
+    with pytest.raises(ResultsError) as error:
+        Results(path, KEY, at(facts, "def"), "run")  # of a program that has no such option
+    assert "--renew" not in str(error.value)
 
 
 def test_code_with_uncommitted_changes_is_no_revision_to_renew(tmp_path, facts):

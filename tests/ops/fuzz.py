@@ -27,7 +27,7 @@ from torch import Tensor
 
 import ops
 from ablation.text import aligned
-from benchmarks.results import Results, environment
+from benchmarks.results import Results, ResultsError, environment
 
 from .cases import BF16, FP16, FP32, Case, oracle, ours, pytorch
 from .cases import inputs as case_inputs
@@ -261,6 +261,10 @@ def main(argv: list[str] | None = None) -> None:
         _, outcome, what = attempt(options.seed, options.only, device)
         print(f"{outcome}: {what}")
         raise SystemExit(outcome is Outcome.wrong)
+    try:
+        facts = environment(device, {}, options.revision)
+    except ResultsError as error:
+        parser.error(str(error))
     print(f"{ops.backend_for(device)} on {device}, seed {options.seed}")
     counts: Counter[tuple[str, Outcome]] = Counter()
     number, end = 0, time.monotonic() + 60 * options.minutes
@@ -280,7 +284,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{number:,} calls: {', '.join(f'{count:,} {outcome}' for outcome, count in totals.items())}")
     if options.output is not None:
         command = f"python -m tests.ops.fuzz --seed {options.seed} --calls {number}"  # which makes these calls again
-        facts = environment(device, {}, options.revision)
         Results(options.output, ("seed", "subject"), facts, command, fresh=True).add(records)
     raise SystemExit(totals[Outcome.wrong] > 0)
 

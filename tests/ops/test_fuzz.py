@@ -67,6 +67,15 @@ def test_a_fuzz_is_recorded_with_what_makes_it_again(monkeypatch, tmp_path, caps
     assert "60 calls: " in capsys.readouterr().out
 
 
+def test_what_it_would_not_record_is_refused_before_the_first_call(monkeypatch, capsys):
+    git = {"revision": "0123456789", "dirty": False}
+    monkeypatch.setattr(results, "facts_of", lambda device: {"command": "", "git": git, "versions": {}})
+    monkeypatch.setattr(fuzz, "attempt", lambda *_: pytest.fail("called"))
+    with pytest.raises(SystemExit):
+        fuzz.main(["--calls", "1", "--revision", "abc"])
+    assert "--revision abc" in capsys.readouterr().err
+
+
 def test_a_call_that_goes_wrong_is_counted_shown_and_fails_the_fuzz(monkeypatch, tmp_path, capsys):
     def broken(x):
         raise RuntimeError("CUDA error: an illegal memory access")

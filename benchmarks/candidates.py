@@ -79,6 +79,7 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("draws_first", (False, True) if drawing else ()),
         ("one_pass", (False, True) if averaging else ()),
         ("past_l1", (False, True) if cell.direction == FORWARD else ()),
+        ("prefetch_l2", (False, True) if cell.direction == BACKWARD else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -87,7 +88,10 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     if own.slices == 1:
         tiles = (own, replace(own, warps=own.warps * 2), replace(own, max_registers=0))
         shapes = [replace(tile, block_n=b, tail_n=t) for tile in tiles for b, t in _blocks(cell)]
-        near |= dict.fromkeys([*shapes, *_loops(cell)])
+        near |= dict.fromkeys([*shapes, *_loops(cell), *_prefetching(cell)])
+    elif cell.direction == BACKWARD:
+        variants = itertools.product((own.stages - 1, own.stages, own.stages + 1), (1, 2))
+        near |= dict.fromkeys(replace(own, stages=stages, lag=lag, prefetch_l2=True) for stages, lag in variants)
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
     if cell.vector == 8:  # likewise columns: eight are what it has
@@ -152,9 +156,17 @@ def _loops(cell: Cell) -> Iterator[Tile]:
     if cell.direction == FORWARD and cell.work != "dropout":
         for block_n, elements in itertools.product((1024, 2048, 4096, 8192, 16384), (4, 8, 16, 32)):
             if block_n < cell.width:
-                # The compiler takes 32 for most, and up to 56 were up to 3 % faster; nobody knows why.
-                for max_registers in (0, 36, 40, 48, 56) if elements <= 16 else (0,):
+                # The compiler takes 32 for most, and up to 64 were up to 3 % faster; nobody knows why.
+                for max_registers in (0, 36, 40, 48, 56, 64) if elements <= 16 else (0,):
                     yield Tile(1, block_n, 0, 1, block_n // (32 * elements), 1, 0, False, max_registers)
+
+
+def _prefetching(cell: Cell) -> Iterator[Tile]:
+    """Backward: one row in a program, one program on each multiprocessor, rows brought into L2; those gained most by it."""
+    if cell.direction == BACKWARD and cell.width >= 1024:
+        blocks = ((tiling.one_block(cell.width), 0), tiling.row_blocks(cell.width))
+        for (block_n, tail_n), warps, stages, hold in itertools.product(blocks, (4, 8, 16, 32), (1, 2, 3, 4), (False, True)):
+            yield Tile(1, block_n, tail_n, 1, warps, stages, 1, hold, draws_first=True, prefetch_l2=True)
 
 
 def over_row(width: int, tile: Tile) -> Tile:

@@ -226,6 +226,7 @@ def format_table(table: dict, shares: dict | None = None) -> str:
             fields += f", lag={t.lag}" if t.lag > 1 else ""
             fields += ", one_pass=True" if t.one_pass else ""
             fields += ", past_l1=True" if t.past_l1 else ""
+            fields += ", prefetch_l2=True" if t.prefetch_l2 else ""
             share = (shares or {}).get((*key, width))
             lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")

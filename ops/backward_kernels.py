@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .input_gradient_kernels import draw_row, store_input_gradients, store_rowscale_gradients
 from .norm_gradient_kernels import add_norm_gradient, add_product, add_rows, normalise, weighted_sum
+from .prefetch_kernels import bring_rows
 from .row_kernels import (
     block_cols,
     block_count,
@@ -30,9 +31,9 @@ def norm_backward_kernel(
     threshold, scale,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr, MULTIPLE: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, LAG: tl.constexpr, RING: tl.constexpr,
-    SPAN: tl.constexpr, EARLY_START: tl.constexpr, EARLY_FINISH: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, DRAWS_FIRST: tl.constexpr, PREFETCH: tl.constexpr, LAG: tl.constexpr,
+    RING: tl.constexpr, SPAN: tl.constexpr, EARLY_START: tl.constexpr, EARLY_FINISH: tl.constexpr, IS_RMS: tl.constexpr,
+    DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs, each striding over tiles of ROWS rows. With g = dy · weight + dy1 · weight1:
 
@@ -77,6 +78,14 @@ def norm_backward_kernel(
             tl.static_assert(p_dy1 is None and p_x is None and p_x1 is None, "its programs exchange the sums of one norm alone")
             waiting = nothing_waits(p_r, p_dy, ROWS, BLOCK_N, LAG)
             for turn in tl.range(0, tl.cdiv(tiles - group, groups) + LAG, num_stages=STAGES):
+                if PREFETCH:
+                    # Of the tile that this round's end copies, and of the one that is finished beside it.
+                    coming = turn + STAGES - 1
+                    columns = BLOCK_N if EVEN_N else tl.minimum(BLOCK_N, N - first_col)
+                    bring_rows(p_r, group + coming * groups, M, stride_r, first_col, columns, ROWS)
+                    bring_rows(p_dy, group + coming * groups, M, stride_dy, first_col, columns, ROWS)
+                    if STAGES > LAG or coming >= LAG:
+                        bring_rows(p_dr, group + (coming - LAG) * groups, M, stride_dr, first_col, columns, ROWS)
                 waiting, b_dweight, b_dbias = split_backward_round(
                     p_dy, p_dr, p_r, p_weight, p_rowscale, p_rowscale1, p_stats, seed, p_dz, p_dx, p_dx1, p_dweight, p_dbias,
                     p_board, b_weight if HOLD else None, waiting, b_dweight, b_dbias, turn, group, groups, slice_id, first_col,
@@ -85,6 +94,12 @@ def norm_backward_kernel(
                 )  # fmt: skip
         else:
             for tile in tl.range(group, tiles, groups, num_stages=STAGES):
+                if PREFETCH:
+                    coming = tile + (STAGES - 1) * groups
+                    bring_rows(p_dr, coming, M, stride_dr, first_col, N, ROWS)
+                    bring_rows(p_r, coming, M, stride_r, first_col, N, ROWS)
+                    bring_rows(p_dy, coming, M, stride_dy, first_col, N, ROWS)
+                    bring_rows(p_dy1, coming, M, stride_dy1, first_col, N, ROWS)
                 rows = tile_rows(tile, ROWS, LONG)
                 m_row = rows < M
                 # Not with a row scale, where rows with a scale of 0 need no draws.

@@ -48,6 +48,9 @@ class Tile:
     # Forward reads rows past L1, which then keeps the weights from row to row. Up to 2 points where rows and weights together
     # are more than L1 holds; elsewhere half a point at most, won or lost.
     past_l1: bool = False
+    # Backward brings a tile into L2 just before it is copied into shared memory: a round begins by asking for what it ends with
+    # copying, by one instruction a row. Up to 6 points, most with one row in a program; elsewhere as much may be lost.
+    prefetch_l2: bool = False
 
     @property
     def width(self) -> int:
@@ -74,7 +77,8 @@ class Work:
     weight_bytes: int  # read for each column of a tile, unless it holds its weights, through shared memory
     splittable: bool  # whether the kernel can do this with a row split over programs
     multiple: int = 16  # the largest power of two up to 16 that divides columns and distances between rows
-    light_weights: bool = True  # of 16 bits and of one norm: what forward's tiles were measured with that ask for them first
+    light_weights: bool = True  # of 16 bits, which all tiles were measured with
+    one_norm: bool = True  # forward: there is no second norm of the same rows
 
     @property
     def kind(self) -> tuple[str, str, int]:
@@ -91,10 +95,12 @@ class Device:
     threads: int  # that one multiprocessor runs at a time
     warp_size: int
     cooperative: bool  # launches whose programs wait for each other; there is inline PTX in it, so NVIDIA only
-    pdl: bool  # programmatic dependent launch: a kernel's programs take their places while the kernel before still runs
+    # NVIDIA of compute capability 9.0 or later: programmatic dependent launch, by which a kernel's programs take their places
+    # while the kernel before still runs; and rows brought into L2 by one instruction.
+    sm_90: bool
 
 
-H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True)
+H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, sm_90=True)
 
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
 L1_BYTES = 192 * 1024  # of the 256 KB that an H200's multiprocessor has, the part that weights find free
@@ -119,10 +125,13 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
     tile = fit(over(n, up_to, tile, work.vector), work, device)
     # A bound was measured at its entry's width: between two, masks may take more registers than it leaves. So do heavier
     # weights, where forward asks for them first or loops, and in backward a second upstream gradient or a learned row scale.
-    light = work.light_weights if direction == "forward" else work.splittable
+    light = work.light_weights and work.one_norm if direction == "forward" else work.splittable
     if not (light and n == up_to):
         if tile.early_weights:
-            tile = replace(tile, hold_weights=light, max_registers=0)
+            # With weights in fp32, asking first was faster in 36 of 48 entries of 256 to 4096 columns that have no bound, by up
+            # to 15 %, and slower in five; of narrower and wider ones it was slower in 13 of 22, by up to 22 %.
+            early = light or (work.one_norm and tile.max_registers == 0 and 128 < n <= 4096)
+            tile = replace(tile, hold_weights=early, max_registers=0)
         elif direction == "backward" or tile.looped(n):
             tile = replace(tile, max_registers=0)
     if tile.slices > 1:
@@ -173,6 +182,8 @@ def fit(tile: Tile, work: Work, device: Device) -> Tile:
     threads = tile.warps * device.warp_size
     programs = min(tile.programs_per_sm, device.threads // threads)
     tile = replace(tile, programs_per_sm=programs)
+    if not device.sm_90:
+        tile = replace(tile, prefetch_l2=False)
     while tile.stages > 1 and max(1, programs) * staged_bytes(tile, work, device) > device.shared_memory:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
@@ -253,7 +264,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (256, Tile(8, 256, 0, 1, 4, 1, 0, True)),  # 0.80
         (512, Tile(4, 512, 0, 1, 2, 1, 0, True)),  # 0.86
         (768, Tile(4, 256, 512, 1, 4, 1, 0, True, 64)),  # 0.91
-        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, True, 43)),  # 0.92, the bound by hand
+        (1024, Tile(4, 128, 896, 1, 4, 1, 0, True)),  # 0.92
         (1600, Tile(2, 1024, 1024, 1, 4, 1, 0, True, 64)),  # 0.92
         (2048, Tile(1, 512, 1536, 1, 2, 1, 0, True, 80)),  # 0.95
         (4096, Tile(1, 1024, 3072, 1, 4, 1, 0, True, 80, past_l1=True)),  # 0.96
@@ -278,7 +289,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.98
         (5120, Tile(1, 8192, 0, 1, 4, 1, 0, True)),  # 0.98
         (8192, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 1.00
-        (12288, Tile(1, 4096, 0, 1, 8, 1, 0, False, 56)),  # 0.99
+        (12288, Tile(1, 4096, 0, 1, 8, 1, 0, False, 64)),  # 0.99
         (16384, Tile(1, 4096, 0, 1, 16, 1, 0, False, 56)),  # 0.99
         (32768, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 1.00
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, past_l1=True)),  # 0.97
@@ -357,7 +368,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 4096, 0, 1, 32, 1, 0, False)),  # 0.99
         (16384, Tile(1, 4096, 0, 1, 32, 1, 0, False, 56)),  # 1.01
         (32768, Tile(1, 8192, 24576, 1, 16, 1, 0, False)),  # 0.98
-        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True)),  # 0.95
+        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True, lag=2)),  # 0.95
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "ln", "dropout", 8): (
@@ -447,12 +458,12 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1600, Tile(1, 2048, 0, 1, 4, 6, 2, True)),  # 0.93
         (2048, Tile(2, 2048, 0, 1, 8, 5, 1, True)),  # 0.96
         (4096, Tile(1, 4096, 0, 1, 8, 6, 1, True, 144)),  # 0.98
-        (5120, Tile(1, 4096, 1024, 1, 4, 4, 1, True)),  # 0.96
-        (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True, 216)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 4, 4, 1, True, prefetch_l2=True)),  # 0.97
+        (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True, prefetch_l2=True)),  # 0.98
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.94
-        (16384, Tile(1, 1024, 0, 16, 1, 3, 8, True, lag=2)),  # 0.92
-        (32768, Tile(1, 1024, 0, 32, 1, 4, 8, True, lag=2)),  # 0.91
-        (65536, Tile(1, 1024, 0, 64, 1, 4, 8, True, lag=2)),  # 0.90
+        (16384, Tile(1, 1024, 0, 16, 1, 3, 8, True, lag=2, prefetch_l2=True)),  # 0.93
+        (32768, Tile(2, 1024, 0, 32, 2, 3, 4, True, lag=2, prefetch_l2=True)),  # 0.96
+        (65536, Tile(2, 1024, 0, 64, 2, 3, 4, True, lag=2, prefetch_l2=True)),  # 0.94
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True)),
     ),
     ("backward", "rms", "norm", 8): (
@@ -467,7 +478,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (2048, Tile(1, 2048, 0, 1, 4, 4, 2, True, 128)),  # 0.95
         (4096, Tile(1, 4096, 0, 1, 16, 5, 1, True, 64)),  # 0.99
         (5120, Tile(1, 8192, 0, 1, 8, 5, 1, True)),  # 0.99
-        (8192, Tile(1, 8192, 0, 1, 8, 3, 1, True)),  # 0.98
+        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, True, prefetch_l2=True)),  # 0.99
         (12288, Tile(1, 8192, 4096, 1, 32, 3, 1, False)),  # 0.98
         (16384, Tile(2, 2048, 0, 8, 4, 3, 3, False)),  # 0.95
         (32768, Tile(2, 2048, 0, 16, 4, 3, 3, True)),  # 0.96
@@ -505,7 +516,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (2048, Tile(1, 2048, 0, 1, 8, 6, 1, True)),  # 0.99
         (4096, Tile(1, 4096, 0, 1, 4, 4, 1, True)),  # 0.99
         (5120, Tile(1, 8192, 0, 1, 16, 4, 1, False)),  # 0.99
-        (8192, Tile(2, 8192, 0, 1, 16, 2, 1, False)),  # 0.99
+        (8192, Tile(2, 8192, 0, 1, 16, 1, 1, False, prefetch_l2=True)),  # 1.00
         (12288, Tile(1, 8192, 4096, 1, 16, 3, 1, False)),  # 0.98
         (16384, Tile(1, 4096, 0, 4, 4, 3, 2, True)),  # 0.99
         (32768, Tile(1, 4096, 0, 8, 4, 3, 2, True)),  # 0.99
@@ -521,12 +532,12 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (768, Tile(2, 1024, 0, 1, 4, 3, 2, False)),  # 0.94
         (1024, Tile(2, 1024, 0, 1, 8, 4, 1, True)),  # 0.95
         (1600, Tile(1, 2048, 0, 1, 4, 5, 1, True, 0, 8)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 8, 4, 1, False, 0, 8)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 8, 4, 1, True, prefetch_l2=True)),  # 0.98
         (4096, Tile(2, 4096, 0, 1, 16, 1, 1, False)),  # 0.97
-        (5120, Tile(2, 2048, 4096, 1, 16, 2, 1, True)),  # 0.96
-        (8192, Tile(1, 8192, 0, 1, 16, 2, 1, True)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 8, 2, 1, True, prefetch_l2=True)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 32, 1, 1, True, prefetch_l2=True)),  # 0.98
         (12288, Tile(2, 1024, 0, 12, 4, 3, 3, True, lag=2)),  # 0.96
-        (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.96
+        (16384, Tile(2, 1024, 0, 16, 4, 3, 2, True, lag=2, prefetch_l2=True)),  # 0.97
         (32768, Tile(2, 1024, 0, 32, 4, 4, 3, True, lag=2)),  # 0.97
         (65536, Tile(2, 1024, 0, 64, 2, 2, 4, True)),  # 0.98
         (262144, Tile(1, 2048, 0, 128, 4, 3, 3, True)),
@@ -540,14 +551,14 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (768, Tile(1, 1024, 0, 1, 4, 4, 2, True)),  # 0.95
         (1024, Tile(1, 1024, 0, 1, 4, 3, 2, True)),  # 0.93
         (1600, Tile(1, 2048, 0, 1, 8, 5, 1, True, 0, 8)),  # 0.97
-        (2048, Tile(4, 2048, 0, 1, 8, 2, 1, True)),  # 0.95
-        (4096, Tile(2, 4096, 0, 1, 16, 2, 1, True)),  # 0.96
-        (5120, Tile(2, 4096, 1024, 1, 8, 2, 1, True)),  # 0.95
-        (8192, Tile(1, 8192, 0, 1, 16, 2, 1, True)),  # 0.97
+        (2048, Tile(1, 2048, 0, 1, 8, 3, 1, True, prefetch_l2=True)),  # 0.98
+        (4096, Tile(1, 4096, 0, 1, 8, 2, 1, True, prefetch_l2=True)),  # 0.98
+        (5120, Tile(1, 4096, 1024, 1, 8, 2, 1, True, prefetch_l2=True)),  # 1.00
+        (8192, Tile(1, 8192, 0, 1, 32, 1, 1, True, prefetch_l2=True)),  # 0.97
         (12288, Tile(2, 1024, 0, 12, 4, 4, 3, True, lag=2)),  # 0.96
-        (16384, Tile(2, 1024, 0, 16, 4, 4, 3, True, lag=2)),  # 0.96
-        (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
-        (65536, Tile(2, 1024, 0, 64, 2, 2, 4, True)),  # 0.98
+        (16384, Tile(2, 1024, 0, 16, 4, 3, 2, True, lag=2, prefetch_l2=True)),  # 0.98
+        (32768, Tile(2, 1024, 0, 32, 4, 3, 2, True, prefetch_l2=True)),  # 0.98
+        (65536, Tile(1, 2048, 0, 32, 4, 3, 2, True, prefetch_l2=True)),  # 0.98
         (262144, Tile(1, 2048, 0, 128, 4, 3, 2, True, lag=2)),
     ),
     ("backward", "ln", "dropout", 8): (
@@ -561,12 +572,12 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1600, Tile(1, 2048, 0, 1, 4, 4, 2, True, 136, draws_first=True)),  # 0.94
         (2048, Tile(1, 2048, 0, 1, 4, 3, 2, True, 136, draws_first=True)),  # 0.95
         (4096, Tile(1, 4096, 0, 1, 16, 4, 1, True, draws_first=True)),  # 0.96
-        (5120, Tile(1, 8192, 0, 1, 8, 4, 1, True)),  # 0.96
-        (8192, Tile(2, 1024, 0, 8, 2, 4, 4, True, draws_first=True)),  # 0.95
+        (5120, Tile(1, 8192, 0, 1, 8, 3, 1, True, prefetch_l2=True)),  # 0.96
+        (8192, Tile(1, 8192, 0, 1, 32, 3, 1, True, draws_first=True, prefetch_l2=True)),  # 0.98
         (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True, draws_first=True)),  # 0.95
         (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.95
         (32768, Tile(2, 1024, 0, 32, 2, 4, 4, True, draws_first=True)),  # 0.95
-        (65536, Tile(2, 1024, 0, 64, 2, 4, 4, True, draws_first=True)),  # 0.95
+        (65536, Tile(2, 1024, 0, 64, 2, 3, 4, True, draws_first=True, prefetch_l2=True)),  # 0.96
         (262144, Tile(1, 2048, 0, 128, 4, 3, 3, True, draws_first=True)),
     ),
     ("backward", "rms", "dropout", 8): (
@@ -579,13 +590,13 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1024, Tile(1, 1024, 0, 1, 4, 5, 2, True)),  # 0.93
         (1600, Tile(2, 2048, 0, 1, 8, 5, 1, True, 160, draws_first=True)),  # 0.95
         (2048, Tile(1, 2048, 0, 1, 8, 6, 1, True, draws_first=True)),  # 0.96
-        (4096, Tile(2, 2048, 0, 2, 4, 3, 2, False, draws_first=True)),  # 0.95
-        (5120, Tile(1, 8192, 0, 1, 16, 4, 1, False, 104, draws_first=True)),  # 0.97
-        (8192, Tile(2, 2048, 0, 4, 4, 3, 2, True, draws_first=True)),  # 0.96
+        (4096, Tile(1, 4096, 0, 1, 16, 3, 1, True, draws_first=True, prefetch_l2=True)),  # 0.98
+        (5120, Tile(1, 4096, 1024, 1, 8, 3, 1, False, draws_first=True, prefetch_l2=True)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 16, 2, 1, True, draws_first=True, prefetch_l2=True)),  # 0.98
         (12288, Tile(2, 2048, 0, 6, 4, 3, 2, True, draws_first=True)),  # 0.96
         (16384, Tile(2, 2048, 0, 8, 4, 3, 2, True, draws_first=True)),  # 0.96
         (32768, Tile(2, 1024, 0, 32, 2, 4, 4, True, draws_first=True, lag=2)),  # 0.96
-        (65536, Tile(2, 1024, 0, 64, 2, 4, 4, True, draws_first=True)),  # 0.96
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, draws_first=True, prefetch_l2=True)),  # 0.97
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, draws_first=True)),
     ),
     ("backward", "ln", "dropout", 4): (
@@ -599,8 +610,8 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1600, Tile(2, 2048, 0, 1, 16, 4, 1, True, 80, draws_first=True)),  # 0.97
         (2048, Tile(1, 2048, 0, 1, 4, 4, 1, False, 0, 8, draws_first=True)),  # 0.97
         (4096, Tile(2, 4096, 0, 1, 16, 1, 1, False)),  # 0.96
-        (5120, Tile(1, 4096, 1024, 1, 16, 3, 1, True, 104, draws_first=True)),  # 0.98
-        (8192, Tile(1, 8192, 0, 1, 16, 3, 1, False)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 8, 2, 1, True, draws_first=True, prefetch_l2=True)),  # 0.98
+        (8192, Tile(1, 8192, 0, 1, 32, 1, 1, False, draws_first=True, prefetch_l2=True)),  # 0.98
         (12288, Tile(2, 1024, 0, 12, 4, 3, 3, True, lag=2)),  # 0.96
         (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.96
         (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97
@@ -616,10 +627,10 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (768, Tile(2, 1024, 0, 1, 8, 5, 1, True, 160, draws_first=True)),  # 0.96
         (1024, Tile(1, 1024, 0, 1, 1, 4, 2, False, draws_first=True)),  # 0.95
         (1600, Tile(2, 2048, 0, 1, 8, 3, 1, True)),  # 0.97
-        (2048, Tile(1, 2048, 0, 1, 8, 4, 1, True, 0, 8, draws_first=True)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 8, 4, 1, True, draws_first=True, prefetch_l2=True)),  # 0.97
         (4096, Tile(2, 4096, 0, 1, 16, 1, 1, False, 112)),  # 0.96
-        (5120, Tile(1, 8192, 0, 1, 8, 3, 1, False)),  # 0.95
-        (8192, Tile(1, 8192, 0, 1, 16, 1, 1, True, draws_first=True)),  # 0.98
+        (5120, Tile(1, 4096, 1024, 1, 8, 2, 1, True, draws_first=True, prefetch_l2=True)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 32, 1, 1, False, draws_first=True, prefetch_l2=True)),  # 0.98
         (12288, Tile(2, 1024, 0, 12, 4, 4, 3, True, lag=2)),  # 0.96
         (16384, Tile(2, 1024, 0, 16, 4, 3, 3, True, lag=2)),  # 0.97
         (32768, Tile(2, 1024, 0, 32, 4, 3, 3, True, lag=2)),  # 0.97

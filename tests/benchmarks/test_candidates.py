@@ -42,6 +42,14 @@ def test_rows_read_twice_are_offered_to_every_entry_that_has_them_also_when_it_h
             assert tile in list(near_tiles(Cell(*key, width))), (key, width)
 
 
+def test_rows_brought_into_l2_are_offered_to_backward_alone_and_to_wide_rows_with_one_row_in_a_program():
+    for cell in CELLS:
+        tiles = [tile for tile in near_tiles(cell) if tile.prefetch_l2]
+        assert bool(tiles) == (cell.direction == BACKWARD), cell
+        if tiles and 768 < cell.width <= 5120:
+            assert {tile.stages for tile in tiles if tile.rows == tile.programs_per_sm == 1} >= {2, 3}, cell
+
+
 def test_backward_is_always_persistent():
     assert all(tile.programs_per_sm > 0 for cell in CELLS if cell.direction == BACKWARD for tile in near_tiles(cell))
 
@@ -85,7 +93,7 @@ def test_rows_read_twice_are_offered_with_bounds_on_registers_where_a_thread_has
     bounds = {}
     for tile in loops:
         bounds.setdefault(tile.block_n // (32 * tile.warps), set()).add(tile.max_registers)
-    assert bounds[8] == bounds[16] == {0, 36, 40, 48, 56}
+    assert bounds[8] == bounds[16] == {0, 36, 40, 48, 56, 64}
     assert bounds[32] == {0}
 
 

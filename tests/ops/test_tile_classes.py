@@ -27,6 +27,7 @@ TILES = {
     "lag": [1, 2],
     "one_pass": [False, True],
     "past_l1": [False, True],
+    "prefetch_l2": [False, True],
 }
 WHOLE = ["one block", "two blocks", "equal blocks"]
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)

@@ -24,12 +24,12 @@ from ops.tiling import (
 
 DEVICES = {
     "H200": H200,
-    "A100": Device(multiprocessors=108, shared_memory=166912, threads=2048, warp_size=32, cooperative=True, pdl=False),
-    "RTX 4090": Device(multiprocessors=128, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, pdl=False),
-    "L4": Device(multiprocessors=58, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, pdl=False),
-    "B200": Device(multiprocessors=148, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, pdl=True),
-    "MI300": Device(multiprocessors=304, shared_memory=65536, threads=2048, warp_size=64, cooperative=False, pdl=False),
-    "interpreter": replace(H200, multiprocessors=2, cooperative=False, pdl=False),
+    "A100": Device(multiprocessors=108, shared_memory=166912, threads=2048, warp_size=32, cooperative=True, sm_90=False),
+    "RTX 4090": Device(multiprocessors=128, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, sm_90=False),
+    "L4": Device(multiprocessors=58, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, sm_90=False),
+    "B200": Device(multiprocessors=148, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, sm_90=True),
+    "MI300": Device(multiprocessors=304, shared_memory=65536, threads=2048, warp_size=64, cooperative=False, sm_90=False),
+    "interpreter": replace(H200, multiprocessors=2, cooperative=False, sm_90=False),
 }
 WIDTHS = sorted(
     {*range(1, 71), *(2**k + d for k in range(7, 22) for d in (-1, 0, 1))}
@@ -117,6 +117,7 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
     assert widths == sorted(set(widths))
     assert TABLE[key][-1][1].slices > 1, "rows beyond the table would become ever longer rows of one program"
     for up_to, tile in TABLE[key]:
+        assert not tile.prefetch_l2 or (key[0] == "backward" and not tile.looped(up_to)), (up_to, tile)
         if tile.slices == 1:
             equal = tile.tail_n > 0 == tile.tail_n % tile.block_n and up_to <= tile.width < up_to + tile.block_n
             looped = tile.looped(up_to) and tile.tail_n == 0 and not tile.hold_weights
@@ -149,6 +150,22 @@ def test_weights_are_asked_for_first_as_it_was_measured_and_without_the_bound_on
     for n in (700, 768):
         heavy = forward_tile(n, replace(work, light_weights=False))
         assert (heavy.early_weights, heavy.max_registers) == (False, 0)
+
+
+def test_weights_in_fp32_are_asked_for_first_by_tiles_without_a_bound_of_middling_width():
+    work = Work(rms=True, residual=True, dropout=True, vector=8, loaded_bytes=4, weight_bytes=0, splittable=True)
+    widths = (128, 512, 700, 768, 8192)
+    tiles = [forward_tile(n, work) for n in widths]
+    assert all(tile.early_weights and tile.max_registers == 0 for tile in tiles)
+    heavy, two = replace(work, light_weights=False), replace(work, one_norm=False)
+    assert [n for n in widths if forward_tile(n, heavy).early_weights] == [512, 700, 768]
+    assert not any(forward_tile(n, w).early_weights for n in widths for w in (two, replace(two, light_weights=False)))
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_rows_are_brought_into_l2_only_by_gpus_that_can(name):
+    tiles = [backward_tile(n, work, DEVICES[name]) for work in works("backward") for n in WIDTHS]
+    assert any(tile.prefetch_l2 for tile in tiles) == DEVICES[name].sm_90
 
 
 def test_backward_has_no_bound_on_registers_between_two_entries():

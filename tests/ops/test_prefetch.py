@@ -1,14 +1,18 @@
 """Backward's rows brought into L2 ahead of time: nothing but time depends on it, wherever the rows lie."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from ops import launch, layer_norm_fn
 
 from .cases import BF16, FP32
-from .tiles import tile_for
+from .tiles import SHAPES, tile_for
 
 pytestmark = pytest.mark.gpu
+
+WHOLE_OR_SPLIT = [shape for shape in SHAPES if shape != "looped"]
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +22,7 @@ def able(device):
 
 
 # A last block or program with fewer columns than the others, rows that are no multiple of 16 bytes, and one column.
-@pytest.mark.parametrize("n", [512, 520, 515, 1])
-@pytest.mark.parametrize("shape", ["one block", "two blocks", "equal blocks", "split"])
+@pytest.mark.parametrize(("n", "shape"), [*product([512, 520, 515], WHOLE_OR_SPLIT), (1, "one block")], ids=str)
 @pytest.mark.parametrize(("rows", "stages", "lag"), [(1, 3, 1), (2, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize(("residual", "second"), [(None, False), (BF16, False), (FP32, True)], ids=str)
 def test_no_gradient_depends_on_it(residual, second, rows, stages, lag, shape, n, device, use_tile):

@@ -7,6 +7,7 @@ import pytest
 
 from ops import tiling
 from ops.tiling import (
+    FP32_WEIGHTS,
     H200,
     TABLE,
     Device,
@@ -160,6 +161,17 @@ def test_weights_in_fp32_are_asked_for_first_by_tiles_without_a_bound_of_middlin
     heavy, two = replace(work, light_weights=False), replace(work, one_norm=False)
     assert [n for n in widths if forward_tile(n, heavy).early_weights] == [512, 700, 768]
     assert not any(forward_tile(n, w).early_weights for n in widths for w in (two, replace(two, light_weights=False)))
+
+
+@pytest.mark.parametrize("key", FP32_WEIGHTS, ids=str)
+def test_weights_in_fp32_have_a_tile_of_their_own_where_that_was_measured(key):
+    norm, kind, vector, width = key
+    measured = dict(TABLE["forward", norm, kind, vector])[width]
+    work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, 2 if kind == "norm" else 4, 0, True)
+    heavy = replace(work, light_weights=False)
+    assert forward_tile(width, heavy) == FP32_WEIGHTS[key] != forward_tile(width, work) == measured
+    assert forward_tile(width, replace(heavy, one_norm=False)) == replace(measured, hold_weights=False, max_registers=0)
+    assert forward_tile(width - 8, heavy).width >= width - 8
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -88,10 +88,11 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     if own.slices == 1:
         tiles = (own, replace(own, warps=own.warps * 2), replace(own, max_registers=0))
         shapes = [replace(tile, block_n=b, tail_n=t) for tile in tiles for b, t in _blocks(cell)]
-        near |= dict.fromkeys([*shapes, *_loops(cell), *_prefetching(cell)])
+        near |= dict.fromkeys([*shapes, *_loops(cell)])
     elif cell.direction == BACKWARD:
         variants = itertools.product((own.stages - 1, own.stages, own.stages + 1), (1, 2))
         near |= dict.fromkeys(replace(own, stages=stages, lag=lag, prefetch_l2=True) for stages, lag in variants)
+    near |= dict.fromkeys(_prefetching(cell))
     if not drawing:  # to a neighbour with dropout it is a choice, here the same kernel twice
         near = dict.fromkeys(replace(tile, draws_first=False) for tile in near)
     if cell.vector == 8:  # likewise columns: eight are what it has
@@ -162,7 +163,7 @@ def _loops(cell: Cell) -> Iterator[Tile]:
 
 
 def _prefetching(cell: Cell) -> Iterator[Tile]:
-    """Backward: one row in a program, one program on each multiprocessor, rows brought into L2; those gained most by it."""
+    """Rows brought into L2, one in a program and one program on each multiprocessor: such tiles of backward gained most."""
     if cell.direction == BACKWARD and cell.width >= 1024:
         blocks = ((tiling.one_block(cell.width), 0), tiling.row_blocks(cell.width))
         for (block_n, tail_n), warps, stages, hold in itertools.product(blocks, (4, 8, 16, 32), (1, 2, 3, 4), (False, True)):

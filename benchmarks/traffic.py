@@ -49,7 +49,7 @@ def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
     elements = inputs.x.numel()
     a, b, c = (*read, None, None)[:3]
     y, z = (*outputs, None)[:2]
-    options = early_start(device_facts(inputs.x.device).sm_90)
+    options = early_start(device_facts(inputs.x.device).since_sm_90)
     traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, num_warps=WARPS, **options)
     return outputs
 

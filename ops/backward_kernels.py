@@ -79,13 +79,14 @@ def norm_backward_kernel(
             waiting = nothing_waits(p_r, p_dy, ROWS, BLOCK_N, LAG)
             for turn in tl.range(0, tl.cdiv(tiles - group, groups) + LAG, num_stages=STAGES):
                 if PREFETCH:
-                    # Of the tile that this round's end copies, and of the one that is finished beside it.
-                    coming = turn + STAGES - 1
+                    # r and dy of the tile whose copy this round ends by starting, and dr of the one that is finished with it.
+                    ahead = turn + STAGES - 1
+                    coming = group + ahead * groups
                     columns = BLOCK_N if EVEN_N else tl.minimum(BLOCK_N, N - first_col)
-                    bring_rows(p_r, group + coming * groups, M, stride_r, first_col, columns, ROWS)
-                    bring_rows(p_dy, group + coming * groups, M, stride_dy, first_col, columns, ROWS)
-                    if STAGES > LAG or coming >= LAG:
-                        bring_rows(p_dr, group + (coming - LAG) * groups, M, stride_dr, first_col, columns, ROWS)
+                    bring_rows(p_r, coming, M, stride_r, first_col, columns, ROWS)
+                    bring_rows(p_dy, coming, M, stride_dy, first_col, columns, ROWS)
+                    if STAGES > LAG or ahead >= LAG:
+                        bring_rows(p_dr, coming - LAG * groups, M, stride_dr, first_col, columns, ROWS)
                 waiting, b_dweight, b_dbias = split_backward_round(
                     p_dy, p_dr, p_r, p_weight, p_rowscale, p_rowscale1, p_stats, seed, p_dz, p_dx, p_dx1, p_dweight, p_dbias,
                     p_board, b_weight if HOLD else None, waiting, b_dweight, b_dbias, turn, group, groups, slice_id, first_col,
@@ -97,9 +98,10 @@ def norm_backward_kernel(
                 if PREFETCH:
                     coming = tile + (STAGES - 1) * groups
                     bring_rows(p_dr, coming, M, stride_dr, first_col, N, ROWS)
-                    bring_rows(p_r, coming, M, stride_r, first_col, N, ROWS)
-                    bring_rows(p_dy, coming, M, stride_dy, first_col, N, ROWS)
-                    bring_rows(p_dy1, coming, M, stride_dy1, first_col, N, ROWS)
+                    if UPSTREAM:
+                        bring_rows(p_r, coming, M, stride_r, first_col, N, ROWS)
+                        bring_rows(p_dy, coming, M, stride_dy, first_col, N, ROWS)
+                        bring_rows(p_dy1, coming, M, stride_dy1, first_col, N, ROWS)
                 rows = tile_rows(tile, ROWS, LONG)
                 m_row = rows < M
                 # Not with a row scale, where rows with a scale of 0 need no draws.

@@ -146,7 +146,7 @@ def _backward(
     programs = _programs(tile, tiles, device)
     count = sum(options.wanted)
     width = count * N
-    early_finish = facts.sm_90 and width > 0
+    early_finish = facts.since_sm_90 and width > 0
     gradients = Launcher(
         norm_backward_kernel,
         programs,
@@ -177,7 +177,7 @@ def _backward(
         BLOCK_N=block_n,
         MULTIPLE=_multiple(width),
         num_warps=warps,
-        **early_start(facts.sm_90),
+        **early_start(facts.since_sm_90),
     )
     slots = [sum(options.wanted[: i + 1]) if wanted else 0 for i, wanted in enumerate(options.wanted)]
     return _Backward((groups, count, N), slots, _words(tile, work, facts, programs), gradients, finish)
@@ -206,15 +206,15 @@ def _constants(tile: Tile, M: int, N: int, work: Work, device: Device) -> dict[s
     }
     if tile.slices > 1:
         constants["launch_cooperative_grid"] = True
-    constants |= early_start(device.sm_90 and tile.slices == 1)  # a cooperative launch cannot be early
+    constants |= early_start(device.since_sm_90 and tile.slices == 1)  # a cooperative launch cannot be early
     if (most := registers(tile)) is not None:
         constants["maxnreg"] = most
     return constants
 
 
-def early_start(sm_90: bool) -> dict[str, bool]:
+def early_start(pdl: bool) -> dict[str, bool]:
     """For a kernel that starts before the end of the one ahead is reported: the launch option, and that it waits by itself."""
-    return {"EARLY_START": sm_90} | ({"launch_pdl": True} if sm_90 else {})
+    return {"EARLY_START": pdl} | ({"launch_pdl": True} if pdl else {})
 
 
 def _programs(tile: Tile, tiles: int, device: torch.device) -> int:
@@ -308,7 +308,7 @@ def device_facts(device: torch.device) -> Device:
     """Cached: asking the driver costs more than a launch."""
     if device.type != "cuda":
         # The interpreter: two multiprocessors, so that partial sums are really summed; its programs run one after another.
-        return replace(H200, multiprocessors=2, cooperative=False, sm_90=False)
+        return replace(H200, multiprocessors=2, cooperative=False, since_sm_90=False)
     facts = torch.cuda.get_device_properties(device)
     return Device(
         multiprocessors=facts.multi_processor_count,
@@ -316,7 +316,7 @@ def device_facts(device: torch.device) -> Device:
         threads=facts.max_threads_per_multi_processor,
         warp_size=facts.warp_size,
         cooperative=torch.version.hip is None,
-        sm_90=torch.version.hip is None and facts.major >= 9,
+        since_sm_90=torch.version.hip is None and facts.major >= 9,
     )
 
 

@@ -19,7 +19,8 @@ def bring_rows(p, tile, M, stride, first_col, columns, ROWS: tl.constexpr):
 
 @triton.jit
 def _bring(p, size, wanted):
-    # Of 16 bytes that begin inside or at p, as many as fit: an address that is no multiple of 16 would be an error.
+    # From the 16 bytes that p lies in, as many whole ones as fit: other addresses are an error. So a few bytes before p may be
+    # read too, and none behind the row.
     tl.inline_asm_elementwise(
         "{ .reg .pred %asks; .reg .u32 %thread; .reg .u64 %at; .reg .u32 %bytes;"
         " mov.b32 $0, 0; mov.u32 %thread, %tid.x; setp.eq.u32 %asks, %thread, 0; setp.ne.and.b32 %asks, $3, 0, %asks;"

@@ -46,7 +46,7 @@ def test_rows_brought_into_l2_are_offered_to_backward_alone_and_to_wide_rows_wit
     for cell in CELLS:
         tiles = [tile for tile in near_tiles(cell) if tile.prefetch_l2]
         assert bool(tiles) == (cell.direction == BACKWARD), cell
-        if tiles and 768 < cell.width <= 5120:
+        if tiles and 768 < cell.width <= 16384:
             assert {tile.stages for tile in tiles if tile.rows == tile.programs_per_sm == 1} >= {2, 3}, cell
 
 

@@ -38,6 +38,7 @@ CASES = [
     Case(n=1600, m=64, residual=FP32, weight=BF16, dropout_p=0.1),
     Case(n=2048, m=64, residual=FP32, weight=BF16),  # backward changes the layout of its rows in shared memory
     Case(n=8192, m=64, rms=True, residual=None, weight=BF16, bias=False),
+    Case(n=8192, m=64, rms=True, residual=BF16, bias=False),  # fp32 weights, which backward reads with each tile
     Case(n=8192, m=64, x=FP16, residual=None, weight=FP16),
     Case(n=12288, m=64, residual=None, weight=BF16),  # past L1
     Case(n=65536, m=8, rms=True, residual=BF16, weight=BF16, bias=False),
@@ -97,7 +98,7 @@ class OfflineLauncher(launch.Launcher):
 def before_waiting(sass: str) -> list[str] | None:
     """What reads or writes memory ahead of the wait for the kernel before; None where nothing waits."""
     ahead, wait, _ = sass.partition("ACQBULK")
-    return re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP)\b.*", ahead) if wait else None
+    return re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b.*", ahead) if wait else None
 
 
 def behind_sums(sass: str) -> list[str] | None:

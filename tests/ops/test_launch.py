@@ -13,8 +13,8 @@ from .cases import BF16
 
 DEVICES = {
     "H200": H200,
-    "A100": replace(H200, multiprocessors=108, shared_memory=166912, sm_90=False),
-    "MI300": replace(H200, multiprocessors=304, shared_memory=65536, warp_size=64, cooperative=False, sm_90=False),
+    "A100": replace(H200, multiprocessors=108, shared_memory=166912, since_sm_90=False),
+    "MI300": replace(H200, multiprocessors=304, shared_memory=65536, warp_size=64, cooperative=False, since_sm_90=False),
 }
 
 
@@ -73,7 +73,7 @@ def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, on)
     for name, launcher in launches.items():
         options = launcher.constants
         cooperative = options.get("SLICES", 1) > 1
-        early = DEVICES[device].sm_90 and not cooperative
+        early = DEVICES[device].since_sm_90 and not cooperative
         assert (options.get("launch_pdl", False), options["EARLY_START"]) == (early, early), name
         assert ("launch_cooperative_grid" in options) == cooperative, name
         assert not cooperative or DEVICES[device].cooperative, name
@@ -89,7 +89,7 @@ def test_a_threads_registers_are_bounded_as_the_tile_says(device, on):
 @pytest.mark.parametrize("device", ["H200", "A100"])
 def test_backward_lets_the_next_kernel_begin_only_where_that_is_its_own_sum(device, on):
     on(device)
-    assert backward(768).gradients.constants["EARLY_FINISH"] == DEVICES[device].sm_90
+    assert backward(768).gradients.constants["EARLY_FINISH"] == DEVICES[device].since_sm_90
     assert not backward(768, wanted=(False, False, False, False)).gradients.constants["EARLY_FINISH"]
 
 

@@ -25,12 +25,12 @@ from ops.tiling import (
 
 DEVICES = {
     "H200": H200,
-    "A100": Device(multiprocessors=108, shared_memory=166912, threads=2048, warp_size=32, cooperative=True, sm_90=False),
-    "RTX 4090": Device(multiprocessors=128, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, sm_90=False),
-    "L4": Device(multiprocessors=58, shared_memory=101376, threads=1536, warp_size=32, cooperative=True, sm_90=False),
-    "B200": Device(multiprocessors=148, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, sm_90=True),
-    "MI300": Device(multiprocessors=304, shared_memory=65536, threads=2048, warp_size=64, cooperative=False, sm_90=False),
-    "interpreter": replace(H200, multiprocessors=2, cooperative=False, sm_90=False),
+    "A100": Device(108, 166912, 2048, warp_size=32, cooperative=True, since_sm_90=False),
+    "RTX 4090": Device(128, 101376, 1536, warp_size=32, cooperative=True, since_sm_90=False),
+    "L4": Device(58, 101376, 1536, warp_size=32, cooperative=True, since_sm_90=False),
+    "B200": Device(148, 232448, 2048, warp_size=32, cooperative=True, since_sm_90=True),
+    "MI300": Device(304, 65536, 2048, warp_size=64, cooperative=False, since_sm_90=False),
+    "interpreter": replace(H200, multiprocessors=2, cooperative=False, since_sm_90=False),
 }
 WIDTHS = sorted(
     {*range(1, 71), *(2**k + d for k in range(7, 22) for d in (-1, 0, 1))}
@@ -155,12 +155,22 @@ def test_weights_are_asked_for_first_as_it_was_measured_and_without_the_bound_on
 
 def test_weights_in_fp32_are_asked_for_first_by_tiles_without_a_bound_of_middling_width():
     work = Work(rms=True, residual=True, dropout=True, vector=8, loaded_bytes=4, weight_bytes=0, splittable=True)
-    widths = (128, 512, 700, 768, 8192)
+    widths = (128, 129, 512, 700, 768, 4096, 8192)
     tiles = [forward_tile(n, work) for n in widths]
     assert all(tile.early_weights and tile.max_registers == 0 for tile in tiles)
     heavy, two = replace(work, light_weights=False), replace(work, one_norm=False)
-    assert [n for n in widths if forward_tile(n, heavy).early_weights] == [512, 700, 768]
+    assert [n for n in widths if forward_tile(n, heavy).early_weights] == [129, 512, 700, 768, 4096]
+    plain = replace(work, residual=False, dropout=False, loaded_bytes=2)
+    assert [forward_tile(4097, replace(plain, light_weights=light)).early_weights for light in (True, False)] == [True, False]
     assert not any(forward_tile(n, w).early_weights for n in widths for w in (two, replace(two, light_weights=False)))
+
+
+def test_split_rows_of_backward_hold_weights_of_16_bits_alone():
+    work = Work(rms=True, residual=True, dropout=True, vector=8, loaded_bytes=6, weight_bytes=2, splittable=True)
+    tile, heavy = (backward_tile(12288, replace(work, weight_bytes=size)) for size in (2, 4))
+    assert tile.slices > 1 and tile.hold_weights
+    assert heavy == replace(tile, hold_weights=False)
+    assert all(backward_tile(4096, replace(work, weight_bytes=size)).hold_weights for size in (2, 4))
 
 
 @pytest.mark.parametrize("key", FP32_WEIGHTS, ids=str)
@@ -171,13 +181,16 @@ def test_weights_in_fp32_have_a_tile_of_their_own_where_that_was_measured(key):
     heavy = replace(work, light_weights=False)
     assert forward_tile(width, heavy) == FP32_WEIGHTS[key] != forward_tile(width, work) == measured
     assert forward_tile(width, replace(heavy, one_norm=False)) == replace(measured, hold_weights=False, max_registers=0)
-    assert forward_tile(width - 8, heavy).width >= width - 8
+    narrower = forward_tile(width - 8, heavy)
+    assert [getattr(narrower, name) for name in ("rows", "warps", "hold_weights")] == [
+        getattr(FP32_WEIGHTS[key], name) for name in ("rows", "warps", "hold_weights")
+    ]
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_rows_are_brought_into_l2_only_by_gpus_that_can(name):
     tiles = [backward_tile(n, work, DEVICES[name]) for work in works("backward") for n in WIDTHS]
-    assert any(tile.prefetch_l2 for tile in tiles) == DEVICES[name].sm_90
+    assert any(tile.prefetch_l2 for tile in tiles) == DEVICES[name].since_sm_90
 
 
 def test_backward_has_no_bound_on_registers_between_two_entries():

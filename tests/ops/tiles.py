@@ -67,4 +67,4 @@ class TwiceIfSplit:
 
 def interpreted_device(_) -> Device:
     """Eight multiprocessors: two groups or more of the programs of a split row."""
-    return replace(tiling.H200, multiprocessors=8, sm_90=False)
+    return replace(tiling.H200, multiprocessors=8, since_sm_90=False)

@@ -120,14 +120,7 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
 
 
 def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
-    entries = TABLE[direction, *work.kind]
-    up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
-    if direction == "forward" and work.one_norm and not work.light_weights:
-        tile = FP32_WEIGHTS.get((*work.kind, up_to), tile)
-    if direction == "backward" and tile.slices > 1 and work.weight_bytes > 2:
-        # Held in fp32, weights of a split row with dropout had Triton 3.6 spill 400 to 700 bytes a thread; read again with each
-        # tile they spill none.
-        tile = replace(tile, hold_weights=False)
+    up_to, tile = _entry(direction, n, work)
     bounded = tile.max_registers > 0  # by its entry: `fit` may take the bound away
     tile = fit(over(n, up_to, tile, work.vector), work, device)
     # A bound was measured at its entry's width: between two, masks may take more registers than it leaves. So do heavier
@@ -146,6 +139,19 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
         if not (work.splittable and device.cooperative) or tile.slices > resident:
             return fit(LOOPED, work, device)
     return tile
+
+
+def _entry(direction: str, n: int, work: Work) -> tuple[int, Tile]:
+    """The entry that n columns fall under: its width, and its tile for weights like these."""
+    entries = TABLE[direction, *work.kind]
+    up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
+    if direction == "forward" and work.one_norm and not work.light_weights:
+        tile = FP32_WEIGHTS.get((*work.kind, up_to), tile)
+    elif direction == "backward" and tile.slices > 1 and work.weight_bytes > 2:
+        # Held in fp32, weights of a split row with dropout had Triton 3.6 spill 400 to 700 bytes a thread; read again with each
+        # tile they spill none.
+        tile = replace(tile, hold_weights=False)
+    return up_to, tile
 
 
 def over(n: int, up_to: int, tile: Tile, vector: int) -> Tile:

@@ -25,6 +25,7 @@ class Cell:
     work: str
     vector: int
     width: int
+    weight_dtype: torch.dtype = torch.bfloat16
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -43,22 +44,29 @@ class Cell:
             dropout=self.work == "dropout",
             vector=self.vector,
             loaded_bytes=2 + residual if self.direction == FORWARD else 2 + (2 * residual or 2),
-            weight_bytes=0 if self.direction == FORWARD else 2,
+            weight_bytes=0 if self.direction == FORWARD else self.weight_dtype.itemsize,
             splittable=True,
+            light_weights=self.weight_dtype.itemsize <= 2,
         )
 
     @property
     def setting(self) -> Setting:
         residual = None if self.work == "norm" else torch.float32 if self.vector == 4 else torch.bfloat16
-        return Setting(residual_dtype=residual)
+        return Setting(residual_dtype=residual, weight_dtype=self.weight_dtype)
+
+    @property
+    def present(self) -> Tile:
+        """The tile that it has, as the table gives it or for fp32 weights a launch on an H200."""
+        if self.weight_dtype == torch.bfloat16:
+            return entry(self.key, self.width)
+        return tiling.forward_tile(self.width, self.traffic)
 
 
 def near_tiles(cell: Cell) -> Iterator[Tile]:
     """The tiles of this width for other work and of its neighbours for this, this cell's with one thing changed or in other
     blocks, and the ways to read a row twice."""
-    present = {key: entry(key, cell.width) for key in tiling.TABLE if key[0] == cell.direction}
-    own = present[cell.key]
-    near = dict.fromkeys([own, *present.values()])
+    own = cell.present
+    near = dict.fromkeys([own, *(entry(key, cell.width) for key in tiling.TABLE if key[0] == cell.direction)])
     near |= dict.fromkeys(over_row(cell.width, entry(cell.key, width)) for width in (cell.width // 2, 2 * cell.width))
     drawing = cell.work == "dropout" and cell.direction == BACKWARD
     averaging = cell.norm == "ln" and cell.direction == FORWARD

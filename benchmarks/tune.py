@@ -3,6 +3,7 @@
     python -m benchmarks.tune                                    every width, tiles near those of the present table
     python -m benchmarks.tune --all --width 4096                 many more tiles
     python -m benchmarks.tune --direction backward --norm rms --work add
+    python -m benchmarks.tune --weight-dtype fp32                forward with weights in fp32; prints FP32_WEIGHTS
 
 A width's tile is the fastest of those that spill no registers; the present one stays unless that is faster by more than chance.
 Cells that were not asked for stay as they are.
@@ -10,6 +11,8 @@ Cells that were not asked for stay as they are.
 
 import argparse
 import itertools
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -20,8 +23,8 @@ import torch
 
 from ablation.statistics import Interval, paired_ratio
 from benchmarks import command
-from benchmarks.candidates import Cell, all_tiles, entry, near_tiles
-from benchmarks.cases import BACKWARD, CASES, DIRECTIONS, FORWARD, Inputs, capped_rows, make_inputs, minimum_bytes
+from benchmarks.candidates import Cell, all_tiles, near_tiles
+from benchmarks.cases import BACKWARD, CASES, DIRECTIONS, DTYPES, FORWARD, Inputs, capped_rows, make_inputs, minimum_bytes
 from benchmarks.timing import Contender, copy_bandwidth, free_memory, measure, rotating_sets, side_stream
 from ops import launch, layer_norm_fn, tiling
 from ops.tiling import Tile
@@ -30,6 +33,7 @@ NORMS = ("ln", "rms")
 WORKS = ("norm", "add", "dropout")
 WIDTHS = (32, 64, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 ROWS = 32768
+LEAST_GAIN = 1.02  # by which another tile than TABLE's is worth a line of FP32_WEIGHTS
 KERNEL = {FORWARD: "norm_forward_kernel", BACKWARD: "norm_backward_kernel"}
 
 
@@ -41,12 +45,12 @@ class Found:
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = options_of(sys.argv[1:])
     if not torch.cuda.is_available():
         raise SystemExit("tune measures kernels and needs a GPU; this machine has none")
     device = torch.device("cuda", torch.cuda.current_device())
     cells = [
-        Cell(direction, norm, work, vector, width)
+        Cell(direction, norm, work, vector, width, DTYPES[options.weight_dtype])
         for direction, norm, work, width in itertools.product(options.direction, options.norm, options.work, options.width)
         for vector in ((8,) if work == "norm" else (8, 4))
     ]
@@ -69,6 +73,9 @@ def main() -> None:
     print(f"# Measured on {torch.cuda.get_device_name(device)}: the comment is the share of copy bandwidth ({copy:.0f} GB/s).")
     for line in replaced(found):
         print(line)
+    if options.weight_dtype == "fp32":
+        print(format_fp32_weights(found))
+        return
     tiles_of = {cell: of.tile for cell, of in found.items()}
     print(format_table(merged(tiles_of), {(*cell.key, cell.width): of.share for cell, of in found.items()}))
 
@@ -82,7 +89,7 @@ def fastest(cell: Cell, tiles: list[Tile], device: torch.device, copy: float) ->
     residual_bytes = None if cell.setting.residual_dtype is None else cell.setting.residual_dtype.itemsize
     least = minimum_bytes(case, cell.direction, rows, cell.width, residual_bytes=residual_bytes)
     sets = make_inputs(case, cell.setting, rows, cell.width, rotating_sets(least, device, at_most=16), device)
-    present = tiling.fit(entry(cell.key, cell.width), cell.traffic, launch.device_facts(device))
+    present = tiling.fit(cell.present, cell.traffic, launch.device_facts(device))
     samples: dict[Tile, list[float]] = {}
     ranked: list[Tile] = []
     for rounds, round_ms, move_outputs in ((5, 0.3, False), (11, 0.7, True)):
@@ -216,32 +223,52 @@ def format_table(table: dict, shares: dict | None = None) -> str:
     for key, entries in table.items():
         lines.append(f"    {key!r}: (".replace("'", '"'))
         for width, tile in entries:
-            t = tile
-            fields = (
-                f"{t.rows}, {t.block_n}, {t.tail_n}, {t.slices}, {t.warps}, {t.stages}, {t.programs_per_sm}, {t.hold_weights}"
-            )
-            fields += f", {t.max_registers}" if t.max_registers or t.columns else ""
-            fields += f", {t.columns}" if t.columns else ""
-            fields += ", draws_first=True" if t.draws_first else ""
-            fields += f", lag={t.lag}" if t.lag > 1 else ""
-            fields += ", one_pass=True" if t.one_pass else ""
-            fields += ", past_l1=True" if t.past_l1 else ""
-            fields += ", prefetch_l2=True" if t.prefetch_l2 else ""
             share = (shares or {}).get((*key, width))
-            lines.append(f"        ({width}, Tile({fields}))," + ("" if share is None else f"  # {share:.2f}"))
+            lines.append(f"        ({width}, {_source(tile)})," + ("" if share is None else f"  # {share:.2f}"))
         lines.append("    ),")
     return "\n".join([*lines, "}"])
 
 
-def _parser() -> argparse.ArgumentParser:
+def format_fp32_weights(found: dict[Cell, Found]) -> str:
+    """Python source of FP32_WEIGHTS: what is there, and what was found where that is faster by LEAST_GAIN."""
+    tiles: dict[tuple[str, str, int, int], tuple[Tile, float | None]] = {
+        key: (tile, None) for key, tile in tiling.FP32_WEIGHTS.items()
+    }
+    for cell, of in found.items():
+        if of.gain is not None and of.gain.median >= LEAST_GAIN:
+            tiles[cell.norm, cell.work, cell.vector, cell.width] = (of.tile, of.share)
+    lines = ["FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile] = {"]
+    for key, (tile, share) in sorted(tiles.items()):
+        lines.append(f"    {key!r}: {_source(tile)},".replace("'", '"') + ("" if share is None else f"  # {share:.2f}"))
+    return "\n".join([*lines, "}"])
+
+
+def _source(t: Tile) -> str:
+    fields = f"{t.rows}, {t.block_n}, {t.tail_n}, {t.slices}, {t.warps}, {t.stages}, {t.programs_per_sm}, {t.hold_weights}"
+    fields += f", {t.max_registers}" if t.max_registers or t.columns else ""
+    fields += f", {t.columns}" if t.columns else ""
+    fields += ", draws_first=True" if t.draws_first else ""
+    fields += f", lag={t.lag}" if t.lag > 1 else ""
+    fields += ", one_pass=True" if t.one_pass else ""
+    fields += ", past_l1=True" if t.past_l1 else ""
+    fields += ", prefetch_l2=True" if t.prefetch_l2 else ""
+    return f"Tile({fields})"
+
+
+def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS))
+    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="(both)")
     parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS))
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--width", nargs="+", type=command.positive, default=list(WIDTHS), metavar="N")
+    parser.add_argument("--weight-dtype", choices=("bf16", "fp32"), default="bf16", help="fp32: forward alone (%(default)s)")
     parser.add_argument("--all", action="store_true", help="many more tiles than those near the present ones")
     parser.add_argument("--processes", type=int, default=12, help="that compile in parallel (default: %(default)s)")
-    return parser
+    options = parser.parse_args(argv)
+    if options.weight_dtype == "fp32" and BACKWARD in (options.direction or ()):
+        parser.error("--weight-dtype fp32: tiles for such weights are forward's alone; leave --direction backward out")
+    options.direction = options.direction or ([FORWARD] if options.weight_dtype == "fp32" else list(DIRECTIONS))
+    return options
 
 
 if __name__ == "__main__":

@@ -658,8 +658,8 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
 }
 
 # Forward with weights in fp32, by norm, kind of work, vector and width: where another tile than TABLE's, as `_tile` has it for
-# such weights, was faster by 2 % or more. The comment has the shares of both. Found by hand, with bf16 replaced in
-# `benchmarks.cases.Setting`; `benchmarks.tune` measures with weights in bf16 alone.
+# such weights, was faster by 2 % or more. The comment has the shares of both. `python -m benchmarks.tune --weight-dtype fp32`
+# looks for more.
 FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile] = {
     ("ln", "norm", 8, 1024): Tile(4, 1024, 0, 1, 4, 1, 0, True),  # 0.89, 0.83
     ("ln", "norm", 8, 2048): Tile(2, 2048, 0, 1, 2, 1, 0, True),  # 0.94, 0.92

@@ -1,10 +1,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks import tune
-from benchmarks.candidates import IN_FLIGHT_BYTES, Cell, all_tiles, in_flight, near_tiles
-from benchmarks.cases import BACKWARD, DIRECTIONS
+from benchmarks.candidates import IN_FLIGHT_BYTES, Cell, all_tiles, entry, in_flight, near_tiles
+from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD
 from ops import tiling
 from ops.tiling import Tile
 
@@ -30,6 +31,16 @@ def test_the_present_tile_of_every_cell_is_among_the_near_ones():
     for key, entries in tiling.TABLE.items():
         for width, tile in entries:
             assert tile in list(near_tiles(Cell(*key, width))), (key, width)
+
+
+def test_with_weights_in_fp32_the_present_tile_is_the_one_that_launches_take_and_is_among_the_near_ones():
+    cells = [
+        Cell(*key, width, torch.float32) for key, entries in tiling.TABLE.items() if key[0] == FORWARD for width, _ in entries
+    ]
+    own = {(cell.norm, cell.work, cell.vector, cell.width): cell.present for cell in cells}
+    assert own | tiling.FP32_WEIGHTS == own and any(cell.present != entry(cell.key, cell.width) for cell in cells)
+    for cell in cells:
+        assert cell.setting.weight_dtype == torch.float32 and cell.present in list(near_tiles(cell)), cell
 
 
 def test_rows_read_twice_are_offered_to_every_entry_that_has_them_also_when_it_has_another_tile(monkeypatch):
@@ -77,7 +88,7 @@ def test_backward_looks_within_the_bytes_in_flight_and_at_one_stage_where_rows_a
 def test_columns_are_a_choice_beside_an_fp32_stream_in_both_directions():
     for cell in CELLS:
         found = {tile.columns for tile in near_tiles(cell) if tile.slices == 1}
-        assert (8 in found) == (cell.vector == 4 and tune.entry(cell.key, cell.width).slices == 1), cell
+        assert (8 in found) == (cell.vector == 4 and entry(cell.key, cell.width).slices == 1), cell
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ablation.statistics import Interval
 from benchmarks import tune
 from benchmarks.candidates import Cell, entry
-from benchmarks.cases import FORWARD
+from benchmarks.cases import DIRECTIONS, FORWARD
 from benchmarks.timing import Outcome
 from ops import tiling
 from ops.tiling import Tile
@@ -52,8 +53,28 @@ def test_a_tile_takes_the_place_of_the_present_one_only_if_it_is_faster_by_more_
     assert [line.split(":")[0] for line in tune.replaced({cell: found})] == (["# forward rms norm 8 64"] if taken else [])
 
 
-@pytest.mark.parametrize("argument", [["--width", "0"], ["--norm", "batch"], ["--processes", "none"]])
+def test_for_weights_in_fp32_tiles_that_are_2_percent_faster_join_the_present_ones():
+    def found(work, width, gain):
+        cell = Cell(FORWARD, "rms", work, 8, width, torch.float32)
+        return cell, tune.Found(Tile(3, 1024, 0, 1, 4, 1, 0, False), 0.9, None if gain is None else Interval(gain, gain, gain))
+
+    printed = tune.format_fp32_weights(dict([found("add", 1024, 1.03), found("norm", 512, 1.01), found("norm", 768, None)]))
+    namespace = {"Tile": Tile}
+    exec(printed.replace("FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile]", "T"), namespace)
+    assert namespace["T"] == tiling.FP32_WEIGHTS | {("rms", "add", 8, 1024): Tile(3, 1024, 0, 1, 4, 1, 0, False)}
+    assert "False),  # 0.90" in printed
+
+
+def test_both_directions_are_tuned_and_forward_alone_for_weights_in_fp32():
+    assert tune.options_of([]).direction == list(DIRECTIONS)
+    assert tune.options_of(["--weight-dtype", "fp32"]).direction == [FORWARD]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [["--width", "0"], ["--norm", "batch"], ["--processes", "none"], ["--weight-dtype", "fp32", "--direction", "backward"]],
+)
 def test_wrong_arguments_are_refused(argument, capsys):
     with pytest.raises(SystemExit) as stop:
-        tune._parser().parse_args(argument)
+        tune.options_of(argument)
     assert stop.value.code == 2 and argument[0] in capsys.readouterr().err

@@ -56,10 +56,8 @@ class Cell:
 
     @property
     def present(self) -> Tile:
-        """The tile that it has, as the table gives it or for fp32 weights a launch on an H200."""
-        if self.weight_dtype == torch.bfloat16:
-            return entry(self.key, self.width)
-        return tiling.forward_tile(self.width, self.traffic)
+        """The tile that a launch on an H200 takes."""
+        return {FORWARD: tiling.forward_tile, BACKWARD: tiling.backward_tile}[self.direction](self.width, self.traffic)
 
 
 def near_tiles(cell: Cell) -> Iterator[Tile]:

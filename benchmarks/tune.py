@@ -5,7 +5,8 @@
     python -m benchmarks.tune --direction backward --norm rms --work add
     python -m benchmarks.tune --weight-dtype fp32                forward with weights in fp32; prints FP32_WEIGHTS
 
-A width's tile is the fastest of those that spill no registers; the present one stays unless that is faster by more than chance.
+A width's tile is the fastest of those that spill no registers; the present one stays unless that is faster by more than chance,
+and with weights in fp32 by 2 %.
 Cells that were not asked for stay as they are.
 """
 
@@ -33,7 +34,7 @@ NORMS = ("ln", "rms")
 WORKS = ("norm", "add", "dropout")
 WIDTHS = (32, 64, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 ROWS = 32768
-LEAST_GAIN = 1.02  # by which another tile than TABLE's is worth a line of FP32_WEIGHTS
+LEAST_GAIN = 1.02  # by which another tile than the present one is worth a line of FP32_WEIGHTS
 KERNEL = {FORWARD: "norm_forward_kernel", BACKWARD: "norm_backward_kernel"}
 
 
@@ -49,11 +50,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("tune measures kernels and needs a GPU; this machine has none")
     device = torch.device("cuda", torch.cuda.current_device())
-    cells = [
-        Cell(direction, norm, work, vector, width, DTYPES[options.weight_dtype])
-        for direction, norm, work, width in itertools.product(options.direction, options.norm, options.work, options.width)
-        for vector in ((8,) if work == "norm" else (8, 4))
-    ]
+    cells = cells_of(options)
     facts = launch.device_facts(device)
     candidates = {
         # As a launch would have them: with fewer stages where shared memory is short.
@@ -66,18 +63,30 @@ def main() -> None:
         spilling = compile_all(candidates, options.processes)
         with command.progress(len(cells), "tuning") as bar:
             for cell in cells:
-                tiles = [tile for tile in candidates[cell] if (cell, tile) not in spilling]
+                # With weights in fp32 the present tile may spill too, and what is found is to be compared with it.
+                kept = tiling.fit(cell.present, cell.traffic, facts) if options.weight_dtype == "fp32" else None
+                tiles = [tile for tile in candidates[cell] if (cell, tile) not in spilling or tile == kept]
                 if best := fastest(cell, tiles, device, copy):
                     found[cell] = best
                 bar.update()
     print(f"# Measured on {torch.cuda.get_device_name(device)}: the comment is the share of copy bandwidth ({copy:.0f} GB/s).")
+    if options.weight_dtype == "fp32":
+        found = {cell: of for cell, of in found.items() if of.gain is not None and of.gain.median >= LEAST_GAIN}
     for line in replaced(found):
         print(line)
     if options.weight_dtype == "fp32":
         print(format_fp32_weights(found))
-        return
-    tiles_of = {cell: of.tile for cell, of in found.items()}
-    print(format_table(merged(tiles_of), {(*cell.key, cell.width): of.share for cell, of in found.items()}))
+    else:
+        tiles_of = {cell: of.tile for cell, of in found.items()}
+        print(format_table(merged(tiles_of), {(*cell.key, cell.width): of.share for cell, of in found.items()}))
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    return [
+        Cell(direction, norm, work, vector, width, DTYPES[options.weight_dtype])
+        for direction, norm, work, width in itertools.product(options.direction, options.norm, options.work, options.width)
+        for vector in ((8,) if work == "norm" else (8, 4))
+    ]
 
 
 def fastest(cell: Cell, tiles: list[Tile], device: torch.device, copy: float) -> Found | None:
@@ -230,16 +239,14 @@ def format_table(table: dict, shares: dict | None = None) -> str:
 
 
 def format_fp32_weights(found: dict[Cell, Found]) -> str:
-    """Python source of FP32_WEIGHTS: what is there, and what was found where that is faster by LEAST_GAIN."""
-    tiles: dict[tuple[str, str, int, int], tuple[Tile, float | None]] = {
-        key: (tile, None) for key, tile in tiling.FP32_WEIGHTS.items()
-    }
-    for cell, of in found.items():
-        if of.gain is not None and of.gain.median >= LEAST_GAIN:
-            tiles[cell.norm, cell.work, cell.vector, cell.width] = (of.tile, of.share)
+    """Python source of FP32_WEIGHTS: what is there with what was found in its places, whose shares it has before and after."""
+    new = {(cell.norm, cell.work, cell.vector, cell.width): of for cell, of in found.items()}
     lines = ["FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile] = {"]
-    for key, (tile, share) in sorted(tiles.items()):
-        lines.append(f"    {key!r}: {_source(tile)},".replace("'", '"') + ("" if share is None else f"  # {share:.2f}"))
+    for key, tile in (tiling.FP32_WEIGHTS | {key: of.tile for key, of in new.items()}).items():
+        line = f"    {key!r}: {_source(tile)},".replace("'", '"')
+        if (of := new.get(key)) and of.gain:
+            line += f"  # {of.share:.2f}, {of.share / of.gain.median:.2f}"
+        lines.append(line)
     return "\n".join([*lines, "}"])
 
 
@@ -257,16 +264,21 @@ def _source(t: Tile) -> str:
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="(both)")
+    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="(both; forward alone with weights in fp32)")
     parser.add_argument("--norm", nargs="+", choices=NORMS, default=list(NORMS))
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--width", nargs="+", type=command.positive, default=list(WIDTHS), metavar="N")
-    parser.add_argument("--weight-dtype", choices=("bf16", "fp32"), default="bf16", help="fp32: forward alone (%(default)s)")
+    parser.add_argument("--weight-dtype", choices=("bf16", "fp32"), default="bf16", help="weights and biases (%(default)s)")
     parser.add_argument("--all", action="store_true", help="many more tiles than those near the present ones")
     parser.add_argument("--processes", type=int, default=12, help="that compile in parallel (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.weight_dtype == "fp32" and BACKWARD in (options.direction or ()):
         parser.error("--weight-dtype fp32: tiles for such weights are forward's alone; leave --direction backward out")
+    known = {width for entries in tiling.TABLE.values() for width, _ in entries}
+    if options.weight_dtype == "fp32" and (unknown := [width for width in options.width if width not in known]):
+        parser.error(
+            f"--weight-dtype fp32: --width {unknown[0]} is no entry of TABLE, by whose widths FP32_WEIGHTS is looked up"
+        )
     options.direction = options.direction or ([FORWARD] if options.weight_dtype == "fp32" else list(DIRECTIONS))
     return options
 

@@ -79,7 +79,7 @@ def norm_backward_kernel(
             waiting = nothing_waits(p_r, p_dy, ROWS, BLOCK_N, LAG)
             for turn in tl.range(0, tl.cdiv(tiles - group, groups) + LAG, num_stages=STAGES):
                 if PREFETCH:
-                    # r and dy of the tile whose copy this round ends by starting, and dr of the one that is finished with it.
+                    # r and dy of the tile whose copy this round ends by starting, dr of the one that is finished beside it.
                     ahead = turn + STAGES - 1
                     coming = group + ahead * groups
                     columns = BLOCK_N if EVEN_N else tl.minimum(BLOCK_N, N - first_col)

@@ -139,6 +139,7 @@ def _backward(
         # The programs of a split row exchange the sums of one upstream gradient, and of nothing else.
         splittable=given.dy is not None and given.dy1 is None and given.x is None and given.x1 is None,
         multiple=_multiple(N, *stride),
+        light_weights=_bytes(given.weight) <= 2,
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)

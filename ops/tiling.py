@@ -120,17 +120,16 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
 
 
 def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
-    up_to, tile = _entry(direction, n, work)
+    up_to, tile, measured = _entry(direction, n, work)
     bounded = tile.max_registers > 0  # by its entry: `fit` may take the bound away
     tile = fit(over(n, up_to, tile, work.vector), work, device)
-    # A bound was measured at its entry's width: between two, masks may take more registers than it leaves. So do heavier
-    # weights, where forward asks for them first or loops, and in backward a second upstream gradient or a learned row scale.
-    light = work.light_weights and work.one_norm if direction == "forward" else work.splittable
-    if not (light and n == up_to):
+    # A bound was measured at its entry's width: between two, masks may take more registers than it leaves. So does other work,
+    # where forward asks for its weights first or loops, and in backward.
+    if not (measured and n == up_to):
         if tile.early_weights:
-            # With weights in fp32, asking first was faster in 36 of 48 entries of 256 to 4096 columns that had no bound, by up
-            # to 15 %, and slower in five; of narrower and wider ones it was slower in 13 of 22, by up to 22 %.
-            early = light or (work.one_norm and not bounded and 128 < n <= 4096)
+            # With weights in fp32, asking first was faster in 36 of 48 entries of 256 to 4096 columns that had no bound, and
+            # slower in five; of narrower and wider ones it was slower in 13 of 22, by up to 22 %.
+            early = work.one_norm and (work.light_weights or (not bounded and 128 < n <= 4096))
             tile = replace(tile, hold_weights=early, max_registers=0)
         elif direction == "backward" or tile.looped(n):
             tile = replace(tile, max_registers=0)
@@ -141,17 +140,18 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
     return tile
 
 
-def _entry(direction: str, n: int, work: Work) -> tuple[int, Tile]:
-    """The entry that n columns fall under: its width, and its tile for weights like these."""
+def _entry(direction: str, n: int, work: Work) -> tuple[int, Tile, bool]:
+    """The entry that n columns fall under: its width, its tile for weights like these, and whether that was measured with them
+    or with lighter work: in backward a second upstream gradient and a learned row scale are more."""
     entries = TABLE[direction, *work.kind]
     up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
-    if direction == "forward" and work.one_norm and not work.light_weights:
-        tile = FP32_WEIGHTS.get((*work.kind, up_to), tile)
-    elif direction == "backward" and tile.slices > 1 and work.weight_bytes > 2:
-        # Held in fp32, weights of a split row with dropout had Triton 3.6 spill 400 to 700 bytes a thread; read again with each
-        # tile they spill none.
+    if direction == "forward":
+        own = FP32_WEIGHTS.get((*work.kind, up_to)) if work.one_norm and not work.light_weights else None
+        return (up_to, own, True) if own else (up_to, tile, work.one_norm and work.light_weights)
+    if tile.slices > 1 and work.dropout and work.vector == 8 and not work.light_weights:
+        # Held in fp32, weights had Triton 3.6 spill 400 to 700 bytes a thread; read again with each tile they spill none.
         tile = replace(tile, hold_weights=False)
-    return up_to, tile
+    return up_to, tile, work.splittable
 
 
 def over(n: int, up_to: int, tile: Tile, vector: int) -> Tile:
@@ -204,7 +204,7 @@ def fit(tile: Tile, work: Work, device: Device) -> Tile:
 
 def staged(work: Work) -> bool:
     """Whether tiles to come wait in shared memory: four bytes are the least that a GPU copies ahead, so not rows of 16-bit
-    elements that lie at odd places."""
+    elements that lie at odd places. Beside an fp32 stream its own rows do."""
     return work.vector == 4 or work.multiple > 1
 
 
@@ -658,7 +658,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
 }
 
 # Forward with weights in fp32, by norm, kind of work, vector and width: where another tile than TABLE's, as `_tile` has it for
-# such weights, was faster by 2 % or more. The comment has the shares of both. `python -m benchmarks.tune --weight-dtype fp32`
+# such weights, was faster by 2 % or more; the comment has the shares of both. `python -m benchmarks.tune --weight-dtype fp32`
 # looks for more.
 FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile] = {
     ("ln", "norm", 8, 1024): Tile(4, 1024, 0, 1, 4, 1, 0, True),  # 0.89, 0.83

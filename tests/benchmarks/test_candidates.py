@@ -43,6 +43,14 @@ def test_with_weights_in_fp32_the_present_tile_is_the_one_that_launches_take_and
         assert cell.setting.weight_dtype == torch.float32 and cell.present in list(near_tiles(cell)), cell
 
 
+def test_whatever_is_found_for_weights_in_fp32_is_taken_as_it_is(monkeypatch):
+    for norm, work, width in (("ln", "norm", 768), ("rms", "add", 8192), ("rms", "dropout", 64)):
+        cell = Cell(FORWARD, norm, work, 8, width, torch.float32)
+        for tile in near_tiles(cell):
+            monkeypatch.setitem(tiling.FP32_WEIGHTS, (norm, work, 8, width), tile)
+            assert tiling.forward_tile(width, cell.traffic) == tiling.fit(tile, cell.traffic, tiling.H200)
+
+
 def test_rows_read_twice_are_offered_to_every_entry_that_has_them_also_when_it_has_another_tile(monkeypatch):
     loops = [(key, width, tile) for key, entries in tiling.TABLE.items() for width, tile in entries if tile.looped(width)]
     assert {key[2] for key, _, _ in loops} == {"norm", "add"}

@@ -53,28 +53,35 @@ def test_a_tile_takes_the_place_of_the_present_one_only_if_it_is_faster_by_more_
     assert [line.split(":")[0] for line in tune.replaced({cell: found})] == (["# forward rms norm 8 64"] if taken else [])
 
 
-def test_for_weights_in_fp32_tiles_that_are_2_percent_faster_join_the_present_ones():
-    def found(work, width, gain):
-        cell = Cell(FORWARD, "rms", work, 8, width, torch.float32)
-        return cell, tune.Found(Tile(3, 1024, 0, 1, 4, 1, 0, False), 0.9, None if gain is None else Interval(gain, gain, gain))
-
-    printed = tune.format_fp32_weights(dict([found("add", 1024, 1.03), found("norm", 512, 1.01), found("norm", 768, None)]))
+def test_tiles_found_for_weights_in_fp32_join_the_present_ones_or_take_their_places():
+    tile = Tile(3, 1024, 0, 1, 4, 1, 0, False)
+    new = tune.Found(tile, 0.9, Interval(1.03, 1.02, 1.04))
+    cells = [Cell(FORWARD, *key, torch.float32) for key in (("rms", "add", 8, 1024), next(iter(tiling.FP32_WEIGHTS)))]
+    printed = tune.format_fp32_weights(dict.fromkeys(cells, new))
     namespace = {"Tile": Tile}
-    exec(printed.replace("FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile]", "T"), namespace)
-    assert namespace["T"] == tiling.FP32_WEIGHTS | {("rms", "add", 8, 1024): Tile(3, 1024, 0, 1, 4, 1, 0, False)}
-    assert "False),  # 0.90" in printed
+    exec(printed, namespace)
+    assert namespace["FP32_WEIGHTS"] == tiling.FP32_WEIGHTS | {(c.norm, c.work, c.vector, c.width): tile for c in cells}
+    assert printed.count("False),  # 0.90, 0.87") == 2
 
 
 def test_both_directions_are_tuned_and_forward_alone_for_weights_in_fp32():
-    assert tune.options_of([]).direction == list(DIRECTIONS)
-    assert tune.options_of(["--weight-dtype", "fp32"]).direction == [FORWARD]
+    light = tune.cells_of(tune.options_of([]))
+    assert {(cell.direction, cell.weight_dtype) for cell in light} == {(d, torch.bfloat16) for d in DIRECTIONS}
+    heavy = tune.cells_of(tune.options_of(["--weight-dtype", "fp32"]))
+    assert {(cell.direction, cell.weight_dtype) for cell in heavy} == {(FORWARD, torch.float32)}
 
 
 @pytest.mark.parametrize(
     "argument",
-    [["--width", "0"], ["--norm", "batch"], ["--processes", "none"], ["--weight-dtype", "fp32", "--direction", "backward"]],
+    [
+        ["--width", "0"],
+        ["--norm", "batch"],
+        ["--processes", "none"],
+        ["--weight-dtype", "fp32", "--direction", "backward"],
+        ["--weight-dtype", "fp32", "--width", "640"],
+    ],
 )
 def test_wrong_arguments_are_refused(argument, capsys):
     with pytest.raises(SystemExit) as stop:
         tune.options_of(argument)
-    assert stop.value.code == 2 and argument[0] in capsys.readouterr().err
+    assert stop.value.code == 2 and argument[0] in capsys.readouterr().err.splitlines()[-1]

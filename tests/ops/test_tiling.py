@@ -165,26 +165,41 @@ def test_weights_in_fp32_are_asked_for_first_by_tiles_without_a_bound_of_middlin
     assert not any(forward_tile(n, w).early_weights for n in widths for w in (two, replace(two, light_weights=False)))
 
 
-def test_split_rows_of_backward_hold_weights_of_16_bits_alone():
+def test_split_rows_of_backward_with_dropout_hold_weights_of_16_bits_alone():
     work = Work(rms=True, residual=True, dropout=True, vector=8, loaded_bytes=6, weight_bytes=2, splittable=True)
-    tile, heavy = (backward_tile(12288, replace(work, weight_bytes=size)) for size in (2, 4))
+    tile, heavy = (backward_tile(12288, replace(work, light_weights=light)) for light in (True, False))
     assert tile.slices > 1 and tile.hold_weights
     assert heavy == replace(tile, hold_weights=False)
-    assert all(backward_tile(4096, replace(work, weight_bytes=size)).hold_weights for size in (2, 4))
+    assert all(backward_tile(4096, replace(work, light_weights=light)).hold_weights for light in (True, False))
+    other = replace(work, dropout=False, light_weights=False)
+    assert backward_tile(65536, other).hold_weights, "there they spill nothing to speak of"
 
 
 @pytest.mark.parametrize("key", FP32_WEIGHTS, ids=str)
 def test_weights_in_fp32_have_a_tile_of_their_own_where_that_was_measured(key):
     norm, kind, vector, width = key
     measured = dict(TABLE["forward", norm, kind, vector])[width]
-    work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, 2 if kind == "norm" else 4, 0, True)
+    work = Work(norm == "rms", kind != "norm", kind == "dropout", vector, 2 if kind == "norm" else 2 + 16 // vector, 0, True)
     heavy = replace(work, light_weights=False)
     assert forward_tile(width, heavy) == FP32_WEIGHTS[key] != forward_tile(width, work) == measured
-    assert forward_tile(width, replace(heavy, one_norm=False)) == replace(measured, hold_weights=False, max_registers=0)
-    narrower = forward_tile(width - 8, heavy)
-    assert [getattr(narrower, name) for name in ("rows", "warps", "hold_weights")] == [
-        getattr(FP32_WEIGHTS[key], name) for name in ("rows", "warps", "hold_weights")
-    ]
+    assert [forward_tile(width - 8, heavy).rows, forward_tile(width - 8, heavy).warps] == [
+        FP32_WEIGHTS[key].rows, FP32_WEIGHTS[key].warps,
+    ]  # fmt: skip
+    two = forward_tile(width, replace(heavy, one_norm=False))
+    assert (two.rows, two.block_n, two.early_weights) == (measured.rows, measured.block_n, False)
+
+
+def test_a_bound_counts_for_weights_in_fp32_also_where_a_gpu_takes_it_away():
+    heavy = Work(False, False, False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True, light_weights=False)
+    assert dict(TABLE["forward", "ln", "norm", 8])[768].max_registers > 0
+    assert not forward_tile(768, heavy, DEVICES["MI300"]).early_weights
+
+
+def test_rows_that_are_not_copied_ahead_are_not_brought_into_l2_either():
+    work = Work(rms=True, residual=True, dropout=True, vector=8, loaded_bytes=6, weight_bytes=2, splittable=True)
+    wide = replace(work, vector=4, loaded_bytes=10)
+    assert [backward_tile(4096, replace(work, multiple=multiple)).prefetch_l2 for multiple in (16, 2, 1)] == [True, True, False]
+    assert backward_tile(5120, replace(wide, multiple=1)).prefetch_l2
 
 
 @pytest.mark.parametrize("name", DEVICES)

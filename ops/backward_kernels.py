@@ -81,12 +81,11 @@ def norm_backward_kernel(
                 if PREFETCH:
                     # r and dy of the tile whose copy this round ends by starting, dr of the one that is finished beside it.
                     ahead = turn + STAGES - 1
-                    coming = group + ahead * groups
                     columns = BLOCK_N if EVEN_N else tl.minimum(BLOCK_N, N - first_col)
-                    bring_rows(p_r, coming, M, stride_r, first_col, columns, ROWS)
-                    bring_rows(p_dy, coming, M, stride_dy, first_col, columns, ROWS)
+                    bring_rows(p_r, group + ahead * groups, M, stride_r, first_col, columns, ROWS)
+                    bring_rows(p_dy, group + ahead * groups, M, stride_dy, first_col, columns, ROWS)
                     if STAGES > LAG or ahead >= LAG:
-                        bring_rows(p_dr, coming - LAG * groups, M, stride_dr, first_col, columns, ROWS)
+                        bring_rows(p_dr, group + (ahead - LAG) * groups, M, stride_dr, first_col, columns, ROWS)
                 waiting, b_dweight, b_dbias = split_backward_round(
                     p_dy, p_dr, p_r, p_weight, p_rowscale, p_rowscale1, p_stats, seed, p_dz, p_dx, p_dx1, p_dweight, p_dbias,
                     p_board, b_weight if HOLD else None, waiting, b_dweight, b_dbias, turn, group, groups, slice_id, first_col,

@@ -71,7 +71,7 @@ def main() -> None:
                 bar.update()
     print(f"# Measured on {torch.cuda.get_device_name(device)}: the comment is the share of copy bandwidth ({copy:.0f} GB/s).")
     if options.weight_dtype == "fp32":
-        found = {cell: of for cell, of in found.items() if of.gain is not None and of.gain.median >= LEAST_GAIN}
+        found = worth_a_line(found)
     for line in replaced(found):
         print(line)
     if options.weight_dtype == "fp32":
@@ -216,6 +216,11 @@ def replaced(found: dict[Cell, Found]) -> list[str]:
             name = " ".join(map(str, (*cell.key, cell.width)))
             lines.append(f"# {name}: {gain.median:.3f} ({gain.low:.3f} to {gain.high:.3f}) times as fast")
     return lines
+
+
+def worth_a_line(found: dict[Cell, Found]) -> dict[Cell, Found]:
+    """What is faster than the present tile by LEAST_GAIN."""
+    return {cell: of for cell, of in found.items() if of.gain is not None and of.gain.median >= LEAST_GAIN}
 
 
 def merged(found: dict[Cell, Tile]) -> dict:

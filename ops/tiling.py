@@ -141,8 +141,8 @@ def _tile(direction: str, n: int, work: Work, device: Device) -> Tile:
 
 
 def _entry(direction: str, n: int, work: Work) -> tuple[int, Tile, bool]:
-    """The entry that n columns fall under: its width, its tile for weights like these, and whether that was measured with them
-    or with lighter work: in backward a second upstream gradient and a learned row scale are more."""
+    """The entry that n columns fall under: its width, its tile for weights like these, and whether that was measured with work
+    like this: not if its weights were lighter, nor in backward with a second upstream gradient or a learned row scale."""
     entries = TABLE[direction, *work.kind]
     up_to, tile = next((entry for entry in entries if n <= entry[0]), entries[-1])
     if direction == "forward":

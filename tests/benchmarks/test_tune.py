@@ -64,6 +64,17 @@ def test_tiles_found_for_weights_in_fp32_join_the_present_ones_or_take_their_pla
     assert printed.count("False),  # 0.90, 0.87") == 2
 
 
+def test_only_what_is_2_percent_faster_is_worth_a_line():
+    gains = {768: None, 1024: 1.019, 2048: 1.021}
+    found = {
+        Cell(FORWARD, "rms", "add", 8, width, torch.float32): tune.Found(
+            Tile(1, 1024, 0, 1, 4, 1, 0, False), 0.9, gain and Interval(gain, gain, gain)
+        )
+        for width, gain in gains.items()
+    }
+    assert [cell.width for cell in tune.worth_a_line(found)] == [2048]
+
+
 def test_both_directions_are_tuned_and_forward_alone_for_weights_in_fp32():
     light = tune.cells_of(tune.options_of([]))
     assert {(cell.direction, cell.weight_dtype) for cell in light} == {(d, torch.bfloat16) for d in DIRECTIONS}

@@ -62,14 +62,16 @@ def test_each_row_to_come_is_asked_for_once(upstream, rows, stages, lag, shape, 
     x, stream, dy, dr = (torch.randn(m, n, dtype=dtype, device=device) for dtype in (BF16, FP32, BF16, FP32))
     weight = torch.ones(n, device=device, requires_grad=True)
     y, r = layer_norm_fn(x, weight, None, stream.requires_grad_(), prenorm=True)
-    given = {"norm": ((y,), (dy,)), "stream": ((r,), (dr,)), "both": ((y, r), (dy, dr))}[upstream]
-    torch.autograd.grad(given[0], stream, given[1])
+    outputs, given, read = {
+        "norm": ((y,), (dy,), (dy, r)), "stream": ((r,), (dr,), (dr,)), "both": ((y, r), (dy, dr), (dy, dr, r)),
+    }[upstream]  # fmt: skip
+    torch.autograd.grad(outputs, stream, given)
 
     (tile,) = tiles
     groups = launch.device_facts(device).multiprocessors * tile.programs_per_sm // tile.slices
     # The interpreter runs a split row's programs twice, as they can't wait for each other.
     times = 2 if tile.slices > 1 else 1
-    for t in (dy, dr, r) if upstream == "both" else (dy, r) if upstream == "norm" else (dr,):
+    for t in read:
         behind = lag if t is dr and tile.slices > 1 else 0
         first = max(0, stages - 1 - behind) * groups * rows
         width, size = (tile.block_n if tile.slices > 1 else n), t.element_size()

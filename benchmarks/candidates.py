@@ -85,7 +85,8 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         ("draws_first", (False, True) if drawing else ()),
         ("one_pass", (False, True) if averaging else ()),
         ("past_l1", (False, True) if cell.direction == FORWARD else ()),
-        ("prefetch_l2", (False, True) if cell.direction == BACKWARD else ()),
+        ("prefetch_l2", (False, True) if cell.direction == BACKWARD or own.slices > 1 else ()),
+        ("prefetch_ahead", (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0) if cell.direction == FORWARD else ()),
     )
     for field, values in changes:
         near |= dict.fromkeys(replace(own, **{field: value}) for value in values)
@@ -95,7 +96,9 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
         tiles = (own, replace(own, warps=own.warps * 2), replace(own, max_registers=0))
         shapes = [replace(tile, block_n=b, tail_n=t) for tile in tiles for b, t in _blocks(cell)]
         near |= dict.fromkeys([*shapes, *_loops(cell)])
-    elif cell.direction == BACKWARD:
+        if cell.direction == FORWARD:  # what one shape gains by it, another may not
+            near |= dict.fromkeys(replace(tile, prefetch_ahead=ahead) for tile in shapes for ahead in (0.5, 1.0, 2.0))
+    else:
         variants = itertools.product((own.stages - 1, own.stages, own.stages + 1), (1, 2))
         near |= dict.fromkeys(replace(own, stages=stages, lag=lag, prefetch_l2=True) for stages, lag in variants)
     near |= dict.fromkeys(_prefetching(cell))
@@ -104,7 +107,14 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
     if cell.vector == 8:  # likewise columns: eight are what it has
         near = dict.fromkeys(replace(tile, columns=0) for tile in near)
     whole = dict.fromkeys(
-        replace(t, one_pass=t.one_pass and averaging and _whole(t, cell), past_l1=t.past_l1 and _whole(t, cell)) for t in near
+        replace(
+            t,
+            one_pass=t.one_pass and averaging and _whole(t, cell),
+            past_l1=t.past_l1 and _whole(t, cell),
+            prefetch_l2=t.prefetch_l2 and (t.slices > 1 or cell.direction == BACKWARD),
+            prefetch_ahead=t.prefetch_ahead if _whole(t, cell) and t.programs_per_sm == 0 else 0.0,
+        )
+        for t in near
     )
     return (tile for tile in whole if tile == own or sensible(tile, cell))
 

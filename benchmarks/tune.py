@@ -264,6 +264,7 @@ def _source(t: Tile) -> str:
     fields += ", one_pass=True" if t.one_pass else ""
     fields += ", past_l1=True" if t.past_l1 else ""
     fields += ", prefetch_l2=True" if t.prefetch_l2 else ""
+    fields += f", prefetch_ahead={t.prefetch_ahead}" if t.prefetch_ahead else ""
     return f"Tile({fields})"
 
 

@@ -12,24 +12,25 @@ from triton.language.target_info import is_cuda
 from .conversion_kernels import PTX
 from .forward_looped_kernels import looped_tile
 from .forward_tile_kernels import begin_tile, finish_tile, load_weights
+from .prefetch_kernels import bring_rows
 from .row_kernels import multiples, signed, tile_rows, valid
 from .split_forward_kernels import nothing_waits, split_forward_round
 
 
 # A new batch size or dropout probability must not compile anything; nor must the next seed of a vector, every other of
 # which lies on a 16-byte boundary.
-@triton.jit(do_not_specialize=["M", "tiles", "threshold"], do_not_specialize_on_alignment=["p_seed"])
+@triton.jit(do_not_specialize=["M", "tiles", "threshold", "ahead"], do_not_specialize_on_alignment=["p_seed"])
 def norm_forward_kernel(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, p_seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, p_board,
     M, N, tiles, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r,
-    eps, threshold, scale,
+    eps, threshold, scale, ahead,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
     MULTIPLE: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr,
     EARLY: tl.constexpr, PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
-    SPAN: tl.constexpr, EARLY_START: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr,
-    DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    SPAN: tl.constexpr, EARLY_START: tl.constexpr, PREFETCH: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
+    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
 
@@ -43,6 +44,8 @@ def norm_forward_kernel(
     EARLY: a program of one tile asks for the weights ahead of the rows; HOLD: a persistent one, once for all tiles.
     EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
     (programmatic dependent launch). This kernel lets nobody start before it has ended: only norms behind norms would gain.
+    PREFETCH: a program of one tile has the rows of the program `ahead` of it brought into L2; those of a split row a tile of
+    their own, before they copy it into shared memory.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """
@@ -71,6 +74,12 @@ def norm_forward_kernel(
             tl.static_assert(TAIL_N == 0, "a split row is one block in each program")
             waiting = nothing_waits(ROWS, BLOCK_N, LAG, RESIDUAL_DTYPE)
             for turn in tl.range(0, tl.cdiv(tiles - group, groups) + LAG, num_stages=STAGES):
+                if PREFETCH:
+                    columns = BLOCK_N if EVEN_N else tl.minimum(BLOCK_N, N - first_col)
+                    bring_inputs(
+                        p_x, p_x1, p_residual, p_rowscale, p_rowscale1, group + (turn + STAGES - 1) * groups, M,
+                        stride_x, stride_x1, stride_residual, first_col, columns, ROWS,
+                    )  # fmt: skip
                 waiting = split_forward_round(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, p_board, weights, waiting,
@@ -83,19 +92,19 @@ def norm_forward_kernel(
             for tile in tl.range(group, tiles, groups, num_stages=STAGES):
                 whole_tile(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
-                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
-                    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile, M, N,
+                    stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, ahead, share,
                     ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, PAST_L1, BIAS_PAST_L1, SPAN,
-                    IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                    False, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
                 )  # fmt: skip
         else:
             # Not a loop of one: that would take a quarter more registers.
             whole_tile(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                 p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, group,
-                M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+                M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, ahead, share,
                 ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, PAST_L1, BIAS_PAST_L1, SPAN,
-                IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                PREFETCH, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
             )  # fmt: skip
     elif PERSISTENT:
         for tile in tl.range(group, tiles, groups, num_stages=1):
@@ -118,13 +127,17 @@ def norm_forward_kernel(
 def whole_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
-    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
+    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, ahead, share,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, ONE_PASS: tl.constexpr,
-    PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
-    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
+    IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows that this program has to itself."""
+    if PREFETCH:
+        bring_inputs(
+            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile + ahead, M, stride_x, stride_x1, stride_residual, 0, N, ROWS
+        )
     if PACKED and ROWS == 1:
         tile, stride_x, stride_x1, stride_residual = signed(tile), signed(stride_x), signed(stride_x1), signed(stride_residual)
         stride_y, stride_y1, stride_r = signed(stride_y), signed(stride_y1), signed(stride_r)
@@ -149,6 +162,19 @@ def whole_tile(
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, N, stride_y, stride_y1,
             BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, HOLD or EARLY, PACKED, BIAS_PAST_L1, IS_RMS, OFFSET,
         )  # fmt: skip
+
+
+@triton.jit
+def bring_inputs(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile, M, stride_x, stride_x1, stride_residual, first_col, columns,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Has `columns` columns of a tile brought into L2, unless it isn't there. Rows with a scale may not be read at all."""
+    if p_rowscale is None:
+        bring_rows(p_x, tile, M, stride_x, first_col, columns, ROWS)
+    if p_rowscale1 is None:
+        bring_rows(p_x1, tile, M, stride_x1, first_col, columns, ROWS)
+    bring_rows(p_residual, tile, M, stride_residual, first_col, columns, ROWS)
 
 
 @triton.jit

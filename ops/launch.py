@@ -16,7 +16,21 @@ from .forward_kernels import norm_forward_kernel
 from .launcher import Launcher
 from .philox import drop_threshold, keep_scale
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, by_name
-from .tiling import H200, Device, Tile, Work, backward_tile, bias_past_l1, forward_tile, packed, parts, registers, ring, span
+from .tiling import (
+    H200,
+    Device,
+    Tile,
+    Work,
+    backward_tile,
+    bias_past_l1,
+    forward_tile,
+    packed,
+    parts,
+    programs_ahead,
+    registers,
+    ring,
+    span,
+)
 
 R = TypeVar("R", Inputs, BackwardInputs)
 
@@ -72,11 +86,13 @@ def _forward(
         (
             M, N, tiles, stride.x, stride.x1, stride.residual, N, N, N,  # the outputs are contiguous
             options.eps, drop_threshold(options.dropout_p), keep_scale(options.dropout_p),
+            programs_ahead(tile, programs, facts),
         ),
         device,
         RESIDUAL_DTYPE=_TRITON_DTYPE[options.residual_dtype], IS_RMS=options.is_rms_norm, DROPOUT=work.dropout,
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.early_weights,
+        PREFETCH=tile.prefetch_l2 if tile.slices > 1 else tile.prefetch_ahead > 0,
         PACKED=packed(tile, options.residual_dtype.itemsize, facts),
         ONE_PASS=tile.one_pass and not options.is_rms_norm,
         PAST_L1=tile.past_l1,

@@ -48,9 +48,14 @@ class Tile:
     # Forward reads rows past L1, which then keeps the weights from row to row. Up to 2 points where rows and weights together
     # are more than L1 holds; elsewhere half a point at most, won or lost.
     past_l1: bool = False
-    # Backward brings a tile into L2 just before it is copied into shared memory, or with one stage just before it is read: a
-    # round begins by asking for what its end will copy, by one instruction a row. Up to 5 points; elsewhere more may be lost.
+    # Backward, and forward of split rows, bring a tile into L2 just before it is copied into shared memory, or with one stage
+    # just before it is read: a round begins by asking for what its end will copy, by one instruction a row. Up to 5 points;
+    # elsewhere more may be lost.
     prefetch_l2: bool = False
+    # Forward's programs of one tile begin by asking for the rows of a later one to be brought into L2: of the one so many
+    # programs ahead for each multiprocessor, 0 for none. 1 to 2 points, 6 in one entry. From too far ahead, rows are gone from
+    # L2 again before they are read, and what was a gain costs a third of the bandwidth.
+    prefetch_ahead: float = 0.0
 
     @property
     def width(self) -> int:
@@ -197,6 +202,8 @@ def fit(tile: Tile, work: Work, device: Device) -> Tile:
     tile = replace(tile, programs_per_sm=programs)
     if not (device.since_sm_90 and staged(work)):
         tile = replace(tile, prefetch_l2=False)
+    if not device.since_sm_90:
+        tile = replace(tile, prefetch_ahead=0.0)
     while tile.stages > 1 and max(1, programs) * staged_bytes(tile, work, device) > device.shared_memory:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
@@ -238,6 +245,13 @@ def parts(tile: Tile, work: Work, device: Device) -> int:
 def ring(tile: Tile) -> int:
     """Rounds after which programs that share rows write a place of their board again: 2 + 2 · lag or more, a power of two."""
     return 4 * tile.lag
+
+
+def programs_ahead(tile: Tile, programs: int, device: Device) -> int:
+    """How many programs ahead forward has rows brought into L2; `programs`, of which there is none, where all of them may run
+    at once."""
+    at_once = device.multiprocessors * (device.threads // (tile.warps * device.warp_size))
+    return round(tile.prefetch_ahead * device.multiprocessors) if programs > at_once else programs
 
 
 def packed(tile: Tile, itemsize: int, device: Device) -> bool:
@@ -283,15 +297,15 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (512, Tile(4, 512, 0, 1, 2, 1, 0, True)),  # 0.86
         (768, Tile(4, 256, 512, 1, 4, 1, 0, True, 64)),  # 0.91
         (1024, Tile(4, 128, 896, 1, 4, 1, 0, True)),  # 0.92
-        (1600, Tile(2, 1024, 1024, 1, 4, 1, 0, True, 64)),  # 0.92
+        (1600, Tile(2, 1024, 1024, 1, 4, 1, 0, True, 64, prefetch_ahead=2.0)),  # 0.94
         (2048, Tile(1, 512, 1536, 1, 2, 1, 0, True, 80)),  # 0.95
-        (4096, Tile(1, 1024, 3072, 1, 4, 1, 0, True, 80, past_l1=True)),  # 0.96
-        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False, 80, past_l1=True)),  # 0.96
-        (8192, Tile(1, 4096, 4096, 1, 4, 1, 0, True, 128)),  # 0.97
-        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False, past_l1=True)),  # 0.97
-        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, one_pass=True)),  # 0.98
-        (32768, Tile(1, 4096, 28672, 1, 16, 1, 0, False, 64)),  # 0.96
-        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True)),  # 0.91
+        (4096, Tile(1, 1024, 3072, 1, 4, 1, 0, True, 80, past_l1=True, prefetch_ahead=2.0)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 4, 1, 0, False, 80, past_l1=True, prefetch_ahead=3.0)),  # 0.97
+        (8192, Tile(1, 4096, 4096, 1, 4, 1, 0, True, 128, past_l1=True, prefetch_ahead=0.5)),  # 0.98
+        (12288, Tile(1, 8192, 4096, 1, 8, 1, 0, False, past_l1=True, prefetch_ahead=2.0)),  # 0.99
+        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, one_pass=True, prefetch_ahead=2.0)),  # 0.99
+        (32768, Tile(1, 8192, 24576, 1, 16, 1, 0, False, prefetch_ahead=1.0)),  # 0.98
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True, prefetch_ahead=0.5)),  # 0.97
         (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.78
     ),
     ("forward", "rms", "norm", 8): (
@@ -302,15 +316,15 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (512, Tile(8, 512, 0, 1, 8, 1, 0, True)),  # 0.89
         (768, Tile(8, 256, 512, 1, 8, 1, 0, True)),  # 0.92
         (1024, Tile(2, 512, 512, 1, 4, 1, 0, True)),  # 0.92
-        (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True)),  # 0.94
-        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.95
+        (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True, prefetch_ahead=3.0)),  # 0.94
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.96
         (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.98
-        (5120, Tile(1, 8192, 0, 1, 4, 1, 0, True)),  # 0.98
+        (5120, Tile(1, 1024, 4096, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.98
         (8192, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 1.00
         (12288, Tile(1, 4096, 0, 1, 8, 1, 0, False, 64)),  # 0.99
         (16384, Tile(1, 4096, 0, 1, 16, 1, 0, False, 56)),  # 0.99
         (32768, Tile(1, 8192, 0, 1, 32, 1, 0, False)),  # 1.00
-        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, past_l1=True)),  # 0.97
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, past_l1=True, prefetch_ahead=0.5)),  # 0.99
         (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.83
     ),
     ("forward", "ln", "add", 8): (
@@ -319,16 +333,16 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(16, 128, 0, 1, 4, 1, 0, True)),  # 0.79
         (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.87
         (512, Tile(4, 256, 256, 1, 4, 1, 0, True)),  # 0.91
-        (768, Tile(4, 256, 512, 1, 4, 1, 0, True)),  # 0.93
-        (1024, Tile(2, 1024, 0, 1, 2, 1, 0, True)),  # 0.95
-        (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True)),  # 0.96
+        (768, Tile(4, 256, 512, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.93
+        (1024, Tile(2, 1024, 0, 1, 2, 1, 0, True, prefetch_ahead=1.0)),  # 0.95
+        (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True, prefetch_ahead=2.0)),  # 0.96
         (2048, Tile(1, 1024, 0, 1, 4, 1, 0, False, 40)),  # 0.98
         (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.98
-        (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False)),  # 0.97
+        (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False, prefetch_ahead=1.0)),  # 0.99
         (8192, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 0.98
-        (12288, Tile(2, 16384, 0, 1, 32, 1, 0, False)),  # 0.97
-        (16384, Tile(2, 4096, 12288, 1, 32, 1, 0, False, past_l1=True)),  # 0.97
-        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True)),  # 0.98
+        (12288, Tile(2, 8192, 4096, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
+        (16384, Tile(2, 4096, 12288, 1, 32, 1, 0, False, past_l1=True, prefetch_ahead=0.5)),  # 0.98
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, past_l1=True, prefetch_ahead=0.5)),  # 0.99
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True)),  # 0.96
         (262144, Tile(1, 1024, 0, 256, 1, 3, 12, True, lag=2)),  # 0.93
     ),
@@ -338,17 +352,17 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(8, 128, 0, 1, 1, 1, 0, True)),  # 0.81
         (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.87
         (512, Tile(4, 512, 0, 1, 8, 1, 0, True)),  # 0.91
-        (768, Tile(4, 256, 512, 1, 4, 1, 0, True)),  # 0.93
-        (1024, Tile(2, 1024, 0, 1, 2, 1, 0, True)),  # 0.94
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.95
+        (768, Tile(4, 256, 512, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.94
+        (1024, Tile(2, 1024, 0, 1, 2, 1, 0, True, prefetch_ahead=1.0)),  # 0.95
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True, prefetch_ahead=2.0)),  # 0.96
         (2048, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.98
         (4096, Tile(1, 2048, 0, 1, 16, 1, 0, False)),  # 1.00
         (5120, Tile(1, 2048, 0, 1, 8, 1, 0, False, 40)),  # 0.99
         (8192, Tile(1, 2048, 0, 1, 16, 1, 0, False, 56)),  # 0.99
         (12288, Tile(1, 4096, 0, 1, 16, 1, 0, False, 56)),  # 0.98
         (16384, Tile(1, 4096, 0, 1, 32, 1, 0, False)),  # 1.00
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.98
-        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64)),  # 0.96
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
+        (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, prefetch_ahead=0.5)),  # 0.96
         (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
     ),
     ("forward", "ln", "add", 4): (
@@ -357,17 +371,17 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.83
         (256, Tile(4, 128, 128, 1, 2, 1, 0, True)),  # 0.90
         (512, Tile(1, 128, 384, 1, 1, 1, 0, True)),  # 0.93
-        (768, Tile(1, 128, 640, 1, 1, 1, 0, True)),  # 0.94
-        (1024, Tile(1, 128, 896, 1, 1, 1, 0, True)),  # 0.96
-        (1600, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.96
+        (768, Tile(1, 128, 640, 1, 1, 1, 0, True, prefetch_ahead=1.0)),  # 0.94
+        (1024, Tile(1, 128, 896, 1, 1, 1, 0, True, prefetch_ahead=2.0)),  # 0.96
+        (1600, Tile(1, 2048, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.97
         (2048, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.99
         (4096, Tile(1, 1024, 0, 1, 8, 1, 0, False, 48)),  # 0.99
         (5120, Tile(1, 1024, 0, 1, 8, 1, 0, False, 56)),  # 0.98
         (8192, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 0.99
-        (12288, Tile(1, 16384, 0, 1, 16, 1, 0, False)),  # 0.97
+        (12288, Tile(1, 16384, 0, 1, 16, 1, 0, False, prefetch_ahead=0.75)),  # 0.99
         (16384, Tile(1, 8192, 0, 1, 8, 1, 0, False)),  # 0.98
-        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False)),  # 0.97
-        (65536, Tile(2, 1024, 0, 64, 4, 3, 4, True, lag=2)),  # 0.93
+        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False, prefetch_ahead=0.5)),  # 0.98
+        (65536, Tile(2, 1024, 0, 64, 4, 2, 4, True, lag=2, prefetch_l2=True)),  # 0.93
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "rms", "add", 4): (
@@ -376,8 +390,8 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.85
         (256, Tile(2, 256, 0, 1, 1, 1, 0, True)),  # 0.90
         (512, Tile(2, 512, 0, 1, 4, 1, 0, True)),  # 0.93
-        (768, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
-        (1024, Tile(1, 1024, 0, 1, 8, 1, 0, True)),  # 0.96
+        (768, Tile(2, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.95
+        (1024, Tile(1, 1024, 0, 1, 8, 1, 0, True, prefetch_ahead=2.0)),  # 0.97
         (1600, Tile(1, 1024, 0, 1, 8, 1, 0, False)),  # 0.98
         (2048, Tile(1, 1024, 0, 1, 8, 1, 0, False, 48)),  # 0.99
         (4096, Tile(1, 2048, 0, 1, 16, 1, 0, False, 36)),  # 1.00
@@ -386,7 +400,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 4096, 0, 1, 32, 1, 0, False)),  # 0.99
         (16384, Tile(1, 4096, 0, 1, 32, 1, 0, False, 56)),  # 1.01
         (32768, Tile(1, 8192, 24576, 1, 16, 1, 0, False)),  # 0.98
-        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True, lag=2)),  # 0.95
+        (65536, Tile(4, 1024, 0, 64, 4, 2, 2, True, prefetch_l2=True)),  # 0.96
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "ln", "dropout", 8): (
@@ -395,16 +409,16 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(8, 128, 0, 1, 4, 1, 0, False)),  # 0.77
         (256, Tile(8, 256, 0, 1, 4, 1, 0, True)),  # 0.85
         (512, Tile(4, 256, 256, 1, 4, 1, 0, True)),  # 0.91
-        (768, Tile(4, 256, 512, 1, 4, 1, 0, True)),  # 0.92
-        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, True)),  # 0.94
-        (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True)),  # 0.95
-        (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.97
-        (4096, Tile(2, 1024, 3072, 1, 8, 1, 0, True)),  # 0.97
-        (5120, Tile(1, 1024, 4096, 1, 4, 1, 0, False, one_pass=True)),  # 0.97
-        (8192, Tile(1, 4096, 4096, 1, 8, 1, 0, True)),  # 0.97
-        (12288, Tile(1, 4096, 8192, 1, 32, 1, 0, False)),  # 0.96
-        (16384, Tile(2, 16384, 0, 1, 32, 1, 0, False, 64)),  # 0.97
-        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True)),  # 0.97
+        (768, Tile(4, 256, 512, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.93
+        (1024, Tile(2, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.95
+        (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True, prefetch_ahead=2.0)),  # 0.95
+        (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False, prefetch_ahead=3.0)),  # 0.97
+        (4096, Tile(2, 1024, 3072, 1, 8, 1, 0, True, prefetch_ahead=0.5)),  # 0.97
+        (5120, Tile(1, 1024, 4096, 1, 4, 1, 0, True, one_pass=True, prefetch_ahead=0.5)),  # 0.98
+        (8192, Tile(1, 4096, 4096, 1, 8, 1, 0, True, prefetch_ahead=0.75)),  # 0.99
+        (12288, Tile(1, 4096, 8192, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
+        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False, 64, prefetch_ahead=1.0)),  # 0.99
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True, prefetch_ahead=0.5)),  # 0.99
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True)),  # 0.92
         (262144, Tile(1, 4096, 0, 64, 4, 3, 3, True)),
     ),
@@ -414,17 +428,17 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(8, 128, 0, 1, 4, 1, 0, True)),  # 0.80
         (256, Tile(8, 256, 0, 1, 8, 1, 0, True)),  # 0.86
         (512, Tile(1, 256, 256, 1, 1, 1, 0, True)),  # 0.90
-        (768, Tile(2, 512, 256, 1, 4, 1, 0, True)),  # 0.93
-        (1024, Tile(2, 512, 512, 1, 4, 1, 0, True)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
-        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True)),  # 0.97
-        (4096, Tile(2, 4096, 0, 1, 32, 1, 0, True)),  # 0.97
-        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, False, 40)),  # 0.98
-        (8192, Tile(1, 4096, 4096, 1, 8, 1, 0, True)),  # 0.98
-        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, False)),  # 0.97
-        (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, False)),  # 0.98
-        (32768, Tile(1, 8192, 24576, 1, 32, 1, 0, False)),  # 0.97 with 48 registers, which spill since
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 3, True, lag=2)),  # 0.92
+        (768, Tile(2, 512, 256, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.93
+        (1024, Tile(2, 512, 512, 1, 4, 1, 0, True, prefetch_ahead=0.5)),  # 0.95
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True, prefetch_ahead=3.0)),  # 0.96
+        (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.98
+        (4096, Tile(2, 4096, 0, 1, 32, 1, 0, True, prefetch_ahead=0.5)),  # 0.98
+        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, False, 40, prefetch_ahead=2.0)),  # 0.98
+        (8192, Tile(1, 4096, 4096, 1, 16, 1, 0, True, prefetch_ahead=0.5)),  # 0.99
+        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, False, prefetch_ahead=1.0)),  # 0.99
+        (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, True, prefetch_ahead=0.5)),  # 1.00
+        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
+        (65536, Tile(2, 2048, 0, 32, 4, 2, 3, True, prefetch_l2=True)),  # 0.93
         (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
     ),
     ("forward", "ln", "dropout", 4): (
@@ -433,17 +447,17 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(16, 128, 0, 1, 8, 1, 0, True)),  # 0.81
         (256, Tile(2, 128, 128, 1, 1, 1, 0, True)),  # 0.89
         (512, Tile(1, 128, 384, 1, 1, 1, 0, True)),  # 0.93
-        (768, Tile(1, 256, 512, 1, 1, 1, 0, True, 96)),  # 0.94
-        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, False, 112)),  # 0.96
-        (2048, Tile(1, 512, 1536, 1, 2, 1, 0, True, 0, 8)),  # 0.96
+        (768, Tile(1, 256, 512, 1, 1, 1, 0, True, 96, prefetch_ahead=1.0)),  # 0.95
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, False, prefetch_ahead=3.0)),  # 0.95
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, False, 112, prefetch_ahead=4.0)),  # 0.97
+        (2048, Tile(1, 512, 1536, 1, 2, 1, 0, True, 0, 8, prefetch_ahead=0.5)),  # 0.97
         (4096, Tile(1, 2048, 2048, 1, 8, 1, 0, False, 0, 8)),  # 0.97
-        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, False)),  # 0.97
-        (8192, Tile(1, 8192, 0, 1, 8, 1, 0, False, 0, 8, one_pass=True, past_l1=True)),  # 0.97
-        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, False, 80)),  # 0.99
-        (16384, Tile(1, 16384, 0, 1, 32, 1, 0, True, one_pass=True)),  # 0.98
-        (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, past_l1=True)),  # 0.96
-        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, lag=2)),  # 0.93
+        (5120, Tile(1, 4096, 4096, 1, 16, 1, 0, False, prefetch_ahead=2.0)),  # 0.99
+        (8192, Tile(1, 1024, 7168, 1, 8, 1, 0, False, 0, 8, one_pass=True, past_l1=True, prefetch_ahead=0.5)),  # 0.99
+        (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, True, 80, prefetch_ahead=0.5)),  # 1.00
+        (16384, Tile(1, 4096, 12288, 1, 32, 1, 0, True, one_pass=True, prefetch_ahead=0.5)),  # 0.99
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False, past_l1=True, prefetch_ahead=0.5)),  # 0.98
+        (65536, Tile(2, 2048, 0, 32, 4, 4, 2, True, prefetch_l2=True)),  # 0.94
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "rms", "dropout", 4): (
@@ -452,17 +466,17 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (128, Tile(4, 128, 0, 1, 1, 1, 0, True)),  # 0.84
         (256, Tile(2, 128, 128, 1, 1, 1, 0, True)),  # 0.89
         (512, Tile(1, 128, 384, 1, 1, 1, 0, True)),  # 0.93
-        (768, Tile(1, 128, 640, 1, 1, 1, 0, True)),  # 0.94
-        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True)),  # 0.95
-        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True)),  # 0.96
+        (768, Tile(1, 128, 640, 1, 1, 1, 0, True, prefetch_ahead=0.5)),  # 0.94
+        (1024, Tile(1, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.96
+        (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True, prefetch_ahead=1.0)),  # 0.97
         (2048, Tile(1, 2048, 0, 1, 2, 1, 0, True)),  # 0.96
         (4096, Tile(1, 1024, 3072, 1, 4, 1, 0, False, 0, 8)),  # 0.97
-        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True, 64)),  # 0.97
-        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, False, 56, 8, past_l1=True)),  # 0.97
-        (12288, Tile(1, 2048, 10240, 1, 16, 1, 0, True)),  # 0.97
-        (16384, Tile(1, 4096, 12288, 1, 16, 1, 0, False, 56)),  # 0.98 with 48 registers, which spill since
-        (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False, past_l1=True)),  # 0.96
-        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True)),  # 0.94
+        (5120, Tile(1, 8192, 0, 1, 16, 1, 0, True, 64, prefetch_ahead=0.75)),  # 0.99
+        (8192, Tile(1, 8192, 0, 1, 16, 1, 0, False, 56, 8, past_l1=True, prefetch_ahead=1.0)),  # 0.99
+        (12288, Tile(1, 2048, 10240, 1, 32, 1, 0, True, prefetch_ahead=0.5)),  # 0.98
+        (16384, Tile(1, 4096, 12288, 1, 32, 1, 0, False, 56, prefetch_ahead=0.5)),  # 0.99
+        (32768, Tile(1, 32768, 0, 1, 32, 1, 0, False, past_l1=True, prefetch_ahead=0.5)),  # 0.98
+        (65536, Tile(4, 1024, 0, 64, 4, 3, 2, True, prefetch_l2=True)),  # 0.96
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("backward", "ln", "norm", 8): (

@@ -61,12 +61,25 @@ def test_rows_read_twice_are_offered_to_every_entry_that_has_them_also_when_it_h
             assert tile in list(near_tiles(Cell(*key, width))), (key, width)
 
 
-def test_rows_brought_into_l2_are_offered_to_backward_alone_and_to_wide_rows_with_one_row_in_a_program():
+def test_rows_brought_into_l2_are_offered_to_programs_that_stride_and_of_backward_to_wide_rows_with_one_row_in_each():
     for cell in CELLS:
         tiles = [tile for tile in near_tiles(cell) if tile.prefetch_l2]
-        assert bool(tiles) == (cell.direction == BACKWARD), cell
-        if tiles and 768 < cell.width <= 16384:
+        split = entry(cell.key, cell.width).slices > 1
+        assert tiles or not (cell.direction == BACKWARD or split), cell
+        assert cell.direction == BACKWARD or all(tile.slices > 1 for tile in tiles), cell
+        if cell.direction == BACKWARD and 768 < cell.width <= 16384:
             assert {tile.stages for tile in tiles if tile.rows == tile.programs_per_sm == 1} >= {2, 3}, cell
+
+
+def test_rows_of_later_programs_are_offered_to_forward_of_whole_rows_at_several_distances():
+    for cell in CELLS:
+        ahead = {tile.prefetch_ahead for tile in near_tiles(cell) if tile.prefetch_ahead}
+        own = entry(cell.key, cell.width)
+        assert cell.direction == FORWARD or not ahead, cell
+        if cell.direction == FORWARD and own.slices == 1:
+            assert {0.5, 1.0, 2.0} <= ahead, cell
+        found = [tile for tile in near_tiles(cell) if tile.prefetch_ahead]
+        assert not any(tile.looped(cell.width) or tile.slices > 1 or tile.programs_per_sm for tile in found), cell
 
 
 def test_backward_is_always_persistent():

@@ -46,7 +46,7 @@ CASES = [
     Case(n=65536, m=8, residual=FP32, weight=BF16, dropout_p=0.1),
 ]
 
-ROWS_READ = ("p_dy", "p_dy1", "p_dr", "p_r")  # by backward, with each tile
+ROWS_READ = {"norm_forward_kernel": ("p_x", "p_x1", "p_residual"), "norm_backward_kernel": ("p_dy", "p_dy1", "p_dr", "p_r")}
 
 
 class OfflineLauncher(launch.Launcher):
@@ -87,7 +87,8 @@ class OfflineLauncher(launch.Launcher):
         found["behind_sums"] = behind_sums(compiled.asm["sass"])
         found["past_l1"] = self.constants.get("PAST_L1", False), self.constants.get("BIAS_PAST_L1", False)
         found["reads_past_l1"] = len(re.findall(r"ld\.global\.cg\b", compiled.asm["ptx"]))
-        read = sum(value is not None for name, value in zip(kernel.arg_names, given, strict=False) if name in ROWS_READ)
+        rows = ROWS_READ.get(kernel.__name__, ())
+        read = sum(value is not None for name, value in zip(kernel.arg_names, given, strict=False) if name in rows)
         found["prefetch"] = read * self.constants["ROWS"] if self.constants.get("PREFETCH") else 0
         found["prefetches"] = compiled.asm["sass"].count("UBLKPF.L2")
         found["two_bytes"] = len(re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*?\.U16\b", compiled.asm["sass"]))

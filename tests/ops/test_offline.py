@@ -70,11 +70,12 @@ def test_no_element_is_read_or_written_by_itself_unless_the_width_is_odd(launche
 def test_rows_are_read_past_l1_where_the_tile_says_so_and_biases_only_where_weights_are_more_than_it_keeps(launches):
     reads = {(*launch["past_l1"], launch["reads_past_l1"]) for launch in launches}
     work = Work(rms=False, residual=False, dropout=False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True)
-    rows, rows_and_bias = (n // 8 // (32 * forward_tile(n, work).warps) for n in (12288, 65536))  # 16 bytes at a time
-    assert reads == {(False, False, 0), (True, False, rows), (True, True, 2 * rows_and_bias)}
+    *rows, rows_and_bias = (n // 8 // (32 * forward_tile(n, work).warps) for n in (8192, 12288, 65536))  # 16 bytes at a time
+    assert reads == {(False, False, 0), *((True, False, count) for count in rows), (True, True, 2 * rows_and_bias)}
 
 
-def test_backward_brings_rows_into_l2_where_the_tile_says_so(launches):
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_are_brought_into_l2_where_the_tile_says_so(direction, launches):
     """One instruction for each row of a tile and each tensor that is read with it."""
-    assert {launch["prefetch"] > 0 for launch in launches if launch["kernel"] == "norm_backward_kernel"} == {False, True}
+    assert {launch["prefetch"] > 0 for launch in launches if launch["kernel"] == f"norm_{direction}_kernel"} == {False, True}
     assert [launch for launch in launches if launch["prefetches"] != launch["prefetch"]] == []

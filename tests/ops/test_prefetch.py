@@ -1,18 +1,23 @@
-"""Backward's rows brought into L2 ahead of time: which are asked for, and that nothing but time depends on it."""
+"""Rows brought into L2 ahead of time: which are asked for, and that nothing but time depends on it."""
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
-from ops import backend, backward_kernels, launch, layer_norm_fn, prefetch_kernels
+from ops import backend, backward_kernels, forward_kernels, launch, layer_norm_fn, prefetch_kernels
+from ops.tiling import Work
 
 from .cases import BF16, FP32
 from .tiles import SHAPES, tile_for
 
 WHOLE_OR_SPLIT = [shape for shape in SHAPES if shape != "looped"]
+WHOLE = [shape for shape in WHOLE_OR_SPLIT if shape != "split"]
+WORK = Work(rms=False, residual=True, dropout=True, vector=8, loaded_bytes=4, weight_bytes=0, splittable=True)
+INTERPRETED = pytest.mark.skipif(not backend.INTERPRET, reason="what a compiled kernel asks for is not to be seen")
 
 
 @pytest.fixture
@@ -32,8 +37,27 @@ def asked(monkeypatch):
             monkeypatch.setattr(prefetch_kernels, "_bring", count)
             bring_rows(p, *arguments)
 
-    monkeypatch.setattr(backward_kernels, "bring_rows", of_tensor)
+    for kernels in (forward_kernels, backward_kernels):
+        monkeypatch.setattr(kernels, "bring_rows", of_tensor)
     return found
+
+
+@pytest.fixture
+def with_prefetch(monkeypatch):
+    """A function: from now on, tiles of a direction have these fields, though no GPU is there that brings rows; returns a list
+    of those that were launched."""
+
+    def use(direction, **fields):
+        choose, tiles = getattr(launch, f"{direction}_tile"), []
+
+        def prefetching(n, work, device):
+            tiles.append(replace(choose(n, work, device), **fields))
+            return tiles[-1]
+
+        monkeypatch.setattr(launch, f"{direction}_tile", prefetching)
+        return tiles
+
+    return use
 
 
 def number(value) -> int:
@@ -41,24 +65,75 @@ def number(value) -> int:
     return int(value.handle.data.item()) if hasattr(value, "handle") else int(value)
 
 
-@pytest.mark.skipif(not backend.INTERPRET, reason="what a compiled kernel asks for is not to be seen")
+@INTERPRETED
+@pytest.mark.parametrize("shape", WHOLE)
+@pytest.mark.parametrize(("m", "rows", "ahead"), [(37, 1, 0.5), (37, 2, 0.25), (16, 1, 1.5), (16, 1, 0.5), (32, 2, 0.5)])
+def test_forward_asks_once_for_each_row_that_is_read_so_many_programs_later(
+    m, rows, ahead, shape, device, use_tile, asked, with_prefetch
+):
+    """For none if all programs may run at once: sixteen do, of 32 warps on eight multiprocessors."""
+    n = 44
+    use_tile(tile_for(n, shape, rows=rows, warps=32, programs_per_sm=0, stages=1))
+    with_prefetch("forward", prefetch_ahead=ahead)
+    x, x1, stream = (torch.randn(m, n, dtype=dtype, device=device) for dtype in (BF16, BF16, FP32))
+    weight = torch.ones(n, device=device)
+    layer_norm_fn(x, weight, None, stream, x1=x1, prenorm=True)
+    first = int(ahead * 8) * rows if m / rows > 16 else m
+    for t in (x, x1, stream):
+        assert asked.pop(t.data_ptr()) == pieces(t, first, n, times=1)
+    assert not asked
+
+
+@INTERPRETED
+@pytest.mark.parametrize("scaled", ["x", "x1"])
+def test_forward_does_not_ask_for_rows_that_it_may_not_read(scaled, device, use_tile, asked, with_prefetch):
+    use_tile(tile_for(44, "one block", rows=1, warps=32, programs_per_sm=0, stages=1))
+    with_prefetch("forward", prefetch_ahead=0.5)
+    x, x1, stream = (torch.randn(37, 44, device=device) for _ in range(3))
+    scales = {"rowscale" if scaled == "x" else "rowscale1": torch.ones(37, device=device)}
+    layer_norm_fn(x, torch.ones(44, device=device), None, stream, x1=x1, prenorm=True, **scales)
+    assert {address for address, ranges in asked.items() if ranges} == {
+        (x1 if scaled == "x" else x).data_ptr(),
+        stream.data_ptr(),
+    }
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("rows", "stages", "lag"), [(1, 3, 1), (2, 1, 1), (2, 2, 2)])
+def test_forward_of_split_rows_asks_once_for_each_row_to_come(rows, stages, lag, device, use_tile, asked, with_prefetch):
+    m, n = 37, 44
+    use_tile(tile_for(n, "split", rows=rows, stages=stages, lag=lag))
+    tiles = with_prefetch("forward", prefetch_l2=True)
+    x, stream = (torch.randn(m, n, dtype=dtype, device=device) for dtype in (BF16, FP32))
+    layer_norm_fn(x, torch.ones(n, device=device), None, stream, prenorm=True)
+    (tile,) = tiles
+    groups = launch.device_facts(device).multiprocessors * tile.programs_per_sm // tile.slices
+    for t in (x, stream):
+        assert asked.pop(t.data_ptr()) == pieces(t, (stages - 1) * groups * rows, tile.block_n, times=2)
+    assert not asked
+
+
+def pieces(t, first: int, width: int, times: int) -> Counter:
+    """Addresses and bytes of the rows from `first` on, `width` columns at a time."""
+    (m, n), size = t.shape, t.element_size()
+    return Counter({
+        (t.data_ptr() + (row * n + col) * size, min(width, n - col) * size): times
+        for row in range(first, m) for col in range(0, n, width)
+    })  # fmt: skip
+
+
+@INTERPRETED
 @pytest.mark.parametrize("shape", WHOLE_OR_SPLIT)
 @pytest.mark.parametrize(("rows", "stages", "lag"), [(1, 3, 1), (2, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize("upstream", ["norm", "stream", "both"])
-def test_each_row_to_come_is_asked_for_once(upstream, rows, stages, lag, shape, device, use_tile, asked, monkeypatch):
+def test_backward_asks_once_for_each_row_to_come(upstream, rows, stages, lag, shape, device, use_tile, asked, with_prefetch):
     """Rows of tiles whose copy no earlier stage has begun; where a row is finished rounds after it is read, the stream's
     gradient for it then; r only where the norm has a gradient."""
     if upstream == "stream" and shape == "split":
         pytest.skip("rows are not split where nothing is summed")
     m, n = 37, 44
     use_tile(tile_for(n, shape, rows=rows, stages=stages, lag=lag))
-    choose, tiles = launch.backward_tile, []
-
-    def prefetching(n, work, device):
-        tiles.append(replace(choose(n, work, device), prefetch_l2=True))
-        return tiles[-1]
-
-    monkeypatch.setattr(launch, "backward_tile", prefetching)
+    tiles = with_prefetch("backward", prefetch_l2=True)
     x, stream, dy, dr = (torch.randn(m, n, dtype=dtype, device=device) for dtype in (BF16, FP32, BF16, FP32))
     weight = torch.ones(n, device=device, requires_grad=True)
     y, r = layer_norm_fn(x, weight, None, stream.requires_grad_(), prenorm=True)
@@ -74,12 +149,7 @@ def test_each_row_to_come_is_asked_for_once(upstream, rows, stages, lag, shape, 
     for t in read:
         behind = lag if t is dr and tile.slices > 1 else 0
         first = max(0, stages - 1 - behind) * groups * rows
-        width, size = (tile.block_n if tile.slices > 1 else n), t.element_size()
-        expected = Counter({
-            (t.data_ptr() + (row * n + col) * size, min(width, n - col) * size): times
-            for row in range(first, m) for col in range(0, n, width)
-        })  # fmt: skip
-        assert asked.pop(t.data_ptr()) == expected
+        assert asked.pop(t.data_ptr()) == pieces(t, first, tile.block_n if tile.slices > 1 else n, times)
     assert not asked
 
 
@@ -98,18 +168,13 @@ KINDS = [
 def test_no_gradient_depends_on_it(rows, stages, lag, residual, second, n, shape, device, use_tile, monkeypatch):
     """2001 rows: the last tile is incomplete, and programs ask for tiles that are not there. Rows begin at places that 16 bytes
     do not divide, and end there; so may those of a split row's last program and of a last block."""
-    if not launch.device_facts(device).since_sm_90:
-        pytest.skip("this GPU's L2 is not asked for rows in bulk")
+    skip_unless_brought(device)
     gradients, tiles = [], []
-    apart = 2 + n % 2  # 16-bit rows at odd places are not brought
+    apart = 2 + n % 2  # backward does not bring 16-bit rows at odd places
 
     for prefetch in (False, True):
         draw = torch.Generator(device).manual_seed(0)
-
-        def drawn(dtype, draw=draw):
-            memory = torch.randn(2001 * (n + apart) + 2, generator=draw, device=device).to(dtype)
-            return memory[2:].view(2001, n + apart)[:, :n]
-
+        drawn = partial(rows_apart, 2001, n, apart, draw)
         use_tile(tile_for(n, shape, rows=rows, stages=stages, lag=lag, prefetch_l2=prefetch))
         choose = launch.backward_tile
         monkeypatch.setattr(launch, "backward_tile", lambda *given, choose=choose: tiles.append(choose(*given)) or tiles[-1])
@@ -122,3 +187,38 @@ def test_no_gradient_depends_on_it(rows, stages, lag, residual, second, n, shape
         gradients.append(torch.autograd.grad(y, leaves, [drawn(t.dtype) for t in y]))
     assert [tile.prefetch_l2 for tile in tiles] == [False, True]
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("residual", "second", "n", "shape"), [*KINDS, (None, False, 513, "two blocks")], ids=str)
+@pytest.mark.parametrize(("rows", "ahead"), [(1, 0.5), (2, 2.0)])
+def test_no_output_depends_on_it(rows, ahead, residual, second, n, shape, device, use_tile):
+    """2001 rows, as above; rows of 513 bf16 lie at odd places. Split rows have stages where others have rows ahead."""
+    skip_unless_brought(device)
+    outputs = []
+    for prefetch in (False, True):
+        fields = {"stages": 1, "warps": 32, "programs_per_sm": 0, "prefetch_ahead": prefetch * ahead}
+        if shape == "split":
+            fields = {"stages": 1 + rows, "prefetch_l2": prefetch}
+        use_tile(tile_for(n, shape, rows=rows, **fields))
+        draw = torch.Generator(device).manual_seed(0)
+        drawn = partial(rows_apart, 2001, n, 2, draw)
+        x, stream = drawn(BF16), None if residual is None else drawn(residual)
+        weights = torch.randn(4 if second else 2, n, generator=draw, device=device)
+        w, b, w1, b1 = (*weights.unbind(), None, None)[:4]
+        y = layer_norm_fn(x, w, b, stream, weight1=w1, bias1=b1, prenorm=True, dropout_p=0.1, seed=3)
+        outputs.append(y)
+        tile = launch.forward_tile(n, WORK, launch.device_facts(device))
+        assert (tile.prefetch_l2 or tile.prefetch_ahead > 0) == prefetch
+    assert all(map(torch.equal, *outputs))
+
+
+def skip_unless_brought(device) -> None:
+    if not launch.device_facts(device).since_sm_90:
+        pytest.skip("this GPU's L2 is not asked for rows in bulk")
+
+
+def rows_apart(m: int, n: int, apart: int, draw, dtype):
+    """m rows of n columns, so many columns from one another, the first two columns from where memory begins."""
+    memory = torch.randn(m * (n + apart) + 2, generator=draw, device=draw.device).to(dtype)
+    return memory[2:].view(m, n + apart)[:, :n]

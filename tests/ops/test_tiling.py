@@ -18,6 +18,7 @@ from ops.tiling import (
     fit,
     forward_tile,
     one_block,
+    programs_ahead,
     registers,
     row_blocks,
     staged_bytes,
@@ -118,7 +119,9 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
     assert widths == sorted(set(widths))
     assert TABLE[key][-1][1].slices > 1, "rows beyond the table would become ever longer rows of one program"
     for up_to, tile in TABLE[key]:
-        assert not tile.prefetch_l2 or (key[0] == "backward" and not tile.looped(up_to)), (up_to, tile)
+        assert not tile.prefetch_l2 or tile.slices > 1 or (key[0] == "backward" and not tile.looped(up_to)), (up_to, tile)
+        one_each = key[0] == "forward" and tile.slices == 1 and tile.programs_per_sm == 0 and not tile.looped(up_to)
+        assert not tile.prefetch_ahead or one_each, (up_to, tile)
         if tile.slices == 1:
             equal = tile.tail_n > 0 == tile.tail_n % tile.block_n and up_to <= tile.width < up_to + tile.block_n
             looped = tile.looped(up_to) and tile.tail_n == 0 and not tile.hold_weights
@@ -204,8 +207,17 @@ def test_rows_that_are_not_copied_ahead_are_not_brought_into_l2_either():
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_rows_are_brought_into_l2_only_by_gpus_that_can(name):
-    tiles = [backward_tile(n, work, DEVICES[name]) for work in works("backward") for n in WIDTHS]
-    assert any(tile.prefetch_l2 for tile in tiles) == DEVICES[name].since_sm_90
+    for direction, tile_of in TILE_OF.items():
+        tiles = [tile_of(n, work, DEVICES[name]) for work in works(direction) for n in WIDTHS]
+        found = {field: any(getattr(tile, field) for tile in tiles) for field in ("prefetch_l2", "prefetch_ahead")}
+        assert found["prefetch_l2"] == DEVICES[name].since_sm_90, direction
+        assert found["prefetch_ahead"] == (DEVICES[name].since_sm_90 and direction == "forward"), direction
+
+
+def test_forward_brings_no_rows_where_all_programs_may_run_at_once():
+    tile = Tile(1, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=0.5)
+    at_once = 132 * 16
+    assert [programs_ahead(tile, n, H200) for n in (1, at_once, at_once + 1, 32768)] == [1, at_once, 66, 66]
 
 
 def test_backward_has_no_bound_on_registers_between_two_entries():

@@ -43,7 +43,7 @@ class Tile:
     # when it is asked for; but two tiles wait meanwhile, in registers.
     lag: int = 1
     # Forward takes LayerNorm's two statistics at once, where the row fills its blocks: the threads wait for each other once
-    # instead of twice, for an instruction or two more an element. Worth it in nine entries of rows from 5120 columns.
+    # instead of twice, for an instruction or two more an element. Worth it in eight entries of rows from 5120 columns.
     one_pass: bool = False
     # Forward reads rows past L1, which then keeps the weights from row to row. Up to 2 points where rows and weights together
     # are more than L1 holds; elsewhere half a point at most, won or lost.
@@ -340,6 +340,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.98
         (5120, Tile(1, 4096, 1024, 1, 8, 1, 0, False, prefetch_ahead=1.0)),  # 0.99
         (8192, Tile(1, 4096, 0, 1, 16, 1, 0, False)),  # 0.98
+        (10240, Tile(1, 8192, 2048, 1, 16, 1, 0, False, prefetch_ahead=1.0)),  # 0.99
         (12288, Tile(2, 8192, 4096, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
         (16384, Tile(2, 4096, 12288, 1, 32, 1, 0, False, past_l1=True, prefetch_ahead=0.5)),  # 0.98
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, past_l1=True, prefetch_ahead=0.5)),  # 0.99
@@ -414,10 +415,11 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True, prefetch_ahead=2.0)),  # 0.95
         (2048, Tile(1, 2048, 0, 1, 8, 1, 0, False, prefetch_ahead=3.0)),  # 0.97
         (4096, Tile(2, 1024, 3072, 1, 8, 1, 0, True, prefetch_ahead=0.5)),  # 0.97
-        (5120, Tile(1, 1024, 4096, 1, 4, 1, 0, True, one_pass=True, prefetch_ahead=0.5)),  # 0.98
+        (5120, Tile(1, 1024, 4096, 1, 8, 1, 0, False, one_pass=True, prefetch_ahead=1.0)),  # 0.98
         (8192, Tile(1, 4096, 4096, 1, 8, 1, 0, True, prefetch_ahead=0.75)),  # 0.99
         (12288, Tile(1, 4096, 8192, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
         (16384, Tile(1, 16384, 0, 1, 32, 1, 0, False, 64, prefetch_ahead=1.0)),  # 0.99
+        (24576, Tile(1, 16384, 8192, 1, 32, 1, 0, False, prefetch_ahead=0.75)),  # 0.99
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True, prefetch_ahead=0.5)),  # 0.99
         (65536, Tile(1, 16384, 49152, 1, 32, 1, 0, False, 64, one_pass=True, past_l1=True)),  # 0.92
         (262144, Tile(1, 4096, 0, 64, 4, 3, 3, True)),
@@ -430,13 +432,16 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (512, Tile(1, 256, 256, 1, 1, 1, 0, True)),  # 0.90
         (768, Tile(2, 512, 256, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.93
         (1024, Tile(2, 512, 512, 1, 4, 1, 0, True, prefetch_ahead=0.5)),  # 0.95
+        (1280, Tile(1, 2048, 0, 1, 4, 1, 0, True, prefetch_ahead=2.0)),  # 0.96
         (1600, Tile(1, 2048, 0, 1, 8, 1, 0, True, prefetch_ahead=3.0)),  # 0.96
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.98
+        (3072, Tile(1, 1024, 2048, 1, 4, 1, 0, True, prefetch_ahead=0.5)),  # 0.98
         (4096, Tile(2, 4096, 0, 1, 32, 1, 0, True, prefetch_ahead=0.5)),  # 0.98
         (5120, Tile(1, 8192, 0, 1, 16, 1, 0, False, 40, prefetch_ahead=2.0)),  # 0.98
         (8192, Tile(1, 4096, 4096, 1, 16, 1, 0, True, prefetch_ahead=0.5)),  # 0.99
         (12288, Tile(1, 8192, 4096, 1, 32, 1, 0, False, prefetch_ahead=1.0)),  # 0.99
         (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, True, prefetch_ahead=0.5)),  # 1.00
+        (24576, Tile(1, 16384, 8192, 1, 32, 1, 0, False, prefetch_ahead=0.75)),  # 0.99
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
         (65536, Tile(2, 2048, 0, 32, 4, 2, 3, True, prefetch_l2=True)),  # 0.93
         (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
@@ -677,6 +682,12 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
 FP32_WEIGHTS: dict[tuple[str, str, int, int], Tile] = {
     ("ln", "norm", 8, 1024): Tile(4, 1024, 0, 1, 4, 1, 0, True),  # 0.89, 0.83
     ("ln", "norm", 8, 2048): Tile(2, 2048, 0, 1, 2, 1, 0, True),  # 0.94, 0.92
-    ("ln", "dropout", 8, 1600): Tile(1, 1024, 1024, 1, 4, 1, 0, False),  # 0.94, 0.92
+    ("ln", "norm", 8, 32768): Tile(1, 4096, 28672, 1, 16, 1, 0, False, 64, prefetch_ahead=1.0),  # 0.91, 0.80
     ("rms", "norm", 8, 1600): Tile(1, 1024, 1024, 1, 4, 1, 0, False),  # 0.92, 0.89
+    ("ln", "add", 4, 32768): Tile(1, 16384, 16384, 1, 32, 1, 0, False, past_l1=True),  # 0.96, 0.67
+    ("ln", "dropout", 8, 1600): Tile(1, 1024, 1024, 1, 4, 1, 0, False),  # 0.94, 0.92
+    ("ln", "dropout", 4, 768): Tile(1, 256, 512, 1, 1, 1, 0, False),  # 0.92, 0.90
+    ("ln", "dropout", 4, 12288): Tile(1, 8192, 4096, 1, 32, 1, 0, False, 80),  # 0.98, 0.94
+    ("ln", "dropout", 4, 32768): Tile(1, 32768, 0, 1, 32, 1, 0, False, past_l1=True),  # 0.83, 0.74
+    ("rms", "dropout", 4, 5120): Tile(1, 4096, 4096, 1, 16, 1, 0, False, prefetch_ahead=2.0),  # 0.99, 0.91
 }

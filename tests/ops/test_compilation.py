@@ -60,22 +60,25 @@ def test_the_gpu_runs_one_kernel_forward_two_backward_and_a_fill_for_each_pass_o
     assert len(started) == 2 + (tiles_used["backward"].slices > 1), started
 
 
+def entries() -> dict[Case, set[str]]:
+    """By the case that an entry of the table was measured with, the kernels that have one for it."""
+    found: dict[Case, set[str]] = {}
+    for (direction, norm, work, vector), lines in tiling.TABLE.items():
+        residual = None if work == "norm" else BF16 if vector == 8 else FP32
+        case = Case(rms=norm == "rms", bias=norm == "ln", residual=residual, prenorm=residual is not None, weight=BF16, m=4)
+        for width, _ in lines:
+            measured = replace(case, n=width, dropout_p=0.1 if work == "dropout" else 0.0)
+            found.setdefault(measured, set()).add(f"norm_{direction}_kernel")
+    return found
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", sorted({up_to for entries in tiling.TABLE.values() for up_to, _ in entries}))
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(rms=rms, bias=not rms, residual=residual, dropout_p=dropout_p, prenorm=residual is not None, weight=BF16, m=4)
-        for rms in (False, True)
-        for residual, dropout_p in ((None, 0.0), (BF16, 0.0), (FP32, 0.0), (BF16, 0.1), (FP32, 0.1))
-    ],
-    ids=describe,
-)
-def test_no_tile_of_the_table_spills_registers(case, width, device, first_launches):
-    case = replace(case, n=width)
+@pytest.mark.parametrize(("case", "kernels"), entries().items(), ids=map(describe, entries()))
+def test_no_tile_of_the_table_spills_registers(case, kernels, device, first_launches):
     ours(inputs(case, device), case)
     assert {name for name, _ in first_launches} == set(KERNELS)
-    assert {name: compiled.n_spills for name, compiled in first_launches} == dict.fromkeys(KERNELS, 0)
+    spilled = {name: compiled.n_spills for name, compiled in first_launches if name in {*kernels, KERNELS[-1]}}
+    assert spilled == dict.fromkeys(spilled, 0)
 
 
 def variants() -> list[int]:

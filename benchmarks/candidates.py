@@ -120,7 +120,8 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
 
 
 def all_tiles(cell: Cell) -> Iterator[Tile]:
-    """Every shape of tile, with most rows, warps, stages and programs that were the best of some cell, and the near ones."""
+    """Every shape of tile, with most rows, warps, stages and programs that were the best of some cell, and the near ones. Only
+    these have rows brought into L2."""
     return iter(dict.fromkeys([*near_tiles(cell), *(tile for tile in _shapes(cell) if sensible(tile, cell))]))
 
 

@@ -19,12 +19,12 @@ from .split_forward_kernels import nothing_waits, split_forward_round
 
 # A new batch size or dropout probability must not compile anything; nor must the next seed of a vector, every other of
 # which lies on a 16-byte boundary.
-@triton.jit(do_not_specialize=["M", "tiles", "threshold", "ahead"], do_not_specialize_on_alignment=["p_seed"])
+@triton.jit(do_not_specialize=["M", "tiles", "threshold", "distance"], do_not_specialize_on_alignment=["p_seed"])
 def norm_forward_kernel(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, p_seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, p_board,
     M, N, tiles, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r,
-    eps, threshold, scale, ahead,
+    eps, threshold, scale, distance,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, SLICES: tl.constexpr, PARTS: tl.constexpr,
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
     MULTIPLE: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr,
@@ -44,8 +44,8 @@ def norm_forward_kernel(
     EARLY: a program of one tile asks for the weights ahead of the rows; HOLD: a persistent one, once for all tiles.
     EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
     (programmatic dependent launch). This kernel lets nobody start before it has ended: only norms behind norms would gain.
-    PREFETCH: a program of one tile has the rows of the program `ahead` of it brought into L2; those of a split row a tile of
-    their own, before they copy it into shared memory.
+    PREFETCH: a program of one tile begins by having the rows of the program `distance` behind it brought into L2; programs that
+    share rows, those of the tile that they copy next.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """
@@ -92,19 +92,24 @@ def norm_forward_kernel(
             for tile in tl.range(group, tiles, groups, num_stages=STAGES):
                 whole_tile(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
-                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile, M, N,
-                    stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, ahead, share,
+                    p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
+                    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
                     ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, PAST_L1, BIAS_PAST_L1, SPAN,
-                    False, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                    IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
                 )  # fmt: skip
         else:
+            if PREFETCH:
+                bring_inputs(
+                    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, group + distance, M,
+                    stride_x, stride_x1, stride_residual, 0, N, ROWS,
+                )  # fmt: skip
             # Not a loop of one: that would take a quarter more registers.
             whole_tile(
                 p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
                 p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, group,
-                M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, ahead, share,
+                M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
                 ROWS, BLOCK_N, TAIL_N, LONG, EVEN_N, VECTOR, HOLD, EARLY, PACKED, ONE_PASS, PAST_L1, BIAS_PAST_L1, SPAN,
-                PREFETCH, IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
+                IN_PLACE, RESIDUAL_DTYPE, IS_RMS, DROPOUT, OFFSET,
             )  # fmt: skip
     elif PERSISTENT:
         for tile in tl.range(group, tiles, groups, num_stages=1):
@@ -127,17 +132,13 @@ def norm_forward_kernel(
 def whole_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
-    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, ahead, share,
+    M, N, stride_x, stride_x1, stride_residual, stride_y, stride_y1, stride_r, eps, threshold, scale, share,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, LONG: tl.constexpr, EVEN_N: tl.constexpr,
     VECTOR: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr, ONE_PASS: tl.constexpr,
-    PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr, PREFETCH: tl.constexpr,
-    IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr, SPAN: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
+    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows that this program has to itself."""
-    if PREFETCH:
-        bring_inputs(
-            p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile + ahead, M, stride_x, stride_x1, stride_residual, 0, N, ROWS
-        )
     if PACKED and ROWS == 1:
         tile, stride_x, stride_x1, stride_residual = signed(tile), signed(stride_x), signed(stride_x1), signed(stride_residual)
         stride_y, stride_y1, stride_r = signed(stride_y), signed(stride_y1), signed(stride_r)
@@ -169,7 +170,10 @@ def bring_inputs(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile, M, stride_x, stride_x1, stride_residual, first_col, columns,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Has `columns` columns of a tile brought into L2, unless it isn't there. Rows with a scale may not be read at all."""
+    """Has `columns` columns of a tile brought into L2, unless it isn't there.
+
+    Of an input with scales nothing: a row whose scale is 0 is not read.
+    """
     if p_rowscale is None:
         bring_rows(p_x, tile, M, stride_x, first_col, columns, ROWS)
     if p_rowscale1 is None:

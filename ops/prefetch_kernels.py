@@ -1,4 +1,4 @@
-"""Rows brought into L2, from where they are soon to be copied. NVIDIA's GPUs of compute capability 9.0 and later."""
+"""Rows brought into L2, from where they are soon to be read or copied. NVIDIA's GPUs of compute capability 9.0 and later."""
 
 import triton
 import triton.language as tl

@@ -52,9 +52,8 @@ class Tile:
     # just before it is read: a round begins by asking for what its end will copy, by one instruction a row. Up to 5 points;
     # elsewhere more may be lost.
     prefetch_l2: bool = False
-    # Forward's programs of one tile begin by asking for the rows of a later one to be brought into L2: of the one so many
-    # programs ahead for each multiprocessor, 0 for none. 1 to 2 points, 6 in one entry. From too far ahead, rows are gone from
-    # L2 again before they are read, and what was a gain costs a third of the bandwidth.
+    # Forward's programs of one tile begin by asking for the rows of the program this many times the multiprocessors behind them
+    # to be brought into L2; 0 for none. 1 to 2 points, 6 in one entry. From too far it costs up to a third of the bandwidth.
     prefetch_ahead: float = 0.0
 
     @property
@@ -68,6 +67,12 @@ class Tile:
 
     def looped(self, n: int) -> bool:
         return self.width < n
+
+    def forward_prefetches(self, n: int) -> bool:
+        """Forward: whether the programs of rows of n have others brought into L2."""
+        if self.slices > 1:
+            return self.prefetch_l2
+        return self.prefetch_ahead > 0 and self.programs_per_sm == 0 and not self.looped(n)
 
 
 @dataclass(frozen=True)
@@ -247,11 +252,13 @@ def ring(tile: Tile) -> int:
     return 4 * tile.lag
 
 
-def programs_ahead(tile: Tile, programs: int, device: Device) -> int:
-    """How many programs ahead forward has rows brought into L2; `programs`, of which there is none, where all of them may run
-    at once."""
+def prefetch_distance(tile: Tile, programs: int, work: Work, device: Device) -> int:
+    """How many programs ahead forward has rows brought into L2, fewer where they are wider than those that were measured.
+    `programs`, of which there is none, where all of them may run at once, by their threads alone."""
     at_once = device.multiprocessors * (device.threads // (tile.warps * device.warp_size))
-    return round(tile.prefetch_ahead * device.multiprocessors) if programs > at_once else programs
+    measured_bytes = 2 if work.kind[1] == "norm" else 2 + 16 // work.vector  # of x in bf16 and a residual
+    share = min(1.0, measured_bytes / work.loaded_bytes)
+    return round(tile.prefetch_ahead * device.multiprocessors * share) if programs > at_once else programs
 
 
 def packed(tile: Tile, itemsize: int, device: Device) -> bool:

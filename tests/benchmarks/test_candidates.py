@@ -73,13 +73,11 @@ def test_rows_brought_into_l2_are_offered_to_programs_that_stride_and_of_backwar
 
 def test_rows_of_later_programs_are_offered_to_forward_of_whole_rows_at_several_distances():
     for cell in CELLS:
-        ahead = {tile.prefetch_ahead for tile in near_tiles(cell) if tile.prefetch_ahead}
-        own = entry(cell.key, cell.width)
-        assert cell.direction == FORWARD or not ahead, cell
-        if cell.direction == FORWARD and own.slices == 1:
-            assert {0.5, 1.0, 2.0} <= ahead, cell
         found = [tile for tile in near_tiles(cell) if tile.prefetch_ahead]
-        assert not any(tile.looped(cell.width) or tile.slices > 1 or tile.programs_per_sm for tile in found), cell
+        assert cell.direction == FORWARD or not found, cell
+        if cell.direction == FORWARD and entry(cell.key, cell.width).slices == 1:
+            assert {tile.prefetch_ahead for tile in found} >= {0.5, 1.0, 2.0}, cell
+        assert all(tile.slices == 1 and tile.forward_prefetches(cell.width) for tile in found), cell
 
 
 def test_backward_is_always_persistent():

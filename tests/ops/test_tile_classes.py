@@ -28,7 +28,6 @@ TILES = {
     "one_pass": [False, True],
     "past_l1": [False, True],
     "prefetch_l2": [False, True],
-    "prefetch_ahead": [0.0, 0.5],
 }
 WHOLE = ["one block", "two blocks", "equal blocks"]
 COVERED = covering(**OPTIONS | {"n": [24, 64, 33, 300, 512], "m": [5, 1]}, **TILES)

@@ -18,7 +18,7 @@ from ops.tiling import (
     fit,
     forward_tile,
     one_block,
-    programs_ahead,
+    prefetch_distance,
     registers,
     row_blocks,
     staged_bytes,
@@ -120,8 +120,8 @@ def test_entries_are_sorted_and_as_wide_as_they_say(key):
     assert TABLE[key][-1][1].slices > 1, "rows beyond the table would become ever longer rows of one program"
     for up_to, tile in TABLE[key]:
         assert not tile.prefetch_l2 or tile.slices > 1 or (key[0] == "backward" and not tile.looped(up_to)), (up_to, tile)
-        one_each = key[0] == "forward" and tile.slices == 1 and tile.programs_per_sm == 0 and not tile.looped(up_to)
-        assert not tile.prefetch_ahead or one_each, (up_to, tile)
+        asks = key[0] == "forward" and tile.slices == 1 and tile.forward_prefetches(up_to)
+        assert not tile.prefetch_ahead or asks, (up_to, tile)
         if tile.slices == 1:
             equal = tile.tail_n > 0 == tile.tail_n % tile.block_n and up_to <= tile.width < up_to + tile.block_n
             looped = tile.looped(up_to) and tile.tail_n == 0 and not tile.hold_weights
@@ -216,8 +216,32 @@ def test_rows_are_brought_into_l2_only_by_gpus_that_can(name):
 
 def test_forward_brings_no_rows_where_all_programs_may_run_at_once():
     tile = Tile(1, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=0.5)
+    work = Work(rms=True, residual=False, dropout=False, vector=8, loaded_bytes=2, weight_bytes=0, splittable=True)
     at_once = 132 * 16
-    assert [programs_ahead(tile, n, H200) for n in (1, at_once, at_once + 1, 32768)] == [1, at_once, 66, 66]
+    assert [prefetch_distance(tile, n, work, H200) for n in (1, at_once, at_once + 1, 32768)] == [1, at_once, 66, 66]
+
+
+@pytest.mark.parametrize(
+    ("residual", "vector", "loaded_bytes", "distance"),
+    [
+        (False, 8, 2, 132), (False, 8, 4, 66), (True, 8, 4, 132), (True, 8, 6, 88),
+        (True, 4, 6, 132), (True, 4, 8, 99), (False, 4, 4, 132),
+    ],
+)  # fmt: skip
+def test_forward_brings_fewer_rows_where_they_are_wider_than_those_that_were_measured(residual, vector, loaded_bytes, distance):
+    """With a second input or one in fp32: what is on its way through L2 is as much as it was then, or less."""
+    tile = Tile(1, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)
+    assert prefetch_distance(tile, 32768, Work(True, residual, False, vector, loaded_bytes, 0, True), H200) == distance
+
+
+def test_forward_asks_ahead_only_in_programs_of_one_tile_that_hold_whole_rows():
+    tile = Tile(1, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)
+    assert tile.forward_prefetches(1024)
+    assert not tile.forward_prefetches(1025), "it loops"
+    assert not replace(tile, programs_per_sm=2).forward_prefetches(1024)
+    assert not replace(tile, prefetch_ahead=0.0, prefetch_l2=True).forward_prefetches(1024)
+    split = replace(tile, slices=2, programs_per_sm=2)
+    assert [replace(split, prefetch_l2=yes).forward_prefetches(2048) for yes in (True, False)] == [True, False]
 
 
 def test_backward_has_no_bound_on_registers_between_two_entries():

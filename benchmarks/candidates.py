@@ -120,8 +120,10 @@ def near_tiles(cell: Cell) -> Iterator[Tile]:
 
 
 def all_tiles(cell: Cell) -> Iterator[Tile]:
-    """Every shape of tile, with most rows, warps, stages and programs that were the best of some cell, and the near ones. Only
-    these have rows brought into L2."""
+    """Every shape of tile, with most rows, warps, stages and programs that were the best of some cell, and the near ones.
+
+    None but near ones have rows brought into L2: for another shape that is found so, run the tuner again with it in the table.
+    """
     return iter(dict.fromkeys([*near_tiles(cell), *(tile for tile in _shapes(cell) if sensible(tile, cell))]))
 
 

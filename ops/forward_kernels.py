@@ -129,6 +129,22 @@ def norm_forward_kernel(
 
 
 @triton.jit
+def bring_inputs(
+    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile, M, stride_x, stride_x1, stride_residual, first_col, columns,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Has `columns` columns of a tile brought into L2, unless it isn't there.
+
+    Of an input with scales nothing: a row whose scale is 0 is not read.
+    """
+    if p_rowscale is None:
+        bring_rows(p_x, tile, M, stride_x, first_col, columns, ROWS)
+    if p_rowscale1 is None:
+        bring_rows(p_x1, tile, M, stride_x1, first_col, columns, ROWS)
+    bring_rows(p_residual, tile, M, stride_residual, first_col, columns, ROWS)
+
+
+@triton.jit
 def whole_tile(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, p_weight, p_bias, p_weight1, p_bias1, seed,
     p_y, p_y1, p_r, p_stats, p_mask, p_mask1, weights, tile,
@@ -163,22 +179,6 @@ def whole_tile(
             tl.rsqrt(b_m2 * share + eps), rows, m_row, True, 0, N, stride_y, stride_y1,
             BLOCK_N, TAIL_N, EVEN_N, VECTOR, SPAN, HOLD or EARLY, PACKED, BIAS_PAST_L1, IS_RMS, OFFSET,
         )  # fmt: skip
-
-
-@triton.jit
-def bring_inputs(
-    p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile, M, stride_x, stride_x1, stride_residual, first_col, columns,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Has `columns` columns of a tile brought into L2, unless it isn't there.
-
-    Of an input with scales nothing: a row whose scale is 0 is not read.
-    """
-    if p_rowscale is None:
-        bring_rows(p_x, tile, M, stride_x, first_col, columns, ROWS)
-    if p_rowscale1 is None:
-        bring_rows(p_x1, tile, M, stride_x1, first_col, columns, ROWS)
-    bring_rows(p_residual, tile, M, stride_residual, first_col, columns, ROWS)
 
 
 @triton.jit

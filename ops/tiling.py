@@ -52,8 +52,9 @@ class Tile:
     # just before it is read: a round begins by asking for what its end will copy, by one instruction a row. Up to 5 points;
     # elsewhere more may be lost.
     prefetch_l2: bool = False
-    # Forward's programs of one tile begin by asking for the rows of the program this many times the multiprocessors behind them
-    # to be brought into L2; 0 for none. 1 to 2 points, 6 in one entry. From too far it costs up to a third of the bandwidth.
+    # A forward program of one tile begins by having the rows of a later program brought into L2: of the one that comes as many
+    # programs later as this times the multiprocessors; 0 for none. 1 to 2 points, 6 in one entry. Too far ahead, it costs up to
+    # a third of the bandwidth.
     prefetch_ahead: float = 0.0
 
     @property
@@ -69,7 +70,7 @@ class Tile:
         return self.width < n
 
     def forward_prefetches(self, n: int) -> bool:
-        """Forward: whether the programs of rows of n have others brought into L2."""
+        """Whether forward's programs have rows brought into L2, where rows have n columns."""
         if self.slices > 1:
             return self.prefetch_l2
         return self.prefetch_ahead > 0 and self.programs_per_sm == 0 and not self.looped(n)
@@ -253,8 +254,11 @@ def ring(tile: Tile) -> int:
 
 
 def prefetch_distance(tile: Tile, programs: int, work: Work, device: Device) -> int:
-    """How many programs ahead forward has rows brought into L2, fewer where they are wider than those that were measured.
-    `programs`, of which there is none, where all of them may run at once, by their threads alone."""
+    """How many programs later those rows are read that forward has brought into L2.
+
+    In proportion fewer where an element of the rows has more bytes than when its tile was measured. `programs`, and so no row
+    that is there, where all programs may run at once, as far as threads go.
+    """
     at_once = device.multiprocessors * (device.threads // (tile.warps * device.warp_size))
     measured_bytes = 2 if work.kind[1] == "norm" else 2 + 16 // work.vector  # of x in bf16 and a residual
     share = min(1.0, measured_bytes / work.loaded_bytes)
@@ -288,7 +292,7 @@ def registers(tile: Tile) -> int | None:
 
 
 # The tile of every row up to a width, by direction, norm, kind of work and vector. A row between two widths takes the wider
-# one's rows, warps, stages and programs over blocks of its own.
+# one's rows, warps, stages, programs and prefetching over blocks of its own.
 # Measured on an H200 with 32768 rows (2^29 elements at most), weights in bf16, seeds given; the comment is the share of copy
 # bandwidth of the best of many candidates in short measurements, so a little flattering, and not all on one machine: two may
 # be a point or two apart. Entries without a share were not measured: wider rows than those fit into no program's registers.

@@ -18,7 +18,7 @@ from .board_kernels import (
 )
 from .forward_tile_kernels import finish_tile, load_sum
 from .moments_kernels import centre, quotient
-from .row_kernels import L1_AND_L2, NO_HINT, block_cols, store_row, tile_rows
+from .row_kernels import L1_AND_L2, NO_HINT, PASSING, block_cols, store_row, tile_rows
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def split_forward_round(
     # Where a mask is stored too, the compiler may lay out the columns in another way than SPAN says.
     publish(p_words, lap, b_mean, b_m2, slice_id, SLICES, BLOCK_N < SPAN or p_mask is not None)
     if p_r is not None:
-        store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR)
+        store_row(p_r, b_r, rows, m_row, stride_r, first_col, N, BLOCK_N, 0, EVEN_N, VECTOR, PASSING)
 
     b_before = take_up(waiting[0], RESIDUAL_DTYPE)
     if LAG == 2:

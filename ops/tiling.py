@@ -393,7 +393,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (12288, Tile(1, 16384, 0, 1, 16, 1, 0, False, prefetch_ahead=0.75)),  # 0.99
         (16384, Tile(1, 8192, 0, 1, 8, 1, 0, False)),  # 0.98
         (32768, Tile(1, 32768, 0, 1, 16, 1, 0, False, prefetch_ahead=0.5)),  # 0.98
-        (65536, Tile(2, 1024, 0, 64, 4, 2, 4, True, lag=2, prefetch_l2=True)),  # 0.93
+        (65536, Tile(2, 1024, 0, 64, 4, 3, 3, True, lag=2, prefetch_l2=True)),  # 0.94
         (262144, Tile(1, 2048, 0, 128, 2, 3, 4, True, lag=2)),
     ),
     ("forward", "rms", "add", 4): (
@@ -454,7 +454,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (16384, Tile(1, 8192, 8192, 1, 32, 1, 0, True, prefetch_ahead=0.5)),  # 1.00
         (24576, Tile(1, 16384, 8192, 1, 32, 1, 0, False, prefetch_ahead=0.75)),  # 0.99
         (32768, Tile(1, 16384, 16384, 1, 32, 1, 0, False, prefetch_ahead=0.5)),  # 0.99
-        (65536, Tile(2, 2048, 0, 32, 4, 2, 3, True, prefetch_l2=True)),  # 0.93
+        (65536, Tile(2, 2048, 0, 32, 4, 3, 2, True, prefetch_l2=True)),  # 0.95
         (262144, Tile(1, 2048, 0, 128, 2, 3, 6, True, lag=2)),
     ),
     ("forward", "ln", "dropout", 4): (

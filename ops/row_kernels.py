@@ -21,7 +21,7 @@ from .conversion_kernels import widen, widen_again
 NO_HINT = tl.constexpr("")  # to the caches: whatever the hardware does of itself
 L1_AND_L2 = tl.constexpr("")
 L2_ALONE = tl.constexpr(".cg")
-PASSING = tl.constexpr(".cs")  # stored for somebody later: the first to leave the caches
+PASSING = tl.constexpr(".cs")  # of a store: nobody reads it soon, so it is the first to leave L2
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def load_row(
 @triton.jit
 def store_row(
     p, b_row, rows, m_row, stride, first_col, N, BLOCK_N: tl.constexpr, TAIL_N: tl.constexpr, EVEN_N: tl.constexpr,
-    VECTOR: tl.constexpr, CACHE: tl.constexpr = L1_AND_L2,
+    VECTOR: tl.constexpr, CACHE: tl.constexpr = NO_HINT,
 ):  # fmt: skip
     for i in tl.static_range(block_count(BLOCK_N, TAIL_N)):
         cols = block_cols(i, first_col, BLOCK_N, TAIL_N, VECTOR)

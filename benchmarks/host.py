@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
-from benchmarks import command, tables, timing
+from benchmarks import bar_plots, command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
 from benchmarks.norms import Shape, functions_of
 from benchmarks.providers import PROVIDERS, Function, ours_compiled
@@ -83,7 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        show(command.recorded(options.output / "host.json")["records"])
+        file = command.recorded(options.output / "host.json")
+        bar_plots.host(file, options.output)
+        show(file["records"])
         return
     device = command.pick_device(parser, options)
     names = command.importable(options.provider, optional=set(options.provider) == set(PROVIDERS))
@@ -102,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 cell = {"case": case.name, "direction": direction, "residual_dtype": shape.residual, "M": ROWS, "N": WIDTH}
                 results.add({**cell, "provider": name, **record_of(o, outcomes.get("ours"))} for name, o in outcomes.items())
                 bar.update()
+    bar_plots.host({"environment": results.environment, "records": results.records}, results.path.parent)
     show(results.records)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ablation.turns import collection_paused
-from benchmarks import command, tables, timing
+from benchmarks import bar_plots, command, tables, timing
 from benchmarks.cases import CASES, DTYPES, Case, Inputs, Setting, make_inputs
 from benchmarks.providers import OURS, PROVIDERS, compiled, torch_expression
 from benchmarks.results import Record
@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        show(command.recorded(options.output / "memory.json")["records"])
+        file = command.recorded(options.output / "memory.json")
+        bar_plots.memory(file, options.output)
+        show(file["records"])
         return
     device = command.pick_device(parser, options)
     offers_dropout = [name for name in options.provider if name in ("torch", "compile", "flash-attn", *OURS)]
@@ -117,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = inputs = None  # type: ignore[assignment]
             timing.free_memory(device)
             bar.update()
+    bar_plots.memory({"environment": results.environment, "records": results.records}, results.path.parent)
     show(results.records)
 
 

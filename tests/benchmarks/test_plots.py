@@ -2,7 +2,7 @@ import struct
 
 import pytest
 
-from benchmarks import plots, seed_plots
+from benchmarks import bar_plots, plots, seed_plots
 
 from .records import ENVIRONMENT, failed, norm, sweep
 
@@ -58,3 +58,62 @@ def test_seed_figures_draw_what_there_is(tmp_path):
     written = seed_plots.seed_figures({"environment": ENVIRONMENT, "records": records}, tmp_path)
     assert [path.name for path in written] == ["seed_a.png", "seed_c.png", "seed_d.png"]
     assert size(written[1])[0] > 1.5 * size(written[0])[0], "time and bandwidth side by side"
+
+
+def bars(axes):
+    """Label of a provider → how long its bars are, from the top down."""
+    return {
+        drawn.get_label(): [bar.get_width() for bar in drawn]
+        for drawn in axes.containers
+        if len(drawn) and hasattr(drawn, "patches")
+    }
+
+
+def test_host_has_a_bar_for_each_provider_and_whiskers_from_the_10th_to_the_90th_percentile(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots.pyplot, "close", figures.append)
+    cell = {"case": "add_rms", "M": 8, "N": 64}
+    records = [
+        {**cell, "direction": d, "provider": p, "us": us, "p10": us - 4, "p90": us + 10}
+        for d, times in (("forward", (45, 40, 23)), ("forward+backward", (190, 150, 120)))
+        for p, us in zip(("ours", "ours-compiled", "torch"), times, strict=True)
+    ]
+    records.append({**cell, "direction": "forward", "provider": "quack-kernels", "us": None, "error": "no"})
+    written = bar_plots.host({"environment": ENVIRONMENT, "records": records}, tmp_path)
+    assert [path.name for path in written] == ["host.png"] and min(size(written[0])) > 300
+    forward, both = figures[0].axes
+    assert bars(forward) == {"ours": [45], "torch": [23], "ours-compiled": [40]}, "the failed one has none"
+    assert bars(both) == {"ours": [190], "torch": [120], "ours-compiled": [150]}
+    ours = next(drawn for drawn in forward.containers if hasattr(drawn, "patches") and drawn.get_label() == "ours")
+    ((left, right),) = [segment[:, 0] for segment in ours.errorbar.lines[2][0].get_segments()]
+    assert (left, right) == (41, 55)
+
+
+def test_memory_has_a_bar_for_each_block_and_provider_in_mib_a_block(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots.pyplot, "close", figures.append)
+    mib = 2**20
+    records = [
+        {
+            "case": c, "residual_dtype": r, "M": 32768, "N": n, "blocks": 4, "provider": p,
+            "kept": 4 * kept * mib, "peak": 8 * kept * mib,
+        }
+        for n in (768, 4096)
+        for c in ("dropout_add_ln", "dropout_add_rms")
+        for r in ("bf16", "fp32")
+        for p, kept in (("ours", n / 16), ("torch", n / 8))
+    ]  # fmt: skip
+    records.append({**records[0], "provider": "compile", "error": "no", "kept": None, "peak": None})
+    written = bar_plots.memory({"environment": ENVIRONMENT, "records": records}, tmp_path)
+    assert [path.name for path in written] == ["memory.png"]
+    kept, peak, _, wide = figures[0].axes
+    assert bars(kept) == {"ours": [48] * 4, "torch": [96] * 4} and bars(peak) == {"ours": [96] * 4, "torch": [192] * 4}
+    assert bars(wide) == {"ours": [512] * 4, "torch": [1024] * 4}
+    labels = [text.get_text() for text in kept.get_yticklabels()]
+    assert labels[0] == "dropout+add+LN, bf16 stream" and kept.get_ylim()[0] > kept.get_ylim()[1], "the first is at the top"
+
+
+@pytest.mark.parametrize("plot", [bar_plots.host, bar_plots.memory])
+def test_nothing_measured_makes_no_bars(plot, tmp_path):
+    records = [{"case": "add_rms", "provider": "ours", "us": None, "peak": None}]
+    assert plot({"environment": ENVIRONMENT, "records": records}, tmp_path) == [] and not list(tmp_path.iterdir())

@@ -30,6 +30,7 @@ def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_p
         (p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")
     }
     assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in records)
+    assert (tmp_path / "host.png").exists()
     printed = capsys.readouterr().out
     assert "ours-compiled" in printed and "forward + backward" in printed
     host.main(["--plot-only", "--output", str(tmp_path)])

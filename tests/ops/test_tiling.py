@@ -28,6 +28,7 @@ DEVICES = {
     "H200": H200,
     "A100": Device(108, 166912, 2048, warp_size=32, cooperative=True, since_sm_90=False),
     "RTX 4090": Device(128, 101376, 1536, warp_size=32, cooperative=True, since_sm_90=False),
+    "L40S": Device(142, 101376, 1536, warp_size=32, cooperative=True, since_sm_90=False),
     "L4": Device(58, 101376, 1536, warp_size=32, cooperative=True, since_sm_90=False),
     "B200": Device(148, 232448, 2048, warp_size=32, cooperative=True, since_sm_90=True),
     "MI300": Device(304, 65536, 2048, warp_size=64, cooperative=False, since_sm_90=False),

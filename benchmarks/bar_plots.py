@@ -28,41 +28,47 @@ def host(file: dict[str, Any], folder: Path) -> list[Path]:
             axes.set_title(direction.replace("+", " + "), loc="left", fontsize=10)
             axes.set_xlabel("CPU microseconds a call, median, 10th to 90th percentile")
     shape = f"{records[0]['M']} × {records[0]['N']} elements"
-    return [_finish(figure, grid, f"host cost of one eager call, {shape}", file, folder / "host.png")]
+    path = folder / "host.png"
+    finish(figure, list(grid.flat), f"host cost of one eager call, {shape}", file["environment"], path)
+    return [path]
 
 
 def memory(file: dict[str, Any], folder: Path) -> list[Path]:
-    """memory.png: MiB a block, a line of panels for each shape; returns what it wrote."""
+    """memory.png: MiB a block, a line of panels for each chain; returns what it wrote."""
     records = [record for record in file["records"] if record.get("peak") is not None]
     if not records:
         return []
-    shapes = list(dict.fromkeys((record["M"], record["N"]) for record in records))
+    chains = list(dict.fromkeys((record["M"], record["N"], record["blocks"]) for record in records))
     groups = list(dict.fromkeys((record["case"], record["residual_dtype"]) for record in records))
-    figure, grid = _grid(len(shapes), 2, len(groups))
-    for line, (rows, width) in zip(grid, shapes, strict=True):
+    figure, grid = _grid(len(chains), 2, len(groups))
+    for line, (rows, width, blocks) in zip(grid, chains, strict=True):
         for axes, field, title in zip(line, ("kept", "peak"), ("kept for backward", "at the peak"), strict=True):
             values: dict[str, dict[str, float]] = {tables.label(*group): {} for group in groups}
             for r in records:
-                if (r["M"], r["N"]) == (rows, width):
-                    values[tables.label(r["case"], r["residual_dtype"])][r["provider"]] = r[field] / r["blocks"] / 2**20
+                if (r["M"], r["N"], r["blocks"]) == (rows, width, blocks):
+                    values[tables.label(r["case"], r["residual_dtype"])][r["provider"]] = r[field] / blocks / 2**20
             _bars(axes, values, {})
-            axes.set_title(f"{rows} × {width}, {title}", loc="left", fontsize=10)
+            axes.set_title(f"{blocks} blocks of {rows} × {width}, {title}", loc="left", fontsize=10)
             axes.set_xlabel("MiB a block")
-    blocks = records[0]["blocks"]
-    return [_finish(figure, grid, f"memory of a chain of {blocks} blocks, x in bf16", file, folder / "memory.png")]
+    path = folder / "memory.png"
+    finish(figure, list(grid.flat), "memory of chains of fused blocks and others, x in bf16", file["environment"], path)
+    return [path]
 
 
 def _grid(lines: int, columns: int, groups: int) -> tuple[Any, Any]:
-    height = 1.0 + (1.5 if groups == 1 else 1.0 * groups)
+    height = 1.0 + max(1.5, groups)
     return pyplot.subplots(
         lines, columns, figsize=(5.6 * columns, height * lines + 1.1), dpi=110, layout="constrained", squeeze=False, sharey=True
     )
 
 
 def _bars(axes: Any, groups: dict[str, dict[str, float]], ranges: dict[str, tuple[float, float]]) -> None:
-    """Groups from the top down, in each a bar for each provider; ranges: how far a provider's whiskers reach down and up."""
+    """Groups from the top down, in each a bar for each provider.
+
+    ranges: how far a provider's whiskers reach down and up; for one group alone.
+    """
     names = _order(groups)
-    thick = HEIGHT / len(names)
+    thick = HEIGHT / max(1, len(names))  # none where all that were tried have failed
     for i, name in enumerate(names):
         at = [(place + (i - (len(names) - 1) / 2) * thick, v[name]) for place, v in enumerate(groups.values()) if name in v]
         heights, values = [y for y, _ in at], [value for _, value in at]
@@ -83,8 +89,3 @@ def _order(groups: dict[str, dict[str, float]]) -> list[str]:
     """The providers that are there: as in the other plots, then those that these alone have."""
     present = dict.fromkeys(name for values in groups.values() for name in values)
     return [*(name for name in STYLES if name in present), *(name for name in present if name not in STYLES)]
-
-
-def _finish(figure: Any, grid: Any, title: str, file: dict[str, Any], path: Path) -> Path:
-    finish(figure, list(grid.flat), title, file["environment"], path)
-    return path

@@ -43,8 +43,8 @@ def norm_forward_kernel(
     PAST_L1: whole rows are read past L1; BIAS_PAST_L1: biases too.
     EARLY: a program of one tile asks for the weights ahead of the rows; HOLD: a persistent one, once for all tiles.
     EARLY_START: programs start when those of the kernel ahead have ended, or have let them, and wait for its memory themselves
-    (programmatic dependent launch). This kernel lets nobody start before it has ended: to do so gained nothing
-    in most cells and cost up to half in some.
+    (programmatic dependent launch). This kernel lets nobody start before it has ended: to do so gained nothing in most cells
+    and cost up to half in some.
     PREFETCH: a program of one tile begins by having the rows of the program `distance` behind it brought into L2; programs that
     share rows, those of the tile that they copy next.
     IN_PLACE: p_r is p_residual.

@@ -103,8 +103,8 @@ class Work:
 class Device:
     """What tiles are fitted to on another GPU than the one they were measured on.
 
-    Not its bandwidth: an H200 moves 36 GB/s for each multiprocessor, an A100 half of that, an L40S, RTX 4090 or L4
-    less, for which as many bytes in flight are plenty. A B200 moves 54, and may want more stages: `python -m benchmarks.tune`.
+    Not its bandwidth: an H200 moves 36 GB/s for each multiprocessor, an A100 half of that, an L40S, RTX 4090 or L4 less, for
+    which as many bytes in flight are plenty. A B200 moves 54, and may want more stages: `python -m benchmarks.tune`.
     """
 
     multiprocessors: int

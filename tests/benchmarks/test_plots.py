@@ -79,9 +79,11 @@ def test_host_has_a_bar_for_each_provider_and_whiskers_from_the_10th_to_the_90th
         for p, us in zip(("ours", "ours-compiled", "torch"), times, strict=True)
     ]
     records.append({**cell, "direction": "forward", "provider": "quack-kernels", "us": None, "error": "no"})
+    records.append({**records[0], "case": "ln"})  # of which backward has failed for all
     written = bar_plots.host({"environment": ENVIRONMENT, "records": records}, tmp_path)
     assert [path.name for path in written] == ["host.png"] and min(size(written[0])) > 300
-    forward, both = figures[0].axes
+    forward, both, ln, nothing = figures[0].axes
+    assert bars(ln) == {"ours": [45]} and bars(nothing) == {}
     assert bars(forward) == {"ours": [45], "torch": [23], "ours-compiled": [40]}, "the failed one has none"
     assert bars(both) == {"ours": [190], "torch": [120], "ours-compiled": [150]}
     ours = next(drawn for drawn in forward.containers if hasattr(drawn, "patches") and drawn.get_label() == "ours")
@@ -104,9 +106,11 @@ def test_memory_has_a_bar_for_each_block_and_provider_in_mib_a_block(tmp_path, m
         for p, kept in (("ours", n / 16), ("torch", n / 8))
     ]  # fmt: skip
     records.append({**records[0], "provider": "compile", "error": "no", "kept": None, "peak": None})
+    records.append({**records[0], "blocks": 8})  # another chain
     written = bar_plots.memory({"environment": ENVIRONMENT, "records": records}, tmp_path)
     assert [path.name for path in written] == ["memory.png"]
-    kept, peak, _, wide = figures[0].axes
+    kept, peak, _, wide, longer, _ = figures[0].axes
+    assert bars(longer) == {"ours": [24]} and "8 blocks of 32768 × 768" in longer.get_title(loc="left")
     assert bars(kept) == {"ours": [48] * 4, "torch": [96] * 4} and bars(peak) == {"ours": [96] * 4, "torch": [192] * 4}
     assert bars(wide) == {"ours": [512] * 4, "torch": [1024] * 4}
     labels = [text.get_text() for text in kept.get_yticklabels()]

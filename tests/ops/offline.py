@@ -91,6 +91,8 @@ class OfflineLauncher(launch.Launcher):
         read = sum(value is not None for name, value in zip(kernel.arg_names, given, strict=False) if name in rows)
         found["prefetch"] = read * self.constants["ROWS"] if self.constants.get("PREFETCH") else 0
         found["prefetches"] = compiled.asm["sass"].count("UBLKPF.L2")
+        found["splits"] = self.constants.get("SLICES", 1) > 1
+        found["passing_stores"] = len(re.findall(r"st\.global\.cs\b", compiled.asm["ptx"]))
         found["two_bytes"] = len(re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*?\.U16\b", compiled.asm["sass"]))
         found["shared"], found["staged"] = compiled.metadata.shared, self.staged
         print(json.dumps(found | usage(compiled.asm["cubin"])), flush=True)

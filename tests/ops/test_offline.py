@@ -79,3 +79,10 @@ def test_rows_are_brought_into_l2_where_the_tile_says_so(direction, launches):
     """One instruction for each row of a tile and each tensor that is read with it."""
     assert {launch["prefetch"] > 0 for launch in launches if launch["kernel"] == f"norm_{direction}_kernel"} == {False, True}
     assert [launch for launch in launches if launch["prefetches"] != launch["prefetch"]] == []
+
+
+def test_the_stream_of_split_rows_is_stored_so_that_it_leaves_the_caches_first_and_nothing_else_is(launches):
+    streams = {describe(case) for case in CASES if case.residual is not None}
+    forward = [launch for launch in launches if launch["kernel"] == "norm_forward_kernel" and launch["splits"]]
+    passing = [launch for launch in launches if launch["passing_stores"]]
+    assert passing and passing == [launch for launch in forward if launch["case"] in streams]

@@ -29,8 +29,8 @@ def norm_forward_kernel(
     LAG: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, LOOPED: tl.constexpr, EVEN_N: tl.constexpr,
     MULTIPLE: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, PERSISTENT: tl.constexpr, HOLD: tl.constexpr,
     EARLY: tl.constexpr, PACKED: tl.constexpr, ONE_PASS: tl.constexpr, PAST_L1: tl.constexpr, BIAS_PAST_L1: tl.constexpr,
-    SPAN: tl.constexpr, EARLY_START: tl.constexpr, PREFETCH: tl.constexpr, IN_PLACE: tl.constexpr, RESIDUAL_DTYPE: tl.constexpr,
-    IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
+    SPAN: tl.constexpr, EARLY_START: tl.constexpr, PREFETCH: tl.constexpr, AT_ONCE: tl.constexpr, IN_PLACE: tl.constexpr,
+    RESIDUAL_DTYPE: tl.constexpr, IS_RMS: tl.constexpr, DROPOUT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Programs, each striding over tiles of ROWS rows, of
 
@@ -46,7 +46,7 @@ def norm_forward_kernel(
     (programmatic dependent launch). This kernel lets nobody start before it has ended: to do so gained nothing in most cells
     and cost up to half in some.
     PREFETCH: a program of one tile begins by having the rows of the program `distance` behind it brought into L2; programs that
-    share rows, those of the tile that they copy next.
+    share rows, those of the tile that they copy next. AT_ONCE: of each input in one piece; its rows lie behind each other.
     IN_PLACE: p_r is p_residual.
     p_board: where the SLICES programs that share a row exchange their sums; see `board_kernels`.
     """
@@ -102,7 +102,7 @@ def norm_forward_kernel(
             if PREFETCH:
                 bring_inputs(
                     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, group + distance, M,
-                    stride_x, stride_x1, stride_residual, 0, N, ROWS,
+                    stride_x, stride_x1, stride_residual, 0, N, ROWS, AT_ONCE,
                 )  # fmt: skip
             # Not a loop of one: that would take a quarter more registers.
             whole_tile(
@@ -132,17 +132,17 @@ def norm_forward_kernel(
 @triton.jit
 def bring_inputs(
     p_x, p_x1, p_residual, p_rowscale, p_rowscale1, tile, M, stride_x, stride_x1, stride_residual, first_col, columns,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr = False,
 ):  # fmt: skip
     """Has `columns` columns of a tile brought into L2, unless it isn't there.
 
     Of an input with scales nothing: a row whose scale is 0 is not read.
     """
     if p_rowscale is None:
-        bring_rows(p_x, tile, M, stride_x, first_col, columns, ROWS)
+        bring_rows(p_x, tile, M, stride_x, first_col, columns, ROWS, AT_ONCE)
     if p_rowscale1 is None:
-        bring_rows(p_x1, tile, M, stride_x1, first_col, columns, ROWS)
-    bring_rows(p_residual, tile, M, stride_residual, first_col, columns, ROWS)
+        bring_rows(p_x1, tile, M, stride_x1, first_col, columns, ROWS, AT_ONCE)
+    bring_rows(p_residual, tile, M, stride_residual, first_col, columns, ROWS, AT_ONCE)
 
 
 @triton.jit

@@ -93,6 +93,7 @@ def _forward(
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.early_weights,
         PREFETCH=tile.forward_prefetches(N),
+        AT_ONCE=tile.asks_at_once and strides is None,
         PACKED=packed(tile, options.residual_dtype.itemsize, facts),
         ONE_PASS=tile.one_pass and not options.is_rms_norm,
         PAST_L1=tile.past_l1,

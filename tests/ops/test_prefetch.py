@@ -32,7 +32,14 @@ def asked(monkeypatch):
                 if number(wanted):
                     ranges[number(p), number(size)] += 1
 
+            def count_at_once(p, size, first_row, M, ROWS):
+                size, first_row = number(size), number(first_row)
+                rows = min(number(M) - first_row, int(ROWS))
+                if rows > 0:
+                    ranges[number(p) + first_row * size, rows * size] += 1
+
             monkeypatch.setattr(prefetch_kernels, "_bring", count)
+            monkeypatch.setattr(prefetch_kernels, "_bring_at_once", count_at_once)
             bring_rows(p, *arguments)
 
     for kernels in (forward_kernels, backward_kernels):
@@ -81,6 +88,25 @@ def test_forward_asks_once_for_each_row_that_is_read_so_many_programs_later(
     first = int(ahead * 8 * 6 / 8) * rows if m / rows > 16 else m
     for t in tensors:
         assert asked.pop(t.data_ptr()) == pieces(t, first, n, times=1)
+    assert not asked
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("rows", "apart"), [(4, 0), (8, 0), (8, 2), (16, 0)])
+def test_forward_asks_for_eight_rows_and_more_in_one_piece_where_no_input_has_others_between(
+    rows, apart, device, use_tile, asked, with_prefetch
+):
+    """150 rows, so that the last tile is incomplete; rows of x alone lie apart."""
+    m, n = 150, 44
+    use_tile(tile_for(n, "one block", rows=rows, warps=64, programs_per_sm=0, stages=1))
+    with_prefetch("forward", prefetch_ahead=0.5)
+    x, stream = rows_apart(m, n, apart, None, BF16, device), rows_apart(m, n, 0, None, FP32, device)
+    layer_norm_fn(x, torch.ones(n, device=device), None, stream, prenorm=True)
+    first = 4 * rows  # eight programs run at once
+    for t in (x, stream):
+        row_by_row = rows < 8 or apart
+        expected = pieces(t, first, n, times=1) if row_by_row else pieces(t[first:].view(1, -1), 0, rows * n, times=1)
+        assert asked.pop(t.data_ptr()) == expected
     assert not asked
 
 
@@ -183,13 +209,21 @@ FORWARD_KINDS = [
     (None, False, 513, "two blocks", ""),
     *product([BF16, FP32], [False], [520], ["one block", "split"], ["x1", "rowscale", "in place"]),
 ]
+DENSE = [*product([None, BF16, FP32], [False], [512, 514], ["one block"], ["dense"]), (FP32, False, 513, "one block", "dense")]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("residual", "second", "n", "shape", "option"), FORWARD_KINDS, ids=str)
-@pytest.mark.parametrize(("rows", "ahead"), [(1, 0.5), (2, 2.0)])
-def test_no_output_depends_on_it(rows, ahead, residual, second, n, shape, option, device, use_tile):
-    """2001 rows, as above; rows of 513 bf16 lie at odd places. Split rows have stages where others have rows ahead."""
+@pytest.mark.parametrize(
+    ("residual", "second", "n", "shape", "option", "rows", "ahead"),
+    [
+        *((*kind, *ahead) for kind in FORWARD_KINDS for ahead in ((1, 0.5), (2, 2.0))),
+        *((*kind, 8, ahead) for kind in DENSE for ahead in (0.5, 2.0)),
+    ],
+    ids=str,
+)
+def test_no_output_depends_on_it(residual, second, n, shape, option, rows, ahead, device, use_tile):
+    """2001 rows, as above; rows of 513 bf16 lie at odd places. Split rows have stages where others have rows ahead. Of tiles of
+    eight rows that lie behind each other, the last has one."""
     skip_unless_brought(device)
     outputs, used = [], []
     for prefetch in (False, True):
@@ -201,8 +235,9 @@ def test_no_output_depends_on_it(rows, ahead, residual, second, n, shape, option
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "forward_tile", lambda *given, choose=choose: used.append(choose(*given)) or used[-1])
             draw = torch.Generator(device).manual_seed(0)
-            x, x1 = (rows_apart(2001, n, apart, draw, BF16) for apart in (2, 4))
-            stream = None if residual is None else rows_apart(2001, n, 0 if option == "in place" else 6, draw, residual)
+            apart, of_x1, of_stream = (0, 0, 0) if option == "dense" else (2, 4, 0 if option == "in place" else 6)
+            x, x1 = (rows_apart(2001, n, columns, draw, BF16) for columns in (apart, of_x1))
+            stream = None if residual is None else rows_apart(2001, n, of_stream, draw, residual)
             w, b, w1, b1 = torch.randn(4, n, generator=draw, device=device).unbind()
             scale = torch.arange(2001, device=device).remainder(3).float()
             given = {"x1": {"x1": x1}, "rowscale": {"rowscale": scale}, "in place": {"residual_out": stream}}.get(option, {})

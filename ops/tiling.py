@@ -340,7 +340,7 @@ TABLE: dict[tuple[str, str, str, int], tuple[tuple[int, Tile], ...]] = {
         (256, Tile(16, 256, 0, 1, 8, 1, 0, False)),  # 0.81
         (512, Tile(8, 512, 0, 1, 8, 1, 0, True)),  # 0.89
         (768, Tile(8, 256, 512, 1, 8, 1, 0, True)),  # 0.92
-        (1024, Tile(8, 256, 768, 1, 8, 1, 0, True, 72, prefetch_ahead=1.0)),  # 0.93
+        (1024, Tile(8, 256, 768, 1, 8, 1, 0, True, prefetch_ahead=1.0)),  # 0.92
         (1600, Tile(1, 1024, 1024, 1, 4, 1, 0, True, prefetch_ahead=3.0)),  # 0.94
         (2048, Tile(1, 2048, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)),  # 0.96
         (4096, Tile(1, 2048, 0, 1, 8, 1, 0, False)),  # 0.98

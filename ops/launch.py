@@ -93,7 +93,7 @@ def _forward(
         OFFSET=float(options.zero_centered_weight), IN_PLACE=in_place,
         PERSISTENT=tile.programs_per_sm > 0, EARLY=tile.early_weights,
         PREFETCH=tile.forward_prefetches(N),
-        AT_ONCE=tile.asks_at_once and strides is None,
+        AT_ONCE=tile.asks_at_once(N) and _adjacent(N, loaded, (stride.x, stride.x1, stride.residual)),
         PACKED=packed(tile, options.residual_dtype.itemsize, facts),
         ONE_PASS=tile.one_pass and not options.is_rms_norm,
         PAST_L1=tile.past_l1,
@@ -262,6 +262,11 @@ def _vector(*dtypes: torch.dtype | None) -> int:
 def _multiple(*numbers: int) -> int:
     """The largest power of two up to 16 that divides all of them."""
     return gcd(16, *numbers)
+
+
+def _adjacent(N: int, dtypes: tuple[torch.dtype | None, ...], strides: tuple[int, ...]) -> bool:
+    """Whether nothing lies between the rows of any tensor that is there."""
+    return all(stride == N for dtype, stride in zip(dtypes, strides, strict=True) if dtype is not None)
 
 
 def _bytes(*dtypes: torch.dtype | None) -> int:

@@ -8,8 +8,8 @@ import triton.language as tl
 def bring_rows(p, tile, M, stride, first_col, columns, ROWS: tl.constexpr, AT_ONCE: tl.constexpr = False):
     """Asks for `columns` columns of each row of a tile that is there; for nothing if p is None.
 
-    One thread asks, and nobody waits for the answer: an instruction a row, or AT_ONCE one for the tile, whose rows then lie
-    behind each other and are asked for whole.
+    One thread asks, and nobody waits for the answer: an instruction a row, or AT_ONCE one for the tile, whose rows must then be
+    `columns` apart and first_col 0.
     """
     if p is not None:
         size = columns * (p.dtype.element_ty.primitive_bitwidth // 8)

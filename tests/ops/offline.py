@@ -33,6 +33,7 @@ CASES = [
     Case(n=768, m=64, residual=None),  # fp32 weights, beside a tile measured with those of 16 bits
     Case(n=768, m=64, residual=None, weight=BF16),
     Case(n=1024, m=64, rms=True, residual=BF16, weight=BF16, bias=False, dropout_p=0.1),
+    Case(n=1024, m=64, rms=True, residual=None, weight=BF16, bias=False),  # asks for eight rows in one piece
     Case(n=1000, m=64, rms=True, residual=BF16, weight=BF16, bias=False),  # 8 divides it, and not 16
     Case(n=1500, m=64, residual=None, weight=BF16),  # does not fill its blocks
     Case(n=1600, m=64, residual=FP32, weight=BF16, dropout_p=0.1),
@@ -89,7 +90,9 @@ class OfflineLauncher(launch.Launcher):
         found["reads_past_l1"] = len(re.findall(r"ld\.global\.cg\b", compiled.asm["ptx"]))
         rows = ROWS_READ.get(kernel.__name__, ())
         read = sum(value is not None for name, value in zip(kernel.arg_names, given, strict=False) if name in rows)
-        found["prefetch"] = read * self.constants["ROWS"] if self.constants.get("PREFETCH") else 0
+        pieces = 1 if self.constants.get("AT_ONCE") else self.constants.get("ROWS", 1)
+        found["prefetch"] = read * pieces if self.constants.get("PREFETCH") else 0
+        found["at_once"] = self.constants.get("AT_ONCE", False)
         found["prefetches"] = compiled.asm["sass"].count("UBLKPF.L2")
         found["splits"] = self.constants.get("SLICES", 1) > 1
         found["passing_stores"] = len(re.findall(r"st\.global\.cs\b", compiled.asm["ptx"]))

@@ -235,6 +235,16 @@ def test_forward_brings_fewer_rows_where_they_are_wider_than_those_that_were_mea
     assert prefetch_distance(tile, 32768, Work(True, residual, False, vector, loaded_bytes, 0, True), H200) == distance
 
 
+def test_forward_asks_in_one_piece_only_in_programs_of_eight_whole_rows_that_ask_ahead():
+    tile = Tile(8, 1024, 0, 1, 8, 1, 0, True, prefetch_ahead=1.0)
+    assert tile.asks_at_once(1024) and replace(tile, rows=16).asks_at_once(1024)
+    assert not replace(tile, rows=4).asks_at_once(1024)
+    assert not tile.asks_at_once(1025), "it loops"
+    assert not replace(tile, prefetch_ahead=0.0).asks_at_once(1024)
+    assert not replace(tile, programs_per_sm=2).asks_at_once(1024)
+    assert not replace(tile, slices=2, programs_per_sm=2, prefetch_l2=True).asks_at_once(2048)
+
+
 def test_forward_asks_ahead_only_in_programs_of_one_tile_that_hold_whole_rows():
     tile = Tile(1, 1024, 0, 1, 4, 1, 0, True, prefetch_ahead=1.0)
     assert tile.forward_prefetches(1024)

@@ -121,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             bar.update()
     bar_plots.memory({"environment": results.environment, "records": results.records}, results.path.parent)
     show(results.records)
+    if device.type == "cpu":
+        print("No bytes: PyTorch counts those of a GPU alone. This shows that the program runs.")
 
 
 def show(records: Sequence[Record]) -> None:

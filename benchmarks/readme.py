@@ -120,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"{options.readme} is not what {options.results} says; run python -m benchmarks.readme")
     if new != text:
         options.readme.write_text(new, encoding="utf-8")
+    print(f"{options.readme}: {'as it was' if new == text else 'written'}, by {options.results}")
 
 
 if __name__ == "__main__":

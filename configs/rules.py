@@ -247,8 +247,8 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
             f"arrive. Use optim.warmup_steps=null for a twentieth of the steps, or more steps."
         )
-    if optim.schedule is not Schedule.constant and 0 < optim.lr < optim.min_lr < math.inf:
-        yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr={optim.lr / 10:g}."
+    if optim.schedule is not Schedule.constant and 0 < optim.lr < (optim.min_lr or 0) < math.inf:
+        yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr=null for a tenth of it."
     if cfg.logging.without_key is WandbMode.online:
         yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
     if cfg.resume == "":

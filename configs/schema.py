@@ -129,7 +129,7 @@ class OptimConfig:
     """AdamW; weight decay on matrices only."""
 
     lr: float = 1e-3  # the highest rate, after warm-up; the wider the model, the lower
-    min_lr: float = 1e-4  # the rate at the end; schedule=constant has no use for it
+    min_lr: float | None = None  # the rate at the end, for which schedule=constant has no use; null: a tenth of lr
     schedule: Schedule = Schedule.cosine  # of the learning rate
     warmup_steps: int | None = None  # over which the rate rises to lr; null: a twentieth of train.steps
     decay_fraction: float = 0.2  # schedule=wsd: share of the steps over which the rate falls

@@ -92,6 +92,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL if alone else signal.SIG_IGN)
         if self._world.leads:
             with suppress(RuntimeError):  # in the middle of a write to the same stream
-                show("\nFinishing this step, then a checkpoint." + " Ctrl-C again quits at once." * alone, sys.stderr)
+                hint = " Ctrl-C again quits at once." if alone and number == signal.SIGINT else ""
+                show(f"\nFinishing this step, then a checkpoint.{hint}", sys.stderr)
         if self._at_once:
             raise Stopped(self.exit_code)

@@ -53,6 +53,13 @@ def test_cosine_is_halfway_in_the_middle_and_ends_at_the_minimum():
     assert learning_rate(100, 100, optim) == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize("schedule", [Schedule.cosine, Schedule.wsd])
+def test_without_a_minimum_the_rate_ends_at_a_tenth_of_its_peak(schedule):
+    optim = OptimConfig(lr=3e-4, min_lr=None, warmup_steps=10, schedule=schedule)
+
+    assert learning_rate(100, 100, optim) == pytest.approx(3e-5)
+
+
 def test_wsd_is_stable_then_falls_in_a_straight_line():
     optim = OptimConfig(lr=1e-3, min_lr=0.0, warmup_steps=10, schedule=Schedule.wsd, decay_fraction=0.2)
     rates = [learning_rate(step, 100, optim) for step in (10, 50, 80, 85, 90, 95, 100)]

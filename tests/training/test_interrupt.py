@@ -51,6 +51,17 @@ def test_a_second_ctrl_c_of_a_process_alone_ends_it_at_once():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_only_who_pressed_ctrl_c_and_is_alone_reads_what_the_next_one_does(torchrun, number, capsys):
+    with Interrupt(World(store=dist.HashStore() if torchrun else None)):
+        signal.raise_signal(number)
+
+    shown = capsys.readouterr().err
+    assert "Finishing this step, then a checkpoint." in shown
+    assert ("Ctrl-C again quits at once." in shown) == (number == signal.SIGINT and not torchrun)
+
+
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_what_a_stopped_run_closes_is_not_disturbed_by_the_signal_that_comes_again(torchrun):
     exit_on_sigterm()

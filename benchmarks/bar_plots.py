@@ -7,7 +7,6 @@ from benchmarks import tables
 from benchmarks.cases import CASES
 from benchmarks.plots import GREY, LABELS, STYLES, finish, pyplot
 
-Record = dict[str, Any]
 HEIGHT = 0.8  # of all bars of a group, which are 1 apart
 
 
@@ -29,7 +28,7 @@ def host(file: dict[str, Any], folder: Path) -> list[Path]:
             axes.set_xlabel("CPU microseconds a call, median, 10th to 90th percentile")
     shape = f"{records[0]['M']} × {records[0]['N']} elements"
     path = folder / "host.png"
-    finish(figure, list(grid.flat), f"host cost of one eager call, {shape}", file["environment"], path)
+    finish(figure, list(grid.flat), f"host cost of one call, {shape}", file["environment"], path)
     return [path]
 
 

@@ -51,7 +51,7 @@ def test_recorded_ablations_have_a_row_for_each_cell(folder):
     assert f"| {speedup.median:.3f} ({speedup.low:.3f} to {speedup.high:.3f}) |" in rows[0] and "| 1.250 |" in rows[0]
 
 
-def test_check_fails_until_the_readme_is_written(folder, tmp_path):
+def test_check_fails_until_the_readme_is_written(folder, tmp_path, capsys):
     path = tmp_path / "README.md"
     path.write_text(TEXT)
     options = ["--readme", str(path), "--results", str(folder)]
@@ -60,6 +60,8 @@ def test_check_fails_until_the_readme_is_written(folder, tmp_path):
     assert path.read_text() == TEXT
     readme.main(options)
     readme.main([*options, "--check"])
+    written, as_it_was = capsys.readouterr().out.splitlines()
+    assert f"{path}: written" in written and f"{path}: as it was" in as_it_was
 
 
 def test_the_tables_in_this_readme_are_those_of_the_recorded_results():

@@ -6,6 +6,7 @@ import configs
 from configs import ConfigError, keys
 from configs.machine import Machine
 from configs.schema import Config, NormImpl, NormKind, Precision
+from training.schedule import learning_rate
 
 GPU = Machine(device="cuda")
 CPU = Machine(device="cpu")
@@ -68,7 +69,8 @@ def test_shakespeare_char_is_nanogpts_recipe():
 
     model, optim = cfg.model, cfg.optim
     assert (model.layers, model.heads, model.width, model.context, model.dropout, model.bias) == (6, 6, 384, 256, 0.2, False)
-    assert (optim.lr, optim.min_lr, optim.warmup_steps, optim.beta2, optim.weight_decay) == (1e-3, None, 100, 0.99, 0.1)
+    assert (optim.lr, optim.warmup_steps, optim.beta2, optim.weight_decay) == (1e-3, 100, 0.99, 0.1)
+    assert learning_rate(cfg.train.steps, cfg.train.steps, optim) == pytest.approx(1e-4)
     assert (cfg.train.batch_size, cfg.train.steps, cfg.tokenizer.kind, optim.clip_norm) == (64, 5000, "char", 1.0)
 
 
@@ -76,7 +78,8 @@ def test_gpt2_124m_has_half_a_million_tokens_a_batch():
     cfg = configs.load(["experiment=gpt2_124m"], on=GPU)
 
     assert cfg.train.batch_size * cfg.model.context == 491_520
-    assert (cfg.optim.lr, cfg.optim.min_lr, cfg.optim.beta2, cfg.train.compile) == (6e-4, None, 0.95, True)
+    assert (cfg.optim.lr, cfg.optim.beta2, cfg.train.compile) == (6e-4, 0.95, True)
+    assert learning_rate(cfg.train.steps, cfg.train.steps, cfg.optim) == pytest.approx(6e-5)
 
 
 def test_a_config_survives_the_way_through_plain_containers():

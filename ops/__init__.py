@@ -5,10 +5,11 @@ Depends on torch and triton only. Copy this folder into another project and impo
 
 from .adopt import Pending, replace_norms, restore_norms
 from .backend import backend_for
-from .functional import dropout_mask, layer_norm_fn, rms_norm_fn, seeded_dropout
+from .functional import dropout_mask, layer_norm_fn, norm_fn, rms_norm_fn, seeded_dropout
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
 from .prenorm_block import GPT2_BLOCK, LLAMA_BLOCK, fuse_prenorm_block
+from .reference import Norm
 from .wiring import BlockLayout
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "LLAMA_BLOCK",
     "BlockLayout",
     "LayerNorm",
+    "Norm",
     "Pending",
     "RMSNorm",
     "backend_for",
@@ -23,6 +25,7 @@ __all__ = [
     "fuse_prenorm_block",
     "layer_norm_fn",
     "layer_norm_linear_fn",
+    "norm_fn",
     "replace_norms",
     "restore_norms",
     "rms_norm_fn",

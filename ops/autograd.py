@@ -1,23 +1,29 @@
-"""The gradients. One formula for both ways to the kernels: straight to `direct`, or through the operators."""
+"""The gradients, with one formula for both ways to the kernels: eager code launches them, graphs hold operators that do.
 
+Going through PyTorch's dispatcher costs the host more than the launch itself, so `is_eager` says where nothing but eager PyTorch
+is listening and the operators can be left out. A profiler then shows the kernels, but no operator.
+"""
+
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import direct, registration
-from .records import BackwardInputs, BackwardOptions, Inputs, Options, by_name
-from .second_order import refuse_second_order
+from . import operators
+from .backend import launches
+from .checks import function_name
+from .records import BackwardInputs, BackwardOptions, Inputs, Options, Outputs
 
 
-class Norm(torch.autograd.Function):
+class FusedNorm(torch.autograd.Function):
     """Outputs as functions of Inputs, whose dtypes are `dtypes`."""
 
     @staticmethod
     def forward(ctx, eager, options, dtypes, *tensors):
         inputs = Inputs(*tensors)
-        outputs = direct.norm_forward(inputs, options) if eager else registration.forward_below_autograd(inputs, options)
+        outputs = launches().forward(inputs, options) if eager else operators.norm_below_autograd(inputs, options)
         x, residual, x1, weight, _, weight1, _, rowscale, rowscale1, seed = inputs
         y, r, y1, mask, mask1, stats = outputs
         adds = residual is not None or x1 is not None or options.dropout_p > 0.0 or rowscale is not None
@@ -43,20 +49,30 @@ class Norm(torch.autograd.Function):
             return _backward(ctx, dy, dr, dy1)
         with torch.no_grad():
             gradients = _backward(ctx, dy, dr, dy1)
-        return refuse_second_order("rms_norm_fn" if ctx.options.is_rms_norm else "layer_norm_fn", gradients)
+        return refuse_second_order(function_name(ctx.options.norm), gradients)
 
 
 # Function.apply's own Python unwraps functorch's arguments, 5 µs for this many. Where `is_eager`, there are none.
-apply_eagerly = super(torch.autograd.Function, Norm).apply
+_apply_eagerly = super(torch.autograd.Function, FusedNorm).apply
+
+
+def norm_with_gradients(inputs: Inputs, options: Options, dtypes: tuple[torch.dtype | None, ...]) -> Outputs:
+    """The kernels under autograd, where `is_eager`."""
+    return Outputs(*_apply_eagerly(True, options, dtypes, *inputs))
+
+
+def _operator_with_gradients(*flat):
+    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
+    dtypes = tuple([None if t is None else t.dtype for t in inputs])
+    return operators.present(FusedNorm.apply(False, options, dtypes, *inputs))
 
 
 def _backward(ctx, dy, dr, dy1) -> tuple:
     r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = ctx.saved_tensors
-    options = ctx.options
     inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
-    eager = direct.is_eager(inputs)
-    job = (_known_job if eager else _job)(options, ctx.dtypes, ctx.needs_input_grad, dy is not None, dy1 is not None)
-    gradients: tuple = (direct.norm_backward if eager else registration.backward)(inputs, job.options)
+    eager = is_eager(inputs)
+    job = (_known_job if eager else _job)(ctx.options, ctx.dtypes, ctx.needs_input_grad, dy is not None, dy1 is not None)
+    gradients = (launches().backward if eager else operators.norm_backward_of)(inputs, job.options)
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
 
     dweights: list[Tensor | None] = [None, None, None, None]
@@ -94,7 +110,7 @@ class _Job(NamedTuple):
 
 def _job(options: Options, dtypes: tuple, needs: tuple[bool, ...], has_dy: bool, has_dy1: bool) -> _Job:
     """dtypes: of Inputs; needs: as autograd counts the arguments of Norm.forward."""
-    given, need = by_name(Inputs, dtypes), by_name(Inputs, needs[3:])
+    given, need = Inputs(*dtypes), Inputs(*needs[3:])
     dropped = options.dropout_p > 0.0
     # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
     plain_x = need.x and not dropped and given.rowscale is None
@@ -109,8 +125,8 @@ def _job(options: Options, dtypes: tuple, needs: tuple[bool, ...], has_dy: bool,
     return _Job(
         BackwardOptions(
             options.dropout_p,
+            options.norm,
             options.zero_centered_weight,
-            options.is_rms_norm,
             dz_dtype,
             given.x if need.x and not x_takes_dz else None,
             given.x1 if need.x1 and not x1_takes_dz else None,
@@ -125,15 +141,6 @@ def _job(options: Options, dtypes: tuple, needs: tuple[bool, ...], has_dy: bool,
 _known_job = lru_cache(maxsize=1024)(_job)
 
 
-def _norm_with_gradients(*flat):
-    inputs, options = registration.records(Inputs, Options, flat)
-    dtypes = tuple([None if t is None else t.dtype for t in inputs])
-    return registration.present(Norm.apply(False, options, dtypes, *inputs))
-
-
-registration.register_autograd(registration.norm, registration.norm_forward, _norm_with_gradients)
-
-
 class _Dropout(torch.autograd.Function):
     """Its own backward, since dx = dropout(dy) with the same mask."""
 
@@ -141,12 +148,79 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x, seed, p, stream):
         ctx.save_for_backward(seed)
         ctx.p, ctx.stream = p, stream
-        return registration.below_autograd(registration.dropout, x, seed, p, stream)
+        return operators.below_autograd(operators.dropout, x, seed, p, stream)
 
     @staticmethod
     def backward(ctx, dy):
         (seed,) = ctx.saved_tensors
-        return registration.dropout(dy, seed, ctx.p, ctx.stream), None, None, None
+        return operators.dropout(dy, seed, ctx.p, ctx.stream), None, None, None
 
 
-registration.register_autograd(registration.dropout, registration.dropout, _Dropout.apply)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def is_eager(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the tensors are plain and nobody watches or rewrites operator calls.
+
+    Dynamo and make_fx must see an operator; so must FakeTensor and every other dispatch mode (flop counters, selective
+    checkpointing) and tensor subclass, functorch's transforms, whose wrappers have the type Tensor, torch-function modes
+    and jit.trace. The probes in torch._C have no public names; torch's own Python code is built on them.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or operators.has_tangents()
+    ):
+        return False
+    for t in tensors:  # noqa: SIM110 all() costs 0.6 µs more
+        # What is stored under z.conj().imag has the other sign, and under a zero tensor is nothing; the dispatcher knows.
+        if t is not None and (type(t) not in _PLAIN or t.is_neg() or t._is_zerotensor()):
+            return False
+    return True
+
+
+def transformed_by_func() -> bool:
+    """Whether any of torch.func's transforms is on, vmap among them."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def differentiated_by_func() -> bool:
+    """Whether torch.func.grad, jvp, hessian and their like are on.
+
+    They differentiate every operation by itself, some of them more than once; the kernels have one formula for one backward.
+    """
+    if not transformed_by_func():
+        return False
+    derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return any(level.key() in derivatives for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients, for a backward pass that is recorded (create_graph=True); another one through them raises.
+
+    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant, as
+    of `y.sum()`, it leaves what follows from x and the weights out of a gradient penalty, without a word.
+    """
+    anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
+    return _Refused.apply(name, anchor, *gradients)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple([None if gradient is None else gradient.detach() for gradient in gradients])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{ctx.name}: its gradients can't be differentiated again. torch.func's transforms (grad, jvp, hessian) run the "
+            "PyTorch reference, which can; so can torch.nn's norms (restore_norms gives back those that replace_norms took)"
+        )
+
+
+operators.register_autograd(operators.norm, operators.norm_forward, _operator_with_gradients)
+operators.register_autograd(operators.dropout, operators.dropout, _Dropout.apply)

@@ -1,18 +1,20 @@
 """The public functions: check, view as rows, run the kernels or the reference, restore the shape.
 
-A superset of the interface of FlashAttention's Triton `layer_norm_fn`, argument for argument.
+`layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
 """
 
 import torch
 from torch import Tensor
 
-from . import direct, reference, registration
-from .autograd import apply_eagerly
-from .backend import runs_kernels
+from . import operators, reference
+from .autograd import differentiated_by_func, is_eager, norm_with_gradients
+from .backend import launches, runs_kernels
 from .checks import (
     KERNEL_DTYPES,
     REFERENCE_DTYPES,
+    Plan,
     as_device,
+    as_norm,
     check_buffers,
     check_dropout_p,
     check_flag,
@@ -20,10 +22,115 @@ from .checks import (
     check_seed,
     check_size,
     check_stream,
+    function_name,
+    known_plan,
+    make_plan,
 )
-from .plan import Plan, known_plan, make_plan
+from .philox import as_int64, draw_seed
 from .records import Inputs, Outputs
-from .seeds import as_int64, draw_seed
+from .reference import Norm
+
+
+def norm_fn(
+    norm: Norm | str,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    rowscale1: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+    seed: Tensor | int | None = None,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """Dropout → add → norm in one kernel.
+
+        z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual          in fp32
+        r = z rounded to the residual dtype                                                       the new residual stream
+        x̂ = (r − mean(r)) · rstd(r)  (LayerNorm)  or  r · rstd(r)  (RMSNorm)
+        y = x̂ · (weight + offset) + bias,   y1 = x̂ · (weight1 + offset) + bias1
+
+    Args:
+        norm: "layernorm" (Ba et al. 2016, biased variance) or "rmsnorm" (Zhang & Sennrich 2019).
+        x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where the PyTorch reference runs.
+        weight, bias: (N,); None is 1 and 0.
+        residual: shape of x; the residual stream so far, in its own dtype.
+        x1: shape of x; a second branch added to the stream (parallel attention and MLP).
+        weight1, bias1: (N,); a second affine map of the same x̂. The output y1 is there when either is given.
+        eps: added to the variance.
+        dropout_p: in [0, 1), on x and on x1 with independent masks.
+        rowscale, rowscale1: one factor for each row, x's leading shape or flat (M,); for stochastic depth.
+        prenorm: also return r.
+        residual_in_fp32: keep r in fp32 where no residual says otherwise; else r has x's dtype.
+        zero_centered_weight: offset is 1 instead of 0, for weight and weight1.
+        return_dropout_mask: also return the bool masks of what was kept, x's and x1's (None without x1).
+        out_dtype: of y and y1; by default x's dtype, or that of `out`.
+        out, residual_out: buffers of x's shape for y and r; written to and returned. residual_out may be `residual` itself.
+        seed: fixes the masks: an int or a one-element int64 tensor on x's device. By default drawn from torch's generator.
+
+    Returns:
+        y [, y1] [, r] [, mask, mask1]: y alone, or a tuple in this order.
+
+    Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
+    runs, which has them all.
+
+    Raises:
+        ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
+    """
+    norm = as_norm(norm)
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
+    if prenorm is not True and prenorm is not False:
+        check_flag(function_name(norm), "prenorm", prenorm)
+    request = (
+        norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
+        return_dropout_mask, out_dtype,
+    )  # fmt: skip
+    eager = is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
+    if kernels and not eager and differentiated_by_func():
+        kernels = False
+    plan = (known_plan if eager else make_plan)(tensors, request, kernels)
+    if out is not None or residual_out is not None:
+        check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
+
+    if not plan.drops:
+        seed = None
+    elif seed is None:
+        seed = draw_seed(x.device, eager)
+    elif isinstance(seed, int):
+        seed = _seed_tensor(seed, x.device)
+    inputs = Inputs(*tensors[:9], seed)
+    try:
+        if kernels:
+            outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
+        else:
+            outputs = _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
+    except RuntimeError:
+        if eager:
+            make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
+        raise
+
+    results: list = [outputs.y if out is None else out]
+    if plan.returns_y1:
+        results.append(outputs.y1)
+    if prenorm:
+        results.append(outputs.r if residual_out is None else residual_out)
+    if return_dropout_mask:
+        results += _masks(inputs, outputs, plan)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def layer_norm_fn(
@@ -49,82 +156,15 @@ def layer_norm_fn(
     rowscale1: Tensor | None = None,
     seed: Tensor | int | None = None,
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """Dropout → add → norm in one kernel.
-
-        z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual          in fp32
-        r = z rounded to the residual dtype                                                       the new residual stream
-        x̂ = (r − mean(r)) · rstd(r)  (LayerNorm)  or  r · rstd(r)  (RMSNorm)
-        y = x̂ · (weight + offset) + bias,   y1 = x̂ · (weight1 + offset) + bias1
-
-    Args:
-        x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where the PyTorch reference runs.
-        weight, bias: (N,); None is 1 and 0.
-        residual: shape of x; the residual stream so far, in its own dtype.
-        x1: shape of x; a second branch added to the stream (parallel attention and MLP).
-        weight1, bias1: (N,); a second affine map of the same x̂. The output y1 is there when either is given.
-        eps: added to the variance.
-        dropout_p: in [0, 1), on x and on x1 with independent masks.
-        rowscale, rowscale1: one factor for each row, x's leading shape or flat (M,); for stochastic depth.
-        prenorm: also return r.
-        residual_in_fp32: keep r in fp32 where no residual says otherwise; else r has x's dtype.
-        zero_centered_weight: offset is 1 instead of 0, for weight and weight1.
-        is_rms_norm: RMSNorm (Zhang & Sennrich 2019) instead of LayerNorm (Ba et al. 2016, biased variance).
-        return_dropout_mask: also return the bool masks of what was kept, x's and x1's (None without x1).
-        out_dtype: of y and y1; by default x's dtype, or that of `out`.
-        out, residual_out: buffers of x's shape for y and r; written to and returned. residual_out may be `residual` itself.
-        seed: fixes the masks: an int or a one-element int64 tensor on x's device. By default drawn from torch's generator.
-
-    Returns:
-        y [, y1] [, r] [, mask, mask1]: y alone, or a tuple in this order.
-
-    Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
-    runs, which has them all.
-
-    Raises:
-        ValueError, TypeError: shape, dtype, device, dropout_p or seed not as above; raised before anything is launched.
-    """
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device)
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
-    if prenorm is not True and prenorm is not False:
-        check_flag("rms_norm_fn" if is_rms_norm is True else "layer_norm_fn", "prenorm", prenorm)
-    keeps_residual = prenorm or residual_out is not None
-    request = (
-        eps, dropout_p, zero_centered_weight, is_rms_norm, keeps_residual, residual_in_fp32, return_dropout_mask, out_dtype,
+    """`norm_fn` of "layernorm", or of "rmsnorm" with is_rms_norm."""
+    if is_rms_norm is not True and is_rms_norm is not False:
+        check_flag("layer_norm_fn", "is_rms_norm", is_rms_norm)
+    return norm_fn(
+        Norm.rmsnorm if is_rms_norm else Norm.layernorm, x, weight, bias, residual, x1, weight1, bias1,
+        eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32, zero_centered_weight=zero_centered_weight,
+        return_dropout_mask=return_dropout_mask, out_dtype=out_dtype, out=out, residual_out=residual_out, seed=seed,
     )  # fmt: skip
-    eager = direct.is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
-    if kernels and not eager and direct.differentiated_by_func():
-        kernels = False
-    plan = (known_plan if eager else make_plan)(tensors, request, kernels)
-    if out is not None or residual_out is not None:
-        check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
-
-    if not plan.drops:
-        seed = None
-    elif seed is None:
-        seed = draw_seed(x.device, eager)
-    elif isinstance(seed, int):
-        seed = _seed_tensor(seed, x.device)
-    inputs = Inputs(*tensors[:9], seed)
-    try:
-        if kernels:
-            outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
-        else:
-            outputs = _run_reference(inputs, plan, out, residual_out)
-    except RuntimeError:
-        if eager:
-            make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
-        raise
-
-    results: list = [outputs.y if out is None else out]
-    if plan.returns_y1:
-        results.append(outputs.y1)
-    if prenorm:
-        results.append(outputs.r if residual_out is None else residual_out)
-    if return_dropout_mask:
-        results += _masks(inputs, outputs, plan)
-    return results[0] if len(results) == 1 else tuple(results)
 
 
 def rms_norm_fn(
@@ -149,10 +189,12 @@ def rms_norm_fn(
     rowscale1: Tensor | None = None,
     seed: Tensor | int | None = None,
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """`layer_norm_fn` with is_rms_norm=True."""
-    return layer_norm_fn(
-        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
-        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out, rowscale1=rowscale1, seed=seed,
+    """`norm_fn` of "rmsnorm"."""
+    return norm_fn(
+        Norm.rmsnorm, x, weight, bias, residual, x1, weight1, bias1,
+        eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,
+        residual_in_fp32=residual_in_fp32, zero_centered_weight=zero_centered_weight,
+        return_dropout_mask=return_dropout_mask, out_dtype=out_dtype, out=out, residual_out=residual_out, seed=seed,
     )  # fmt: skip
 
 
@@ -166,7 +208,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
         seed: an int or a one-element int64 tensor on x's device.
     """
     name = "seeded_dropout"
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not direct.differentiated_by_func()
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
     check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     check_dropout_p(name, "p", p)
     check_seed(name, seed, x.device, required=True)
@@ -176,7 +218,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
     rows = x.reshape(-1, x.shape[-1])
     seed = _seed_tensor(seed, x.device)
     if kernels:
-        return registration.dropout(rows, seed, p, stream).view(x.shape)
+        return operators.dropout(rows, seed, p, stream).view(x.shape)
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     return reference.dropout(rows.to(compute), p, seed, stream)[0].to(x.dtype).view(x.shape)
 
@@ -202,7 +244,7 @@ def dropout_mask(
     check_size("dropout_mask", "cols", cols, 1)
     seed = _seed_tensor(seed, device)
     if runs_kernels(device):
-        return registration.dropout_mask(seed, rows, cols, p, stream)
+        return operators.dropout_mask(seed, rows, cols, p, stream)
     return reference.keep_mask(seed, rows, cols, p, stream)
 
 
@@ -210,12 +252,9 @@ def _run_kernels(
     inputs: Inputs, plan: Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
 ) -> Outputs:
     if torch.is_grad_enabled() and _requires_grad(*inputs, out, residual_out):
-        if eager:
-            outputs = Outputs(*apply_eagerly(True, plan.training, plan.dtypes, *inputs))
-        else:
-            outputs = registration.forward(inputs, plan.training)
+        outputs = norm_with_gradients(inputs, plan.training, plan.dtypes) if eager else operators.norm_of(inputs, plan.training)
     elif out is None and residual_out is None:
-        outputs = (direct.norm_forward if eager else registration.forward)(inputs, plan.inference)
+        outputs = (launches().forward if eager else operators.norm_of)(inputs, plan.inference)
     else:
         return _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out)
     # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
@@ -229,16 +268,12 @@ def _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out) -> Output
         r = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.residual_dtype)
     options = plan.inference._replace(store_residual=r is not None)
     if eager:
-        outputs = direct.norm_forward_out(inputs, y, r, options)
+        outputs = launches().forward_into(inputs, y, r, options)
         for buffer in (out, residual_out):
             if buffer is not None:
                 torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
         return outputs
-    return registration.forward_out(inputs, y, r, options)
-
-
-def _run_reference(inputs: Inputs, plan: Plan, out: Tensor | None, residual_out: Tensor | None) -> Outputs:
-    return _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
+    return operators.norm_into(inputs, y, r, options)
 
 
 def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: Plan) -> Outputs:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import direct
+from .autograd import refuse_second_order, transformed_by_func
 from .backend import runs_kernels
 from .checks import (
     KERNEL_DTYPES,
@@ -19,7 +19,6 @@ from .checks import (
     check_weight,
 )
 from .functional import layer_norm_fn
-from .second_order import refuse_second_order
 
 
 def layer_norm_linear_fn(
@@ -81,7 +80,7 @@ def layer_norm_linear_fn(
             is_rms_norm=is_rms_norm, out_dtype=dtype,
         ),
     )  # fmt: skip
-    if direct.transformed_by_func():  # which wants plain operations
+    if transformed_by_func():  # which wants plain operations
         output = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
         return (output, r) if prenorm else output
     output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm)

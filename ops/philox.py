@@ -1,4 +1,4 @@
-"""The dropout bits: one counter-based generator, here in plain PyTorch; `dropout_kernels.keep_block` gives the same in Triton.
+"""Dropout's random bits: one counter-based generator, here in PyTorch; `kernels.dropout.keep_mask` gives the same in Triton.
 
 Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with seven rounds, the fewest that pass
 BigCrush in that paper.
@@ -11,7 +11,13 @@ low half (j even) or the high half (j odd) of word ⌊j / 2⌋. An element is ke
 
 The mask of an element depends on (seed, row, col, stream) alone: not on the tile, the device, the implementation or on what
 was drawn before. So backward regenerates it, and an unfused model can drop the same elements.
+
+A seed that the caller does not give is a function of the state (seed and offset) of torch's generator for the device, and moves
+its offset on. So `torch.manual_seed` governs it, and what saves and restores the state, such as activation checkpointing, gets
+the same masks again. torch.randint would do that too, and be a launch beside the norm's: here many seeds are made at once.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +28,7 @@ DRAW_RANGE = 65536
 
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
-_LOW = 0xFFFFFFFF
+_LOW_32, _LOW_64 = 2**32 - 1, 2**64 - 1
 
 
 def drop_threshold(p: float) -> int:
@@ -51,8 +57,8 @@ def draws(seed: Tensor, rows: int, cols: int, stream: int) -> Tensor:
     row = torch.arange(rows, device=seed.device)[:, None]
     seed = seed.reshape(1, 1)
     words = philox(
-        key=(seed & _LOW, (seed >> 32) & _LOW),
-        counter=(group, row & _LOW, row >> 32, zero + stream),
+        key=(seed & _LOW_32, (seed >> 32) & _LOW_32),
+        counter=(group, row & _LOW_32, row >> 32, zero + stream),
     )
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     return torch.stack(halves, dim=-1).flatten(-2)[:, :cols]
@@ -65,7 +71,65 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int 
     for _ in range(rounds):
         # The 64-bit products may wrap into the sign; both halves are right all the same once masked.
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
-        c0, c2 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, ((p0 >> 32) & _LOW) ^ c3 ^ k1
-        c1, c3 = p1 & _LOW, p0 & _LOW
-        k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
+        c0, c2 = ((p1 >> 32) & _LOW_32) ^ c1 ^ k0, ((p0 >> 32) & _LOW_32) ^ c3 ^ k1
+        c1, c3 = p1 & _LOW_32, p0 & _LOW_32
+        k0, k1 = (k0 + _WEYL_0) & _LOW_32, (k1 + _WEYL_1) & _LOW_32
     return torch.broadcast_tensors(c0, c1, c2, c3)
+
+
+AHEAD = 1024  # seeds computed at once
+STEP = 4  # by which a draw moves the offset: CUDA's generators take no other than multiples of it
+
+
+def draw_seed(device: torch.device, eager: bool) -> Tensor:
+    """One int64 element on the device.
+
+    Args:
+        eager: whether nothing records the call. A graph, of torch.compile or of CUDA, has to draw anew when it is run again.
+    """
+    if eager and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        return _next(torch.cuda.default_generators[device.index], device, torch.cuda.current_stream(device).cuda_stream)
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+
+
+class _Pool(NamedTuple):
+    seed: int  # of the generator
+    first: int  # offset
+    seeds: Tensor  # [AHEAD]: of the offsets from `first` on
+
+
+# By device and stream: work on another stream could come before the seeds are there, or after their memory is another's.
+_pools: dict[tuple[torch.device, int], _Pool] = {}
+
+
+def _next(generator: Any, device: torch.device, stream: int) -> Tensor:
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.set_offset(offset + STEP)
+    pool = _pools.get((device, stream))
+    if pool is None or pool.seed != seed or not 0 <= offset - pool.first < AHEAD * STEP:
+        pool = _pools[device, stream] = _Pool(seed, offset, seeds_from(seed, offset, AHEAD, device))
+    at = (offset - pool.first) // STEP
+    return pool.seeds[at : at + 1]
+
+
+# The finaliser of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_GAMMA = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+def seeds_from(seed: int, offset: int, count: int, device: torch.device) -> Tensor:
+    """int64 [count]: those of a generator with this seed at `offset` and at the following multiples of STEP."""
+    start = seed & _LOW_64
+    for shift, factor in _ROUNDS:  # neighbouring seeds would otherwise have the same sequence, some draws apart
+        start = (start ^ start >> shift) * factor & _LOW_64
+    start += offset // STEP * _GAMMA
+    with torch.inference_mode(False):  # else backward could not save what was made there
+        z = torch.arange(count, device=device) * as_int64(_GAMMA) + as_int64(start)
+        for shift, factor in _ROUNDS:
+            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * as_int64(factor)
+    return z
+
+
+def as_int64(number: int) -> int:
+    """The one with the same 64 low bits."""
+    return (number + 2**63) % 2**64 - 2**63

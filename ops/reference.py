@@ -6,17 +6,41 @@ nothing is fused, a model with the fused norms and one with PyTorch's go through
 
     z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual     scaled by 0, even NaN is 0
     r = z rounded to the residual dtype
-    x̂ = (r − mean(r)) / √(var(r) + eps)      LayerNorm, biased variance
-    x̂ = r / √(mean(r²) + eps)                RMSNorm
-    y = x̂ · (weight + offset) + bias,        offset = 1 where weights are zero-centred
+    y = NORMS[norm](r) with (weight + offset) and bias     offset = 1 where weights are zero-centred
 """
+
+from collections.abc import Callable
+from enum import IntEnum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .philox import keep_mask, keep_scale
-from .records import Inputs, Options, Outputs, by_name
+from .records import Inputs, Options, Outputs
+
+
+class Norm(IntEnum):
+    """The kinds of norm. A new one is a member here, a formula below and its branches in `kernels/norms.py`."""
+
+    layernorm = 0
+    rmsnorm = 1
+
+
+def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(r, r.shape[-1:], weight, bias, eps)
+
+
+def rms_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    y = F.rms_norm(r, r.shape[-1:], weight, eps)
+    return y if bias is None else y + bias
+
+
+# Each takes r (..., N) and weight and bias (N,) in r's dtype, or None for 1 and 0.
+NORMS: dict[Norm, Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]] = {
+    Norm.layernorm: layer_norm,
+    Norm.rmsnorm: rms_norm,
+}
 
 
 def norm(inputs: Inputs, options: Options) -> Outputs:
@@ -43,14 +67,11 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
         weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
         if weight is not None and options.zero_centered_weight:
             weight = weight + 1.0
-        if not options.is_rms_norm:
-            return F.layer_norm(r.to(compute), r.shape[-1:], weight, bias, options.eps).to(options.out_dtype)
-        y = F.rms_norm(r.to(compute), r.shape[-1:], weight, options.eps)
-        return (y if bias is None else y + bias).to(options.out_dtype)
+        return NORMS[Norm(options.norm)](r.to(compute), weight, bias, options.eps).to(options.out_dtype)
 
     y1 = normalise(weight1, bias1) if weight1 is not None or bias1 is not None else None
     results = (normalise(weight, bias), r, y1, mask, mask1)
-    return by_name(Outputs, (None if t is None else t.view(shape) for t in results))
+    return Outputs(*[None if t is None else t.view(shape) for t in results])
 
 
 def scale_rows(x: Tensor, rowscale: Tensor | None) -> Tensor:

@@ -6,8 +6,7 @@ the same kernels on the same arguments and give the same bits.
 `norm` is what the public functions call. It has the gradients, and passes on to `norm_forward` and `norm_backward`, which
 compiled graphs then hold. `norm_forward_out` writes into buffers, for inference.
 
-On small models a compiled graph waits for the host, which calls an operator at each norm. So calls are made cheap: of the
-options all but the floats are one string, and what was not asked for is not returned.
+Every value that an operator returns costs the host time, so what was not asked for is not returned.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,10 +15,19 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, library
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
-from . import direct
-from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, packed, unpacked
+from .backend import launches
+from .records import (
+    BackwardInputs,
+    BackwardOptions,
+    Gradients,
+    Inputs,
+    Options,
+    Outputs,
+    empty_gradients,
+    empty_outputs,
+)
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
@@ -52,7 +60,7 @@ def register_autograd(op: torch._ops.OpOverload, below: torch._ops.OpOverload, w
     def autograd(*flat):
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in flat):
             return with_gradients(*flat)
-        if direct.has_tangents() and any(isinstance(t, Tensor) and unpack_dual(t).tangent is not None for t in flat):
+        if has_tangents() and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in flat):
             return with_gradients(*flat)  # which has no formula for them, and raises
         return below_autograd(below, *flat)
 
@@ -64,9 +72,20 @@ def below_autograd(op: torch._ops.OpOverload, *flat: Any) -> Any:
         return op(*flat)
 
 
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is on; the norm has no formula for it, and autograd must be there to say so."""
+    return forward_ad._current_level >= 0
+
+
 def list_operator(name: str, record: type, options: type, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:
     """An operator on records, flattened, that returns those tensors that were asked for."""
-    op = operator(name, f"({arguments(record, options)}) -> Tensor[]", kernel, fake)
+
+    def run(function, *flat):
+        count = len(record._fields)  # type: ignore[attr-defined]
+        given = [tuple(value) if isinstance(value, list) else value for value in flat[count:]]  # lists have no hash
+        return present(function(record(*flat[:count]), options(*given)))
+
+    op = operator(name, f"({arguments(record, options)}) -> Tensor[]", partial(run, kernel), partial(run, fake))
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
     return op
 
@@ -81,59 +100,42 @@ def _one_by_one(op, info, in_dims, *flat):
     return outputs, [0] * len(outputs)
 
 
-_SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float"}
+_SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool",
+    torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?", tuple[bool, ...]: "bool[]",
+}  # fmt: skip
 
 
 def arguments(record: type, options: type) -> str:
-    """The tensors of the record and the options as `packed`, as a schema names them."""
+    """The fields of both, as a schema names them."""
     fields = [*get_type_hints(record).items(), *get_type_hints(options).items()]
-    return ", ".join([*(f"{_SCHEMA_TYPES[t]} {name}" for name, t in fields if t in _SCHEMA_TYPES), "str options"])
-
-
-def records(record: type, options: type, flat: tuple) -> tuple[Any, Any]:
-    n = len(record._fields)  # type: ignore[attr-defined]
-    return record(*flat[:n]), unpacked(options, *flat[n:])
+    return ", ".join(f"{_SCHEMA_TYPES[t]} {name}" for name, t in fields)
 
 
 def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def _norm_forward(*flat):
-    return present(direct.norm_forward(*records(Inputs, Options, flat)))
-
-
-def _norm_forward_fake(*flat):
-    return present(direct.empty_outputs(*records(Inputs, Options, flat)))
-
-
 # Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
 # or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none.
 norm, norm_forward = (
-    list_operator(name, Inputs, Options, _norm_forward, _norm_forward_fake) for name in ("norm", "norm_forward")
+    list_operator(name, Inputs, Options, lambda *records: launches().forward(*records), empty_outputs)
+    for name in ("norm", "norm_forward")
 )
-
-
-def _norm_backward(*flat):
-    return present(direct.norm_backward(*records(BackwardInputs, BackwardOptions, flat)))
-
-
-def _norm_backward_fake(*flat):
-    return present(direct.empty_gradients(*records(BackwardInputs, BackwardOptions, flat)))
-
-
-norm_backward = list_operator("norm_backward", BackwardInputs, BackwardOptions, _norm_backward, _norm_backward_fake)
+norm_backward = list_operator(
+    "norm_backward", BackwardInputs, BackwardOptions, lambda *records: launches().backward(*records), empty_gradients
+)
 
 
 def _norm_forward_out(y, r, *flat):
     """Returns y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    inputs, options = records(Inputs, Options, flat)
-    return _no_none(direct.norm_forward_out(inputs, y, r, options), inputs.x)
+    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
+    return _no_none(launches().forward_into(inputs, y, r, options), inputs.x)
 
 
 def _norm_forward_out_fake(y, r, *flat):
-    inputs, options = records(Inputs, Options, flat)
-    return _no_none(direct.empty_outputs(inputs, options, y), inputs.x)
+    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
+    return _no_none(empty_outputs(inputs, options), inputs.x)
 
 
 def _no_none(outputs: Outputs, like: Tensor) -> tuple[Tensor, ...]:
@@ -154,32 +156,31 @@ norm_forward_out.register_fake(_norm_forward_out_fake)
 dropout = operator(
     "dropout",
     "(Tensor x, Tensor seed, float p, SymInt stream) -> Tensor",
-    direct.dropout,
+    lambda *arguments: launches().dropout(*arguments),
     lambda x, seed, p, stream: x.new_empty(x.shape),
 )
 dropout_mask = operator(
     "dropout_mask",
     "(Tensor seed, SymInt rows, SymInt cols, float p, SymInt stream) -> Tensor",
-    direct.dropout_mask,
+    lambda *arguments: launches().dropout_mask(*arguments),
     lambda seed, rows, cols, p, stream: seed.new_empty((rows, cols), dtype=torch.bool),
 )
 
 
-def forward(inputs: Inputs, options: Options) -> Outputs:
-    """`norm`, of records."""
-    return _outputs(norm(*inputs, *packed(options)), inputs, options)
+def norm_of(inputs: Inputs, options: Options) -> Outputs:
+    return _outputs(norm(*inputs, *options), inputs, options)
 
 
-def forward_below_autograd(inputs: Inputs, options: Options) -> Outputs:
-    return _outputs(below_autograd(norm_forward, *inputs, *packed(options)), inputs, options)
+def norm_below_autograd(inputs: Inputs, options: Options) -> Outputs:
+    return _outputs(below_autograd(norm_forward, *inputs, *options), inputs, options)
 
 
-def forward_out(inputs: Inputs, y: Tensor, r: Tensor | None, options: Options) -> Outputs:
-    y1, mask, mask1 = norm_forward_out(y, r, *inputs, *packed(options))
+def norm_into(inputs: Inputs, y: Tensor, r: Tensor | None, options: Options) -> Outputs:
+    y1, mask, mask1 = norm_forward_out(y, r, *inputs, *options)
     return Outputs(y, r, y1, mask, mask1)
 
 
-def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
+def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
     there = (
         options.dz_dtype is not None,
         options.dx_dtype is not None,
@@ -188,7 +189,7 @@ def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
         inputs.x1 is not None,
         True in options.wanted,
     )
-    return _by_name(Gradients, there, norm_backward(*inputs, *packed(options)))
+    return Gradients(*_in_places(there, norm_backward(*inputs, *options)))
 
 
 def _outputs(tensors: list[Tensor], inputs: Inputs, options: Options) -> Outputs:
@@ -200,10 +201,10 @@ def _outputs(tensors: list[Tensor], inputs: Inputs, options: Options) -> Outputs
         options.return_mask and inputs.x1 is not None,
         options.store_stats,
     )
-    return _by_name(Outputs, there, tensors)
+    return Outputs(*_in_places(there, tensors))
 
 
-def _by_name(record: type, there: tuple[bool, ...], tensors: list[Tensor]) -> Any:
-    """What an operator returned as a record: `there` says which of its fields the list holds."""
+def _in_places(there: tuple[bool, ...], tensors: list[Tensor]) -> list[Tensor | None]:
+    """The tensors that an operator returned, with None in place of those that were not asked for."""
     given = iter(tensors)
-    return record(*[next(given) if is_there else None for is_there in there])
+    return [next(given) if is_there else None for is_there in there]

@@ -1,0 +1,258 @@
+"""The forward kernel of the norm."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from .dropout import drop
+from .norms import centres, deviation, inverse, spread
+from .nvidia import keep_order, narrow, prefetch_rows, widen
+from .rows import (
+    Place,
+    block_mask,
+    block_start,
+    blocks,
+    load_rows,
+    load_scale,
+    load_weight,
+    mean,
+    offsets,
+    place,
+    row_sum,
+    store_stats,
+    zero_outside,
+)
+
+
+class Pointers(NamedTuple):
+    """Tensors of M rows of N, but for the weights and biases [N] and what is said; absent ones are None."""
+
+    x: tl.tensor
+    residual: tl.tensor
+    x1: tl.tensor
+    weight: tl.tensor
+    bias: tl.tensor
+    weight1: tl.tensor
+    bias1: tl.tensor
+    rowscale: tl.tensor  # [M]
+    rowscale1: tl.tensor
+    y: tl.tensor
+    r: tl.tensor
+    y1: tl.tensor
+    mask: tl.tensor  # bool
+    mask1: tl.tensor
+    stats: tl.tensor  # fp32 [M, 2]: rstd and mean
+
+
+class Strides(NamedTuple):
+    """Between rows, over Variant.STRIDE_UNIT; None where rows lie next to each other, as those of outputs do."""
+
+    x: tl.tensor
+    residual: tl.tensor
+    x1: tl.tensor
+
+
+class Numbers(NamedTuple):
+    M: tl.tensor  # rows
+    eps: tl.tensor
+    threshold: tl.tensor  # of dropout: a draw below it is dropped
+    scale: tl.tensor  # of what dropout keeps
+    distance: tl.tensor  # how many programs later the prefetched rows are read
+
+
+# A new number of rows, probability or seed must compile nothing.
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_seed"])
+def norm_forward_kernel(p, p_seed, stride, n, HOW: tl.constexpr):
+    """A program for each tile of HOW.ROWS rows, of
+
+    z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual;   r = round(z)
+    x̂ = normalised r;   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
+    """
+    if HOW.EARLY_START:
+        gdc_wait()  # for the kernel before; nothing may be read or written above
+    seed = 0
+    if HOW.DROPOUT:
+        seed = tl.load(p_seed)
+    tile = tl.program_id(0)
+    if HOW.PREFETCH:
+        prefetch_inputs(p, stride, tile + n.distance, n.M, HOW)
+    if HOW.LOOPED:
+        looped_rows(p, seed, stride, n, tile, HOW)
+    else:
+        whole_rows(p, seed, stride, n, place(tile, 0, n.M, HOW), HOW)
+
+
+@triton.jit
+def whole_rows(p, seed, stride, n, at, HOW: tl.constexpr):
+    """Rows that stay in registers from their load to their output."""
+    weights = ()
+    if HOW.EARLY_WEIGHTS:
+        for i in tl.static_range(blocks(HOW)):
+            weights += (block_weights(p, i, at, HOW),)
+        keep_order()
+    b_r = load_stream(p, seed, stride, n, at, HOW, p.mask, p.mask1)
+    store_stream(p.r, b_r, at, HOW)
+    b_r = widen_stream(b_r)
+    b_mean = tl.zeros([HOW.ROWS], tl.float32)
+    if centres(HOW.NORM):
+        b_mean = mean(row_sum(b_r), HOW.N)
+    b_rstd = inverse(spread_sum(b_r, b_mean, at, HOW), HOW.N, n.eps, HOW.NORM)
+    # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
+    for i in tl.static_range(blocks(HOW)):
+        if HOW.EARLY_WEIGHTS:
+            store_outputs(p, b_r[i], weights[i], b_mean, b_rstd, i, at, HOW)
+        else:
+            store_outputs(p, b_r[i], block_weights(p, i, at, HOW), b_mean, b_rstd, i, at, HOW)
+    store_stats(p.stats, b_rstd, b_mean, at)
+
+
+@triton.jit
+def looped_rows(p, seed, stride, n, tile, HOW: tl.constexpr):
+    """Rows that are read twice, a block at a time: once for their statistics, once for their output.
+
+    Nothing is written before the second time, so residual_out may be the residual's own buffer. LayerNorm sums d = r − shift,
+    where shift is the mean of the first block: Σ (r − mean)² = Σ d² − (Σ d)² / N then loses few digits.
+    """
+    at = place(tile, 0, n.M, HOW)
+    b_shift = tl.zeros([HOW.ROWS], tl.float32)
+    if centres(HOW.NORM):
+        b_first = widen_stream(load_stream(p, seed, stride, n, at, HOW, None, None))
+        b_shift = mean(row_sum(b_first), min(HOW.BLOCK_N, HOW.N))
+    b_terms = tl.zeros([HOW.ROWS, HOW.BLOCK_N], tl.float32)
+    b_spread = tl.zeros([HOW.ROWS, HOW.BLOCK_N], tl.float32)
+    for first_col in tl.range(0, HOW.N, HOW.BLOCK_N, num_stages=1):
+        here = Place(at.rows, at.m_row, first_col)
+        b_r = widen_stream(load_stream(p, seed, stride, n, here, HOW, None, None))
+        b_d = zero_outside(deviation(b_r[0], b_shift, HOW.NORM), 0, here, HOW)
+        b_spread += spread(b_d, HOW.NORM)
+        b_terms += b_d
+    b_sum = tl.sum(b_spread, 1)
+    b_mean = b_shift
+    if centres(HOW.NORM):
+        b_delta = mean(tl.sum(b_terms, 1), HOW.N)
+        b_mean += b_delta
+        b_sum -= b_delta * b_delta * HOW.N
+    b_rstd = inverse(b_sum, HOW.N, n.eps, HOW.NORM)
+    store_stats(p.stats, b_rstd, b_mean, at)
+
+    for first_col in tl.range(0, HOW.N, HOW.BLOCK_N, num_stages=1):
+        here = Place(at.rows, at.m_row, first_col)
+        b_r = load_stream(p, seed, stride, n, here, HOW, p.mask, p.mask1)
+        store_stream(p.r, b_r, here, HOW)
+        store_outputs(p, widen_stream(b_r)[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
+
+
+@triton.jit
+def load_stream(p, seed, stride, n, at, HOW: tl.constexpr, p_mask, p_mask1):
+    """r = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual: blocks [ROWS, BLOCK_N] in the dtype of the stream."""
+    # All loads are issued before the first use.
+    b_scale = load_scale(p.rowscale, at)
+    b_x = load_rows(p.x, scaled(at, b_scale), stride.x, HOW)
+    if p.x1 is not None:
+        b_scale1 = load_scale(p.rowscale1, at)
+        b_x1 = load_rows(p.x1, scaled(at, b_scale1), stride.x1, HOW)
+    if p.residual is not None:
+        b_residual = load_rows(p.residual, at, stride.residual, HOW)
+    b_r = ()
+    for i in tl.static_range(blocks(HOW)):
+        b_z = branch(b_x[i], b_scale, seed, p_mask, n, i, at, HOW, 0)
+        if p.x1 is not None:
+            b_z += branch(b_x1[i], b_scale1, seed, p_mask1, n, i, at, HOW, 1)
+        if p.residual is not None:
+            b_z += b_residual[i]
+        # Rounded before it is normalised: backward and all who read the stream see only that.
+        b_r += (narrow(b_z, HOW.STREAM_DTYPE),)
+    return b_r
+
+
+@triton.jit
+def branch(b, b_scale, seed, p_mask, n, i: tl.constexpr, at, HOW: tl.constexpr, STREAM: tl.constexpr):
+    """dropout(b · rowscale), fp32."""
+    if b_scale is not None:
+        b = b * b_scale[:, None]
+    if HOW.DROPOUT:
+        b = drop(b, seed, p_mask, at, block_start(i, at, HOW), block_mask(i, at, HOW), n, STREAM, HOW)
+    return b
+
+
+@triton.jit
+def scaled(at, b_scale):
+    """The rows to read: one with a scale of 0 counts as zeros, whatever it holds."""
+    if b_scale is not None:
+        at = Place(at.rows, at.m_row & (b_scale != 0.0), at.first_col)
+    return at
+
+
+@triton.jit
+def widen_stream(b_r):
+    b_wide = ()
+    for i in tl.static_range(len(b_r)):
+        b_wide += (widen(b_r[i]),)
+    return b_wide
+
+
+@triton.jit
+def store_stream(p_r, b_r, at, HOW: tl.constexpr):
+    if p_r is not None:
+        for i in tl.static_range(blocks(HOW)):
+            tl.store(p_r + offsets(i, at, None, HOW), b_r[i], mask=block_mask(i, at, HOW))
+
+
+@triton.jit
+def spread_sum(b_r, b_mean, at, HOW: tl.constexpr):
+    """fp32 [ROWS]: the sum over the columns of what the norm's statistic is made of."""
+    b_spread = ()
+    for i in tl.static_range(blocks(HOW)):
+        b_spread += (spread(zero_outside(deviation(b_r[i], b_mean, HOW.NORM), i, at, HOW), HOW.NORM),)
+    return row_sum(b_spread)
+
+
+@triton.jit
+def block_weights(p, i: tl.constexpr, at, HOW: tl.constexpr):
+    """weight, bias, weight1, bias1 of block i, fp32 [1, BLOCK_N] or None."""
+    return (
+        load_weight(p.weight, i, at, HOW, HOW.OFFSET),
+        load_weight(p.bias, i, at, HOW),
+        load_weight(p.weight1, i, at, HOW, HOW.OFFSET),
+        load_weight(p.bias1, i, at, HOW),
+    )
+
+
+@triton.jit
+def store_outputs(p, b_r, weights, b_mean, b_rstd, i: tl.constexpr, at, HOW: tl.constexpr):
+    """Stores y and y1 of block i."""
+    b_xhat = deviation(b_r, b_mean, HOW.NORM) * b_rstd[:, None]
+    m = block_mask(i, at, HOW)
+    tl.store(p.y + offsets(i, at, None, HOW), affine(b_xhat, weights[0], weights[1]), mask=m)
+    if p.y1 is not None:
+        tl.store(p.y1 + offsets(i, at, None, HOW), affine(b_xhat, weights[2], weights[3]), mask=m)
+
+
+@triton.jit
+def affine(b, b_weight, b_bias):
+    """b · weight + bias; None is 1 and 0."""
+    if b_weight is not None:
+        b = b * b_weight
+    if b_bias is not None:
+        b = b + b_bias
+    return b
+
+
+@triton.jit
+def prefetch_inputs(p, stride, tile, M, HOW: tl.constexpr):
+    """Brings the rows of a tile into L2. Not those of an input with row scales: a row whose scale is 0 is not read."""
+    if p.rowscale is None:
+        prefetch_tile(p.x, stride.x, tile, M, HOW)
+    if p.rowscale1 is None:
+        prefetch_tile(p.x1, stride.x1, tile, M, HOW)
+    prefetch_tile(p.residual, stride.residual, tile, M, HOW)
+
+
+@triton.jit
+def prefetch_tile(p, stride, tile, M, HOW: tl.constexpr):
+    if stride is None:
+        prefetch_rows(p, tile, M, HOW.N, 0, HOW.N, HOW.ROWS)
+    else:
+        prefetch_rows(p, tile, M, stride * HOW.STRIDE_UNIT, 0, HOW.N, HOW.ROWS)

@@ -1,0 +1,60 @@
+"""What a norm is: its statistic, its normalisation and its derivative, for all tile shapes. A new norm is a branch in each.
+
+    d  = r − mean(r) if the norm centres, else r          `deviation`
+    x̂  = d · rstd,   rstd = f(Σ s(d) / N)                  `spread` is s, `inverse` is f
+    ∂  : dr = rstd · (g − t(x̂) · mean(g · x̂) − mean(g))    `direction` is t; the last mean only if the norm centres
+
+LayerNorm: Ba, Kiros & Hinton 2016; RMSNorm: Zhang & Sennrich 2019. `reference.NORMS` has the same formulas in PyTorch.
+"""
+
+import triton
+import triton.language as tl
+
+from ..reference import Norm
+
+LAYERNORM = tl.constexpr(Norm.layernorm.value)
+RMSNORM = tl.constexpr(Norm.rmsnorm.value)
+
+
+@triton.constexpr_function
+def centres(NORM):
+    """Whether the norm subtracts the mean of a row."""
+    return LAYERNORM.value == NORM
+
+
+@triton.jit
+def deviation(b, b_mean, NORM: tl.constexpr):
+    """What the statistic is taken of, fp32 [ROWS, width]; b_mean is unused where the norm does not centre."""
+    if centres(NORM):
+        b = b - b_mean[:, None]
+    return b
+
+
+@triton.jit
+def spread(b_deviation, NORM: tl.constexpr):
+    """The terms of the statistic, fp32 [ROWS, width]."""
+    tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
+    return b_deviation * b_deviation
+
+
+@triton.jit
+def inverse(b_spread, N, eps, NORM: tl.constexpr):
+    """rstd, fp32 [ROWS], from the sum of `spread` over the N columns."""
+    tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
+    return tl.rsqrt(b_spread * (1.0 / N) + eps)
+
+
+@triton.jit
+def direction(b_xhat, NORM: tl.constexpr):
+    """How the statistic grows with each element, relative to rstd: fp32 [ROWS, width]."""
+    tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
+    return b_xhat
+
+
+@triton.jit
+def norm_gradient(b_g, b_xhat, b_c1, b_c2, b_rstd, NORM: tl.constexpr):
+    """The gradient through the norm, fp32 [ROWS, width]; b_c1 = mean(g · x̂), b_c2 = mean(g)."""
+    b = b_g - direction(b_xhat, NORM) * b_c1[:, None]
+    if centres(NORM):
+        b -= b_c2[:, None]
+    return b * b_rstd[:, None]

@@ -185,7 +185,7 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
         b_rstd, b_mean = load_stats(p.stats, at)
         b_xhat = normalised(b_r, b_mean, b_rstd, at, HOW)
         b_sums = add_weight_gradients(b_sums, b_dy, None, b_xhat, HOW)
-        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, None, None, HOW), b_xhat, HOW)
+        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, None, (), HOW), b_xhat, HOW)
         publish(p.board, group, turn, slice_id, b_c1, b_c2, HOW)
 
         b_r_before = (unpack(b_waiting_r, p.r.dtype.element_ty),)
@@ -195,7 +195,7 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
         b_dz = load_or_none(p.dr, before, stride.dr, HOW)
         b_rstd, b_mean = load_stats(p.stats, before)
         b_c1, b_c2 = collect(p.board, group, turn - 1, HOW)
-        b_g = weighted(b_dy_before, b_weight, None, None, HOW)
+        b_g = weighted(b_dy_before, b_weight, None, (), HOW)
         b_xhat = normalised(b_r_before, b_mean, b_rstd, before, HOW)
         b_dz = through_norm(b_dz, b_g, b_xhat, b_c1 * (1.0 / HOW.N), b_c2 * (1.0 / HOW.N), b_rstd, HOW)
         store_input_gradients(p, seed, stride, n, b_dz, before, HOW)
@@ -251,7 +251,7 @@ def weighted(b_dy, b_weight, b_dy1, b_weight1, HOW: tl.constexpr):
 @triton.jit
 def scaled(b_row, b_weight, i: tl.constexpr):
     b = b_row[i]
-    if b_weight is not None:
+    if len(b_weight) > 0:
         b = b * b_weight[i]
     return b
 

@@ -211,7 +211,7 @@ def spread_sum(b_r, b_mean, at, HOW: tl.constexpr):
 
 @triton.jit
 def block_weights(p, i: tl.constexpr, at, HOW: tl.constexpr):
-    """weight, bias, weight1, bias1 of block i, fp32 [1, BLOCK_N] or None."""
+    """weight, bias, weight1, bias1 of block i, as `load_weight` gives each."""
     return (
         load_weight(p.weight, i, at, HOW, HOW.OFFSET),
         load_weight(p.bias, i, at, HOW),
@@ -232,11 +232,11 @@ def store_outputs(p, b_r, weights, b_mean, b_rstd, i: tl.constexpr, at, HOW: tl.
 
 @triton.jit
 def affine(b, b_weight, b_bias):
-    """b · weight + bias; None is 1 and 0."""
-    if b_weight is not None:
-        b = b * b_weight
-    if b_bias is not None:
-        b = b + b_bias
+    """b · weight + bias; an empty tuple is 1 and 0."""
+    if len(b_weight) > 0:
+        b = b * b_weight[0]
+    if len(b_bias) > 0:
+        b = b + b_bias[0]
     return b
 
 

@@ -121,18 +121,17 @@ def load_rows(p, at, stride, HOW: tl.constexpr):
 
 @triton.jit
 def load_weights(p, at, HOW: tl.constexpr, OFFSET: tl.constexpr = 0.0):
-    """fp32 blocks [1, BLOCK_N] of a weight or bias, OFFSET added; None where there is none."""
-    b_weights = None
-    if p is not None:
-        b_weights = ()
-        for i in tl.static_range(blocks(HOW)):
-            b_weights += (load_weight(p, i, at, HOW, OFFSET),)
+    """fp32 blocks [1, BLOCK_N] of a weight or bias, OFFSET added; an empty tuple where there is none."""
+    b_weights = ()
+    for i in tl.static_range(blocks(HOW)):
+        b_weights += load_weight(p, i, at, HOW, OFFSET)
     return b_weights
 
 
 @triton.jit
 def load_weight(p, i: tl.constexpr, at, HOW: tl.constexpr, OFFSET: tl.constexpr = 0.0):
-    b = None
+    """Block i alone, in a tuple: tuples hold no None, so one that is not there is an empty tuple."""
+    b_weight = ()
     if p is not None:
         cols = block_cols(i, at, HOW)[None, :]
         if reaches_outside(i, HOW):
@@ -141,7 +140,8 @@ def load_weight(p, i: tl.constexpr, at, HOW: tl.constexpr, OFFSET: tl.constexpr 
             b = widen(tl.load(p + cols))
         if OFFSET != 0.0:
             b += OFFSET
-    return b
+        b_weight = (b,)
+    return b_weight
 
 
 @triton.jit

@@ -1,151 +1,195 @@
-"""Compiles the launches of some calls for a GPU that need not be there, and says what registers they take.
+"""Compiles the launches of many calls for an H100 or H200 that need not be there, and says what registers they take.
 
-A program, because in the tests' own process kernels belong to the interpreter: `python -m tests.ops.offline` prints a line of
-JSON a kernel. What only the compiler sees it finds without a GPU: arguments that become constants, registers that spill, the
-order of instructions.
+    python -m tests.ops.offline                          the launches that the tests look at, a line each
+    python -m tests.ops.offline --all                    every width with every pair of options: about half an hour
+    python -m tests.ops.offline --all --width 4096       of these, the calls at some widths
+    python -m tests.ops.offline --json                   for programs: a line of JSON a launch
+
+A program, because in the tests' own process kernels belong to the interpreter.
 """
 
+import argparse
+import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.language import target_info
+from triton.runtime import driver
 
 import ops
-from ops import launch, tiling
+from ops import Norm, launch, tiling
 
-from .cases import BF16, FP16, FP32, Case, describe, inputs, ours
+from .cases import BF16, FP16, FP32, Case, covering, describe, inputs, ours
 
-TARGET = GPUTarget("cuda", 90, 32)
-TYPES = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32", torch.int64: "*i64", torch.bool: "*i1"}
-DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-# Every class of tile, and the width at which arguments become constants.
-CASES = [
-    Case(n=1, m=3),
-    Case(n=768, m=64, residual=None),  # fp32 weights, beside a tile measured with those of 16 bits
-    Case(n=768, m=64, residual=None, weight=BF16),
-    Case(n=1024, m=64, rms=True, residual=BF16, weight=BF16, bias=False, dropout_p=0.1),
-    Case(n=1024, m=64, rms=True, residual=None, weight=BF16, bias=False),  # asks for eight rows in one piece
-    Case(n=1000, m=64, rms=True, residual=BF16, weight=BF16, bias=False),  # 8 divides it, and not 16
-    Case(n=1500, m=64, residual=None, weight=BF16),  # does not fill its blocks
-    Case(n=1600, m=64, residual=FP32, weight=BF16, dropout_p=0.1),
-    Case(n=2048, m=64, residual=FP32, weight=BF16),  # backward changes the layout of its rows in shared memory
-    Case(n=8192, m=64, rms=True, residual=None, weight=BF16, bias=False),
-    Case(n=8192, m=64, rms=True, residual=BF16, bias=False),  # fp32 weights, which backward reads with each tile
-    Case(n=8192, m=64, x=FP16, residual=None, weight=FP16),
-    Case(n=12288, m=64, residual=None, weight=BF16),  # past L1
-    Case(n=65536, m=8, rms=True, residual=BF16, weight=BF16, bias=False),
-    Case(n=65536, m=8, residual=None, weight=BF16),  # past L1, with its bias
-    Case(n=65536, m=8, residual=FP32, weight=BF16, dropout_p=0.1),
+WIDTHS = [64, 1000, 2304, 4096, 12288, 32768]
+ALL_WIDTHS = [
+    1, 64, 128, 256, 384, 512, 640, 768, 1000, 1002, 1024, 1152, 1280, 1536, 1600, 1920, 2048, 2304, 2560, 2880, 3072, 3584,
+    4096, 4608, 5120, 5376, 6144, 7168, 8192, 9216, 10240, 12288, 14336, 16384, 18432, 20480, 24576, 28672, 32768, 49152, 65536,
+]  # fmt: skip
+OPTIONS: dict[str, list] = {
+    "x": [BF16, FP32],
+    "weight": [FP32, BF16, None],
+    "residual": [None, BF16, FP32],
+    "norm": list(Norm),
+    "x1": [None, BF16, FP32],
+    "dropout_p": [0.0, 0.1],
+    "second": [False, True],
+    "rowscale": ["none", "fixed", "learned"],
+    "bias": [True, False],
+    "prenorm": [True, False],
+}
+# What models run most: the pairs have each of these options beside others.
+PLAIN = [
+    Case(norm=norm, residual=r, weight=w, bias=norm == Norm.layernorm)
+    for norm in Norm
+    for r in (None, FP32)
+    for w in (BF16, FP32)
 ]
 
-ROWS_READ = {"norm_forward_kernel": ("p_x", "p_x1", "p_residual"), "norm_backward_kernel": ("p_dy", "p_dy1", "p_dr", "p_r")}
+
+def chosen_cases(everything: bool, widths: list[int]) -> list[Case]:
+    if not everything:
+        return [Case(**chosen, m=3) for chosen in covering(n=WIDTHS, **OPTIONS) if not widths or chosen["n"] in widths]
+    options = OPTIONS | {"x": [BF16, FP32, FP16]}
+    drawn = [Case(**chosen, m=3) for chosen in covering(**options)]
+    return [replaced(case, n) for n in widths or ALL_WIDTHS for case in (*PLAIN, *drawn)]
+
+
+def replaced(case: Case, n: int) -> Case:
+    return Case(**{**vars(case), "n": n, "m": 3})
+
+
+class NoGPU:
+    """Triton's driver as far as a compilation asks it."""
+
+    target = GPUTarget("cuda", 90, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 class OfflineLauncher(launch.Launcher):
-    """Compiles what it is asked to start."""
+    """Compiles what it is asked to start, through Triton's own look at the arguments."""
 
-    case = ""  # whose launches come now
-    staged = 0  # bytes of shared memory that `tiling` counts for backward's program
+    found: list[dict] = []  # noqa: RUF012
+    tile: tiling.Tile | None = None  # chosen last
 
-    def __call__(self, *tensors: torch.Tensor | None) -> None:
-        kernel = self.kernel
-        options = {name: value for name, value in self.constants.items() if name not in kernel.arg_names}
-        signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        divisible: dict[tuple[int], list] = {}
-        given = (*tensors, *self.scalars)
-        arguments = (*given, *(self.constants[name] for name in kernel.arg_names[len(given) :]))
-        for i, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
-            signature[parameter.name] = "constexpr"
-            if (
-                parameter.is_constexpr
-                or value is None
-                or (type(value) is int and value == 1 and not parameter.do_not_specialize)
-            ):
-                constants[i,] = value
-                continue
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name], aligned = TYPES[value.dtype], not parameter.do_not_specialize_on_alignment
-            else:
-                signature[parameter.name] = "fp32" if isinstance(value, float) else "i64" if value >= 2**31 else "i32"
-                aligned = isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
-            if aligned:
-                divisible[i,] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=divisible)
-        compiled = triton.compile(source, target=TARGET, options=options)
-        found = {"kernel": kernel.__name__, "case": self.case, "early_start": self.constants["EARLY_START"]}
-        found["before_waiting"] = before_waiting(compiled.asm["sass"])
-        found["early_weights"] = self.constants.get("EARLY", False)
-        found["behind_sums"] = behind_sums(compiled.asm["sass"])
-        found["past_l1"] = self.constants.get("PAST_L1", False), self.constants.get("BIAS_PAST_L1", False)
-        found["reads_past_l1"] = len(re.findall(r"ld\.global\.cg\b", compiled.asm["ptx"]))
-        rows = ROWS_READ.get(kernel.__name__, ())
-        read = sum(value is not None for name, value in zip(kernel.arg_names, given, strict=False) if name in rows)
-        pieces = 1 if self.constants.get("AT_ONCE") else self.constants.get("ROWS", 1)
-        found["prefetch"] = read * pieces if self.constants.get("PREFETCH") else 0
-        found["at_once"] = self.constants.get("AT_ONCE", False)
-        found["prefetches"] = compiled.asm["sass"].count("UBLKPF.L2")
-        found["splits"] = self.constants.get("SLICES", 1) > 1
-        found["passing_stores"] = len(re.findall(r"st\.global\.cs\b", compiled.asm["ptx"]))
-        found["two_bytes"] = len(re.findall(r"\b(?:LDG|STG)\.E(?:\.\w+)*?\.U16\b", compiled.asm["sass"]))
-        found["shared"], found["staged"] = compiled.metadata.shared, self.staged
-        print(json.dumps(found | usage(compiled.asm["cubin"])), flush=True)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # Backward has its tile first, and the sum over its partial sums none.
+        self.own_tile = OfflineLauncher.tile if self.bundle is not None else None
+
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...], seed: torch.Tensor | None = None) -> None:
+        arguments = (*tensors, *self.rest) if self.bundle is None else (self.bundle(*tensors), seed, *self.rest)
+        compiled = self.kernel.run(*arguments, grid=(1,), warmup=True, **self.options)
+        self.found.append(
+            {
+                "kernel": self.kernel.__name__,
+                "warps": self.options["num_warps"],
+                "shared": compiled.metadata.shared,
+                "starts_early": bool(self.options.get("launch_pdl")),
+                "cooperative": bool(self.options.get("launch_cooperative_grid")),
+                "tile": None if self.own_tile is None else vars(self.own_tile),
+                "ptx": hash_of(compiled.asm["ptx"]),
+                **disassembled(compiled.asm["cubin"]),
+            }
+        )
 
 
-def before_waiting(sass: str) -> list[str] | None:
-    """What reads or writes memory ahead of the wait for the kernel before; None where nothing waits."""
-    ahead, wait, _ = sass.partition("ACQBULK")
-    return re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b.*", ahead) if wait else None
+def hash_of(ptx: str) -> str:
+    """Of the instructions, without where in the source they come from."""
+    lines = [line for line in ptx.partition(".section")[0].splitlines() if not re.match(r"\s*(\.loc|\.file|//|\$L__tmp)", line)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def behind_sums(sass: str) -> list[str] | None:
-    """What is read after the threads of a warp have begun to add up a row; None where they do not."""
-    _, sums, behind = sass.partition("SHFL")
-    return re.findall(r"\bLDG\b.*", behind) if sums else None
-
-
-def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and the bytes of its stack: what it spills."""
+def disassembled(cubin: bytes) -> dict:
+    """Registers of a thread, the bytes of its stack, which is what it spills, and what touches memory before the wait for the
+    kernel ahead (None where nothing waits)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([DISASSEMBLER, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
-    return {"registers": int(found[1]), "spilled": int(found[2])}
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert used, text[:1000]
+    ahead, wait, _ = text.partition("ACQBULK")
+    touched = re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b.*", ahead) if wait else None
+    return {"registers": int(used[1]), "spilled": int(used[2]), "before_waiting": touched}
 
 
-def main() -> None:
-    def current_target() -> GPUTarget:
-        return TARGET
+def resident(found: dict) -> int:
+    """Programs of a launch that one multiprocessor has registers, threads and shared memory for at a time."""
+    # Each of its four parts has 16384 registers, given to whole warps, 256 at a time.
+    warps = min(64, 4 * (16384 // (-(-found["registers"] // 8) * 8 * 32)))
+    return min(warps // found["warps"], 233472 // (found["shared"] + 1024))
 
-    current_target.__triton_builtin__ = True  # type: ignore[attr-defined]
-    target_info.current_target = current_target
+
+def noted(choose: Callable[..., tiling.Tile], *arguments: Any) -> tiling.Tile:
+    OfflineLauncher.tile = choose(*arguments)
+    return OfflineLauncher.tile
+
+
+def prepare() -> None:
+    driver.set_active(NoGPU())  # type: ignore[arg-type]
     launch.Launcher = OfflineLauncher  # type: ignore[misc]
     launch.device_facts = lambda device: tiling.H200  # type: ignore[assignment]
-    backward_tile = launch.backward_tile
-
-    def counted(n: int, work: tiling.Work, device: tiling.Device) -> tiling.Tile:
-        tile = backward_tile(n, work, device)
-        OfflineLauncher.staged = tiling.staged_bytes(tile, work, device)
-        return tile
-
-    launch.backward_tile = counted
+    for name in ("forward_tile", "backward_tile"):
+        setattr(launch, name, partial(noted, getattr(launch, name)))
     for module in [module for name, module in sys.modules.items() if name.startswith(ops.__name__ + ".")]:
         if hasattr(module, "runs_kernels"):
             module.runs_kernels = lambda device: True  # type: ignore[attr-defined]
-    for case in CASES:
-        OfflineLauncher.case = describe(case)
+
+
+def compile_case(case: Case) -> list[dict]:
+    """What compiling its launches found, in their order."""
+    OfflineLauncher.found.clear()
+    launch.forget()
+    try:
         ours(inputs(case, torch.device("cpu")), case)
+    except Exception as error:
+        return [{"case": describe(case), "n": case.n, "error": f"{type(error).__name__}: {str(error)[-500:]}"}]
+    return [{"case": describe(case), "n": case.n, **found} | {"resident": resident(found)} for found in OfflineLauncher.found]
+
+
+NUMBERS = {"registers": 3, "spilled": 4, "shared": 6, "resident": 2}
+
+
+def line(found: dict) -> str:
+    if "error" in found:
+        return f"{found['case']}: {found['error']}"
+    tile = "" if found["tile"] is None else " ".join(f"{name}={value}" for name, value in found["tile"].items() if value)
+    numbers = ", ".join(f"{found[name]:{width}d} {name}" for name, width in NUMBERS.items())
+    return f"{numbers}, {found['ptx']} {found['kernel']:30s} {found['case']}   {tile}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every width with every pair of options")
+    parser.add_argument("--width", type=int, nargs="*", default=[], help="calls at these widths only")
+    parser.add_argument("--json", action="store_true", help="a line of JSON a launch")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time (%(default)s)")
+    options = parser.parse_args()
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), initializer=prepare) as pool:
+        for launches in pool.map(compile_case, chosen_cases(options.all, options.width)):
+            for found in launches:
+                print(json.dumps(found) if options.json else line(found), flush=True)
 
 
 if __name__ == "__main__":

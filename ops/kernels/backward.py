@@ -104,11 +104,11 @@ def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
         if HOW.PREFETCH:
             prefetch_inputs(p, stride, tile + (HOW.STAGES - 1) * tl.num_programs(0), n.M, HOW)
         at = place(tile, 0, n.M, HOW)
-        b_dz = load_or_none(p.dr, at, stride.dr, HOW)
+        b_dz = load_rows_if_there(p.dr, at, stride.dr, HOW)
         if p.dy is not None or p.dy1 is not None:
             b_r = load_rows(p.r, at, stride.r, HOW)
-            b_dy = load_or_none(p.dy, at, stride.dy, HOW)
-            b_dy1 = load_or_none(p.dy1, at, stride.dy1, HOW)
+            b_dy = load_rows_if_there(p.dy, at, stride.dy, HOW)
+            b_dy1 = load_rows_if_there(p.dy1, at, stride.dy1, HOW)
             b_rstd, b_mean = load_stats(p.stats, at)
             b_xhat = normalised(b_r, b_mean, b_rstd, at, HOW)
             b_sums = add_weight_gradients(b_sums, b_dy, b_dy1, b_xhat, HOW)
@@ -142,7 +142,7 @@ def looped_rows(p, seed, stride, n, HOW: tl.constexpr):
                 b_c2 += b_block_c2
         for first_col in tl.range(0, HOW.N, HOW.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_dz = load_or_none(p.dr, here, stride.dr, HOW)
+            b_dz = load_rows_if_there(p.dr, here, stride.dr, HOW)
             if p.dy is not None or p.dy1 is not None:
                 b_g, b_xhat, b_dy, b_dy1 = load_upstream(p, stride, b_mean, b_rstd, here, HOW)
                 b_sums = add_weight_gradients(zero_sums(HOW), b_dy, b_dy1, b_xhat, HOW)
@@ -184,18 +184,18 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
         b_dy = load_rows(p.dy, at, stride.dy, HOW)
         b_rstd, b_mean = load_stats(p.stats, at)
         b_xhat = normalised(b_r, b_mean, b_rstd, at, HOW)
-        b_sums = add_weight_gradients(b_sums, b_dy, None, b_xhat, HOW)
-        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, None, (), HOW), b_xhat, HOW)
+        b_sums = add_weight_gradients(b_sums, b_dy, (), b_xhat, HOW)
+        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), HOW), b_xhat, HOW)
         publish(p.board, group, turn, slice_id, b_c1, b_c2, HOW)
 
         b_r_before = (unpack(b_waiting_r, p.r.dtype.element_ty),)
         b_dy_before = (unpack(b_waiting_dy, p.dy.dtype.element_ty),)
         b_waiting_r = pack(b_r[0], p.r.dtype.element_ty)
         b_waiting_dy = pack(b_dy[0], p.dy.dtype.element_ty)
-        b_dz = load_or_none(p.dr, before, stride.dr, HOW)
+        b_dz = load_rows_if_there(p.dr, before, stride.dr, HOW)
         b_rstd, b_mean = load_stats(p.stats, before)
         b_c1, b_c2 = collect(p.board, group, turn - 1, HOW)
-        b_g = weighted(b_dy_before, b_weight, None, (), HOW)
+        b_g = weighted(b_dy_before, b_weight, (), (), HOW)
         b_xhat = normalised(b_r_before, b_mean, b_rstd, before, HOW)
         b_dz = through_norm(b_dz, b_g, b_xhat, b_c1 * (1.0 / HOW.N), b_c2 * (1.0 / HOW.N), b_rstd, HOW)
         store_input_gradients(p, seed, stride, n, b_dz, before, HOW)
@@ -203,8 +203,9 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
 
 
 @triton.jit
-def load_or_none(p, at, stride, HOW: tl.constexpr):
-    b_row = None
+def load_rows_if_there(p, at, stride, HOW: tl.constexpr):
+    """As load_rows; an empty tuple where there is no tensor, as tuples hold no None."""
+    b_row = ()
     if p is not None:
         b_row = load_rows(p, at, stride, HOW)
     return b_row
@@ -214,8 +215,8 @@ def load_or_none(p, at, stride, HOW: tl.constexpr):
 def load_upstream(p, stride, b_mean, b_rstd, at, HOW: tl.constexpr):
     """g, x̂, dy and dy1 of a block."""
     b_xhat = normalised(load_rows(p.r, at, stride.r, HOW), b_mean, b_rstd, at, HOW)
-    b_dy = load_or_none(p.dy, at, stride.dy, HOW)
-    b_dy1 = load_or_none(p.dy1, at, stride.dy1, HOW)
+    b_dy = load_rows_if_there(p.dy, at, stride.dy, HOW)
+    b_dy1 = load_rows_if_there(p.dy1, at, stride.dy1, HOW)
     b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
     b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
     return weighted(b_dy, b_weight, b_dy1, b_weight1, HOW), b_xhat, b_dy, b_dy1
@@ -235,14 +236,14 @@ def normalised(b_r, b_mean, b_rstd, at, HOW: tl.constexpr):
 
 @triton.jit
 def weighted(b_dy, b_weight, b_dy1, b_weight1, HOW: tl.constexpr):
-    """g = dy · weight + dy1 · weight1, of which at least one is there."""
+    """g = dy · weight + dy1 · weight1; one of dy and dy1 may be an empty tuple."""
     b_g = ()
     for i in tl.static_range(blocks(HOW)):
-        if b_dy is None:
+        if len(b_dy) == 0:
             b = scaled(b_dy1, b_weight1, i)
         else:
             b = scaled(b_dy, b_weight, i)
-            if b_dy1 is not None:
+            if len(b_dy1) > 0:
                 b += scaled(b_dy1, b_weight1, i)
         b_g += (b,)
     return b_g
@@ -278,7 +279,7 @@ def through_norm(b_dr, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW: tl.constexpr):
     b_dz = ()
     for i in tl.static_range(blocks(HOW)):
         b = norm_gradient(b_g[i], b_xhat[i], b_c1, b_c2, b_rstd, HOW.NORM)
-        if b_dr is not None:
+        if len(b_dr) > 0:
             b += b_dr[i]
         b_dz += (b,)
     return b_dz

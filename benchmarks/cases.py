@@ -70,9 +70,9 @@ class Inputs:
         return (self.dy,) if self.dr is None else (self.dy, self.dr)
 
 
-def capped_rows(rows: int, width: int) -> int:
-    """Fewer rows where `rows` × `width` would be more than MAX_ELEMENTS."""
-    return max(1, min(rows, MAX_ELEMENTS // width))
+def capped_rows(rows: int, width: int, most: int = MAX_ELEMENTS) -> int:
+    """Fewer rows where `rows` × `width` would be more than `most`."""
+    return max(1, min(rows, most // width))
 
 
 def make_inputs(

@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,11 @@ def rows_on(device: str, rows: int) -> int:
     return rows if device == "cuda" else CPU_ROWS
 
 
-def add_providers(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(providers.PROVIDERS)) -> None:
+def add_providers(parser: argparse.ArgumentParser) -> None:
+    known = [name for name in providers.PROVIDERS if name != "before"]
     parser.add_argument(
-        "--provider", nargs="+", choices=tuple(providers.PROVIDERS), default=list(default), metavar="NAME",
-        help=f"of {', '.join(providers.PROVIDERS)} (all that can be imported)",
-    )  # fmt: skip
+        "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
+    )
 
 
 def pick_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
@@ -85,12 +85,13 @@ def pick_device(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
 
 
-def importable(names: list[str], optional: bool, quiet: bool = False) -> list[str]:
-    """The providers that are here; says which are not. Those asked for by name must be."""
+def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
+    """The providers that are here; says which are not. Those asked for by name must be; None: as many of the others as are."""
+    names = list(otherwise if asked is None else asked)
     reasons = providers.missing(names)
-    for name, reason in reasons.items() if not quiet else ():
+    for name, reason in reasons.items():
         print(f"missing: {name} ({reason})", file=sys.stderr)
-    if reasons and not optional:
+    if reasons and asked is not None:
         raise SystemExit("--provider: not importable here; see above")
     return [name for name in names if name not in reasons]
 
@@ -104,6 +105,7 @@ def open_results(
     argv: Sequence[str],
     others: dict[str, str] | None = None,
     renew: bool | None = None,
+    file: str | None = None,
 ) -> Results:
     """The file of results that this run adds to; ends the program where it must not.
 
@@ -111,13 +113,14 @@ def open_results(
         names: of providers.
         others: versions of what is compared beside providers.
         renew: as `Results` has it.
+        file: name of the file without .json, if it is not the program's.
     """
     published = not options.quick and device.type == "cuda"
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *argv])
     try:
         facts = environment(device, providers.versions(names) | (others or {}), options.revision)
         folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
-        return Results(folder / f"{program}.json", key, facts, command, fresh=options.fresh, renew=renew)
+        return Results(folder / f"{file or program}.json", key, facts, command, fresh=options.fresh, renew=renew)
     except ResultsError as error:
         raise SystemExit(str(error)) from error
 

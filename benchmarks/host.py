@@ -16,7 +16,7 @@ import torch
 from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
 from benchmarks import bar_plots, command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
-from benchmarks.norms import Shape, functions_of
+from benchmarks.norms import functions_of
 from benchmarks.providers import PROVIDERS, Function, ours_compiled
 from benchmarks.results import Record
 
@@ -88,20 +88,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         show(file["records"])
         return
     device = command.pick_device(parser, options)
-    names = command.importable(options.provider, optional=set(options.provider) == set(PROVIDERS))
+    names = command.importable(options.provider, [name for name in PROVIDERS if name != "before"])
     results = command.open_results("host", KEY, options, device, names, argv)
     setting = Setting(residual_dtype=torch.bfloat16)
     with timing.side_stream(device), command.progress(len(options.case) * len(DIRECTIONS), "host") as bar:
         for case in (CASES[name] for name in options.case):
             torch._dynamo.reset()
-            shape = Shape(case, "bf16" if case.add else None, ROWS, WIDTH, ROWS)
-            functions = functions_of(shape, setting, names)
+            functions = functions_of(case, setting, names)
             if "ours" in functions:
                 functions["ours-compiled"] = ours_compiled(case, setting)
             (inputs,) = make_inputs(case, setting, ROWS, WIDTH, 1, device)
             for direction in DIRECTIONS:
                 outcomes = measure(functions, inputs, direction, device, 4 * options.rounds)
-                cell = {"case": case.name, "direction": direction, "residual_dtype": shape.residual, "M": ROWS, "N": WIDTH}
+                cell = {
+                    "case": case.name,
+                    "direction": direction,
+                    "residual_dtype": "bf16" if case.add else None,
+                    "M": ROWS,
+                    "N": WIDTH,
+                }
                 results.add({**cell, "provider": name, **record_of(o, outcomes.get("ours"))} for name, o in outcomes.items())
                 bar.update()
     bar_plots.host({"environment": results.environment, "records": results.records}, results.path.parent)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ablation.turns import collection_paused
 from benchmarks import bar_plots, command, tables, timing
 from benchmarks.cases import CASES, DTYPES, Case, Inputs, Setting, make_inputs
-from benchmarks.providers import OURS, PROVIDERS, compiled, torch_expression
+from benchmarks.providers import PROVIDERS, compiled, torch_expression
 from benchmarks.results import Record
 
 KEY = ("case", "residual_dtype", "M", "N", "blocks", "provider")
@@ -37,7 +37,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     parser.add_argument("--rows", type=command.positive, help=f"rows ({ROWS}, {command.CPU_ROWS} on the CPU)")
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="(768 4096; 768 with --quick)")
     parser.add_argument("--blocks", type=command.positive, default=8, help="length of the chain (%(default)s)")
-    command.add_providers(parser, [name for name in PROVIDERS if name != "ours-seeded"])
+    command.add_providers(parser)
     options = command.parse(parser, argv)
     options.rows = options.rows or command.rows_on(options.device, ROWS)
     options.width = options.width or ([768] if options.quick else [768, 4096])
@@ -99,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         show(file["records"])
         return
     device = command.pick_device(parser, options)
-    offers_dropout = [name for name in options.provider if name in ("torch", "compile", "flash-attn", *OURS)]
-    names = command.importable(offers_dropout, optional=len(options.provider) > len(PROVIDERS) - 2)
+    names = command.importable(options.provider, ("ours", "torch", "compile", "flash-attn"))
     results = command.open_results("memory", KEY, options, device, names, argv)
     cells = [(c, r, n, p) for n in options.width for c in options.case for r in options.residual for p in names]
     with timing.side_stream(device), command.progress(len(cells), "memory") as bar:

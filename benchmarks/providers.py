@@ -4,10 +4,14 @@ A provider makes, for a case and a setting, a function of `Inputs` that returns 
 library does not offer the case. Libraries are imported when they are asked for and never needed.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from benchmarks.cases import Case, Inputs, Setting
 from ops import layer_norm_fn, rms_norm_fn
 
 Function = Callable[[Inputs], tuple[Tensor, ...]]
+BEFORE = "ops_before"  # the module's name
 
 
 def _outputs(result: Any) -> tuple[Tensor, ...]:
@@ -97,6 +102,28 @@ def ours_compiled(case: Case, setting: Setting) -> Function:
     return _of_inputs(compiled(_fused_expression(layer_norm_fn, rms_norm_fn, case, setting)))
 
 
+def before(case: Case, setting: Setting) -> Function:
+    """Another revision of ours, which `load_before` has imported."""
+    module = import_module(BEFORE)
+    return _fused(module.layer_norm_fn, module.rms_norm_fn, case, setting)
+
+
+def load_before(folder: Path) -> None:
+    """Imports a copy of ops/ under another name, so that its operators are its own.
+
+    Raises:
+        ImportError: the folder is no such copy.
+    """
+    spec = spec_from_file_location(BEFORE, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    if spec is None or spec.loader is None or not (folder / "functional.py").is_file():
+        raise ImportError(f"{folder} is not a copy of ops/: it needs __init__.py and functional.py")
+    module = module_from_spec(spec)
+    digest = sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
+    module.__version__ = digest.hexdigest()[:12]  # type: ignore[attr-defined]
+    sys.modules[BEFORE] = module
+    spec.loader.exec_module(module)
+
+
 def flash_attn(case: Case, setting: Setting) -> Function:
     module = import_module("flash_attn.ops.triton.layer_norm")
     return _fused(module.layer_norm_fn, module.rms_norm_fn, case, setting)
@@ -161,6 +188,7 @@ class Provider:
 PROVIDERS = {
     "ours": Provider(ours),
     "ours-seeded": Provider(ours_seeded),
+    "before": Provider(before, BEFORE, BEFORE),
     "torch": Provider(plain_torch),
     "compile": Provider(torch_compile),
     "flash-attn": Provider(flash_attn, "flash_attn.ops.triton.layer_norm", "flash-attn"),
@@ -168,7 +196,8 @@ PROVIDERS = {
     "quack-kernels": Provider(quack, "quack.rmsnorm", "quack-kernels"),
     "apex": Provider(apex, "apex.normalization.fused_layer_norm", "apex"),
 }
-OURS = ("ours", "ours-seeded")
+OURS = ("ours", "ours-seeded", "before")
+PEERS = ("compile", "flash-attn", "liger-kernel", "quack-kernels")  # who may be the fastest other
 TRAFFIC = "traffic"  # beside them in norms: a kernel that moves the same tensors and computes nothing
 
 

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     device = command.pick_device(parser, options)
     wanted = list(dict.fromkeys(name for figure in options.figure for name in FIGURES[figure].providers))
-    here = command.importable([name for name in wanted if name in PROVIDERS], optional=True)
+    here = command.importable(None, [name for name in wanted if name in PROVIDERS])
     if device.type == "cuda":
         here.append("tutorial")
     results = command.open_results("seed_figures", KEY, options, device, [n for n in here if n in PROVIDERS], argv)

@@ -66,29 +66,41 @@ def best_peer(providers: dict[str, Record]) -> Record | None:
     return min(peers, key=lambda record: record["us"], default=None)
 
 
-def lead(providers: dict[str, Record]) -> float | None:
-    """How many times as long as ours the best peer takes: of the same rounds if measured together, else of medians."""
-    ours, peer = providers.get("ours"), best_peer(providers)
-    if ours is None or peer is None or ours.get("us") is None:
-        return None
-    return peer.get("times_ours") or peer["us"] / ours["us"]
+def by_cell(records: Iterable[Record]) -> list[dict[str, Record]]:
+    """Provider → record, of each comparison in turn."""
+    found: dict[tuple[Any, ...], dict[str, Record]] = defaultdict(dict)
+    for record in records:
+        cell = tuple(record[name] for name in ("case", "residual_dtype", "weight_dtype", "N", "M", "direction"))
+        found[cell][record["provider"]] = record
+    return list(found.values())
+
+
+def cell_label(record: Record) -> str:
+    weights = f", {record['weight_dtype']} weights" if record["weight_dtype"] != "bf16" else ""
+    where = f"{record['direction']} {record['M']}×{record['N']}"
+    return f"{label(record['case'], record['residual_dtype'])}{weights}, {where}"
+
+
+def ratio(record: Record | None) -> str:
+    """Its time over ours, with the 95 % interval."""
+    if record is None or record.get("times_ours") is None:
+        return "–"
+    interval = record.get("times_ours_95")
+    return f"{record['times_ours']:.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
 
 
 def norms_text(records: Sequence[Record]) -> str:
-    """Share of copy bandwidth: a block for each case and direction, a line for each provider, a column for each width."""
-    blocks = []
-    for rows, sweep in by_rows(records).items():
-        for (case, direction, residual, weights), widths in grouped(sweep).items():
-            columns = sorted(widths)
-            names = [name for name in (TRAFFIC, *PROVIDERS) if any(name in widths[n] for n in columns)]
-            lines = [[f"  {name}", *(share(widths[n].get(name)) for n in columns)] for name in names]
-            peers = [best_peer(widths[n]) for n in columns]
-            leads = [lead(widths[n]) for n in columns]
-            lines.append(["  best peer", *("–" if peer is None else peer["provider"] for peer in peers)])
-            lines.append(["  its time / ours", *("–" if value is None else f"{value:.2f}×" for value in leads)])
-            title = f"{label(case, residual)}, {direction}" + (f", {weights} weights" if weights != "bf16" else "")
-            blocks.append(aligned([f"{title}, M={rows}", *map(str, columns)], lines))
-    return "\n\n".join(blocks)
+    """A line for each cell: shares of copy bandwidth, then how many times as long as ours the fastest other takes."""
+    cells = by_cell(records)
+    names = [name for name in (TRAFFIC, *PROVIDERS) if any(name in cell for cell in cells)]
+    rows, before = [], "before" in names
+    for cell in cells:
+        peer = best_peer(cell)
+        row = [cell_label(next(iter(cell.values()))), *(share(cell.get(name)) for name in names)]
+        row += ["–" if peer is None else short(peer["provider"]), ratio(peer), *([ratio(cell.get("before"))] if before else [])]
+        rows.append(row)
+    header = ["share of copy bandwidth", *map(short, names), "fastest other", "its time / ours"]
+    return aligned([*header, *(["before / ours"] if before else [])], rows)
 
 
 NARROW = 512  # rows up to this wide have tables of their own: sixteen columns are too many to read
@@ -122,10 +134,11 @@ def norms_cell(providers: dict[str, Record]) -> str:
         text = f"**{text}**"
     elif high < 1.0:
         text = f"*{text}*"
-    return f"{text} / {share(peer)} {SHORT.get(peer['provider'], peer['provider'])}"
+    return f"{text} / {share(peer)} {short(peer['provider'])}"
 
 
-SHORT = {"flash-attn": "flash", "liger-kernel": "liger", "quack-kernels": "quack"}
+def short(provider: str) -> str:
+    return {"flash-attn": "flash", "liger-kernel": "liger", "quack-kernels": "quack"}.get(provider, provider)
 
 
 def host_rows(records: Sequence[Record]) -> list[list[str]]:

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 from benchmarks.cases import FORWARD, Case, Inputs
 from benchmarks.providers import TRAFFIC
 from benchmarks.timing import Contender
-from ops.launch import device_facts, early_start
+from ops.launch import device_facts
 
 BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next to it, whatever the cell
 
@@ -49,8 +49,9 @@ def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
     elements = inputs.x.numel()
     a, b, c = (*read, None, None)[:3]
     y, z = (*outputs, None)[:2]
-    options = early_start(device_facts(inputs.x.device).since_sm_90)
-    traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, num_warps=WARPS, **options)
+    early = device_facts(inputs.x.device).since_sm_90
+    options = {"num_warps": WARPS} | ({"launch_pdl": True} if early else {})
+    traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, EARLY_START=early, **options)
     return outputs
 
 

@@ -1,58 +1,78 @@
 """Compiling ahead, in several processes: nine tenths of a sweep is compilation, and kernels are cached on disk.
 
-Each process runs its share of the shapes once, untimed. What a library tunes by timing is tuned again by the process that
-measures, which has the device to itself.
+A process runs one provider on one shape, untimed. What a library tunes by timing is tuned again by the process that measures,
+which has the device to itself.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 
-from benchmarks import command
-from benchmarks.cases import Inputs
-from benchmarks.providers import Function
-from benchmarks.timing import describe
+from benchmarks import command, providers
+from benchmarks.cases import make_inputs
+from benchmarks.selection import Shape
+from benchmarks.timing import describe, free_memory, side_stream
+
+ROWS = 2048  # enough to compile by, but for torch.compile, whose code is for one number of rows
 
 
-def compile_in_processes(argv: Sequence[str], processes: int, shapes: int) -> None:
-    """Runs this program `processes` times with --compile-only i/n; a line on their output is a shape done."""
-    read, write = os.pipe()
-    program = [sys.executable, "-m", "benchmarks.norms", *argv, "--compile-only"]
-    alone = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # not a pool of compilers in each of them
-    children = [subprocess.Popen([*program, f"{i}/{processes}"], stdout=write, env=alone) for i in range(processes)]
-    os.close(write)
-    try:
-        with os.fdopen(read) as lines, command.progress(shapes, f"compiling in {processes} processes") as bar:
-            for _ in lines:
-                bar.update()
-    finally:
-        for child in children:
-            child.terminate()  # those that are done don't mind
-    failed = sum(child.wait() > 0 for child in children)
-    if failed:
-        print(f"{failed} of {processes} compiling processes failed; the rest is compiled when measured", file=sys.stderr)
+def pool(processes: int, before: Path | None) -> Executor:
+    return ProcessPoolExecutor(processes, get_context("spawn"), prepare, (before,))
 
 
-def share_of(text: str) -> slice:
-    """1/4 is every fourth shape, from the second on."""
-    part, _, parts = text.partition("/")
-    return slice(int(part), None, int(parts))
-
-
-def forget_tuning() -> None:
-    """Inductor would keep on disk which of its configurations was fastest, as seen on a device shared with other processes."""
+def prepare(before: Path | None) -> None:
+    """What each process starts with."""
     import torch._inductor.config as inductor
 
+    inductor.compile_threads = 1  # not a pool of compilers in each of the processes
+    # It would keep on disk which of its configurations was fastest, as seen on a device shared with other processes.
     inductor.autotune_local_cache = False
+    if before is not None:
+        providers.load_before(before)
 
 
-def run_once(functions: dict[str, Function], inputs: Inputs) -> None:
-    """Forward and backward, so that both are compiled. A failure is met again, and recorded, by the process that measures."""
-    for name, function in functions.items():
+def compile_in_processes(
+    shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int, before: Path | None
+) -> None:
+    """A failure is told, and met again by the process that measures. `before`: the folder of that provider."""
+    jobs = [(shape, name) for shape in shapes for name in names if providers.PROVIDERS[name].make(shape.case, shape.setting)]
+    # flash-attn tries tiles that take minutes to compile for the widest rows: those go first, so that no process ends with one.
+    jobs.sort(key=lambda job: (job[1] != "flash-attn", -job[0].width))
+    with (
+        pool(processes, before) as executor,
+        command.progress(len(jobs), f"compiling in {processes} processes", "kernel") as bar,
+    ):
         try:
+            for done in as_completed([executor.submit(compile_one, *job, device) for job in jobs]):
+                if error := done.result():
+                    print(error, file=sys.stderr)
+                bar.update()
+        except BrokenProcessPool as error:
+            print(f"{describe(error)} The rest is compiled when measured", file=sys.stderr)
+        except KeyboardInterrupt:
+            executor.shutdown(cancel_futures=True)
+            raise
+
+
+def compile_one(shape: Shape, name: str, device: torch.device) -> str | None:
+    """Runs forward and backward once, so that both are compiled; returns what failed."""
+    torch._dynamo.reset()
+    if name != "compile":  # the remainder, because kernels are compiled apart for numbers that 16 divides
+        shape = replace(shape, rows=min(shape.rows, ROWS + shape.rows % 16))
+    try:
+        function = providers.PROVIDERS[name].make(shape.case, shape.setting)
+        assert function is not None
+        with side_stream(device):
+            (inputs,) = make_inputs(shape.case, shape.setting, shape.rows, shape.width, 1, device)
             torch.autograd.grad(function(inputs), inputs.leaves, inputs.upstream, allow_unused=True)
-        except Exception as error:
-            print(f"compiling {name}: {describe(error)}", file=sys.stderr)
+            del inputs
+            free_memory(device)
+    except Exception as error:
+        return f"compiling {name}, {shape}: {describe(error)}"
+    return None

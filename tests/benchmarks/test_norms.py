@@ -1,13 +1,22 @@
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import memory, norms, providers, warm
+from benchmarks import floors, memory, norms, providers, selection, warm
 from benchmarks.cases import CASES, MAX_ELEMENTS
 from benchmarks.results import ResultsError, load
 
-SMALL = ["--device", "cpu", "--rounds", "2", "--rows", "32"]
+from .records import norm
+
+SMALL = ["--device", "cpu", "--rounds", "2"]
+FIRST_OF_SEED_1 = [
+    ("add_ln", "fp32", "bf16", 6567, 11784),
+    ("dropout_add_rms", "fp32", "fp32", 15708, 13032),
+    ("add_ln", "fp32", "fp32", 14121, 456),
+]
 
 
 @pytest.fixture
@@ -17,7 +26,8 @@ def run(tmp_path, capfd, monkeypatch):
 
     def run(*arguments):
         norms.main([*SMALL, "--output", str(tmp_path), *arguments])
-        return load(tmp_path / "norms.json")["records"], capfd.readouterr()
+        name = norms.options_of([*SMALL, *arguments])[1].name
+        return load(tmp_path / f"{name}.json")["records"], capfd.readouterr()
 
     return run
 
@@ -38,30 +48,29 @@ def cells(records):
 
 def test_default_sweep_is_every_case_width_stream_and_provider():
     options = parse()
-    shapes = norms.shapes(options)
+    shapes = selection.shapes(options)
     assert {s.case.name for s in shapes} == set(CASES)
     assert {s.width for s in shapes} == {768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536}
     assert {s.residual for s in shapes if s.case.add} == {"bf16", "fp32"}
     assert {s.residual for s in shapes if not s.case.add} == {None}
-    assert options.provider == list(providers.PROVIDERS) and options.direction == ["forward", "backward"]
-    assert options.rounds == 25
+    assert options.direction == ["forward", "backward"] and {s.weights for s in shapes} == {"bf16"}
     assert all(s.rows * s.width <= MAX_ELEMENTS and s.rows == min(32768, MAX_ELEMENTS // s.width) for s in shapes)
 
 
 def test_quick_is_a_small_part_but_what_is_asked_for_stays():
     options = parse("--quick")
-    assert len(norms.shapes(options)) == 2 and options.rounds == 7
+    assert len(selection.shapes(options)) == 2 and options.rounds == 7
     options = parse("--quick", "--width", "512", "--case", "ln", "--rounds", "9")
-    assert [(s.case.name, s.width) for s in norms.shapes(options)] == [("ln", 512)] and options.rounds == 9
+    assert [(s.case.name, s.width) for s in selection.shapes(options)] == [("ln", 512)] and options.rounds == 9
 
 
 def test_small_widths():
-    assert {s.width for s in norms.shapes(parse("--small"))} == {32, 64, 128, 256, 512}
+    assert {s.width for s in selection.shapes(parse("--small"))} == {32, 64, 128, 256, 512}
 
 
 def test_rows_that_the_cap_makes_equal_are_measured_once():
     options = parse("--case", "ln", "--width", "65536", "--rows", "32768", "16384", "1024")
-    assert [(s.rows, s.asked_rows) for s in norms.shapes(options)] == [(8192, 32768), (1024, 1024)]
+    assert [(s.rows, s.asked_rows) for s in selection.shapes(options)] == [(8192, 32768), (1024, 1024)]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +88,10 @@ def test_rows_that_the_cap_makes_equal_are_measured_once():
         (["--residual", "fp64"], "choose from"),
         (["--weight-dtype", "fp16"], "choose from"),
         (["--device", "tpu"], "choose from"),
-        (["--small", "--width", "64"], "give one"),
+        (["--small", "--width", "64"], "leave --small out"),
+        (["--random", "2", "--case", "ln", "--weight-dtype", "fp32"], "leave --case, --weight-dtype out"),
+        (["--random", "1", "2", "3"], "one count or two"),
+        (["--device", "cpu", "--before", "."], ". is not a copy of ops/"),
         (["--missing", "--fresh"], "give one"),
         (["--renew", "--fresh"], "give one"),
         (["--renew", "--plot-only", "--output", "."], "measures nothing"),
@@ -105,8 +117,8 @@ def test_case_width_provider_residual_and_direction_choose_what_is_measured(run)
         "--case", "ln", "dropout_add_rms", "--width", "64", "48", "--provider", "ours", "ours-seeded", "torch",
         "--residual", "fp32", "--direction", "backward",
     )  # fmt: skip
-    expected = {("ln", "backward", None, 32, n, p) for n in (64, 48) for p in ("ours", "torch")}
-    expected |= {("dropout_add_rms", "backward", "fp32", 32, n, p) for n in (64, 48) for p in ("ours", "ours-seeded", "torch")}
+    expected = {("ln", "backward", None, 64, n, p) for n in (64, 48) for p in ("ours", "torch")}
+    expected |= {("dropout_add_rms", "backward", "fp32", 64, n, p) for n in (64, 48) for p in ("ours", "ours-seeded", "torch")}
     assert cells(records) == expected
     for record in records:
         assert record["p10"] <= record["us"] <= record["p90"]
@@ -117,7 +129,7 @@ def test_case_width_provider_residual_and_direction_choose_what_is_measured(run)
 
 def test_table_and_plots_are_made(run, tmp_path):
     _, printed = run("--case", "rms", "--width", "64", "--provider", "ours", "torch")
-    assert "RMS, forward, M=32" in printed.out and "best peer" in printed.out
+    assert "RMS, forward 64×64" in printed.out and "fastest other" in printed.out and "under the floor: 0" in printed.out
     assert {p.name for p in tmp_path.iterdir()} == {"norms.json", "norms_forward.png", "norms_backward.png"}
 
 
@@ -126,7 +138,7 @@ def test_plot_only_measures_nothing(run, tmp_path, monkeypatch, capfd):
     (tmp_path / "norms_forward.png").unlink()
     monkeypatch.setattr(norms, "measure_shape", None)
     norms.main(["--plot-only", "--output", str(tmp_path)])
-    assert (tmp_path / "norms_forward.png").exists() and "RMS, forward" in capfd.readouterr().out
+    assert (tmp_path / "norms_forward.png").exists() and "RMS, forward 64×64" in capfd.readouterr().out
 
 
 def test_weight_dtype_is_part_of_the_cell(run):
@@ -148,9 +160,9 @@ def test_missing_measures_only_what_the_file_lacks(run, monkeypatch):
     measured = []
     original = norms.measure_shape
 
-    def spy(shape, setting, directions, *rest):
+    def spy(shape, directions, *rest):
         measured.append((shape.width, list(directions)))
-        return original(shape, setting, directions, *rest)
+        return original(shape, directions, *rest)
 
     monkeypatch.setattr(norms, "measure_shape", spy)
     run("--case", "ln", "--width", "64", "48", "--provider", "torch", "--missing")
@@ -163,59 +175,134 @@ def test_after_the_minutes_no_cell_is_started_and_what_is_left_is_told(run, monk
         run("--case", "ln", "--width", "64", "48", "--provider", "torch", "--minutes", "1")
 
 
-def test_warm_starts_processes_that_compile_every_shape_between_them(run, monkeypatch):
-    shares = []
-    original = warm.subprocess.Popen
-
-    def stand_in(command, **more):
-        """A process that prints its lines without the seconds of imports."""
-        if "benchmarks.norms" not in command:
-            return original(command, **more)
-        _, options = norms.options_of(command[3:])
-        mine = norms.shapes(options)[options.compile_only]
-        shares.extend(shape.case.name for shape in mine)
-        return original([sys.executable, "-c", f"print({len(mine)} * 'done\\n', end='')"], **more)
-
-    monkeypatch.setattr(warm.subprocess, "Popen", stand_in)
-    records, printed = run("--case", *CASES, "--residual", "bf16", "--width", "64", "--provider", "torch", "--warm", "4")
-    assert sorted(shares) == sorted(CASES)
-    assert "compiling in 4 processes: 100%" in printed.err and "failed" not in printed.err
-    assert len(records) == 2 * len(CASES)
+def test_models_are_measured_as_they_train():
+    shapes = selection.shapes(parse("--models"))
+    assert {s.width for s in shapes} == set(selection.MODEL_WIDTHS) and {s.weights for s in shapes} == {"fp32"}
+    assert {(s.case.name, s.residual) for s in shapes} == {(n, r) for n, c in CASES.items() if c.add for r in ("bf16", "fp32")}
+    assert [s.width for s in selection.shapes(parse("--models", "--width", "2304", "--case", "rms"))] == [2304]
 
 
-def test_compiling_process_that_fails_is_told_and_survived(run, monkeypatch):
-    original = warm.subprocess.Popen
-    failing = [sys.executable, "-c", "raise SystemExit(3)"]
-    monkeypatch.setattr(
-        warm.subprocess,
-        "Popen",
-        lambda command, **more: original(failing if "benchmarks.norms" in command else command, **more),
+def test_drawn_shapes_depend_on_the_seed_alone():
+    assert selection.drawn(3, 40, 20)[:5] == selection.drawn(3, 5) != selection.drawn(4, 5)
+    first = [(s.case.name, s.residual, s.weights, s.rows, s.width) for s in selection.drawn(1, 2, 1)]
+    assert first == FIRST_OF_SEED_1, "recorded results say the seed alone"
+
+
+def test_drawn_shapes_are_of_every_kind_within_bounds():
+    large, small = selection.drawn(0, 400), selection.drawn(0, 0, 400)
+    assert len(large) == len(small) == 400
+    for shapes, narrowest, least in ((large, 512, 2**26), (small, 256, 2**22)):
+        assert all(narrowest <= s.width <= 16384 and s.width % 8 == 0 and s.rows * s.width >= least for s in shapes)
+        assert min(s.width for s in shapes) < 1.1 * narrowest and max(s.width for s in shapes) > 15000
+        kinds = {(s.case.name, s.residual, s.weights) for s in shapes}
+        assert kinds == {
+            (n, r, w) for n, c in CASES.items() for r in (("bf16", "fp32") if c.add else (None,)) for w in ("bf16", "fp32")
+        }
+    assert max(s.rows * s.width for s in small) < 2**26 + 2**14 and {s.rows % 16 == 0 for s in large} == {True, False}
+
+
+def test_each_selection_has_a_file_of_its_own(run, tmp_path):
+    records, _ = run("--random", "1", "1", "--seed", "5", "--provider", "torch")
+    assert len(records) == 4 and all(r["M"] <= 64 < r["asked_rows"] for r in records)
+    run("--models", "--case", "rms", "--width", "64", "--provider", "torch")
+    assert {path.name for path in tmp_path.iterdir()} == {"norms_random.json", "norms_models.json"}
+
+
+def test_another_revision_is_timed_beside_ours(run):
+    records, printed = run(
+        "--case", "ln", "--width", "64", "--provider", "ours", "--before", str(Path(providers.__file__).parents[1] / "ops")
     )
-    records, printed = run("--case", "ln", "--width", "64", "--provider", "torch", "--warm", "2")
-    assert "2 of 2 compiling processes failed" in printed.err
-    assert len(records) == 2
+    assert {r["provider"] for r in records} == {"ours", "before"} and not any(r.get("error") for r in records)
+    assert all("times_ours" in r for r in records if r["provider"] == "before")
+    header, line = printed.out.splitlines()[:2]
+    assert header.endswith("before / ours") and "LN, forward 64×64" in line and " –  " in line, "before is no peer"
 
 
-def test_compile_only_runs_its_share_both_ways_and_records_nothing(run, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "direction, rows, width, least",
+    [
+        ("forward", 2**17, 512, 0.83), ("forward", 2**17, 1592, 0.90), ("forward", 2**17, 1600, 0.93),
+        ("backward", 2**17, 1016, 0.78), ("backward", 2**12, 16384, 0.90), ("backward", 2**11, 32768, 0.80),
+        ("forward", 2**16, 1016, 0.0), ("forward", 2**20, 504, 0.0),
+    ],
+)  # fmt: skip
+def test_floors(direction, rows, width, least):
+    assert floors.floor(direction, rows, width) == least
+
+
+def test_summary_names_cells_under_the_floor_and_those_behind():
+    def cell(n, ours, peer, interval, **more):
+        return [
+            norm("rms", n, "ours", ours, m=2**17, **more),
+            norm("rms", n, "torch", peer, m=2**17, times_ours=0.97, times_ours_95=interval, **more),
+        ]
+
+    records = [
+        *cell(1024, 0.89, 0.9, [0.96, 0.99]), *cell(2048, 0.94, 0.96, [0.95, 0.97], weights="fp32"),
+        norm("rms", 2048, "before", 0.9, m=2**17, weights="fp32", times_ours_95=[1.0, 1.1]),
+        norm("rms", 2048, "ours", 0.1, m=64),
+    ]  # fmt: skip
+    assert floors.summary(records).splitlines() == [
+        "under the floor: 1 of 2 cells of 2^26 elements or more",
+        "  RMS, forward 131072×1024: 0.89, floor 0.90",
+        "more than 2% behind the fastest other: 1 of 3 cells",
+        "  RMS, fp32 weights, forward 131072×2048: torch 0.970 (0.950 to 0.970)",
+        "more than 2% behind before: 0 of 3 cells",
+    ]
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Jobs of --warm run here instead of in processes, which take seconds to start."""
+    monkeypatch.setattr(warm, "pool", lambda processes, before: ThreadPoolExecutor(1))
+
+
+def test_warm_compiles_every_shape_and_provider_first(run, monkeypatch, threads):
     ran = []
+    original = warm.compile_one
+    monkeypatch.setattr(
+        warm, "compile_one", lambda s, name, d: ran.append((s.case.name, s.width, name)) or original(s, name, d)
+    )
+    arguments = ["--case", "ln", "add_ln", "--residual", "bf16", "--width", "32", "64", "--provider", "ours-seeded", "torch"]
+    records, printed = run(*arguments, "--warm", "4")
+    assert ran == [(case, width, "torch") for width in (64, 32) for case in ("ln", "add_ln")], "wide ones first"
+    assert "compiling in 4 processes: 100%" in printed.err and len(records) == 8
+
+
+def test_compiling_runs_both_ways_on_few_rows(monkeypatch):
+    rows = []
 
     def note(case, setting):
         function = providers.plain_torch(case, setting)
-        return lambda inputs: ran.append(case.name) or function(inputs)
+        return lambda inputs: rows.append(len(inputs.x)) or function(inputs)
 
-    monkeypatch.setitem(providers.PROVIDERS, "torch", providers.Provider(note))
-    arguments = ["--case", "ln", "rms", "add_ln", "--residual", "bf16", "--width", "64", "--provider", "torch"]
-    norms.main([*SMALL, "--output", str(tmp_path), *arguments, "--compile-only", "1/2"])
-    assert ran == ["rms"] and len(capfd.readouterr().out.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
+    for name in ("torch", "compile"):
+        monkeypatch.setitem(providers.PROVIDERS, name, providers.Provider(note))
+        shape = selection.Shape(CASES["ln"], None, "bf16", 5003, 16, 5003)
+        assert warm.compile_one(shape, name, torch.device("cpu")) is None
+    assert rows == [2048 + 5003 % 16, 5003]
 
 
-def test_failure_while_compiling_ahead_is_told_and_survived(capfd):
-    def broken(inputs):
-        raise RuntimeError("no kernel")
+def test_failures_while_compiling_ahead_are_told_and_survived(run, monkeypatch, threads):
+    monkeypatch.setitem(providers.PROVIDERS, "torch", providers.Provider(lambda *of: broken))
+    arguments = ["--case", "ln", "--width", "64", "--provider", "torch", "--warm", "2"]
+    assert "compiling torch, ln 64×64, bf16 weights: RuntimeError: no kernel" in run(*arguments)[1].err
 
-    warm.run_once({"torch": broken}, None)
-    assert "compiling torch: RuntimeError: no kernel" in capfd.readouterr().err
+    def died(*of):
+        raise BrokenProcessPool("a process died.")
+
+    monkeypatch.setattr(warm, "compile_one", died)
+    assert "BrokenProcessPool: a process died. The rest is compiled when measured" in run(*arguments)[1].err
+
+
+def broken(inputs):
+    raise RuntimeError("no kernel")
+
+
+def test_processes_compile(capfd):
+    shape = selection.Shape(CASES["ln"], None, "bf16", 16, 16, 16)
+    warm.compile_in_processes([shape], ["torch"], torch.device("cpu"), 1, None)
+    assert capfd.readouterr().err.count("100%") == 1
 
 
 def test_minutes_run_out_by_the_clock(monkeypatch):
@@ -237,7 +324,7 @@ def test_failing_provider_is_recorded_and_told(run, monkeypatch):
     records, printed = run("--case", "ln", "--width", "64", "--provider", "ours", "torch", "--direction", "forward")
     (record,) = [r for r in records if r["provider"] == "torch"]
     assert record["us"] is None and record["error"] == "RuntimeError: no kernel for this width"
-    assert "failed: torch, ln forward  32×64: RuntimeError: no kernel for this width" in printed.out
+    assert "failed: torch, LN, forward 64×64: RuntimeError: no kernel for this width" in printed.out
     assert any(r["provider"] == "ours" and r["us"] for r in records)
 
 
@@ -256,7 +343,7 @@ def test_library_asked_for_by_name_must_be_there(run, monkeypatch):
 
 def test_libraries_missing_from_all_are_told_and_left_out(monkeypatch, capsys):
     monkeypatch.setattr(norms.command.providers, "missing", lambda names: {"apex": "ImportError: no apex"})
-    assert norms.command.importable(["ours", "apex"], optional=True) == ["ours"]
+    assert norms.command.importable(None, ["ours", "apex"]) == ["ours"]
     assert "missing: apex (ImportError: no apex)" in capsys.readouterr().err
 
 

@@ -3,28 +3,20 @@ from benchmarks import tables
 from .records import failed, norm
 
 
-def test_terminal_table_has_every_provider_best_peer_and_ratio():
+def test_terminal_table_has_every_provider_the_fastest_and_ratios():
     records = [
-        norm("ln", 768, "ours", 0.9), norm("ln", 768, "torch", 0.3), norm("ln", 768, "quack-kernels", 0.6, times_ours=1.52),
+        norm("ln", 768, "ours", 0.9), norm("ln", 768, "torch", 0.3), norm("ln", 768, "ours-seeded", 0.95),
+        norm("ln", 768, "quack-kernels", 0.6, times_ours=1.52, times_ours_95=[1.5, 1.55]),
         norm("ln", 1024, "ours", 0.8), failed("ln", 1024, "torch"),
+        norm("ln", 1024, "before", 0.9, times_ours=0.9, times_ours_95=None),
     ]  # fmt: skip
     lines = tables.norms_text(records).splitlines()
-
-    assert lines[0].split() == ["LN,", "forward,", "M=32768", "768", "1024"]
-    assert lines[1].split() == ["ours", "0.90", "0.80"]
-    assert lines[2].split() == ["torch", "0.30", "failed"]
-    assert lines[3].split() == ["quack-kernels", "0.60", "–"]
-    assert lines[4].split() == ["best", "peer", "quack-kernels", "–"]
-    assert lines[5].split() == ["its", "time", "/", "ours", "1.52×", "–"]
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    ratios = ["fastest other", "its time / ours", "before / ours"]
+    assert cells[0] == ["share of copy bandwidth", "ours", "ours-seeded", "before", "torch", "quack", *ratios]
+    assert cells[1] == ["LN, forward 32768×768", "0.90", "0.95", "–", "0.30", "0.60", "quack", "1.520 (1.500 to 1.550)", "–"]
+    assert cells[2] == ["LN, forward 32768×1024", "0.80", "–", "0.90", "failed", "–", "–", "–", "0.900"]
     assert len({len(line) for line in lines}) == 1
-
-
-def test_seed_given_to_ours_is_no_peer():
-    providers = {
-        r["provider"]: r for r in (norm("ln", 1, "ours", 0.5), norm("ln", 1, "ours-seeded", 0.9), norm("ln", 1, "torch", 0.4))
-    }
-    assert tables.best_peer(providers)["provider"] == "torch"
-    assert abs(tables.lead(providers) - 1.25) < 1e-9
 
 
 def test_sweeps_of_different_rows_and_capped_rows_stay_apart():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import norms, tables, traffic
+from benchmarks import norms, selection, tables, traffic
 from benchmarks.cases import CASES, DIRECTIONS, Setting, make_inputs, minimum_bytes
 
 STREAMS = [torch.bfloat16, torch.float32]
@@ -51,9 +51,9 @@ def test_what_needs_no_kernel_needs_no_triton():
 
 
 def test_a_cell_without_it_is_missing_on_a_gpu_and_whole_on_a_cpu():
-    shape = norms.Shape(CASES["ln"], None, 8, 64, 8)
+    shape = selection.Shape(CASES["ln"], None, "bf16", 8, 64, 8)
     has = SimpleNamespace(has=lambda provider, **_: provider == "torch")
-    options = SimpleNamespace(device="cpu", weight_dtype="bf16")
+    options = SimpleNamespace(device="cpu")
     assert not norms.lacks(has, shape, "forward", ["torch"], options)
     options.device = "cuda"
     assert norms.lacks(has, shape, "forward", ["torch"], options)

@@ -48,7 +48,7 @@ def collect(p_board, group, turn, HOW: tl.constexpr):
 
 @triton.jit
 def lap_of(turn):
-    return (turn // RING & 1).to(tl.int64) * LAP_BIT
+    return tl.full([], turn // RING & 1, tl.int64) * LAP_BIT  # turn is a plain int in the interpreter
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The dropout bits: published vectors, the layout of draws, statistics, the same mask everywhere."""
+"""The dropout bits: published vectors, the layout of draws, statistics, the same mask everywhere; seeds that nobody gives."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops import dropout_mask, layer_norm_fn, seeded_dropout
-from ops.philox import draws, drop_threshold, keep_scale, philox
+from ops import dropout_mask, layer_norm_fn, philox, seeded_dropout
+from ops.philox import draws, drop_threshold, keep_scale
 
 from .cases import reference_path
 
+CPU = torch.device("cpu")
 # D. E. Shaw Research, Random123, tests/kat_vectors, lines "philox4x32 7": counter, key, output.
 KNOWN_ANSWERS = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "5f6fb709 0d893f64 4f121f81 4f730a48"),
@@ -26,15 +27,14 @@ def words(text: str) -> list[int]:
 
 @pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
 def test_reference_philox_gives_the_published_vectors(counter, key, output):
-    found = philox(tuple(torch.tensor(words(key))), tuple(torch.tensor(words(counter))))
+    found = philox.philox(tuple(torch.tensor(words(key))), tuple(torch.tensor(words(counter))))
     assert [int(word) for word in found] == words(output)
 
 
-def test_kernel_draws_are_the_published_vector():
+def test_kernel_draws_are_the_published_vector(device):
     """Row 0, columns 0…7, seed 0, stream 0 is the counter and key of all zeros: a threshold just above a draw drops it."""
     expected = [half for word in words(KNOWN_ANSWERS[0][2]) for half in (word & 0xFFFF, word >> 16)]
     assert draws(torch.tensor([0]), 1, 8, 0)[0].tolist() == expected
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     for col, draw in enumerate(expected):
         assert dropout_mask(0, 1, 8, draw / 65536, device=device)[0, col]
         assert not dropout_mask(0, 1, 8, (draw + 1) / 65536, device=device)[0, col]
@@ -44,7 +44,7 @@ def test_counter_words_are_group_row_low_row_high_stream():
     seed = 0x299F31D0_A4093822
     found = draws(torch.tensor([seed]), 3, 24, stream=1)[2, 16:].tolist()
     key = (torch.tensor(seed & 0xFFFFFFFF), torch.tensor(seed >> 32))
-    expected = philox(key, tuple(torch.tensor(word) for word in (2, 2, 0, 1)))
+    expected = philox.philox(key, tuple(torch.tensor(word) for word in (2, 2, 0, 1)))
     assert found == [half for word in expected for half in (int(word) & 0xFFFF, int(word) >> 16)]
 
 
@@ -63,18 +63,6 @@ def test_kernel_mask_equals_reference_mask(seed, rows, cols, p, stream):
         assert torch.equal(mask, dropout_mask(seed, rows, cols, p, stream, device))
 
 
-@pytest.mark.parametrize("n", [1, 8, 40, 300])
-def test_fused_mask_equals_reference_mask_for_every_tile_class(n, device, request):
-    x = torch.randn(6, n, device=device)
-    for looped in (False, True):
-        if looped:
-            request.getfixturevalue("narrow_tiles")
-        *_, mask, mask1 = layer_norm_fn(x, None, None, x1=x, dropout_p=0.4, return_dropout_mask=True, seed=99)
-        for found, stream in ((mask, 0), (mask1, 1)):
-            with reference_path():
-                assert torch.equal(found, dropout_mask(99, 6, n, 0.4, stream, device)), (n, looped, stream)
-
-
 def test_mask_counts_rows_over_all_leading_dimensions(device):
     x = torch.randn(2, 3, 4, 24, device=device)
     *_, mask, _ = layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True, seed=3)
@@ -84,8 +72,7 @@ def test_mask_counts_rows_over_all_leading_dimensions(device):
 def test_dropped_share_is_p_and_neighbours_are_independent():
     mask = draws(torch.tensor([12345]), 2000, 1000, 0) >= drop_threshold(0.1)
     n = mask.numel()
-    sigma = (0.1 * 0.9 / n) ** 0.5
-    assert abs((~mask).double().mean().item() - 0.1) < 4 * sigma + 1 / 65536
+    assert abs((~mask).double().mean().item() - 0.1) < 4 * (0.1 * 0.9 / n) ** 0.5 + 1 / 65536
     centred = mask.double() - mask.double().mean()
     for shift, dim in ((1, 1), (8, 1), (1, 0)):
         correlation = (centred * centred.roll(shift, dim)).mean() / centred.square().mean()
@@ -95,14 +82,12 @@ def test_dropped_share_is_p_and_neighbours_are_independent():
 def test_draws_are_uniform_over_16_bits():
     counts = np.bincount(draws(torch.tensor([7]), 4000, 800, 0).flatten().numpy() >> 8, minlength=256)
     expected = counts.sum() / 256
-    chi_squared = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi_squared - 255) < 5 * (2 * 255) ** 0.5
+    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 5 * (2 * 255) ** 0.5
 
 
 def test_no_two_rows_share_a_mask():
     """A 32-bit seed per row would make two of 131072 rows drop the same elements with probability 86 %."""
-    rows = draws(torch.tensor([1]), 131072, 8, 0)
-    assert len(torch.unique(rows, dim=0)) == 131072
+    assert len(torch.unique(draws(torch.tensor([1]), 131072, 8, 0), dim=0)) == 131072
 
 
 @given(p=st.floats(0.0, 1.0, exclude_max=True))
@@ -113,11 +98,10 @@ def test_the_estimate_is_as_unbiased_as_the_threshold_allows_for_every_p(p):
     assert abs((1 - kept) - p) <= 1 / 65536
 
 
-@pytest.mark.parametrize("p", [0.1, 0.27, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_what_is_kept_is_scaled_as_pytorch_scales_it(p, device):
     x = torch.randn(64, 64, device=device)
-    kept = F.dropout(x, p)
-    ours = seeded_dropout(x, p, 0)
+    kept, ours = F.dropout(x, p), seeded_dropout(x, p, 0)
     both = (kept != 0) & (ours != 0)
     assert both.any()
     torch.testing.assert_close(ours[both], kept[both], rtol=2**-22, atol=0)
@@ -133,36 +117,138 @@ def test_seeded_dropout_drops_what_the_fused_operator_drops(stream, device):
 
 
 @pytest.mark.parametrize("n, apart", [(1000, 1001), (72, 76), (33, 40)])
-def test_rows_may_lie_apart_by_what_does_not_divide_as_their_width_does(n, apart, device):
+def test_rows_of_seeded_dropout_may_lie_apart(n, apart, device):
     x = torch.randn(5, apart, device=device)[:, :n]
-    assert not x.is_contiguous()
     assert torch.equal(seeded_dropout(x, 0.3, 5), seeded_dropout(x.contiguous(), 0.3, 5))
 
 
 def test_seeded_dropout_backward_uses_the_same_mask(device):
     x = torch.randn(3, 4, 30, device=device, requires_grad=True)
-    y = seeded_dropout(x, 0.3, 5)
-    g = torch.randn_like(x)
+    y, g = seeded_dropout(x, 0.3, 5), torch.randn(3, 4, 30, device=device)
     y.backward(g)
     keep = dropout_mask(5, 12, 30, 0.3, device=device).view(3, 4, 30)
-    assert torch.equal(y == 0, ~keep)
-    assert torch.allclose(x.grad, g * keep * keep_scale(0.3))
+    assert torch.equal(y == 0, ~keep) and torch.allclose(x.grad, g * keep * keep_scale(0.3))
 
 
 def test_seed_may_be_an_int_or_a_tensor_of_one_element(device):
     x = torch.randn(4, 16, device=device)
     seeds = torch.tensor([5, 6], device=device)
-    for seed in (seeds[0], seeds[:1], 5):
+    for seed in (seeds[0], seeds[:1], 5, 2**64 + 5):
         assert torch.equal(seeded_dropout(x, 0.5, seed), seeded_dropout(x, 0.5, 5))
     assert not torch.equal(seeded_dropout(x, 0.5, seeds[1]), seeded_dropout(x, 0.5, 5))
     assert torch.equal(seeded_dropout(x, 0.5, 2**64 - 1), seeded_dropout(x, 0.5, -1))
 
 
+def masks(x, count=1):
+    return [layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True)[1] for _ in range(count)]
+
+
 def test_default_seed_comes_from_torchs_generator(device):
-    x = torch.randn(4, 64, device=device)
-    masks = []
+    drawn = []
     for manual_seed in (1, 1, 2):
         torch.manual_seed(manual_seed)
-        masks.append(layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True)[1])
-    assert torch.equal(masks[0], masks[1])
-    assert not torch.equal(masks[0], masks[2])
+        drawn += masks(torch.randn(4, 64, device=device))
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+class Generator:
+    """What is used of CUDA's, whose state is a seed and an offset."""
+
+    def __init__(self, seed, offset=0):
+        self.seed, self.offset = seed, offset
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        assert offset % 4 == 0, "refused by CUDA's"
+        self.offset = offset
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The (seed, offset) of which seeds were computed, without those of other tests."""
+    found, real = [], philox.seeds_from
+    monkeypatch.setattr(philox, "_pools", {})
+    monkeypatch.setattr(philox, "seeds_from", lambda *state: found.append(state[:2]) or real(*state))
+    return found
+
+
+def draw(generator, stream=0):
+    return philox._next(generator, CPU, stream).item()
+
+
+def split_mix_64(state):
+    """As published, on Python's integers."""
+    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**40 + 7, 2**64 - 1])
+def test_drawn_seeds_are_split_mix_64_of_seed_and_offset(seed):
+    found = philox.seeds_from(seed, 4 * 1000, 50, CPU)
+    expected = [split_mix_64((split_mix_64(seed) + (1000 + i) * 0x9E3779B97F4A7C15) % 2**64) for i in range(50)]
+    assert [value % 2**64 for value in found.tolist()] == expected
+
+
+def test_a_draw_is_a_function_of_the_generators_state_and_many_are_computed_at_once(computed):
+    generator = Generator(7)
+    first = [draw(generator) for _ in range(5)]
+    assert len(set(first)) == 5 and generator.offset == 20
+    generator.offset = 8  # as activation checkpointing puts it back
+    assert [draw(generator) for _ in range(3)] == first[2:]
+    generator.offset += 400  # as other dropouts move it
+    far = draw(generator)
+    assert computed == [(7, 0)] and far not in first
+    assert draw(Generator(7, 420)) == far and draw(Generator(8, 420)) != far
+    generator = Generator(3, 40)
+    assert len({draw(generator) for _ in range(philox.AHEAD + 1)}) == philox.AHEAD + 1
+    assert computed[-2:] == [(3, 40), (3, 40 + 4 * philox.AHEAD)]
+    assert draw(Generator(3, 0)) == draw(Generator(3, 0), stream=1) and computed[-2:] == [(3, 0)] * 2
+
+
+def test_what_was_drawn_in_inference_can_be_saved_for_backward(computed):
+    with torch.inference_mode():
+        philox._next(Generator(5), CPU, 0)
+    assert not philox._next(Generator(5, 4), CPU, 0).is_inference()
+
+
+@pytest.mark.gpu
+def test_eager_calls_draw_without_a_launch_and_masks_follow_torchs_generator(device, computed):
+    x = torch.randn(64, 256, device=device)
+    torch.manual_seed(1)
+    first = masks(x, 3)
+    assert not torch.equal(first[0], first[1])
+    state = torch.cuda.get_rng_state()
+    between, then = torch.rand(1000, device=device), masks(x)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(1000, device=device), between) and torch.equal(masks(x)[0], then[0])
+    torch.manual_seed(1)
+    assert all(map(torch.equal, masks(x, 3), first))
+    assert computed == [(1, 0)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.manual_seed(1)
+        again = masks(x, 3)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, again, first))
+
+
+@pytest.mark.gpu
+def test_a_captured_call_draws_anew_at_each_replay(device):
+    x = torch.randn(64, 256, device=device)
+    masks(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (captured,) = masks(x)
+    found = []
+    for _ in range(3):
+        graph.replay()
+        found.append(captured.clone())
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])

@@ -1,10 +1,10 @@
-"""Mistakes found in other libraries' norms, each with the test that ours passes."""
+"""Mistakes found in other libraries' norms, each with the test that ours passes. Some are in the files of their subject."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import launch, layer_norm_fn, registration, rms_norm_fn
+from ops import Norm, launch, layer_norm_fn, norm_fn, rms_norm_fn
 from ops.records import Inputs, Options
 
 from .cases import BF16, FP32, leaf
@@ -19,85 +19,32 @@ def test_bias1_without_bias_or_weight1(zero_centered, device):
     torch.testing.assert_close(b1.grad, torch.full_like(b1, 5.0))
 
 
-def test_python_floats_do_not_reach_the_kernel_as_fp64(device):
-    """eps and the dropout scale that fp32 can't hold exactly: eager and compiled give the same bits."""
-    x, w = torch.randn(64, 96, device=device), torch.rand(96, device=device)
-
-    def fn(x, w):
-        return layer_norm_fn(x, w, None, x, eps=1.1e-5, dropout_p=0.1, prenorm=True, seed=3)
-
-    compiled = torch.compile(fn, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
-    assert all(torch.equal(a, b) for a, b in zip(fn(x, w), compiled(x, w), strict=True))
+@pytest.fixture
+def backward_calls(monkeypatch):
+    """(inputs, options) of each backward."""
+    calls, original = [], launch.backward
+    monkeypatch.setattr(launch, "backward", lambda *records: calls.append(records) or original(*records))
+    return calls
 
 
-def test_unused_residual_output_is_not_made_up_as_zeros(device, monkeypatch):
-    seen = []
-    original = launch.norm_backward
-    monkeypatch.setattr(launch, "norm_backward", lambda inputs, *a: (seen.append(inputs.dr), original(inputs, *a)))
+def test_unused_residual_output_is_not_made_up_as_zeros(device, backward_calls):
     x, residual = leaf(4, 32, device=device), leaf(4, 32, device=device)
-    y, _ = layer_norm_fn(x, None, None, residual, prenorm=True)
-    y.sum().backward()
-    assert seen == [None]
+    layer_norm_fn(x, None, None, residual, prenorm=True)[0].sum().backward()
+    assert [inputs.dr for inputs, _ in backward_calls] == [None]
 
 
-@pytest.mark.parametrize("looped", [False, True])
-def test_gradient_of_the_residual_output_alone_skips_the_norm(looped, device, request):
-    """Whatever the norm would make of an infinite row, it has no part in this gradient."""
-    if looped:
-        request.getfixturevalue("narrow_tiles")
-    x, residual, w = leaf(4, 40, device=device), leaf(4, 40, device=device), leaf(40, device=device)
-    with torch.no_grad():
-        x[2, 7] = torch.inf
-    _, r = layer_norm_fn(x, w, None, residual, prenorm=True)
-    g = torch.randn_like(r)
-    r.backward(g)
-    assert torch.equal(x.grad, g) and torch.equal(residual.grad, g)
-    assert w.grad is None
-
-
-@pytest.mark.parametrize("looped", [False, True])
-@pytest.mark.parametrize("rms", [False, True])
-def test_forward_and_backward_normalise_the_rounded_sum(rms, looped, device, request):
-    """Trap: statistics of the unrounded sum, x̂ in backward from the rounded one. A stream so coarse that the two differ."""
-    if looped:
-        request.getfixturevalue("narrow_tiles")
-    x = leaf(6, 40, device=device)
-    residual = (300 * torch.randn(6, 40, device=device)).to(BF16).requires_grad_()
-    w, g = leaf(40, device=device), torch.randn(6, 40, device=device)
-    y, r = layer_norm_fn(x, w, None, residual, prenorm=True, is_rms_norm=rms, eps=1e-5)
-    y.backward(g)
-    stored = r.detach().float().requires_grad_()
-    expected = F.rms_norm(stored, (40,), w, 1e-5) if rms else F.layer_norm(stored, (40,), w, None, 1e-5)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    dx, dw = torch.autograd.grad(expected, (stored, w), g)
-    torch.testing.assert_close(w.grad, dw, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-6)
+def test_frozen_weights_skip_the_weight_reduction_and_trained_ones_do_not(device, backward_calls):
+    for frozen in (True, False):
+        x, w, b = leaf(4, 32, device=device), torch.ones(32, device=device), leaf(32, device=device)
+        layer_norm_fn(x, w.requires_grad_(not frozen), b).sin().sum().backward()
+        assert x.grad is not None and b.grad is not None and (w.grad is None) == frozen
+    assert [how.wanted for _, how in backward_calls] == [(False, True, False, False), (True, True, False, False)]
 
 
 def test_a_mean_that_overflows_with_rstd_leaves_no_nan(device):
     x = torch.full((2, 17), 1e30, device=device, requires_grad=True)
     layer_norm_fn(x, None, None, eps=1e-20).sum().backward()
     assert torch.isfinite(x.grad).all()
-
-
-@pytest.mark.parametrize("shape", ["leading", "flat", "bf16"])
-def test_rowscale_belongs_to_its_row_in_either_shape(shape, device):
-    x, scale = torch.randn(2, 3, 16, device=device), torch.rand(2, 3, device=device)
-    given = {"leading": scale, "flat": scale.flatten(), "bf16": scale.to(BF16)}[shape]
-    _, r = layer_norm_fn(x, None, None, rowscale=given, prenorm=True)
-    assert torch.equal(r, x * given.float().view(2, 3, 1))
-
-
-def test_frozen_weights_skip_the_weight_reduction_and_trained_ones_do_not(device, monkeypatch):
-    wanted = []
-    original = launch.norm_backward
-    monkeypatch.setattr(launch, "norm_backward", lambda *a: (wanted.append(a[-1].wanted), original(*a)))
-    for frozen in (True, False):
-        x, w, b = leaf(4, 32, device=device), torch.ones(32, device=device), leaf(32, device=device)
-        w.requires_grad_(not frozen)
-        layer_norm_fn(x, w, b).sin().sum().backward()
-        assert x.grad is not None and b.grad is not None and (w.grad is None) == frozen
-    assert wanted == [(False, True, False, False), (True, True, False, False)]
 
 
 @pytest.mark.parametrize("name", ["x", "residual", "x1", "weight", "bias", "weight1", "bias1", "rowscale", "rowscale1"])
@@ -120,25 +67,23 @@ def test_any_single_input_may_be_the_only_one_that_requires_a_gradient(name, dev
 
 def test_statistics_are_fp32_whatever_the_inputs(device):
     x = torch.randn(4, 32, device=device).to(BF16)
-    how = Options(1e-5, 0.0, False, False, BF16, BF16, store_residual=False, store_stats=True, return_mask=False)
-    stats = registration.forward(Inputs(x, *(None,) * 9), how).stats
+    how = Options(1e-5, 0.0, Norm.layernorm, False, BF16, BF16, store_residual=False, store_stats=True, return_mask=False)
+    stats = launch.forward(Inputs(x, *(None,) * 9), how).stats
     assert stats.dtype == FP32 and stats.shape == (4, 2)
     torch.testing.assert_close(stats[:, 1], x.float().mean(1))
     torch.testing.assert_close(stats[:, 0], (x.float().var(1, correction=0) + 1e-5).rsqrt())
 
 
-def test_statistics_that_hooks_bring_back_anywhere_in_memory(device, monkeypatch):
+def test_statistics_that_hooks_bring_back_anywhere_in_memory(device, backward_calls, monkeypatch):
     """A GPU reads the two of a row as a word, which must lie at a multiple of its size."""
-    places = []
-    original = launch.Launcher.__call__
+    places, original = [], launch.Launcher.__call__
 
-    def start(self, *tensors):
+    def start(self, tensors, *seed):
         places.extend(t.data_ptr() % 8 for t in tensors if t is not None and t.shape == (5, 2))
-        original(self, *tensors)
+        original(self, tensors, *seed)
 
     def bring_back(t):
-        flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:]
-        return flat.copy_(t.flatten()).view(t.shape)
+        return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].copy_(t.flatten()).view(t.shape)
 
     x = leaf(5, 32, device=device)
     (expected,) = torch.autograd.grad(layer_norm_fn(x, None, None).sin().sum(), x)
@@ -146,31 +91,16 @@ def test_statistics_that_hooks_bring_back_anywhere_in_memory(device, monkeypatch
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, bring_back):
         y = layer_norm_fn(x, None, None)
     assert torch.equal(torch.autograd.grad(y.sin().sum(), x)[0], expected)
-    assert places == [0, 0]  # forward's and backward's
+    assert places == [0, 0] and backward_calls[-1][0].stats.data_ptr() % 8  # forward's and backward's
 
 
 def test_small_and_zero_weights_have_right_gradients(device):
     """Trap: x̂ recovered as (y − bias) / weight."""
-    x, b = leaf(6, 32, device=device), leaf(32, device=device)
+    x, b, g = leaf(6, 32, device=device), leaf(32, device=device), torch.randn(6, 32, device=device)
     w = torch.cat([torch.zeros(16), torch.full((16,), 1e-20)]).to(device).requires_grad_()
-    g = torch.randn(6, 32, device=device)
     layer_norm_fn(x, w, b, eps=1e-5).backward(g)
-    x_hat = F.layer_norm(x.detach(), (32,), eps=1e-5)
-    torch.testing.assert_close(w.grad, (g * x_hat).sum(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad, (g * F.layer_norm(x.detach(), (32,), eps=1e-5)).sum(0), rtol=1e-4, atol=1e-5)
     assert torch.isfinite(x.grad).all()
-
-
-@pytest.mark.parametrize("looped", [False, True])
-def test_runs_are_bit_identical(looped, device, request):
-    if looped:
-        request.getfixturevalue("narrow_tiles")
-    rows = 300 if device.type == "cuda" else 12
-    x, w, b = leaf(rows, 48, device=device), leaf(48, device=device), leaf(48, device=device)
-    g = torch.randn(rows, 48, device=device)
-    runs = []
-    for _ in range(3 if device.type == "cpu" else 20):
-        runs.append(torch.autograd.grad(layer_norm_fn(x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g))
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
 @pytest.mark.gpu
@@ -180,17 +110,32 @@ def test_tensors_on_a_device_that_is_not_current():
     x = torch.randn(8, 64, device="cuda:1", requires_grad=True)
     y = layer_norm_fn(x, None, None, x, dropout_p=0.1, seed=1)
     y.sum().backward()
-    assert y.device == x.grad.device == torch.device("cuda:1")
-    assert torch.isfinite(x.grad).all()
+    assert y.device == x.grad.device == torch.device("cuda:1") and torch.isfinite(x.grad).all()
 
 
 def test_returned_tuple_has_the_documented_order(device):
-    x = torch.randn(4, 32, device=device)
-    w = torch.ones(32, device=device)
+    x, w = torch.randn(4, 32, device=device), torch.ones(32, device=device)
     y, y1, r, mask, mask1 = rms_norm_fn(
         x, w, None, x1=x, weight1=2 * w, prenorm=True, dropout_p=0.5, return_dropout_mask=True, seed=1
     )
-    assert torch.equal(y1, 2 * y)
-    assert torch.equal(r, x * mask * 2 + x * mask1 * 2)
+    assert torch.equal(y1, 2 * y) and torch.equal(r, x * mask * 2 + x * mask1 * 2)
     y, mask, mask1 = rms_norm_fn(x, w, None, return_dropout_mask=True)
     assert mask.all() and mask1 is None
+
+
+def test_the_functions_with_flash_attentions_interface_are_norm_fn_of_their_norm(device):
+    x, residual, x1 = torch.randn(3, 4, 24, device=device)
+    w, b, w1, b1 = torch.randn(4, 24, device=device)
+    scales = {"rowscale": torch.rand(4, device=device), "rowscale1": torch.rand(4, device=device)}
+    tensors = (x, w, b, residual, x1, w1, b1)
+    # In FlashAttention's order: eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight
+    plain = (0.1, 0.5, scales["rowscale"], True, True, True)
+    named = {"eps": 0.1, "dropout_p": 0.5, "prenorm": True, "residual_in_fp32": True, "zero_centered_weight": True, "seed": 1}
+    how = {"rowscale1": scales["rowscale1"], "return_dropout_mask": True, "out_dtype": BF16, "seed": 1}
+    for norm, found in (
+        (Norm.layernorm, layer_norm_fn(*tensors, *plain, **how)),
+        (Norm.rmsnorm, layer_norm_fn(*tensors, *plain, True, **how)),
+        (Norm.rmsnorm, rms_norm_fn(*tensors, *plain, **how)),
+    ):
+        expected = norm_fn(norm.name, *tensors, **scales, **named, return_dropout_mask=True, out_dtype=BF16)
+        assert len(found) == 5 and all(map(torch.equal, found, expected))

@@ -34,13 +34,6 @@ def minutes(text: str) -> float:
     return value
 
 
-def probability(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 1")
-    return value
-
-
 def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> argparse.ArgumentParser:
     """A parser with the options that all programs have; `rounds` are those by default, and with --quick."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)

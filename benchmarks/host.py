@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
 from benchmarks import bar_plots, command, tables, timing
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
-from benchmarks.norms import functions_of
-from benchmarks.providers import PROVIDERS, Function, ours_compiled
+from benchmarks.providers import PROVIDERS, Function, functions_of, ours_compiled
 from benchmarks.results import Record
 
 KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
@@ -107,24 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "M": ROWS,
                     "N": WIDTH,
                 }
-                results.add({**cell, "provider": name, **record_of(o, outcomes.get("ours"))} for name, o in outcomes.items())
+                results.add({**cell, "provider": name, **o.record(outcomes.get("ours"))} for name, o in outcomes.items())
                 bar.update()
     bar_plots.host({"environment": results.environment, "records": results.records}, results.path.parent)
     show(results.records)
-
-
-def record_of(outcome: timing.Outcome, ours: timing.Outcome | None) -> Record:
-    """CPU microseconds a call; `times_ours` as in `norms`."""
-    if outcome.error is not None:
-        return {"us": None, "error": outcome.error}
-    times = spread(outcome.us)
-    record: Record = {"us": round(times.median, 2), "p10": round(times.p10, 2), "p90": round(times.p90, 2)}
-    if ours is not None and ours is not outcome and ours.us:
-        ratio = paired_ratio(outcome.us, ours.us)
-        record |= {"times_ours": round(ratio.median, 4)}
-        if len(ours.us) >= LEAST_SAMPLES:
-            record |= {"times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
-    return record
 
 
 def show(records: Sequence[Record]) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
 from benchmarks import command, floors, plots, selection, tables, timing
-from benchmarks.cases import DIRECTIONS, Case, Setting, make_inputs, minimum_bytes
+from benchmarks.cases import DIRECTIONS, make_inputs, minimum_bytes
 from benchmarks.contenders import contender
-from benchmarks.providers import PEERS, PROVIDERS, TRAFFIC, Function, load_before
+from benchmarks.providers import PEERS, PROVIDERS, TRAFFIC, Function, functions_of, load_before
 from benchmarks.results import Record, Results
 from benchmarks.selection import Shape
 from benchmarks.warm import compile_in_processes
@@ -64,11 +63,6 @@ def providers_of(options: argparse.Namespace) -> list[str]:
     most = (name for name in PROVIDERS if name != "before")
     names = command.importable(options.provider, most if options.name == selection.SWEEP else ("ours", *PEERS))
     return names if options.before is None else [*names, "before"]
-
-
-def functions_of(case: Case, setting: Setting, names: Sequence[str]) -> dict[str, Function]:
-    made = {name: PROVIDERS[name].make(case, setting) for name in names}
-    return {name: function for name, function in made.items() if function is not None}
 
 
 def measure_shape(
@@ -122,27 +116,10 @@ def bytes_of(shape: Shape, direction: str) -> int:
 
 
 def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int, copy_gb_per_s: float) -> Record:
-    """Times in microseconds a call; `times_ours` is this time over ours of the same round, above 1 where ours is faster.
-
-    Its interval is `times_ours_95`; fewer rounds than LEAST_SAMPLES have none.
-    """
-    record: Record = {"bytes": bytes_, "copy_gb_per_s": round(copy_gb_per_s, 1)}
-    if outcome.error is not None:
-        return {**record, "us": None, "error": outcome.error}
-    times = spread(outcome.us)
-    gb_per_s = bytes_ / times.median / 1000
-    record |= {
-        "us": round(times.median, 3),
-        "p10": round(times.p10, 3),
-        "p90": round(times.p90, 3),
-        "gb_per_s": round(gb_per_s, 1),
-        "share": round(gb_per_s / copy_gb_per_s, 4),
-    }
-    if ours is not None and ours is not outcome and ours.us:
-        ratio = paired_ratio(outcome.us, ours.us)
-        record |= {"times_ours": round(ratio.median, 4)}
-        if len(ours.us) >= LEAST_SAMPLES:
-            record |= {"times_ours_95": [round(ratio.low, 4), round(ratio.high, 4)]}
+    record: Record = {"bytes": bytes_, "copy_gb_per_s": round(copy_gb_per_s, 1), **outcome.record(ours)}
+    if record["us"] is not None:
+        gb_per_s = bytes_ / record["us"] / 1000
+        record |= {"gb_per_s": round(gb_per_s, 1), "share": round(gb_per_s / copy_gb_per_s, 4)}
     return record
 
 

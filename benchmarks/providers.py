@@ -5,7 +5,7 @@ library does not offer the case. Libraries are imported when they are asked for 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import import_module
@@ -199,6 +199,11 @@ PROVIDERS = {
 OURS = ("ours", "ours-seeded", "before")
 PEERS = ("compile", "flash-attn", "liger-kernel", "quack-kernels")  # who may be the fastest other
 TRAFFIC = "traffic"  # beside them in norms: a kernel that moves the same tensors and computes nothing
+
+
+def functions_of(case: Case, setting: Setting, names: Sequence[str]) -> dict[str, Function]:
+    made = {name: PROVIDERS[name].make(case, setting) for name in names}
+    return {name: function for name, function in made.items() if function is not None}
 
 
 def missing(names: list[str]) -> dict[str, str]:

@@ -31,6 +31,10 @@ def norms(file: dict[str, Any]) -> str:
     return tables.norms_markdown(file["records"])
 
 
+def norms_models(file: dict[str, Any]) -> str:
+    return tables.models_markdown(file["records"])
+
+
 def host(file: dict[str, Any]) -> str:
     chosen = [record for record in file["records"] if record["case"] == "add_rms"]
     return tables.markdown(tables.HOST_HEADER, tables.host_rows(chosen))
@@ -70,6 +74,7 @@ def ablation(folder: Path) -> str:
 
 
 TABLES = {
+    "norms_models": norms_models,
     "norms": norms,
     "host": host,
     "memory": memory,
@@ -100,7 +105,8 @@ def content(name: str, folder: Path) -> str:
     if name not in TABLES:
         raise ResultsError(f"README.md: there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
     if not path.exists():
-        raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{name}, or remove the marker")
+        program = "norms --models" if name == "norms_models" else name
+        raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{program}, or remove the marker")
     file = load(path)
     return f"{TABLES[name](file)}\n\n{machine(file['environment'])}"
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from benchmarks import command, seed_plots, tables, timing
 from benchmarks.cases import CASES, FORWARD, Inputs, Setting, make_inputs, minimum_bytes
 from benchmarks.checks import check_forward
-from benchmarks.host import record_of
 from benchmarks.providers import PROVIDERS, Function, compiled
 from benchmarks.results import Record
 from benchmarks.timing import Call, Contender
@@ -106,7 +105,7 @@ def norms_records(figure: str, rows: int, width: int, names: Sequence[str], devi
     contenders = [Contender(name, partial(build, name)) for name in names]
     outcomes = timing.measure(contenders, device, rounds=rounds, move_outputs=True)
     cell: Record = {"figure": figure, "M": rows, "N": width, "dtype": "fp16"}
-    records = [{**cell, "provider": name, **record_of(o, outcomes.get("ours"))} for name, o in outcomes.items()]
+    records = [{**cell, "provider": name, **o.record(outcomes.get("ours"))} for name, o in outcomes.items()]
     for record in records:
         if figure != "b" and record["us"] is not None:
             record |= {"bytes": bytes_, "gb_per_s": round(bytes_ / record["us"] / 1000, 1)}
@@ -139,7 +138,7 @@ def dropout_records(rows: int, width: int, names: Sequence[str], device: torch.d
     outcomes = timing.measure(contenders, device, rounds=rounds, move_outputs=True)
     cell: Record = {"figure": "d", "M": rows, "N": width, "dtype": "bf16"}
     return [
-        {**cell, "provider": name, **record_of(o, outcomes.get("ours")), "kept": kept.get(name)} for name, o in outcomes.items()
+        {**cell, "provider": name, **o.record(outcomes.get("ours")), "kept": kept.get(name)} for name, o in outcomes.items()
     ]
 
 

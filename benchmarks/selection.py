@@ -12,7 +12,11 @@ from benchmarks.cases import CASES, DTYPES, Case, Setting, capped_rows
 ROWS = 32768
 WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 SMALL_WIDTHS = (32, 64, 128, 256, 512)
-MODEL_WIDTHS = (1152, 1536, 2304, 2560, 2880, 3072, 3584, 4608, 5120, 5376, 6144, 7168, 8192, 14336)
+MODEL_WIDTHS = {  # of whose hidden state
+    1152: "Gemma 3 1B", 1536: "Qwen2.5 1.5B", 2304: "Gemma 2 2B", 2560: "Qwen3 4B", 2880: "gpt-oss", 3072: "Llama 3.2 3B",
+    3584: "Qwen2.5 7B", 4608: "Gemma 2 27B", 5120: "Qwen3 32B", 5376: "Gemma 3 27B", 6144: "Mixtral 8x22B",
+    7168: "DeepSeek-V3", 8192: "Llama 3 70B", 14336: "BLOOM 176B",
+}  # fmt: skip
 QUICK_CASES, QUICK_WIDTHS = ("add_rms", "dropout_add_ln"), (4096,)
 WIDEST = 16384  # of what is drawn
 # The tensors that six libraries keep for backward, on two sets of inputs with a stream in fp32, fit 80 GB.
@@ -55,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--models", action="store_true",
-        help=f"the widths of well-known models, {MODEL_WIDTHS}, as they train: weights in fp32, cases with a residual stream",
+        help=f"the widths of well-known models, {tuple(MODEL_WIDTHS)}, as they train: fp32 weights, cases with a stream",
     )  # fmt: skip
     parser.add_argument(
         "--random", nargs="+", type=int, metavar="COUNT",

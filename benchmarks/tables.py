@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.cases import CASES, DIRECTIONS
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
+from benchmarks.selection import MODEL_WIDTHS
 
 Record = dict[str, Any]
 
@@ -106,9 +107,9 @@ def norms_text(records: Sequence[Record]) -> str:
 NARROW = 512  # rows up to this wide have tables of their own: sixteen columns are too many to read
 
 
-def norms_markdown(records: Sequence[Record], weights: str = "bf16") -> str:
-    """Ours and the best peer, a row for each case, a column for each width; the largest sweep."""
-    sweep = [record for record in next(iter(by_rows(records).values()), []) if record["weight_dtype"] == weights]
+def norms_markdown(records: Sequence[Record]) -> str:
+    """Ours and the best peer, a row for each case, a column for each width; the largest sweep, weights in bf16."""
+    sweep = [record for record in next(iter(by_rows(records).values()), []) if record["weight_dtype"] == "bf16"]
     widths = sorted({record["N"] for record in sweep})
     parts = []
     for columns in ([n for n in widths if n > NARROW], [n for n in widths if n <= NARROW]):
@@ -120,6 +121,24 @@ def norms_markdown(records: Sequence[Record], weights: str = "bf16") -> str:
                 lines.append([label(case, residual), *cells])
             if lines:
                 parts.append(markdown([f"{direction}, N =", *map(str, columns)], lines))
+    return "\n\n".join(parts)
+
+
+def models_markdown(records: Sequence[Record], stream: str = "fp32") -> str:
+    """Ours and the best peer, a row for each width and whose it is, a column for each case; of one dtype of the stream."""
+    parts = []
+    for direction in DIRECTIONS:
+        cases = grouped(r for r in records if r["direction"] == direction and r["residual_dtype"] == stream)
+        widths = sorted({width for found in cases.values() for width in found})
+        rows = [
+            [
+                f"{n}, {MODEL_WIDTHS[n]}" if n in MODEL_WIDTHS else str(n),
+                *(norms_cell(found.get(n, {})) for found in cases.values()),
+            ]
+            for n in widths
+        ]
+        if rows:
+            parts.append(markdown([f"{direction}, N =", *(CASES[case].label for case, *_ in cases)], rows))
     return "\n\n".join(parts)
 
 

@@ -21,6 +21,10 @@ from typing import Any
 
 import torch
 
+from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
+
+MOST_SETS = 512  # in a graph: below 0.5 MB a set, sets are not cold, and launches are what is timed
+
 Call = Callable[[], Any]
 
 
@@ -37,6 +41,22 @@ class Outcome:
 
     us: list[float] = field(default_factory=list)  # microseconds a call
     error: str | None = None
+
+    def record(self, ours: "Outcome | None") -> dict[str, Any]:
+        """Median and spread; `times_ours` is this time over ours of the same round, above 1 where ours is faster.
+
+        Its interval is `times_ours_95`; fewer rounds than LEAST_SAMPLES have none.
+        """
+        if self.error is not None:
+            return {"us": None, "error": self.error}
+        times = spread(self.us)
+        record: dict[str, Any] = {"us": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
+        if ours is not None and ours is not self and ours.us:
+            ratio = paired_ratio(self.us, ours.us)
+            record["times_ours"] = round(ratio.median, 4)
+            if len(ours.us) >= LEAST_SAMPLES:
+                record["times_ours_95"] = [round(ratio.low, 4), round(ratio.high, 4)]
+        return record
 
 
 def measure(
@@ -105,13 +125,10 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 1
     return 2 * x.nbytes / best / 1000
 
 
-def rotating_sets(bytes_per_set: int, device: torch.device, at_most: int = 512) -> int:
-    """How many sets of inputs and outputs it takes for none to be in L2 when its turn comes again: at least two.
-
-    Four times L2 in all. `at_most` bounds the graph: below 0.5 MB a set, sets are not cold, and launches are what is timed.
-    """
+def rotating_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many sets of inputs and outputs it takes for none to be in L2 when its turn comes again: four times L2 in all."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    return min(at_most, max(2, math.ceil(4 * l2 / bytes_per_set)))
+    return min(MOST_SETS, max(2, math.ceil(4 * l2 / bytes_per_set)))
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

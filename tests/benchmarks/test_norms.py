@@ -5,18 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import floors, memory, norms, providers, selection, warm
-from benchmarks.cases import CASES, MAX_ELEMENTS
+from benchmarks import memory, norms, providers, selection, warm
+from benchmarks.cases import CASES
 from benchmarks.results import ResultsError, load
 
-from .records import norm
-
 SMALL = ["--device", "cpu", "--rounds", "2"]
-FIRST_OF_SEED_1 = [
-    ("add_ln", "fp32", "bf16", 6567, 11784),
-    ("dropout_add_rms", "fp32", "fp32", 15708, 13032),
-    ("add_ln", "fp32", "fp32", 14121, 456),
-]
 
 
 @pytest.fixture
@@ -44,33 +37,6 @@ def test_tensors_are_small_by_default_where_a_cpu_has_to_do_with_them():
 
 def cells(records):
     return {(r["case"], r["direction"], r["residual_dtype"], r["M"], r["N"], r["provider"]) for r in records}
-
-
-def test_default_sweep_is_every_case_width_stream_and_provider():
-    options = parse()
-    shapes = selection.shapes(options)
-    assert {s.case.name for s in shapes} == set(CASES)
-    assert {s.width for s in shapes} == {768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536}
-    assert {s.residual for s in shapes if s.case.add} == {"bf16", "fp32"}
-    assert {s.residual for s in shapes if not s.case.add} == {None}
-    assert options.direction == ["forward", "backward"] and {s.weights for s in shapes} == {"bf16"}
-    assert all(s.rows * s.width <= MAX_ELEMENTS and s.rows == min(32768, MAX_ELEMENTS // s.width) for s in shapes)
-
-
-def test_quick_is_a_small_part_but_what_is_asked_for_stays():
-    options = parse("--quick")
-    assert len(selection.shapes(options)) == 2 and options.rounds == 7
-    options = parse("--quick", "--width", "512", "--case", "ln", "--rounds", "9")
-    assert [(s.case.name, s.width) for s in selection.shapes(options)] == [("ln", 512)] and options.rounds == 9
-
-
-def test_small_widths():
-    assert {s.width for s in selection.shapes(parse("--small"))} == {32, 64, 128, 256, 512}
-
-
-def test_rows_that_the_cap_makes_equal_are_measured_once():
-    options = parse("--case", "ln", "--width", "65536", "--rows", "32768", "16384", "1024")
-    assert [(s.rows, s.asked_rows) for s in selection.shapes(options)] == [(8192, 32768), (1024, 1024)]
 
 
 @pytest.mark.parametrize(
@@ -175,32 +141,6 @@ def test_after_the_minutes_no_cell_is_started_and_what_is_left_is_told(run, monk
         run("--case", "ln", "--width", "64", "48", "--provider", "torch", "--minutes", "1")
 
 
-def test_models_are_measured_as_they_train():
-    shapes = selection.shapes(parse("--models"))
-    assert {s.width for s in shapes} == set(selection.MODEL_WIDTHS) and {s.weights for s in shapes} == {"fp32"}
-    assert {(s.case.name, s.residual) for s in shapes} == {(n, r) for n, c in CASES.items() if c.add for r in ("bf16", "fp32")}
-    assert [s.width for s in selection.shapes(parse("--models", "--width", "2304", "--case", "rms"))] == [2304]
-
-
-def test_drawn_shapes_depend_on_the_seed_alone():
-    assert selection.drawn(3, 40, 20)[:5] == selection.drawn(3, 5) != selection.drawn(4, 5)
-    first = [(s.case.name, s.residual, s.weights, s.rows, s.width) for s in selection.drawn(1, 2, 1)]
-    assert first == FIRST_OF_SEED_1, "recorded results say the seed alone"
-
-
-def test_drawn_shapes_are_of_every_kind_within_bounds():
-    large, small = selection.drawn(0, 400), selection.drawn(0, 0, 400)
-    assert len(large) == len(small) == 400
-    for shapes, narrowest, least in ((large, 512, 2**26), (small, 256, 2**22)):
-        assert all(narrowest <= s.width <= 16384 and s.width % 8 == 0 and s.rows * s.width >= least for s in shapes)
-        assert min(s.width for s in shapes) < 1.1 * narrowest and max(s.width for s in shapes) > 15000
-        kinds = {(s.case.name, s.residual, s.weights) for s in shapes}
-        assert kinds == {
-            (n, r, w) for n, c in CASES.items() for r in (("bf16", "fp32") if c.add else (None,)) for w in ("bf16", "fp32")
-        }
-    assert max(s.rows * s.width for s in small) < 2**26 + 2**14 and {s.rows % 16 == 0 for s in large} == {True, False}
-
-
 def test_each_selection_has_a_file_of_its_own(run, tmp_path):
     records, _ = run("--random", "1", "1", "--seed", "5", "--provider", "torch")
     assert len(records) == 4 and all(r["M"] <= 64 < r["asked_rows"] for r in records)
@@ -216,39 +156,6 @@ def test_another_revision_is_timed_beside_ours(run):
     assert all("times_ours" in r for r in records if r["provider"] == "before")
     header, line = printed.out.splitlines()[:2]
     assert header.endswith("before / ours") and "LN, forward 64×64" in line and " –  " in line, "before is no peer"
-
-
-@pytest.mark.parametrize(
-    "direction, rows, width, least",
-    [
-        ("forward", 2**17, 512, 0.83), ("forward", 2**17, 1592, 0.90), ("forward", 2**17, 1600, 0.93),
-        ("backward", 2**17, 1016, 0.78), ("backward", 2**12, 16384, 0.90), ("backward", 2**11, 32768, 0.80),
-        ("forward", 2**16, 1016, 0.0), ("forward", 2**20, 504, 0.0),
-    ],
-)  # fmt: skip
-def test_floors(direction, rows, width, least):
-    assert floors.floor(direction, rows, width) == least
-
-
-def test_summary_names_cells_under_the_floor_and_those_behind():
-    def cell(n, ours, peer, interval, **more):
-        return [
-            norm("rms", n, "ours", ours, m=2**17, **more),
-            norm("rms", n, "torch", peer, m=2**17, times_ours=0.97, times_ours_95=interval, **more),
-        ]
-
-    records = [
-        *cell(1024, 0.89, 0.9, [0.96, 0.99]), *cell(2048, 0.94, 0.96, [0.95, 0.97], weights="fp32"),
-        norm("rms", 2048, "before", 0.9, m=2**17, weights="fp32", times_ours_95=[1.0, 1.1]),
-        norm("rms", 2048, "ours", 0.1, m=64),
-    ]  # fmt: skip
-    assert floors.summary(records).splitlines() == [
-        "under the floor: 1 of 2 cells of 2^26 elements or more",
-        "  RMS, forward 131072×1024: 0.89, floor 0.90",
-        "more than 2% behind the fastest other: 1 of 3 cells",
-        "  RMS, fp32 weights, forward 131072×2048: torch 0.970 (0.950 to 0.970)",
-        "more than 2% behind before: 0 of 3 cells",
-    ]
 
 
 @pytest.fixture

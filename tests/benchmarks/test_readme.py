@@ -31,7 +31,11 @@ def test_block_is_replaced_and_the_rest_stays(folder):
 
 @pytest.mark.parametrize(
     "marker, message",
-    [("norm nvidia-h200", "no table 'norm'; there are norms"), ("norms cpu", "run python -m benchmarks.norms")],
+    [
+        ("norm nvidia-h200", "no table 'norm'; there are norms_models, norms"),
+        ("norms cpu", "run python -m benchmarks.norms,"),
+        ("norms_models nvidia-h200", "run python -m benchmarks.norms --models,"),
+    ],
 )
 def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
     with pytest.raises(ResultsError, match=message):

@@ -42,6 +42,20 @@ def test_markdown_shows_ours_and_the_best_peer_bold_where_ours_is_faster_by_more
     assert "| backward, N = | 768 |" in text and "| LN | 0.50 |" in text
 
 
+def test_models_have_a_row_each_with_the_stream_of_training():
+    where = {"residual": "fp32", "weights": "fp32"}
+    records = [
+        *(norm("add_rms", n, "ours", 0.9, **where) for n in (4608, 2304)), norm("add_rms", 2304, "torch", 0.5, **where),
+        norm("add_ln", 2304, "ours", 0.8, **where), norm("add_rms", 2304, "ours", 0.1, residual="bf16", weights="fp32"),
+    ]  # fmt: skip
+    assert tables.models_markdown(records).splitlines() == [
+        "| forward, N = | add+LN | add+RMS |",
+        "| --- | ---: | ---: |",
+        "| 2304, Gemma 2 2B | 0.80 | **0.90** / 0.50 torch |",
+        "| 4608, Gemma 2 27B | – | 0.90 |",
+    ]
+
+
 def test_host_and_memory_tables():
     host = [
         {"case": "add_rms", "direction": d, "provider": p, "us": us, "p10": us - 1, "p90": us + 1}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ablation.order import in_another_order
-from ops.recognise import Formula, compute, may_be_a_norm, recognise
+from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
 
 def norms_of(model: nn.Module) -> dict[str, Formula]:

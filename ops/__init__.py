@@ -3,14 +3,12 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
-from .adopt import Pending, replace_norms, restore_norms
+from .adopt import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
 from .backend import backend_for
 from .functional import dropout_mask, layer_norm_fn, norm_fn, rms_norm_fn, seeded_dropout
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
-from .prenorm_block import GPT2_BLOCK, LLAMA_BLOCK, fuse_prenorm_block
 from .reference import Norm
-from .wiring import BlockLayout
 
 __all__ = [
     "GPT2_BLOCK",

@@ -18,7 +18,8 @@ from .checks import (
     check_tensor,
     check_weight,
 )
-from .functional import layer_norm_fn
+from .functional import norm_fn
+from .reference import Norm
 
 
 def layer_norm_linear_fn(
@@ -73,17 +74,16 @@ def layer_norm_linear_fn(
         check_flag(name, argument, flag)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
-    y, r = cast(
-        tuple[Tensor, Tensor],
-        layer_norm_fn(
-            x, norm_weight, norm_bias, residual, eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32,
-            is_rms_norm=is_rms_norm, out_dtype=dtype,
-        ),
+    norm = Norm.rmsnorm if is_rms_norm else Norm.layernorm
+    results = norm_fn(
+        norm, x, norm_weight, norm_bias, residual,
+        eps=eps, prenorm=True, residual_in_fp32=residual_in_fp32, out_dtype=dtype,
     )  # fmt: skip
+    y, r = cast(tuple[Tensor, Tensor], results)
     if transformed_by_func():  # which wants plain operations
         output = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
         return (output, r) if prenorm else output
-    output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm)
+    output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, norm)
     return (output, r) if prenorm else output
 
 
@@ -91,9 +91,9 @@ class _LinearOfNorm(torch.autograd.Function):
     """linear(y) for y = norm(r), keeping r, which the norm keeps anyway, instead of y."""
 
     @staticmethod
-    def forward(ctx, y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, is_rms_norm):
+    def forward(ctx, y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, norm):
         ctx.save_for_backward(r, norm_weight, norm_bias, linear_weight)
-        ctx.dtype, ctx.eps, ctx.is_rms_norm = y.dtype, eps, is_rms_norm
+        ctx.dtype, ctx.eps, ctx.norm = y.dtype, eps, norm
         ctx.linear_bias_dtype = None if linear_bias is None else linear_bias.dtype
         return F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
 
@@ -113,9 +113,7 @@ def _backward(ctx, dout) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         dy = dout @ linear_weight.to(ctx.dtype)
     if ctx.needs_input_grad[4]:
-        y = cast(
-            Tensor, layer_norm_fn(r, norm_weight, norm_bias, eps=ctx.eps, is_rms_norm=ctx.is_rms_norm, out_dtype=ctx.dtype)
-        )
+        y = cast(Tensor, norm_fn(ctx.norm, r, norm_weight, norm_bias, eps=ctx.eps, out_dtype=ctx.dtype))
         dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
     if ctx.needs_input_grad[5]:
         dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from .checks import as_device, check_dropout_p, check_eps, check_flag, check_size
-from .functional import layer_norm_fn
+from .functional import norm_fn
+from .reference import Norm
 
 
 class LayerNorm(nn.LayerNorm):
@@ -44,7 +45,7 @@ class LayerNorm(nn.LayerNorm):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Tensor | tuple[Tensor | None, ...]:
         """y (..., N), or with prenorm (y, the new residual stream); see `layer_norm_fn`."""
-        return _forward(self, x, self.bias, residual, prenorm, residual_in_fp32, is_rms_norm=False)
+        return _forward(Norm.layernorm, self, x, residual, prenorm, residual_in_fp32)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_extra_repr(self)}"
@@ -79,10 +80,13 @@ class RMSNorm(nn.RMSNorm):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Tensor | tuple[Tensor | None, ...]:
         """y (..., N), or with prenorm (y, the new residual stream); see `rms_norm_fn`."""
-        return _forward(self, x, None, residual, prenorm, residual_in_fp32, is_rms_norm=True)
+        return _forward(Norm.rmsnorm, self, x, residual, prenorm, residual_in_fp32)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_extra_repr(self)}"
+
+
+MODULES: dict[Norm, type[nn.Module]] = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 
 
 def _check(name, hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine, bias=True):
@@ -96,18 +100,18 @@ def _check(name, hidden_size, eps, dropout_p, dtype, zero_centered_weight, eleme
         check_flag(name, argument, flag)
 
 
-def _forward(module, x, bias, residual, prenorm, residual_in_fp32, *, is_rms_norm):
-    return layer_norm_fn(
+def _forward(norm, module, x, residual, prenorm, residual_in_fp32):
+    return norm_fn(
+        norm,
         x,
         module.weight,
-        bias,
-        residual=residual,
+        module.bias,
+        residual,
         eps=module.eps,
         dropout_p=module.dropout_p if module.training else 0.0,
         prenorm=prenorm,
         residual_in_fp32=residual_in_fp32,
         zero_centered_weight=module.zero_centered_weight,
-        is_rms_norm=is_rms_norm,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ops import Pending, RMSNorm, replace_norms, restore_norms
-from ops.adopt import AdoptedNorm
+from ops.adopt.norms import AdoptedNorm
 
 from . import lookalikes
 from .lookalikes import randomised
@@ -123,7 +123,7 @@ def test_a_pending_is_not_taken_apart_in_silence(device):
     norm, x = nn.LayerNorm(N).to(device), torch.randn(3, N, device=device)
     replace_norms(norm, verbose=False)
     pending = Pending(x, x, 0.0)
-    with pytest.raises(TypeError, match=r"\[0\] of a Pending.*hidden \+ residual"):
+    with pytest.raises(TypeError, match=r"\[\].* of a Pending.*hidden \+ residual"):
         pending[0]
     with pytest.raises(TypeError, match="got tuple; reentrant activation checkpointing"):
         norm(tuple(pending))

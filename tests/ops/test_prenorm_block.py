@@ -229,7 +229,7 @@ def block_with_other_norm():
         (WithMore, "also has drop_path, gamma, of which layout says nothing"),
         (ReturnsTuple, "returns a tuple, expected a tensor"),
         (block_with_other_norm, "layout.norm2 can't be replaced: it is neither LayerNorm nor RMSNorm"),
-        (lambda: Block(norm=LayerNorm), "layout.norm1 is a LayerNorm of this package"),
+        (lambda: Block(norm=LayerNorm), "layout.norm1 can't be replaced: it is a LayerNorm of this package"),
         (lambda: nn.Linear(2, 2), "block has no 'ln_1', layout.norm1"),
     ],
 )

@@ -8,8 +8,8 @@ from torch import nn
 
 import ops
 from ops import BlockLayout, LayerNorm, RMSNorm, fuse_prenorm_block, replace_norms
-from ops.adopt import AdoptedNorm
-from ops.recognise import looks_like_a_norm
+from ops.adopt.norms import AdoptedNorm
+from ops.adopt.recognise import looks_like_a_norm
 
 from . import lookalikes
 from .cases import BF16, FP16, FP32

@@ -227,7 +227,7 @@ def test_dropouts_that_the_layout_leaves_out_are_refused_with_the_layout_that_na
 def test_no_layout_is_suggested_for_what_is_no_dropout(more):
     block = OneDropout()
     block.more = more
-    with pytest.raises(ValueError, match=r"layout says nothing; rewrite such a block by hand, .* of ops/prenorm_block\.py$"):
+    with pytest.raises(ValueError, match=r"layout says nothing; rewrite such a block by hand, .* of ops/adopt/blocks\.py$"):
         fuse_prenorm_block(block, LAYOUT)
 
 

@@ -18,73 +18,103 @@ the output and the stream, as a Pending; the loop over blocks need not know. The
 a replaced one, takes a Pending and gives a tensor.
 """
 
-from typing import Any, cast
+import inspect
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .adopt import AdoptedNorm, Pending, replace_norms
-from .modules import LayerNorm, RMSNorm
-from .swap import Swapped, swap, unswap
-from .wiring import BY_HAND, BlockLayout, Wiring, check_drops_last, parts_of, wiring_of
+from ..modules import MODULES
+from .norms import AdoptedNorm, Pending, Swapped, replace_norms, swap, unswap
+from .wiring import BY_HAND, BlockLayout, Wiring, parts_of, wiring_of
 
-GPT2_BLOCK = BlockLayout(
-    "ln_1", "attn", "ln_2", "mlp", "attn.resid_dropout", "mlp.dropout"
-)  # nanoGPT's, and transformers' GPT2Block
-LLAMA_BLOCK = BlockLayout("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")  # and Mistral's, Qwen2's, Qwen3's
+# nanoGPT's, and transformers' GPT-2; Llama's, Mistral's, Qwen2's and Qwen3's
+GPT2_BLOCK = BlockLayout("ln_1", "attn", "ln_2", "mlp", "attn.resid_dropout", "mlp.dropout")
+LLAMA_BLOCK = BlockLayout("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp32: bool = False) -> None:
     """Gives a block the (hidden, residual) form, in place. `restore_norms(model)` undoes it.
 
-    Do it to all blocks of a stack, and `replace_norms` to the final norm. Norms that are not replaced yet are. Arguments that
-    the block gets beside x go where it hands them: to the mixer. How the block is wired is tried out with stand-ins for its
-    parts, in evaluation and in training, so one that scales, clamps, drops or norms what it adds, or computes what it gives to
+    Do it to all blocks of a stack, and `replace_norms` to the final norm; the blocks' own norms are replaced here. Arguments
+    that the block gets beside x go where it hands them: to the mixer. The block's own forward is tried with stand-ins for its
+    parts, in evaluation and in training. A block that scales, clamps, drops or norms what it adds, or computes what it gives to
     its parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x, and None for the rest.
 
     Args:
-        block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody
-            outside it uses, the embeddings for instance: they drop nothing themselves any more.
+        block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts no longer drop anything
+            themselves, so nothing outside the block may use them, the embeddings for instance.
         layout: GPT2_BLOCK, LLAMA_BLOCK or one of your own.
-        residual_in_fp32: keep the stream that begins in this block in fp32 (where x of the first block is no Pending).
+        residual_in_fp32: keep the stream in fp32 if it begins in this block, that is, if its x is a tensor.
 
     Raises:
         TypeError: block is no module, or layout no BlockLayout.
-        ValueError: the block is of another form, has other parts too, or its norms are not ours to replace. It is as it was.
+        ValueError: the block has another form or more parts, or its norms can't be replaced. It stays as it was.
     """
     if not isinstance(block, nn.Module):
         raise TypeError(f"fuse_prenorm_block: block must be a torch.nn.Module, got {type(block).__name__}")
     if not isinstance(layout, BlockLayout):
-        raise TypeError(
-            f"fuse_prenorm_block: layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got {type(layout).__name__}"
-        )
+        kind = type(layout).__name__
+        raise TypeError(f"fuse_prenorm_block: layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got {kind}")
     name = f"fuse_prenorm_block({type(block).__name__})"
     if isinstance(block, FusedBlock):
         raise ValueError(f"{name}: block is fused already; restore_norms undoes it")
     parts = parts_of(name, block, layout)
     wiring = wiring_of(name, block, layout, parts)
-    replaced = []
-    try:
-        for argument in ("norm1", "norm2"):
-            sites = replace_norms(parts[argument], verbose=False)
-            replaced += [parts[argument] for site in sites if site.fused]
-            if isinstance(parts[argument], LayerNorm | RMSNorm) and not isinstance(parts[argument], AdoptedNorm):
-                raise ValueError(
-                    f"{name}: layout.{argument} is a {type(parts[argument]).__name__} of this package, which takes hidden and "
-                    f"residual itself; {BY_HAND}"
-                )
-            if not isinstance(parts[argument], AdoptedNorm):
-                raise ValueError(f"{name}: layout.{argument} can't be replaced: {sites[0].why if sites else 'it is no norm'}")
-        width = cast(AdoptedNorm, parts["norm1"]).formula.width
-        for argument, sublayer in (("dropout1", "mixer"), ("dropout2", "mlp")):
-            if "." in (getattr(layout, argument) or "") and width is not None:
-                check_drops_last(name, argument, parts[sublayer], parts[argument], width)
-    except BaseException:
-        for norm in replaced:
-            unswap(cast(Swapped, norm))
-        raise
+    for field, sublayer in (("dropout1", "mixer"), ("dropout2", "mlp")):
+        if "." in (getattr(layout, field) or ""):
+            _check_drops_last(f"{name}: layout.{field}", parts[sublayer], parts[field], parts["norm1"])
+    replaced: list[Swapped] = []
+    for field in ("norm1", "norm2"):
+        norm = parts[field]
+        sites = replace_norms(norm, verbose=False)
+        if isinstance(norm, AdoptedNorm):
+            replaced += [norm for site in sites if site.fused]
+            continue
+        for other in replaced:
+            unswap(other)
+        why = sites[0].why if sites else "it is no norm"
+        if isinstance(norm, tuple(MODULES.values())):
+            why = f"it is a {type(norm).__name__} of this package, whose forward takes x and residual; {BY_HAND}"
+        raise ValueError(f"{name}: layout.{field} can't be replaced: {why}")
     swap(block, FusedBlock, layout=layout, residual_in_fp32=residual_in_fp32, wiring=wiring)
-    for dropout in {parts[argument] for argument in ("dropout1", "dropout2") if argument in parts}:
+    for dropout in {parts[field] for field in ("dropout1", "dropout2") if field in parts}:
         swap(dropout, FusedDropout)
+
+
+def _check_drops_last(name: str, sublayer: nn.Module, dropout: nn.Module, norm: nn.Module) -> None:
+    """Raises if the dropout inside a sublayer, which gets what `norm` gives, is not the last thing that happens there.
+
+    A sublayer that can't be tried with None for what it needs beside x, a mask for instance, is not checked.
+    """
+    marks: list[Tensor] = []
+
+    def mark(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        marks.append(torch.randn_like(output))
+        return marks[-1]
+
+    weight = next(sublayer.parameters(), torch.empty(0))
+    buffers = [(buffer, buffer.clone()) for buffer in sublayer.buffers()]  # running statistics, a cache
+    handle = dropout.register_forward_hook(mark)
+    cuda = [weight.device] if weight.device.type == "cuda" else []
+    try:
+        width = next(norm.parameters()).numel()
+        more = list(inspect.signature(type(sublayer).forward).parameters.values())[2:]
+        needed = {p.name: None for p in more if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda), torch.compiler.set_stance("force_eager"):
+            y = type(sublayer).forward(sublayer, torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device), **needed)
+            y = y[0] if isinstance(y, tuple) else y
+            none_led_elsewhere = needed and not marks
+            last = none_led_elsewhere or (len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten()))
+    except Exception:  # without what it needs, its code may raise anything; so does a norm without weights, which has no width
+        return
+    finally:
+        handle.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    if not last:
+        raise ValueError(f"{name} is not the last that happens in its sublayer, so no norm can do its work")
 
 
 class FusedBlock(Swapped):

@@ -1,115 +1,170 @@
-"""What a launch asks of Triton and the driver, by the device: an option that a backend does not know is an error there."""
-
-from dataclasses import replace
+"""What is compiled and started: few kernels, few variants, and the second launch without Triton's launch code."""
 
 import pytest
 import torch
 
-from ops import launch
+from ops import Norm, launch, layer_norm_fn
+from ops.launch import Launcher
 from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
 from ops.tiling import H200
 
-from .cases import BF16
+from .cases import BF16, leaf
 
+KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel")
+CPU = torch.device("cpu")
 DEVICES = {
     "H200": H200,
-    "A100": replace(H200, multiprocessors=108, shared_memory=166912, since_sm_90=False),
-    "MI300": replace(H200, multiprocessors=304, shared_memory=65536, warp_size=64, cooperative=False, since_sm_90=False),
+    "A100": H200._replace(multiprocessors=108, shared_memory=166912, since_sm_90=False),
+    "MI300": H200._replace(multiprocessors=304, shared_memory=65536, warp_size=64, cooperative=False, since_sm_90=False),
 }
 
 
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, *arguments):
+        self.runs.append(arguments)
+
+
+class Kernel:
+    """Triton's side, played by the test: notes the calls that go through it."""
+
+    def __init__(self):
+        self.compiled, self.calls = Compiled(), []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: (self.calls.append((grid, arguments, options)), self.compiled)[1]
+
+
 @pytest.fixture
-def on(monkeypatch):
-    """A function: launches are made for this device; nothing is started."""
+def kernel(monkeypatch):
+    class Driver:
+        class active:
+            @staticmethod
+            def get_current_stream(index):
+                return "stream"
 
-    def choose(name):
-        monkeypatch.setattr(launch, "device_facts", lambda device: DEVICES[name])
-        launch.forget()
-
-    yield choose
-    launch.forget()
-
-
-def forward(n, strides=None):
-    options = Options(
-        eps=1e-5,
-        dropout_p=0.0,
-        zero_centered_weight=False,
-        is_rms_norm=False,
-        out_dtype=BF16,
-        residual_dtype=BF16,
-        store_residual=False,
-        store_stats=True,
-        return_mask=False,
-    )
-    return launch._forward(options, torch.Size((64, n)), torch.device("cpu"), dtypes(Inputs, "x", "weight"), strides, False)
+    monkeypatch.setattr(launch, "driver", Driver)
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    return Kernel()
 
 
-def backward(n, wanted=(True, True, False, False), strides=None):
-    options = BackwardOptions(
-        dropout_p=0.0,
-        zero_centered_weight=False,
-        is_rms_norm=False,
-        dz_dtype=BF16,
-        dx_dtype=None,
-        dx1_dtype=None,
-        wanted=wanted,
-        weight_dtype=BF16,
-    )
-    given = dtypes(BackwardInputs, "dy", "r", "weight")
-    return launch._backward(options, torch.Size((64, n)), torch.device("cpu"), given, strides)
+class Pair(tuple):
+    def __new__(cls, *values):
+        return super().__new__(cls, values)
 
 
-def dtypes(record, *present):
-    return tuple(BF16 if name in present else None for name in record._fields)
+def test_the_second_call_starts_what_the_first_compiled(kernel):
+    start = Launcher(kernel, 7, CPU, Pair, ("numbers", "how"), num_warps=4, launch_pdl=False)
+    x, y, seed = torch.zeros(8), torch.zeros(8), torch.zeros(1, dtype=torch.int64)
+    start((x, None), seed)
+    assert kernel.calls == [((7,), (Pair(x, None), seed, "numbers", "how"), {"num_warps": 4})]
+    start((y, None), seed)
+    given = ((y.data_ptr(), None), seed.data_ptr(), "numbers", "how")
+    assert len(kernel.calls) == 1
+    assert kernel.compiled.runs == [(7, 1, 1, "stream", "function", "metadata", None, None, None, *given)]
+
+
+def test_pointers_off_a_16_byte_boundary_take_tritons_launch(kernel):
+    start = Launcher(kernel, 7, CPU, Pair, ())
+    even, odd, seeds = torch.zeros(8), torch.zeros(9)[1:], torch.zeros(2, dtype=torch.int64)
+    for x in (odd, even, odd):  # what was compiled for any alignment is not kept
+        start((x, None), seeds[0])
+    assert len(kernel.calls) == 3 and not kernel.compiled.runs
+    start((even, None), seeds[1])  # the kernel doesn't look at the seed's
+    assert len(kernel.calls) == 3 and len(kernel.compiled.runs) == 1
+
+
+def test_a_profiler_hears_of_every_launch(kernel):
+    start, hook = Launcher(kernel, 7, CPU, None, ()), lambda metadata: None
+    start((torch.zeros(8),))
+    launch.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        start((torch.zeros(8),))
+    finally:
+        launch.knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(kernel.calls) == 2 and not kernel.compiled.runs
+    start((torch.zeros(8),))
+    assert len(kernel.calls) == 2 and len(kernel.compiled.runs) == 1
+
+
+def test_no_rows_start_nothing_and_what_the_interpreter_returns_is_not_kept(kernel):
+    Launcher(kernel, 0, CPU, None, ())((torch.zeros(0),))
+    assert not kernel.calls
+    kernel.compiled = None
+    start = Launcher(kernel, 1, CPU, None, ())
+    for _ in range(2):
+        start((torch.zeros(8),))
+    assert len(kernel.calls) == 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("n", [768, 16384, 65536])
-def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, on):
-    on(device)
-    made = backward(n)
-    launches = {"forward": forward(n).start, "backward": made.gradients, "finish": made.finish}
-    for name, launcher in launches.items():
-        options = launcher.constants
-        cooperative = options.get("SLICES", 1) > 1
-        early = DEVICES[device].since_sm_90 and not cooperative
-        assert (options.get("launch_pdl", False), options["EARLY_START"]) == (early, early), name
-        assert ("launch_cooperative_grid" in options) == cooperative, name
-        assert not cooperative or DEVICES[device].cooperative, name
-        assert "maxnreg" not in options or DEVICES[device].warp_size == 32, name
+def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, monkeypatch):
+    facts = DEVICES[device]
+    monkeypatch.setattr(launch, "device_facts", lambda device: facts)
+    dtypes = [
+        record(*[BF16 if name in ("x", "r", "dy", "weight") else None for name in record._fields])
+        for record in (Inputs, BackwardInputs)
+    ]
+    dtypes[1] = dtypes[1]._replace(x=None)
+    options = Options(1e-5, 0.0, Norm.layernorm, False, BF16, BF16, store_residual=False, store_stats=True, return_mask=False)
+    gradients = BackwardOptions(0.0, Norm.layernorm, False, BF16, None, None, (True, False, False, False), BF16)
+    forward = launch._forward_launcher(options, torch.Size((64, n)), CPU, dtypes[0], None)
+    backward = launch._backward_launch(gradients, torch.Size((64, n)), CPU, dtypes[1], None)
+    for launcher in (forward, backward.gradients, backward.finish):
+        cooperative = launcher.options.get("launch_cooperative_grid", False)
+        assert launcher.options.get("launch_pdl", False) == (facts.since_sm_90 and not cooperative)
+        assert facts.cooperative or not cooperative
+    for launcher in (forward, backward.gradients):
+        how = launcher.rest[-1]
+        assert bool(how.EARLY_START) == launcher.options.get("launch_pdl", False)
+        assert facts.since_sm_90 or not how.PREFETCH
+    assert (backward.gradients.rest[-1].SLICES > 1) == backward.gradients.options.get("launch_cooperative_grid", False)
 
 
-@pytest.mark.parametrize("device", ["H200", "MI300"])
-def test_a_threads_registers_are_bounded_as_the_tile_says(device, on):
-    on(device)
-    assert forward(4096).start.constants.get("maxnreg") == (80 if device == "H200" else None)
+def started_on_gpu(fn) -> tuple[object, list[str]]:
+    """fn's result, and the names of the kernels, copies and fills that it put on the GPU."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        result = fn()
+        torch.cuda.synchronize()
+    return result, [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-@pytest.mark.parametrize("device", ["H200", "A100"])
-def test_backward_lets_the_next_kernel_begin_only_where_that_is_its_own_sum(device, on):
-    on(device)
-    assert backward(768).gradients.constants["EARLY_FINISH"] == DEVICES[device].since_sm_90
-    assert not backward(768, wanted=(False, False, False, False)).gradients.constants["EARLY_FINISH"]
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [768, 4096, 65536])
+def test_the_gpu_runs_one_kernel_forward_two_backward_and_a_fill_for_split_rows(n, device):
+    x, residual, w, b = (leaf(*shape, device=device, dtype=BF16) for shape in ((64, n), (64, n), (n,), (n,)))
+    seed, g = torch.tensor([1], device=device), torch.randn(64, n, device=device, dtype=BF16)
+
+    def forward():
+        return layer_norm_fn(x, w, b, residual, prenorm=True, dropout_p=0.1, seed=seed)
+
+    def backward():
+        return torch.autograd.grad(outputs, (x, residual, w, b), (g, g))
+
+    outputs = forward()
+    backward()  # compiled, and the allocator's memory is there
+    outputs, started = started_on_gpu(forward)
+    assert started == [KERNELS[0]]
+    _, started = started_on_gpu(backward)
+    assert [name for name in started if name in KERNELS] == list(KERNELS[1:]) and len(started) <= 3, started
 
 
-def test_many_partial_sums_of_few_columns_are_added_up_by_large_programs_no_more_than_there_are_multiprocessors(on):
-    on("H200")
-    finish = {n: backward(n).finish for n in (64, 128, 512, 768, 1024)}  # weight and bias: twice as many columns
-    assert {n: (made.programs, made.constants["BLOCK_N"], made.constants["num_warps"]) for n, made in finish.items()} == {
-        64: (16, 8, 4), 128: (32, 8, 16), 512: (128, 8, 16), 768: (96, 16, 16), 1024: (256, 8, 4),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("n, multiple", [(768, 16), (1000, 8), (1500, 4), (50257, 1)])
-def test_kernels_are_told_what_divides_the_width(n, multiple, on):
-    on("H200")
-    assert forward(n).start.constants["MULTIPLE"] == backward(n).gradients.constants["MULTIPLE"] == multiple
-
-
-def test_kernels_are_told_what_divides_the_distances_between_rows_too(on):
-    on("H200")
-    strides = tuple(776 if name == "x" else 0 for name in Inputs._fields)
-    assert forward(768, strides).start.constants["MULTIPLE"] == 8
-    strides = tuple(770 if name == "dy" else 0 for name in BackwardInputs._fields)
-    assert backward(768, strides=strides).gradients.constants["MULTIPLE"] == 2
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [512, 768, 1600, 2304, 4096, 65536])
+def test_a_new_batch_size_dropout_probability_or_seed_compiles_nothing(n, device):
+    """Trap: autotuning anew for every M; constants that depend on M."""
+    kernels = [getattr(launch, name) for name in KERNELS]
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    for m in (64, 1, 2, 16, 31, 1000, 4096):
+        x, w = leaf(m, n, device=device), leaf(n, device=device)
+        y = layer_norm_fn(x, w, w, x, dropout_p=0.1 + 0.4 * (m % 2), seed=torch.tensor([m], device=device))
+        y.backward(torch.ones(m, n, device=device))
+        assert [sum(len(caches[0]) for caches in kernel.device_caches.values()) for kernel in kernels] == [1, 1, 1], m

@@ -23,7 +23,7 @@ from .kernels.dropout import dropout_kernel
 from .kernels.forward import norm_forward_kernel
 from .kernels.norms import centres
 from .kernels.rows import Variant
-from .kernels.split import RING
+from .kernels.split import RING, turn_words
 from .philox import drop_threshold, keep_scale
 from .records import (
     BackwardInputs,
@@ -160,6 +160,7 @@ def _backward_launch(
         STREAM_DTYPE=None,
         SLICES=tile.slices,
         STAGES=tile.stages,
+        HOLD_WEIGHTS=tile.hold_weights,
         WANTED=options.wanted,
         EARLY_START=early,
     )
@@ -187,7 +188,7 @@ def _backward_launch(
         num_warps=4,
         launch_pdl=facts.since_sm_90,
     )
-    words = groups * RING.value * tile.slices if split else 0
+    words = groups * RING.value * turn_words(tile.slices) if split else 0
     return _BackwardLaunch(groups * count * N, words, gradients, finish)
 
 

@@ -13,6 +13,7 @@ class Tile:
     programs_per_sm: int = 0  # backward: persistent programs; 0 in forward, where each tile has a program
     slices: int = 1  # backward: programs that share a row, one block each
     looped: bool = False  # the row is read twice, a block at a time
+    hold_weights: bool = True  # backward: the weights stay in registers from tile to tile
     early_weights: bool = False  # forward: the weights are read before the rows
     prefetch: bool = False  # rows of a later tile are brought into L2
     prefetch_programs: int = 0  # forward: how many programs later that tile is

@@ -97,8 +97,9 @@ def norm_backward_kernel(p, p_seed, stride, n, HOW: tl.constexpr):
 def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
     """Rows that stay in registers from their load to their gradients. The weights and their gradients stay from row to row."""
     at = place(0, 0, n.M, HOW)
-    b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
-    b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
+    if HOW.HOLD_WEIGHTS:
+        b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
+        b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
     b_sums = zero_sums(HOW)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=HOW.STAGES):
         if HOW.PREFETCH:
@@ -106,6 +107,9 @@ def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
         at = place(tile, 0, n.M, HOW)
         b_dz = load_rows_if_there(p.dr, at, stride.dr, HOW)
         if p.dy is not None or p.dy1 is not None:
+            if not HOW.HOLD_WEIGHTS:
+                b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
+                b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
             b_r = load_rows(p.r, at, stride.r, HOW)
             b_dy = load_rows_if_there(p.dy, at, stride.dy, HOW)
             b_dy1 = load_rows_if_there(p.dy1, at, stride.dy1, HOW)
@@ -114,7 +118,7 @@ def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
             b_sums = add_weight_gradients(b_sums, b_dy, b_dy1, b_xhat, HOW)
             b_g = weighted(b_dy, b_weight, b_dy1, b_weight1, HOW)
             b_c1, b_c2 = row_sums(b_g, b_xhat, HOW)
-            b_dz = through_norm(b_dz, b_g, b_xhat, b_c1 * (1.0 / HOW.N), b_c2 * (1.0 / HOW.N), b_rstd, HOW)
+            b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW)
         b_ds, b_ds1 = store_input_gradients(p, seed, stride, n, b_dz, at, HOW)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
     store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, HOW), HOW)
@@ -148,7 +152,7 @@ def looped_rows(p, seed, stride, n, HOW: tl.constexpr):
                 b_sums = add_weight_gradients(zero_sums(HOW), b_dy, b_dy1, b_xhat, HOW)
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, HOW)
                 store_partials(p, b_sums, tl.program_id(0), here, HOW)
-                b_dz = through_norm(b_dz, b_g, b_xhat, b_c1 * (1.0 / HOW.N), b_c2 * (1.0 / HOW.N), b_rstd, HOW)
+                b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW)
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, stride, n, b_dz, here, HOW)
             b_ds += b_block_ds
             b_ds1 += b_block_ds1
@@ -197,7 +201,7 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
         b_c1, b_c2 = collect(p.board, group, turn - 1, HOW)
         b_g = weighted(b_dy_before, b_weight, (), (), HOW)
         b_xhat = normalised(b_r_before, b_mean, b_rstd, before, HOW)
-        b_dz = through_norm(b_dz, b_g, b_xhat, b_c1 * (1.0 / HOW.N), b_c2 * (1.0 / HOW.N), b_rstd, HOW)
+        b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW)
         store_input_gradients(p, seed, stride, n, b_dz, before, HOW)
     store_partials(p, b_sums, group, place(0, first_col, n.M, HOW), HOW)
 
@@ -275,8 +279,10 @@ def row_sums(b_g, b_xhat, HOW: tl.constexpr):
 
 @triton.jit
 def through_norm(b_dr, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW: tl.constexpr):
-    """dz = dr + the gradient through the norm; b_c1, b_c2: means over the columns."""
+    """dz = dr + the gradient through the norm; b_c1, b_c2: sums over the columns, as of `row_sums`."""
     b_dz = ()
+    b_c1 *= b_rstd * (1.0 / HOW.N)
+    b_c2 *= b_rstd * (1.0 / HOW.N)
     for i in tl.static_range(blocks(HOW)):
         b = norm_gradient(b_g[i], b_xhat[i], b_c1, b_c2, b_rstd, HOW.NORM)
         if len(b_dr) > 0:

@@ -53,8 +53,8 @@ def direction(b_xhat, NORM: tl.constexpr):
 
 @triton.jit
 def norm_gradient(b_g, b_xhat, b_c1, b_c2, b_rstd, NORM: tl.constexpr):
-    """The gradient through the norm, fp32 [ROWS, width]; b_c1 = mean(g · x̂), b_c2 = mean(g)."""
-    b = b_g - direction(b_xhat, NORM) * b_c1[:, None]
+    """The gradient through the norm, fp32 [ROWS, width]; b_c1 = rstd · mean(g · x̂), b_c2 = rstd · mean(g)."""
+    b = b_g * b_rstd[:, None]
     if centres(NORM):
         b -= b_c2[:, None]
-    return b * b_rstd[:, None]
+    return b - direction(b_xhat, NORM) * b_c1[:, None]

@@ -3,7 +3,7 @@
     turn i     load row i → my sums of it → publish → keep r and dy
                collect everyone's sums of row i − 1 → finish and store it
 
-The board is int64 [groups, RING, SLICES], all −1 before the launch, a ring of turns so short that it stays in L2. A word is two
+The board is int64 [groups, RING, turn_words], all −1 before the launch, a ring of turns so short that it stays in L2. A word is two
 fp32 sums, the second without its last bit, which is the parity of the lap around the ring: a word of another lap has not
 arrived. Aligned words of 8 bytes are written whole, so no fence is needed. A place is free again when it is written: who
 publishes turn i has collected turn i − 2 of everyone, so everyone has collected turn i − 3, and RING is 4. All warps of a
@@ -22,12 +22,18 @@ RING = tl.constexpr(4)
 LAP_BIT = tl.constexpr(1 << 32)
 
 
+@triton.constexpr_function
+def turn_words(SLICES):
+    """Words that a turn has on the board: whole lines of 128 bytes, so that no two turns share one."""
+    return -(-SLICES // 16) * 16
+
+
 @triton.jit
 def publish(p_board, group, turn, slice_id, b_first, b_second, HOW: tl.constexpr):
     """Puts two sums, fp32 [1] each, on the board."""
     low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
     high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
-    p_words = p_board + (group * RING + turn % RING) * HOW.SLICES + slice_id
+    p_words = p_board + (group * RING + turn % RING) * turn_words(HOW.SLICES) + slice_id
     tl.store(p_words + tl.arange(0, 1), ((low | (high << 32)) & ~LAP_BIT) | lap_of(turn))
 
 
@@ -37,7 +43,7 @@ def collect(p_board, group, turn, HOW: tl.constexpr):
     LANES: tl.constexpr = triton.next_power_of_2(HOW.SLICES)
     tl.static_assert(LANES <= 32, "a warp reads the words of a row at once, each lane one")
     lanes = tl.arange(0, LANES)
-    p_words = p_board + (group * RING + turn % RING) * HOW.SLICES
+    p_words = p_board + (group * RING + turn % RING) * turn_words(HOW.SLICES)
     words = wait_for_words(p_words + lanes, tl.zeros([LANES], tl.int64) + lap_of(turn), (turn >= 0) & (lanes < HOW.SLICES))
     b_first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
     b_second = (words >> 32 & 0xFFFFFFFE).to(tl.uint32).to(tl.float32, bitcast=True)

@@ -2,11 +2,14 @@
 
 # ruff: noqa: E501
 import re
+from fractions import Fraction
 
 import pytest
 import torch
 
-from ops import LayerNorm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn, seeded_dropout
+from ops import LayerNorm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, rms_norm_fn, seeded_dropout
+
+from .cases import BF16, FP32
 
 X = torch.randn(4, 6, 8)
 W = torch.ones(8)
@@ -55,6 +58,8 @@ W = torch.ones(8)
         (lambda: seeded_dropout(X, 1.5, 0), "seeded_dropout: p must be in [0, 1), got 1.5"),
         (lambda: dropout_mask(0, -1, 8, 0.5), "dropout_mask: rows must be an int of 0 or more, got -1"),
         (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (K, 8)"),
+        (lambda: norm_fn("batchnorm", X), "norm_fn: norm is 'batchnorm', accepted: layernorm, rmsnorm"),
+        (lambda: norm_fn("rmsnorm", X, torch.ones(512)), "rms_norm_fn: weight has shape (512,), expected (8,)"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
     ],
 )  # fmt: skip
@@ -67,3 +72,45 @@ def test_message(call, message):
 def test_kernels_refuse_fp64_and_say_what_they_take():
     with pytest.raises(ValueError, match="x is float64 on cpu, accepted there: float32, bfloat16, float16"):
         layer_norm_fn(X.double(), W, None)
+
+
+def good(device):
+    shapes = dict.fromkeys(("x", "residual", "x1"), (4, 6, 8)) | dict.fromkeys(("weight", "bias", "weight1", "bias1"), (8,))
+    shapes |= dict.fromkeys(("rowscale", "rowscale1"), (4, 6))
+    tensors = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
+    buffers = {name: torch.empty(4, 6, 8, device=device) for name in ("out", "residual_out")}
+    return tensors | buffers | {"seed": torch.tensor([1], device=device), "dropout_p": 0.5, "eps": 0.5}
+
+
+def bad_values(name, value):
+    if isinstance(value, float):
+        yield from (-1.0, "0.5", None, [0.5], Fraction(1, 2), torch.tensor(0.5))
+        return
+    yield from (3.5, [1.0], value[:0], value.to(torch.int32), value.to("meta"), value.unsqueeze(0).expand(2, *value.shape))
+    if name == "seed":
+        yield from (True, value.double(), value.repeat(2))
+    else:
+        yield from (3, value.to(torch.complex64), value[..., :-1], value.to_sparse())
+    if name in ("out", "residual_out"):
+        yield from (value.clone().requires_grad_(), value.mT.contiguous().mT, value.to(BF16))
+
+
+@pytest.mark.parametrize("name", good(torch.device("cpu")))
+def test_a_bad_call_does_not_pass_because_a_good_one_did(name, device):
+    accepted = good(device)
+    layer_norm_fn(**accepted, out_dtype=FP32)
+    for value in bad_values(name, accepted[name]):
+        messages = []
+        for _ in range(2):  # nor because a bad one came before it
+            with pytest.raises((ValueError, TypeError)) as error:
+                layer_norm_fn(**accepted | {name: value}, out_dtype=FP32)
+            messages.append(str(error.value))
+        assert messages[0] == messages[1] and messages[0].startswith("layer_norm_fn: ") and name in messages[0], value
+    layer_norm_fn(**accepted, out_dtype=FP32)
+
+
+@pytest.mark.parametrize("flag", [torch.zeros(2), "yes", [True]])
+def test_a_flag_that_is_no_bool_is_refused(flag):
+    for name in ("prenorm", "residual_in_fp32", "zero_centered_weight", "is_rms_norm", "return_dropout_mask"):
+        with pytest.raises(TypeError, match=re.escape(f"{name} must be True or False, got {type(flag).__name__}")):
+            layer_norm_fn(X, None, None, **{name: flag})

@@ -51,3 +51,11 @@ def test_autocast_decides_the_dtype_of_the_product(device):
     assert z.dtype == BF16
     z.sum().backward()
     assert lw.grad.dtype == lw.dtype
+
+
+def test_a_single_row_without_leading_dimensions(device):
+    """Backward takes a row of shape (N,) for no matrix."""
+    x, matrix, bias = (torch.randn(shape, device=device, requires_grad=True) for shape in ((8,), (3, 8), (3,)))
+    layer_norm_linear_fn(x, None, None, matrix, bias).sum().backward()
+    torch.testing.assert_close(matrix.grad, F.layer_norm(x.detach(), (8,), eps=1e-6).expand(3, 8))
+    torch.testing.assert_close(bias.grad, torch.ones_like(bias))

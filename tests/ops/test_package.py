@@ -66,7 +66,7 @@ def test_ops_imports_torch_triton_and_the_standard_library_only():
     import ast
 
     allowed = {"torch", "triton", *sys.stdlib_module_names}
-    for file in OPS.glob("*.py"):
+    for file in OPS.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0:

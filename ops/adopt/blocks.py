@@ -8,11 +8,6 @@ As models are written                          As `fuse_prenorm_block` makes the
         return x                                       y, stream = norm2(pending, prenorm=True)    # drop, add, norm: one kernel
                                                        return Pending(mlp(y), stream, p)
 
-The numbers are the same; the brackets are drawn elsewhere:
-
-    written   │ Norm → Attention → Dropout → Add │ Norm → MLP → Dropout → Add │ Norm → …      │ … one residual branch
-    fused     Norm → Attention │ Dropout → Add → Norm │ → MLP │ Dropout → Add → Norm │ → …    │ … one kernel
-
 A block can't add its MLP's output itself, because the kernel that adds it is the next block's first norm. So it hands on both,
 the output and the stream, as a Pending; the loop over blocks need not know. The first block gets a tensor, and the final norm,
 a replaced one, takes a Pending and gives a tensor.
@@ -141,10 +136,9 @@ class FusedBlock(Swapped):
         """y and the new stream. A hook on the norm may have put one tensor in their place, which might even unpack into two."""
         normed = getattr(self, path)(x, prenorm=True, **how)
         if not isinstance(normed, tuple) or len(normed) != 2:
-            what = f"a tuple of {len(normed)}" if isinstance(normed, tuple) else f"a {type(normed).__name__}"
             raise TypeError(
-                f"{type(self).__name__}: {path} gave {what}, expected (y, stream). A forward hook on it that returns something "
-                "gets and returns both in a fused block"
+                f"{type(self).__name__}: {path} gave a {type(normed).__name__}, expected (y, stream). A forward hook on it "
+                "that returns something gets and returns both in a fused block"
             )
         return normed
 
@@ -162,8 +156,6 @@ class FusedBlock(Swapped):
 
 class FusedDropout(Swapped):
     """A dropout whose work a later norm does, with this p and in this mode."""
-
-    p: float
 
     def forward(self, input: Tensor) -> Tensor:
         return input

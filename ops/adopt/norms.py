@@ -69,12 +69,9 @@ def replace_norms(
 
 
 def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
-    """Undoes `replace_norms` and `fuse_prenorm_block`.
+    """Undoes `replace_norms` and `fuse_prenorm_block`; returns a line for each module that has its own forward again.
 
     Parameters keep their present values. `eps`, and what else came with the new class, is again what it was before.
-
-    Returns:
-        A line for each module that has its own forward again.
 
     Raises:
         TypeError: model is no module.
@@ -194,16 +191,12 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
-    attributes = {
-        "formula": formula,
-        "normalized_shape": () if formula.width is None else (formula.width,),
-        "eps": formula.eps,
-        "elementwise_affine": formula.weight is not None,
-        "zero_centered_weight": formula.zero_centered_weight,
-        "dropout_p": 0.0,
-    }
     try:
-        swap(module, AdoptedNorm, MODULES[formula.norm], **attributes)
+        swap(
+            module, AdoptedNorm, MODULES[formula.norm], formula=formula, eps=formula.eps, dropout_p=0.0,
+            normalized_shape=() if formula.width is None else (formula.width,),
+            elementwise_affine=formula.weight is not None, zero_centered_weight=formula.zero_centered_weight,
+        )  # fmt: skip
     except TypeError as error:
         return Site(name, was, False, f"Python can't give its class a subclass: {error}")
     return Site(name, was, True, str(formula))
@@ -217,10 +210,7 @@ def _described(module: nn.Module) -> str:
 
 
 def swap(module: nn.Module, forward: type[Swapped], *others: type, **attributes: Any) -> None:
-    """Gives `module` a class made of `forward`, its own and `others`, and these attributes.
-
-    Raises TypeError where Python can't: the module's class has slots, or bases that do not go together.
-    """
+    """Gives `module` a class made of `forward`, its own and `others`. Raises TypeError where Python can't, as with slots."""
     parts: list[Any] = [forward, type(module), *others]
     module.__class__ = _swapped_class(*parts)
     before = {name: value for name, value in module.__dict__.items() if name in attributes}

@@ -189,12 +189,10 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
         return f"trying it on {tuple(rows.shape)} raised {type(error).__name__}: {message}"
 
 
-def _run(
-    module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool = False, weight_dtype: torch.dtype = torch.float32
-) -> Tensor:
+def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool = False) -> Tensor:
     """The output of the module's forward for x with these weights, without its hooks; on the CPU."""
     device = _device(module)
-    weights = {name: value.to(device, weight_dtype, copy=True) for name, value in values.items()}
+    weights = {name: value.to(device, copy=True) for name, value in values.items()}
     clone = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
     clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
@@ -212,9 +210,7 @@ def _eps(module: nn.Module, formula: Formula, values: dict[str, Tensor], x: Tens
     t = compute(replace(formula, eps=1.0), values, x)
     v = float(t.square().sum() / compute(formula, values, x).square().sum())
     k = float((_run(module, values, x).double() * t).sum() / t.square().sum())
-    if not k > 0.0:
-        return 0.0  # it computes something else
-    found = 1.0 / k**2 - v
+    found = 1.0 / k**2 - v if k > 0.0 else 0.0  # otherwise it computes something else
     if found < 1e-3 * v:
         return 0.0
     if getattr(module, "eps", 0.0) is None and math.isclose(found, _FP32_EPS, rel_tol=1e-3):
@@ -258,12 +254,12 @@ def _with_out_dtype(module: nn.Module, formula: Formula, values: dict[str, Tenso
     half, full = torch.bfloat16, torch.float32
     seen = {}
     for x, weight in ((half, half), (half, full), (full, half)) if values else ((half, half),):
+        rounded = {name: value.to(weight) for name, value in values.items()}
         try:
-            y = _run(module, values, rows.to(x), weight_dtype=weight)
+            y = _run(module, rounded, rows.to(x))
         except RuntimeError:  # it takes no such mix, so any dtype will do
             continue
         seen[x, weight] = y.dtype
-        rounded = {name: value.to(weight) for name, value in values.items()}
         if _distance(y, compute(formula, rounded, rows.to(x))) > BF16_TOLERANCE:
             return f"it computes something else of {x} than of float32"
     for name, rule in OUT_DTYPES.items():

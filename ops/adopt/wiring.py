@@ -55,25 +55,21 @@ class Wiring:
                     f"fused block: argument {name} is a {type(value).__name__}; the block's own forward did not just hand it "
                     "to its mixer, and a fused block can do no more than that. Leave it out, or restore_norms"
                 )
-        missing = [name for name in self.handed_on if name not in given and name not in self.defaults]
-        if missing:
+        if missing := [name for name in self.handed_on if name not in given and name not in self.defaults]:
             raise TypeError(f"fused block: forward misses {', '.join(missing)}")
         return found
 
 
 def parts_of(name: str, block: nn.Module, layout: BlockLayout) -> dict[str, nn.Module]:
     """The block's parts by field of the layout. Raises ValueError if it lacks one, has others, or has a wrapped forward."""
-    parts = {}
-    paths = {field: path for field, path in vars(layout).items() if path is not None}
+    parts, paths = {}, {field: path for field, path in vars(layout).items() if path is not None}
     for field, path in paths.items():
         try:
             parts[field] = block.get_submodule(path)
         except AttributeError:
-            children = ", ".join(child for child, _ in block.named_children())
-            raise ValueError(
-                f"{name}: block has no {path!r}, layout.{field}; its parts are {children or 'none'}. Describe it with a "
-                "BlockLayout of their names"
-            ) from None
+            children = ", ".join(child for child, _ in block.named_children()) or "none"
+            todo = "Describe it with a BlockLayout of their names"
+            raise ValueError(f"{name}: block has no {path!r}, layout.{field}; its parts are {children}. {todo}") from None
     for field, module in {"block": block, **parts}.items():
         if "forward" in module.__dict__ and field not in ("mixer", "mlp"):
             part = field if module is block else f"layout.{field}"
@@ -104,10 +100,8 @@ def _check_dropout(name: str, dropout: nn.Module, block: nn.Module, layout: Bloc
         raise ValueError(f"{name} is a {type(dropout).__name__}, expected an nn.Dropout")
     paths = [path for path, module in block.named_modules(remove_duplicate=False) if module is dropout]
     if elsewhere := ", ".join(path for path in paths if path not in (layout.dropout1, layout.dropout2)):
-        raise ValueError(
-            f"{name} is also {elsewhere}, one module, which would not drop there any more; give each place an nn.Dropout of "
-            "its own"
-        )
+        todo = "which would not drop there any more; give each place an nn.Dropout of its own"
+        raise ValueError(f"{name} is also {elsewhere}, one module, {todo}")
 
 
 def _with_dropouts(block: nn.Module, layout: BlockLayout, more: list[str]) -> BlockLayout | None:
@@ -155,13 +149,13 @@ def _given_to_mixer(name, block, layout, parts, arguments, shape, training) -> d
     """What the mixer gets beside its input when the block's own forward runs; raises unless it computes what it should."""
     stand_ins = {part: _StandIn(parts[part], 0.1 * (i + 1)) for i, part in enumerate(("norm1", "mixer", "norm2", "mlp"))}
     norm1, mixer, norm2, mlp = stand_ins.values()
-    halved = {part: path for part in ("dropout1", "dropout2") if (path := getattr(layout, part)) and "." not in path}
+    halves = [path for path in (layout.dropout1, layout.dropout2) if path and "." not in path]  # instead of dropping
     modules: dict[str, Any] = {getattr(layout, part): module for part, module in stand_ins.items()}
-    modules |= dict.fromkeys(halved.values(), lambda x: 0.5 * x)
+    modules |= dict.fromkeys(halves, lambda x: 0.5 * x)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     x[..., 0] *= _OUTLIER
-    expected = x + (0.5 if "dropout1" in halved else 1.0) * mixer(norm1(x))
-    expected = expected + (0.5 if "dropout2" in halved else 1.0) * mlp(norm2(expected))
+    expected = x + (0.5 if layout.dropout1 in halves else 1.0) * mixer(norm1(x))
+    expected = expected + (0.5 if layout.dropout2 in halves else 1.0) * mlp(norm2(expected))
 
     clone = object.__new__(type(block))
     clone.__dict__.update(block.__dict__)
@@ -174,10 +168,10 @@ def _given_to_mixer(name, block, layout, parts, arguments, shape, training) -> d
         except Exception as error:  # the block's code may raise anything
             problem = problem or f"trying it with stand-ins for its parts raised {type(error).__name__}: {error}"
             continue
-        mode = " in training" if training else ""
         if not isinstance(found, Tensor):
             problem = f"it returns a {type(found).__name__}, expected a tensor"
         elif found.shape != x.shape or not torch.allclose(found, expected, atol=1e-5):
+            mode = " in training" if training else ""
             problem = f"it does not compute x + mixer(norm1(x)), then x + mlp(norm2(x)){mode}, of stand-ins for its parts"
         elif more := [*norm1.given, *norm2.given, *mlp.given]:
             problem = f"its norms or its MLP get {', '.join(more)} beside their input"

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ops import replace_norms
 
-from .test_prenorm_block import Model, N, fused
+from .toys import Model, N, fused
 
 
 @pytest.fixture

@@ -1,0 +1,257 @@
+"""fuse_prenorm_block: the (hidden, residual) form computes what the block computed."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ops import GPT2_BLOCK, BlockLayout, LayerNorm, Pending, fuse_prenorm_block, replace_norms, restore_norms
+
+from .lookalikes import Gemma, Llama, like, rms
+from .toys import Block, Model, N, block_of, block_that_drops, classes, fused, second_half
+
+DROPS = BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop")
+
+
+def gradients(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    return [y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, Llama, Gemma])
+def test_a_fused_stack_computes_what_it_computed_forward_and_backward(norm, device):
+    torch.manual_seed(0)
+    model = Model(norm=norm).to(device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 4, N, device=device)
+    new = fused(model)
+    assert list(new.state_dict()) == list(model.state_dict())
+    for found, expected in zip(gradients(new, x), gradients(model, x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(1.0, expected.abs().max().item()))
+
+
+def test_what_a_sublayer_dropped_is_dropped_by_the_next_norm_in_training_only(device):
+    model = fused(Model(p=0.5, depth=1)).to(device)
+    block = model.blocks[0]
+    for sublayer in (block.attn, block.mlp):
+        nn.init.zeros_(sublayer.linear.weight)
+        nn.init.constant_(sublayer.linear.bias, 100.0)  # tanh of it is 1
+    zeros = torch.zeros(64, N, device=device)
+    pending = block(zeros)
+    assert pending.dropout_p == 0.5 and torch.equal(pending.hidden, torch.ones_like(zeros))
+    assert set(pending.residual.unique().tolist()) == {0.0, 2.0}  # attention's output, dropped and added
+    _, stream = model.final(pending, prenorm=True)
+    assert set((stream - pending.residual).unique().tolist()) == {0.0, 2.0}  # and the MLP's
+    pending = block.eval()(zeros)
+    assert pending.dropout_p == 0.0 and torch.equal(pending.residual, torch.ones_like(zeros))
+
+
+@pytest.mark.parametrize(
+    ("change", "p"),
+    [
+        (lambda block: setattr(block.mlp.dropout, "p", 0.25), 0.25),
+        (lambda block: block.mlp.dropout.eval(), 0.0),
+        (lambda block: block.eval().mlp.dropout.train(), 0.5),  # samples of a model in evaluation
+        (lambda block: setattr(block.mlp, "dropout", nn.Identity()), 0.0),
+        (lambda block: setattr(block.mlp, "dropout", nn.Dropout(0.5)), 0.0),  # which drops by itself
+    ],
+    ids=["p", "dropout.eval", "dropout.train", "Identity in its place", "Dropout in its place"],
+)
+def test_a_dropout_inside_a_sublayer_counts_as_it_is_now(change, p, device):
+    block = fused(Model(p=0.5, depth=1)).to(device).blocks[0]
+    change(block)
+    assert block(torch.zeros(2, N, device=device)).dropout_p == p
+
+
+def test_a_dropout_of_the_block_itself_counts_as_it_is_now_for_both_branches(device):
+    block, zeros = block_that_drops(0.5).to(device), torch.zeros(2, N, device=device)
+    fuse_prenorm_block(block, DROPS)
+    pending = block(zeros)
+    assert isinstance(pending, Pending) and pending.dropout_p == 0.5
+    for other, p in ((nn.Dropout(0.25), 0.25), (nn.Dropout(0.25).eval(), 0.0), (nn.Identity(), 0.0)):
+        block.drop = other
+        assert block(zeros).dropout_p == p
+    block.drop = nn.AlphaDropout(0.5)
+    with pytest.raises(TypeError, match=r"drop is a AlphaDropout now, expected an nn\.Dropout"):
+        block(zeros)
+
+
+def test_the_stream_stays_in_fp32_where_asked(device):
+    x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
+    pending = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True).blocks[0](x)
+    assert (pending.hidden.dtype, pending.residual.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_compiled_without_a_graph_break(device):
+    torch._dynamo.reset()
+    model, x = fused(Model(p=0.1)).to(device).eval(), torch.randn(3, N, device=device)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), model(x))
+    assert compiled.train()(x).isfinite().all()
+
+
+def test_activation_checkpointing_around_a_fused_block(device):
+    model, x = fused(Model(p=0.5)).to(device), torch.randn(3, N, device=device)
+    torch.manual_seed(1)
+    expected = gradients(model, x)
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
+    torch.manual_seed(1)
+    for found, wanted in zip(gradients(model, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_reentrant_checkpointing_is_refused(device):
+    model, x = fused(Model()).to(device), torch.randn(3, N, device=device, requires_grad=True)
+    with pytest.raises(TypeError, match="use_reentrant=False"):
+        model.final(checkpoint(model.blocks[0], x, use_reentrant=True))
+
+
+@pytest.mark.parametrize(
+    ("hook", "gave"),
+    [
+        (lambda norm, inputs, output: output[0] * 2, "Tensor"),  # of two rows here, which unpack
+        (lambda norm, inputs, output: output * 2, "tuple"),
+    ],
+)
+def test_a_hook_that_returns_anything_but_y_and_the_stream_is_named(hook, gave, device):
+    model = fused(Model().to(device))
+    model.blocks[1].ln_2.register_forward_hook(hook)
+    with pytest.raises(TypeError, match=rf"FusedBlock: ln_2 gave a {gave}, expected \(y, stream\)\. A forward hook"):
+        model(torch.randn(2, 3, N, device=device))
+
+
+def test_a_hook_may_return_another_y_and_stream(device):
+    model, x = Model().to(device), torch.randn(2, 3, N, device=device)
+    changed = fused(model)
+    model.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: output * 2)
+    changed.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: (output[0] * 2, output[1]))
+    torch.testing.assert_close(changed(x), model(x))
+
+
+def test_restoring_gives_back_blocks_dropouts_and_norms(device):
+    model = nn.Sequential(Model(p=0.3)).to(device)
+    model.append(block_that_drops())
+    new = copy.deepcopy(model)
+    new[0] = fused(new[0])
+    fuse_prenorm_block(new[1], DROPS)
+    restore_norms(new, verbose=False)
+    assert classes(new) == classes(model)
+    found = []
+    for net in (model, new):
+        torch.manual_seed(0)
+        found.append(net(torch.ones(3, N, device=device)))
+    assert torch.equal(*found)
+
+
+def with_more():
+    block = block_of(Block.forward, drop_path=nn.Dropout1d(0.1))
+    block.gamma = nn.Parameter(torch.ones(N))
+    return block
+
+
+def wrapped(path):
+    def build():
+        block = Block(0.5)
+        part = block.get_submodule(path)
+        part.forward = lambda *args, own=part.forward: own(*args)
+        return block
+
+    return build
+
+
+def with_one_dropout_twice():
+    block = block_that_drops()
+    block.attn.weights_dropout = block.drop
+    return block
+
+
+def with_a_dropout_of_another_block():
+    first, second = Block(0.5), Block(0.5)
+    second.mlp.dropout = first.mlp.dropout
+    fuse_prenorm_block(first, GPT2_BLOCK)
+    return second
+
+
+def fused_already():
+    block = Block()
+    fuse_prenorm_block(block, GPT2_BLOCK)
+    return block
+
+
+FORM = "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x))"
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (lambda: block_of(lambda self, x: second_half(self, x + 0.3 * self.attn(self.ln_1(x)))), FORM),
+        (lambda: block_of(lambda self, x: self.ln_2(second_half(self, self.ln_1(x + self.attn(x))))), FORM),
+        (lambda: block_of(lambda self, x: x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))), FORM),
+        (lambda: block_of(lambda self, x: Block.forward(self, x).clamp(-1000, 1000)), FORM),
+        (lambda: block_of(lambda self, x: second_half(self, x + self.attn(self.ln_1(x)).clamp(-1000, 1000))), FORM),
+        (lambda: block_of(lambda self, x: (Block.forward(self, x), None)), "returns a tuple, expected a tensor"),
+        (with_more, "also has drop_path, gamma, of which layout says nothing"),
+        (
+            lambda: block_of(Block.forward, ln_2=like(Llama(N), lambda self, x: 2 * x / rms(x))),
+            "layout.norm2 can't be replaced: it is neither LayerNorm nor RMSNorm",
+        ),
+        (lambda: Block(norm=LayerNorm), "layout.norm1 can't be replaced: it is a LayerNorm of this package"),
+        (lambda: nn.Linear(2, 2), "block has no 'ln_1', layout.norm1"),
+        (wrapped(""), "the forward of block is replaced on the instance"),
+        (wrapped("mlp.dropout"), "the forward of layout.dropout2 is replaced on the instance"),
+        (lambda: block_of(Block.forward, mlp=nn.Sequential()), "block has no 'mlp.dropout', layout.dropout2"),
+        (with_a_dropout_of_another_block, "layout.dropout2 is one module with a dropout of another block"),
+        (fused_already, "fused already"),
+        (block_that_drops, "also has drop,"),
+        (with_one_dropout_twice, "layout.dropout1 is also attn.weights_dropout, one module"),
+    ],
+)
+def test_a_block_of_another_form_is_refused_and_stays_as_it_was(block, why):
+    layout = DROPS if block is with_one_dropout_twice else GPT2_BLOCK
+    block = block()
+    before = classes(block)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(block, layout)
+    assert classes(block) == before
+
+
+def test_what_is_no_block_or_no_layout_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"block must be a torch\.nn\.Module, got list"):
+        fuse_prenorm_block([], GPT2_BLOCK)
+    with pytest.raises(TypeError, match="layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got str"):
+        fuse_prenorm_block(Block(), "gpt2")
+
+
+class TorchAttention(nn.Module):
+    """As tutorials have it: torch's own attention, which gets its input three times and returns its weights too."""
+
+    def __init__(self):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(N), nn.MultiheadAttention(N, 2, batch_first=True)
+        self.ln_2, self.mlp = nn.LayerNorm(N), nn.Sequential(nn.Linear(N, N), nn.GELU())
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, mask):
+        h = self.ln_1(x)
+        x = x + self.drop(self.attn(h, h, h, attn_mask=mask, need_weights=False)[0])
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+
+def test_torchs_attention_gets_its_input_three_times_and_the_mask(device):
+    torch.manual_seed(0)
+    block, final = TorchAttention().to(device).eval(), nn.LayerNorm(N).to(device)
+    x = torch.randn(2, 4, N, device=device)
+    mask = nn.Transformer.generate_square_subsequent_mask(4, device=device)
+    expected = torch.autograd.grad(final(block(x, mask)).sin().sum(), list(block.parameters()))
+    replace_norms(final, verbose=False)
+    fuse_prenorm_block(block, DROPS)
+    copied = copy.deepcopy(block)
+    found = torch.autograd.grad(final(copied(x, mask)).sin().sum(), list(copied.parameters()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,228 @@
+"""What a block hands to its parts: a fused block hands them the same, or is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ops import GPT2_BLOCK, BlockLayout, fuse_prenorm_block, restore_norms
+from ops.adopt.norms import AdoptedNorm
+
+from .lookalikes import Llama, like
+from .toys import Block, N, Sublayer, block_of, block_that_drops, second_half
+
+LAYOUT = BlockLayout("ln_1", "attn", "ln_2", "mlp")
+
+
+# Forwards, by what they hand to attention beside its input.
+def nothing(self, x):
+    return second_half(self, x + self.attn(self.ln_1(x)))
+
+
+def constant(self, x):
+    return second_half(self, x + self.attn(self.ln_1(x), causal=self.flag))
+
+
+def default_of_its_own(self, x, causal=True):
+    return second_half(self, x + self.attn(self.ln_1(x), causal=causal))
+
+
+def renamed(self, x, factor=1.0, *, unused=None):
+    return second_half(self, x + self.attn(self.ln_1(x), factor))
+
+
+def needed(self, x, scale):
+    return second_half(self, x + self.attn(self.ln_1(x), scale))
+
+
+def any_name(self, x, **kwargs):
+    return second_half(self, x + self.attn(self.ln_1(x), **kwargs))
+
+
+def doubled(self, x, scale=1.0):
+    return second_half(self, x + self.attn(self.ln_1(x), scale=2 * scale))
+
+
+@pytest.mark.parametrize(
+    ("forward", "args", "kwargs"),
+    [
+        (constant, (), {}),
+        (default_of_its_own, (), {}),
+        (default_of_its_own, (False,), {}),
+        (renamed, (3.0,), {}),
+        (renamed, (), {"factor": 3.0, "unused": None}),
+        (needed, (3.0,), {}),
+        (any_name, (), {"scale": 3.0, "causal": True}),
+    ],
+)
+def test_the_mixer_gets_what_the_block_would_have_given_it(forward, args, kwargs, device):
+    block, x = block_of(forward, flag=True).to(device), torch.randn(2, 3, N, device=device)
+    expected = block(x, *args, **kwargs)
+    fuse_prenorm_block(block, LAYOUT)
+    pending = block(x, *args, **kwargs)
+    torch.testing.assert_close(pending.hidden + pending.residual, expected)
+
+
+@pytest.mark.parametrize(
+    ("forward", "args", "kwargs", "why"),
+    [
+        (doubled, (3.0,), {}, "argument scale is a float; the block's own forward did not just hand it to its mixer"),
+        (nothing, (), {"scale": 3.0}, "argument scale is a float"),
+        (renamed, (), {"unused": 1}, "argument unused is a int"),
+        (needed, (), {}, "misses scale"),
+        (needed, (1.0, 2.0), {}, "takes x, scale by position, got 3 arguments"),
+    ],
+)
+def test_an_argument_that_would_be_lost_raises(forward, args, kwargs, why):
+    block = block_of(forward)
+    fuse_prenorm_block(block, LAYOUT)
+    with pytest.raises(TypeError, match=re.escape(why)):
+        block(torch.zeros(2, 3, N), *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("forward", "why"),
+    [
+        (lambda self, x: nothing(self, x) + 0 * self.mlp(x, causal=True), "its norms or its MLP get causal beside their input"),
+        (lambda self, x: second_half(self, x + self.attn(self.ln_1(x), scale=x.shape[1])), "block computes scale, which it"),
+        (lambda self, x: second_half(self, x + self.attn(self.ln_1(x), causal=self.training)), "block computes causal"),
+        (lambda self, x: second_half(self, x + self.attn(self.ln_1(x), scale=x.mean())), "block computes scale"),
+        (lambda self, x, scale: nothing(self, x), "does something else with its argument scale"),
+        (
+            lambda self, x: second_half(self, x + F.dropout(self.attn(self.ln_1(x)), 0.1, self.training)),
+            "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x)) in training",
+        ),
+    ],
+)
+def test_a_block_that_does_more_than_hand_on_is_refused(forward, why):
+    block, state = block_of(forward), torch.get_rng_state()
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(block, LAYOUT)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_trying_a_block_follows_no_default_dtype_or_device(dtype):
+    block = block_of(any_name)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            fuse_prenorm_block(block, LAYOUT)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert block(torch.randn(2, N), causal=True).hidden.shape == (2, N)
+
+
+def block_that_drops_twice():
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.ln_1(x)))
+        return x + self.drop2(self.mlp(self.ln_2(x)))
+
+    return block_of(forward, drop=nn.Dropout(0.1), drop2=nn.Dropout(0.2))
+
+
+@pytest.mark.parametrize(
+    ("build", "layout", "dropouts"),
+    [
+        (block_that_drops, LAYOUT, ("drop", "drop")),
+        (block_that_drops_twice, LAYOUT, ("drop", "drop2")),
+        (block_that_drops_twice, replace(LAYOUT, dropout1="drop"), ("drop", "drop2")),
+    ],
+)
+def test_dropouts_that_the_layout_leaves_out_are_refused_with_the_layout_that_names_them(build, layout, dropouts):
+    block = build()
+    with pytest.raises(ValueError, match="of which layout says nothing; if that is what drops behind") as refused:
+        fuse_prenorm_block(block, layout)
+    suggested = re.search(r"BlockLayout\(.*?\)", str(refused.value)).group()
+    fuse_prenorm_block(block, eval(suggested))  # it is Python as it stands
+    assert (block.layout.dropout1, block.layout.dropout2) == dropouts
+
+
+@pytest.mark.parametrize("more", [nn.Linear(2, 2), nn.Dropout1d(0.1), nn.Parameter(torch.ones(2))])
+def test_no_layout_is_suggested_for_what_is_no_dropout(more):
+    block = block_that_drops()
+    block.more = more
+    with pytest.raises(ValueError, match=r"layout says nothing; rewrite such a block by hand, .* of ops/adopt/blocks\.py$"):
+        fuse_prenorm_block(block, LAYOUT)
+
+
+@pytest.mark.parametrize("names", [("ln_2", "attn", "ln_1", "mlp"), ("ln_1", "mlp", "ln_2", "attn")])
+def test_names_in_the_wrong_places_are_thought_of(names):
+    layout = BlockLayout(*names)
+    with pytest.raises(ValueError, match=re.escape("does not compute x + mixer(norm1(x)), then x + mlp(norm2(x))")) as refused:
+        fuse_prenorm_block(Block(), layout)
+    assert f"See whether each name in {layout} is in its place; if so, rewrite such a block by hand" in str(refused.value)
+
+
+def test_a_block_of_other_names_is_asked_to_be_described():
+    why = "block has no 'norm1', layout.norm1; its parts are ln_1, attn, ln_2, mlp. Describe it with a BlockLayout"
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(Block(), replace(GPT2_BLOCK, norm1="norm1"))
+
+
+# ---- that a dropout inside a sublayer comes last -----------------------------------------------------------------------------
+
+
+class DropsInTheMiddle(Sublayer):
+    def forward(self, x):
+        return self.linear(self.dropout(x))
+
+
+def test_a_sublayer_whose_dropout_does_not_come_last_is_refused():
+    block = block_of(nothing, mlp=DropsInTheMiddle())
+    state, hooks = torch.get_rng_state(), len(block.mlp.dropout._forward_hooks)
+    with pytest.raises(ValueError, match=r"layout\.dropout2 is not the last that happens in its sublayer"):
+        fuse_prenorm_block(block, replace(LAYOUT, dropout2="mlp.dropout"))
+    assert torch.equal(torch.get_rng_state(), state) and len(block.mlp.dropout._forward_hooks) == hooks
+    assert type(block.ln_1) is nn.LayerNorm
+
+
+class NeedsMask(nn.Module):
+    """Attention that needs a mask or None, has running statistics, and drops its weights as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.weights_dropout, self.dropout = nn.BatchNorm1d(N), nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x, mask):
+        x = self.norm(x.flatten(0, -2)).view_as(x)
+        weights = x @ x.mT if mask is None else x @ x.mT + mask
+        return self.dropout(self.weights_dropout(weights.softmax(-1)) @ x)
+
+
+class OtherWithoutMask(NeedsMask):
+    """Without a mask another function, in which nothing is dropped."""
+
+    def forward(self, x, mask):
+        return x if mask is None else super().forward(x, mask)
+
+
+def test_a_sublayer_that_needs_more_than_x_is_tried_without_it_and_keeps_its_buffers():
+    block = block_of(lambda self, x, mask: second_half(self, x + self.attn(self.ln_1(x), mask)), attn=NeedsMask())
+    before = [buffer.clone() for buffer in block.attn.buffers()]
+    with pytest.raises(ValueError, match=r"layout\.dropout1 is not the last that happens in its sublayer"):
+        fuse_prenorm_block(block, replace(LAYOUT, dropout1="attn.weights_dropout"))
+    fuse_prenorm_block(block, replace(LAYOUT, dropout1="attn.dropout"))
+    assert before and all(map(torch.equal, block.attn.buffers(), before))
+
+
+def test_a_sublayer_that_does_something_else_without_its_arguments_is_taken_at_the_layouts_word():
+    block = block_of(lambda self, x, mask: second_half(self, x + self.attn(self.ln_1(x), mask)), attn=OtherWithoutMask())
+    fuse_prenorm_block(block, replace(LAYOUT, dropout1="attn.dropout"))
+    assert restore_norms(block, verbose=False)
+
+
+def test_trying_a_block_and_its_parts_compiles_nothing():
+    compiled = []
+
+    def compile(forward):
+        return torch.compile(forward, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+
+    mlp = like(Sublayer(), compile(Sublayer.forward))
+    norms = {name: like(Llama(N), compile(Llama.forward)) for name in ("ln_1", "ln_2")}
+    block = block_of(compile(nothing), mlp=mlp, **norms)
+    fuse_prenorm_block(block, replace(LAYOUT, dropout2="mlp.dropout"))
+    assert isinstance(block.ln_1, AdoptedNorm) and not compiled

@@ -131,9 +131,9 @@ def _is_compiled(function: Any) -> bool:
 def _is_fused_norm(module: nn.Module) -> bool:
     """Of `ops` or of another copy of it: `prenorm` as it is installed, a folder in somebody's tree."""
     for cls in type(module).__mro__:
-        adopt = sys.modules.get(f"{cls.__module__.rpartition('.')[0]}.adopt")
-        norms = [getattr(adopt, name, None) for name in ("LayerNorm", "RMSNorm")]
-        if hasattr(adopt, "replace_norms") and cls in norms:
+        package = sys.modules.get(cls.__module__.rpartition(".")[0])
+        norms = [getattr(package, name, None) for name in ("LayerNorm", "RMSNorm")]
+        if hasattr(package, "replace_norms") and cls in norms:
             return True
     return False
 

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import DropoutMasks, NormConfig, NormImpl, NormKind
-from ops import layer_norm_fn, seeded_dropout
+from configs.schema import DropoutMasks, NormConfig, NormImpl
+from ops import Norm, norm_fn, seeded_dropout
+from ops.reference import NORMS
 
 
 class PreNorm(nn.Module):
@@ -30,7 +31,7 @@ class PreNorm(nn.Module):
     Args:
         width: of the normalised (last) dimension.
         norm: implementation, kind and eps.
-        bias: whether a LayerNorm has one; an RMSNorm never does.
+        bias: whether a LayerNorm has one; other norms never do.
         dropout: probability of dropping an element of x and x1 in training.
         drop_path: probabilities of dropping a whole sample of x and of x1 in training.
         parallel: a second pair of weights, and a second output y1 for them.
@@ -51,9 +52,9 @@ class PreNorm(nn.Module):
         residual_in_fp32: bool = False,
     ) -> None:
         super().__init__()
-        self.width, self.impl, self.kind, self.eps, self.masks = width, norm.impl, norm.kind, norm.eps, norm.dropout_masks
+        self.width, self.impl, self.kind, self.eps, self.masks = width, norm.impl, Norm[norm.kind], norm.eps, norm.dropout_masks
         self.dropout, self.drop_path, self.prenorm, self.residual_in_fp32 = dropout, drop_path, prenorm, residual_in_fp32
-        bias = bias and norm.kind == NormKind.layernorm
+        bias = bias and self.kind == Norm.layernorm
 
         def parameter(exists: bool, value: float) -> nn.Parameter | None:
             return nn.Parameter(torch.full((width,), value)) if exists else None
@@ -102,24 +103,11 @@ class PreNorm(nn.Module):
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor | tuple[Tensor, ...]:
-        outputs = layer_norm_fn(
-            x,
-            self.weight,
-            self.bias,
-            residual=residual,
-            x1=x1,
-            weight1=self.weight1,
-            bias1=self.bias1,
-            eps=self.eps,
-            dropout_p=dropout,
-            rowscale=rowscale,
-            prenorm=self.prenorm,
-            residual_in_fp32=self.residual_in_fp32,
-            is_rms_norm=self.kind == NormKind.rmsnorm,
-            out_dtype=activation_dtype(x),
-            rowscale1=rowscale1,
-            seed=seed,
-        )
+        outputs = norm_fn(
+            self.kind, x, self.weight, self.bias, residual=residual, x1=x1, weight1=self.weight1, bias1=self.bias1,
+            eps=self.eps, dropout_p=dropout, rowscale=rowscale, rowscale1=rowscale1,
+            prenorm=self.prenorm, residual_in_fp32=self.residual_in_fp32, out_dtype=activation_dtype(x), seed=seed,
+        )  # fmt: skip
         return cast("Tensor | tuple[Tensor, ...]", outputs)  # only masks can be None, and none are asked for
 
     def _torch(
@@ -164,10 +152,8 @@ class PreNorm(nn.Module):
         # The stream may be bf16 while the weights are fp32 master weights. F.layer_norm copes only because autocast upcasts
         # its inputs; F.rms_norm would leave its fused kernel for a chain of small ones. So do what autocast does, for both.
         dtype = torch.promote_types(r.dtype, weight.dtype)
-        r, weight = r.to(dtype), weight.to(dtype)
-        if self.kind == NormKind.rmsnorm:
-            return F.rms_norm(r, (self.width,), weight, self.eps)
-        return F.layer_norm(r, (self.width,), weight, bias if bias is None else bias.to(dtype), self.eps)
+        bias = None if bias is None else bias.to(dtype)
+        return NORMS[self.kind](r.to(dtype), weight.to(dtype), bias, self.eps)
 
     def _rowscale(self, x: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor | None:
         """Drop path's factor for each position of x [B, T, width]: 0 or 1/(1-p), one draw a sample; [B, T] fp32.
@@ -182,7 +168,7 @@ class PreNorm(nn.Module):
         return seeded_dropout(samples, p, seed, stream).expand(x.shape[:-1])
 
     def extra_repr(self) -> str:
-        return f"{self.width}, impl={self.impl}, kind={self.kind}, eps={self.eps}, dropout={self.dropout}"
+        return f"{self.width}, impl={self.impl}, kind={self.kind.name}, eps={self.eps}, dropout={self.dropout}"
 
 
 def activation_dtype(x: Tensor) -> torch.dtype:

@@ -1,7 +1,7 @@
 """The gradients, with one formula for both ways to the kernels: eager code launches them, graphs hold operators that do.
 
-Going through PyTorch's dispatcher costs the host more than the launch itself, so `is_eager` says where nothing but eager PyTorch
-is listening and the operators can be left out. A profiler then shows the kernels, but no operator.
+PyTorch's dispatcher costs the host more than the launch itself. So where nothing but eager PyTorch is listening (`is_eager`),
+the operators are left out. A profiler then shows the kernels, but no operator.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def _backward(ctx, dy, dr, dy1) -> tuple:
     inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
     eager = is_eager(inputs)
     job = (_known_job if eager else _job)(ctx.options, ctx.dtypes, ctx.needs_input_grad, dy is not None, dy1 is not None)
-    gradients = (launches().backward if eager else operators.norm_backward_of)(inputs, job.options)
+    gradients: Any = (launches().backward if eager else operators.norm_backward_of)(inputs, job.options)
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
 
     dweights: list[Tensor | None] = [None, None, None, None]
@@ -108,9 +108,10 @@ class _Job(NamedTuple):
     casts: tuple[tuple[int, torch.dtype], ...]  # of each weight gradient: which of the four, and its weight's dtype
 
 
-def _job(options: Options, dtypes: tuple, needs: tuple[bool, ...], has_dy: bool, has_dy1: bool) -> _Job:
-    """dtypes: of Inputs; needs: as autograd counts the arguments of Norm.forward."""
-    given, need = Inputs(*dtypes), Inputs(*needs[3:])
+def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> _Job:
+    """dtypes: of Inputs; needs: as autograd counts the arguments of FusedNorm.forward."""
+    given: Any = Inputs(*dtypes)
+    need: Any = Inputs(*needs[3:])
     dropped = options.dropout_p > 0.0
     # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
     plain_x = need.x and not dropped and given.rowscale is None
@@ -201,8 +202,8 @@ def differentiated_by_func() -> bool:
 def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The same gradients, for a backward pass that is recorded (create_graph=True); another one through them raises.
 
-    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant, as
-    of `y.sum()`, it leaves what follows from x and the weights out of a gradient penalty, without a word.
+    PyTorch's `once_differentiable` refuses only where the upstream gradient has a graph of its own. Where that is a constant,
+    as of `y.sum()`, a gradient penalty would silently lack what follows from x and the weights.
     """
     anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
     return _Refused.apply(name, anchor, *gradients)

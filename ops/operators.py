@@ -204,7 +204,7 @@ def _outputs(tensors: list[Tensor], inputs: Inputs, options: Options) -> Outputs
     return Outputs(*_in_places(there, tensors))
 
 
-def _in_places(there: tuple[bool, ...], tensors: list[Tensor]) -> list[Tensor | None]:
+def _in_places(there: tuple[bool, ...], tensors: list[Tensor]) -> list[Any]:
     """The tensors that an operator returned, with None in place of those that were not asked for."""
     given = iter(tensors)
     return [next(given) if is_there else None for is_there in there]

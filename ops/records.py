@@ -72,8 +72,8 @@ class Gradients(NamedTuple):
     dx1: Tensor | None
     drowscale: Tensor | None  # fp32, x's leading shape
     drowscale1: Tensor | None
-    # (N,) if one is wanted, else (wanted, N). One allocation and one kernel for all of them: the price is that the memory of a layer's dweight is free only
-    # when its dbias is too.
+    # (N,) if one is wanted, else (wanted, N). One allocation and one kernel for all of them: the price is that the memory of a
+    # layer's dweight is free only when its dbias is too.
     weights: Tensor | None
 
 

@@ -70,8 +70,8 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
         return NORMS[Norm(options.norm)](r.to(compute), weight, bias, options.eps).to(options.out_dtype)
 
     y1 = normalise(weight1, bias1) if weight1 is not None or bias1 is not None else None
-    results = (normalise(weight, bias), r, y1, mask, mask1)
-    return Outputs(*[None if t is None else t.view(shape) for t in results])
+    others = [None if t is None else t.view(shape) for t in (r, y1, mask, mask1)]
+    return Outputs(normalise(weight, bias).view(shape), *others)
 
 
 def scale_rows(x: Tensor, rowscale: Tensor | None) -> Tensor:

@@ -105,8 +105,8 @@ def test_what_a_step_is_made_of_is_said_for_each_configuration_where_it_differs(
 
 
 def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
-    real = model.norm.layer_norm_fn
-    monkeypatch.setattr(model.norm, "layer_norm_fn", lambda *given, **named: real(*given, **{**named, "eps": 1e-2}))
+    real = model.norm.norm_fn
+    monkeypatch.setattr(model.norm, "norm_fn", lambda *given, **named: real(*given, **{**named, "eps": 1e-2}))
     assert ablate.main(tiny) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "Parity FAILS" in said

@@ -37,7 +37,8 @@ def installed(tmp_path_factory) -> Path:
 def test_a_wheel_holds_one_package_whose_name_is_its_own(installed):
     packages = [path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")]
     assert packages == ["prenorm"]
-    assert {p.name for p in (installed / "prenorm").iterdir()} == {p.name for p in (ROOT / "ops").glob("*.py")}
+    modules = {path.relative_to(ROOT / "ops") for path in (ROOT / "ops").rglob("*.py")}
+    assert {path.relative_to(installed / "prenorm") for path in (installed / "prenorm").rglob("*.*")} == modules
 
 
 def test_a_wheel_asks_for_torch_and_triton_alone(installed):

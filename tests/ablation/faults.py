@@ -1,48 +1,48 @@
-"""Norm operators with a mistake in them, in place of `layer_norm_fn` at the sites of the fused arm."""
+"""Norm operators with a mistake in them, in place of `norm_fn` at the sites of the fused arm."""
 
 import torch
 from torch import Tensor
 
-from ops import layer_norm_fn
+from ops import norm_fn
 
 
 def wrong_eps(eps):
     """An eps of its own, whatever the site asks for."""
-    return lambda *args, **options: layer_norm_fn(*args, **options | {"eps": eps})
+    return lambda *args, **options: norm_fn(*args, **options | {"eps": eps})
 
 
 def wrong_elements(*args, **options):
     """Dropout by another seed."""
     seed = options.pop("seed")
-    return layer_norm_fn(*args, **options, seed=None if seed is None else seed + 1)
+    return norm_fn(*args, **options, seed=None if seed is None else seed + 1)
 
 
-def no_number(x, *args, **options):
+def no_number(kind, x, *args, **options):
     """NaN where there was a number."""
-    return layer_norm_fn(x * float("nan"), *args, **options)
+    return norm_fn(kind, x * float("nan"), *args, **options)
 
 
-def bf16_statistics(x, weight, bias, **options):
+def bf16_statistics(kind, x, weight, bias, **options):
     """Mean and deviation as they come out of bf16 arithmetic; everything else as it should be."""
-    return _with_norm(_Bf16Statistics, x, weight, bias, **options)
+    return _with_norm(_Bf16Statistics, kind, x, weight, bias, **options)
 
 
-def no_mean_term(x, weight, bias, **options):
+def no_mean_term(kind, x, weight, bias, **options):
     """A backward that treats the mean as a constant."""
-    return _with_norm(_NoMeanTerm, x, weight, bias, **options)
+    return _with_norm(_NoMeanTerm, kind, x, weight, bias, **options)
 
 
 def truncated(*args, out_dtype, **options):
     """Rounds y to bf16 towards zero."""
-    outputs = layer_norm_fn(*args, out_dtype=torch.float32, **options)
+    outputs = norm_fn(*args, out_dtype=torch.float32, **options)
     y, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
     y = y + ((y.detach().view(torch.int32) & -(1 << 16)).view(torch.float32) - y.detach())
     return (y.to(out_dtype), *rest) if rest else y.to(out_dtype)
 
 
-def _with_norm(norm, x, weight, bias, *, eps, out_dtype, prenorm, **options):
+def _with_norm(norm, kind, x, weight, bias, *, eps, out_dtype, prenorm, **options):
     """The right sum r, and a norm of it that may be wrong."""
-    r = layer_norm_fn(x, None, None, **options, eps=eps, out_dtype=out_dtype, prenorm=True)[-1]
+    r = norm_fn(kind, x, None, None, **options, eps=eps, out_dtype=out_dtype, prenorm=True)[-1]
     y = norm.apply(r, eps) * weight + (0.0 if bias is None else bias)
     y = y.to(out_dtype)
     return (y, r) if prenorm else y
@@ -90,6 +90,6 @@ class _NoMeanTerm(_Normalise):
     mean_term = False
 
 
-def handmade(x, weight, bias, **options):
+def handmade(kind, x, weight, bias, **options):
     """No mistake: the mould of the faults above, which must pass so that they fail for their mistake alone."""
-    return _with_norm(_Right, x, weight, bias, **options)
+    return _with_norm(_Right, kind, x, weight, bias, **options)

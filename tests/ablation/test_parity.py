@@ -112,7 +112,7 @@ def test_the_kernels_pass_on_a_gpu(tiny, dtype):
 
 @BOTH
 def test_a_norm_made_by_hand_as_the_faulty_ones_are_passes(tiny, dtype, monkeypatch):
-    monkeypatch.setattr(model.norm, "layer_norm_fn", faults.handmade)
+    monkeypatch.setattr(model.norm, "norm_fn", faults.handmade)
     result = found(tiny(), dtype)
 
     assert result.holds, result.verdict
@@ -174,7 +174,7 @@ def test_where_memory_runs_out_all_arms_take_smaller_micro_batches_and_the_verdi
     ],
 )
 def test_a_planted_fault_fails_parity(tiny, dtype, fault, monkeypatch):
-    monkeypatch.setattr(model.norm, "layer_norm_fn", fault)
+    monkeypatch.setattr(model.norm, "norm_fn", fault)
     result = found(tiny(), dtype)
 
     assert not result.holds
@@ -184,7 +184,7 @@ def test_a_planted_fault_fails_parity(tiny, dtype, fault, monkeypatch):
 @pytest.mark.parametrize("fault", [None, faults.bf16_statistics, faults.no_mean_term], ids=["none", "statistics", "mean term"])
 def test_what_hides_best_in_a_small_model_is_found_at_the_width_of_gpt2_too(tiny, fault, monkeypatch):
     if fault is not None:
-        monkeypatch.setattr(model.norm, "layer_norm_fn", fault)
+        monkeypatch.setattr(model.norm, "norm_fn", fault)
     result = found(tiny("model.width=768", "model.heads=12", "model.layers=1"), "bf16")
 
     assert result.holds == (fault is None), result.verdict
@@ -193,7 +193,7 @@ def test_what_hides_best_in_a_small_model_is_found_at_the_width_of_gpt2_too(tiny
 @pytest.mark.parametrize("fault", [faults.wrong_eps(1e-3), faults.no_mean_term, faults.wrong_elements])
 def test_one_seed_shows_a_gross_fault(tiny, fault, monkeypatch):
     assert found(tiny("ablate.parity_seeds=1"), "bf16").holds
-    monkeypatch.setattr(model.norm, "layer_norm_fn", fault)
+    monkeypatch.setattr(model.norm, "norm_fn", fault)
 
     assert not found(tiny("ablate.parity_seeds=1"), "bf16").holds
 
@@ -209,14 +209,14 @@ def measure_with_a_fault_at(seed):
     def measured(cfg, at, *rest):
         with pytest.MonkeyPatch.context() as patch:
             if at == seed:
-                patch.setattr(model.norm, "layer_norm_fn", faults.wrong_elements)
+                patch.setattr(model.norm, "norm_fn", faults.wrong_elements)
             return measure(cfg, at, *rest)
 
     return measured
 
 
 def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
-    monkeypatch.setattr(model.norm, "layer_norm_fn", faults.no_number)
+    monkeypatch.setattr(model.norm, "norm_fn", faults.no_number)
     result = found(tiny(), "fp32")
 
     assert not result.holds

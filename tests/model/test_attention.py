@@ -38,7 +38,7 @@ def test_qk_norm_makes_scores_independent_of_the_scale_of_queries_and_keys(kind)
     with torch.no_grad():
         module.qkv.weight[:64] *= 10
     torch.testing.assert_close(module(x), before)
-    assert module.query_norm.kind == kind
+    assert module.query_norm.kind.name == kind
     assert module.query_norm.weight.shape == module.key_norm.weight.shape == (8,)
 
 

@@ -59,8 +59,8 @@ def test_impl_picks_the_operator_at_every_site(build, batch, monkeypatch, impl, 
         calls.append(args)
         return original(*args, **kwargs)
 
-    original = switch.layer_norm_fn
-    monkeypatch.setattr(switch, "layer_norm_fn", spy)
+    original = switch.norm_fn
+    monkeypatch.setattr(switch, "norm_fn", spy)
     build(norm_impl=impl)(*batch)
     assert len(calls) == fused_calls
 

@@ -119,9 +119,9 @@ def test_a_kernels_name_alone_gives_its_group(group, name):
 
 def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
     pytest.importorskip("triton")
-    from ops.backward_kernels import finish_weight_gradients_kernel, norm_backward_kernel
-    from ops.dropout_kernels import dropout_kernel
-    from ops.forward_kernels import norm_forward_kernel
+    from ops.kernels.backward import finish_weight_gradients_kernel, norm_backward_kernel
+    from ops.kernels.dropout import dropout_kernel
+    from ops.kernels.forward import norm_forward_kernel
 
     for kernel in (norm_forward_kernel, norm_backward_kernel, finish_weight_gradients_kernel, dropout_kernel):
         assert group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) == "norm"

@@ -71,18 +71,15 @@ def _forward_launcher(
     rows = (dtypes.x, dtypes.residual, dtypes.x1)
     weights = (dtypes.weight, dtypes.bias, dtypes.weight1, dtypes.bias1)
     work = Work(
-        centres=centres(options.norm),
-        dropout=options.dropout_p > 0.0,
-        row_bytes=_bytes(*rows),
         vector=_vector(*rows, options.out_dtype, options.residual_dtype),
-        heavy=torch.float32 in weights,
-        second=dtypes.weight1 is not None or dtypes.bias1 is not None,
+        row_bytes=_bytes(*rows),
+        weights=sum(weight is not None for weight in weights),
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
     unit, (stride_x, stride_residual, stride_x1) = _in_units(strides, ("x", "residual", "x1"))
     how = Variant(
-        **_common(N, options, work, tile, unit),
+        **_common(N, options, work.vector, tile, unit),
         STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype],
         EARLY_WEIGHTS=tile.early_weights,
         EARLY_START=facts.since_sm_90,
@@ -139,12 +136,9 @@ def _backward_launch(
     M, N = prod(shape[:-1]), shape[-1]
     rows = (dtypes.dy, dtypes.dy1, dtypes.dr, dtypes.r, dtypes.x, dtypes.x1)
     work = Work(
-        centres=centres(options.norm),
-        dropout=options.dropout_p > 0.0,
-        row_bytes=_bytes(*rows),
         vector=_vector(*rows, options.dz_dtype, options.dx_dtype, options.dx1_dtype),
-        heavy=dtypes.weight is torch.float32,
-        second=dtypes.dy1 is not None,
+        row_bytes=_bytes(*rows),
+        weights=(2 if centres(options.norm) else 1) * (1 if dtypes.dy1 is None else 2),
         splittable=dtypes.dy is not None and dtypes.dy1 is None and dtypes.x is None and dtypes.x1 is None,
     )
     facts = device_facts(device)
@@ -156,11 +150,10 @@ def _backward_launch(
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     count = sum(options.wanted)
     how = Variant(
-        **_common(N, options, work, tile, unit),
+        **_common(N, options, work.vector, tile, unit),
         STREAM_DTYPE=None,
         SLICES=tile.slices,
         STAGES=tile.stages,
-        HOLD_WEIGHTS=tile.hold_weights,
         WANTED=options.wanted,
         EARLY_START=early,
     )
@@ -284,15 +277,15 @@ def _observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _common(N: int, options: Options | BackwardOptions, work: Work, tile: Tile, unit: int) -> dict[str, Any]:
+def _common(N: int, options: Options | BackwardOptions, vector: int, tile: Tile, unit: int) -> dict[str, Any]:
     return {
         "N": N,
         "NORM": int(options.norm),
-        "DROPOUT": work.dropout,
+        "DROPOUT": options.dropout_p > 0.0,
         "OFFSET": float(options.zero_centered_weight),
         "ROWS": tile.rows,
         "BLOCK_N": tile.block_n,
-        "VECTOR": work.vector,
+        "VECTOR": vector,
         "STRIDE_UNIT": unit,
         "LOOPED": tile.looped,
         "PREFETCH": tile.prefetch,
@@ -358,7 +351,6 @@ def device_facts(device: torch.device) -> Device:
     return Device(
         multiprocessors=facts.multi_processor_count,
         shared_memory=getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block,
-        threads=facts.max_threads_per_multi_processor,
         warp_size=facts.warp_size,
         cooperative=torch.version.hip is None,
         since_sm_90=torch.version.hip is None and facts.major >= 9,

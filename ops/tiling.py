@@ -1,20 +1,31 @@
-"""Tile shapes: which launch a width gets, by one rule. Plain data, importable and testable without a GPU or Triton."""
+"""Tile shapes: which launch a width gets, by one rule for all widths. Plain data, importable and testable without a GPU or Triton.
 
-from dataclasses import dataclass
+A thread holds `vector` neighbouring columns of a block: 16 bytes of the widest tensor. A warp is 32 such vectors, and a row is as
+many equal blocks as it needs, the last one masked.
+
+    forward     a program holds one row, about 4 vectors a thread; several rows where that is less than 8 KB
+    backward    8 warps on each multiprocessor in one or two persistent programs, 4096 columns or more in work at a time
+    split       backward rows that do not fit: 1024 columns or more in each of several programs, which exchange their sums
+    looped      rows that fit nowhere: read twice, block by block
+
+docs/kernels.md has the measurements behind each number.
+"""
+
+import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class Tile:
     rows: int  # in a tile
-    block_n: int  # columns in a block, a power of two; a row is as many blocks as it needs, the last one masked
-    warps: int
-    stages: int = 1  # backward: tiles in flight, the one at work included; those to come wait in shared memory
+    block_n: int  # columns in a block, a power of two
+    warps: int  # of a program
+    stages: int = 1  # backward: tiles in flight, the one in work included; the others wait in shared memory
     programs_per_sm: int = 0  # backward: persistent programs; 0 in forward, where each tile has a program
     slices: int = 1  # backward: programs that share a row, one block each
     looped: bool = False  # the row is read twice, a block at a time
-    hold_weights: bool = True  # backward: the weights stay in registers from tile to tile
-    early_weights: bool = False  # forward: the weights are read before the rows
+    early_weights: bool = False  # forward: the weights are loaded before the rows
     prefetch: bool = False  # rows of a later tile are brought into L2
     prefetch_programs: int = 0  # forward: how many programs later that tile is
 
@@ -23,37 +34,67 @@ class Tile:
 class Work:
     """What a launch does to each column, as far as it decides the tile."""
 
-    centres: bool  # the norm subtracts the mean: two sums a row, and usually a bias
-    dropout: bool
-    row_bytes: int  # read for each element of a tile's rows
     vector: int  # neighbouring columns in a thread: elements in 16 bytes of the widest tensor
-    heavy: bool = False  # weights in fp32
-    second: bool = False  # two norms of the same rows
-    splittable: bool = True  # backward: no sums but those of one norm
+    row_bytes: int  # read for each element of a tile's rows
+    weights: int  # forward: weights and biases that are read; backward: sums of weight gradients that are kept
+    splittable: bool = True  # backward: a row has no sums but those of one norm
 
 
 class Device(NamedTuple):
-    """What tiles are fitted to on another GPU than an H200."""
+    """Facts of the GPU that bound a tile."""
 
     multiprocessors: int
-    shared_memory: int  # bytes that one multiprocessor has for its programs
-    threads: int  # that one multiprocessor runs at a time
+    shared_memory: int  # bytes that a program may have
     warp_size: int
     cooperative: bool  # launches whose programs wait for each other; there is inline PTX in it, so NVIDIA only
     since_sm_90: bool  # programmatic dependent launch and prefetch into L2
 
 
-H200 = Device(multiprocessors=132, shared_memory=232448, threads=2048, warp_size=32, cooperative=True, since_sm_90=True)
+H200 = Device(multiprocessors=132, shared_memory=232448, warp_size=32, cooperative=True, since_sm_90=True)
+
+KB, MB = 1024, 1024**2
+REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
+MOST_WARPS = 32  # of a program
+MOST_SLICES = 32  # a warp collects the sums of a row, each lane those of one program
+WHOLE_FORWARD = 32768  # columns that fit the registers of one program: 32 in each of 1024 threads
+WHOLE_BACKWARD = {1: 12288, 2: 8192, 4: 4096}  # by the weight gradients that stay there too; 16-bit rows, others 8192 at most
 
 
 def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     """The forward launch for rows of n features."""
-    return Tile(1, 1024, 4)
+    if n > WHOLE_FORWARD:
+        return _looped(work, device, programs_per_sm=0)
+    # Rows of one warp: about 8 KB a program, so that its start and its stores of statistics are shared by several rows.
+    rows = _power_below(8 * KB / (n * work.row_bytes)) if n <= 160 * work.vector else 1
+    warps = min(MOST_WARPS, _power_near(rows * n / (128 * work.vector)))
+    # Early weights hide their latency behind that of the rows, and take registers meanwhile. Late ones do better where a tile
+    # reads more of them than of rows, and where a wide row leaves room for one or two programs only.
+    early = n <= 8192 and rows * work.row_bytes > work.weights and (work.weights == 1 or warps <= 8)
+    distance = (1 if early else 4) * MB / (rows * n * work.row_bytes)
+    return Tile(
+        rows,
+        min(_power_above(n), 32 * work.vector * max(1, warps // rows)),
+        _warps(warps, device),
+        early_weights=early,
+        prefetch=device.since_sm_90,
+        prefetch_programs=max(1, round(distance)),
+    )
 
 
 def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     """The backward launch for rows of n features."""
-    return Tile(1, 1024, 4, 3, 2)
+    if n > (WHOLE_BACKWARD[work.weights] if work.vector == 8 else min(8192, WHOLE_BACKWARD[work.weights])):
+        block_n = max(1024, _power_above(-(-n // MOST_SLICES)))
+        if not (work.splittable and device.cooperative and block_n <= 4096):
+            return _looped(work, device, programs_per_sm=2)
+        warps = block_n // (128 * work.vector)
+        return _persistent(Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n)), block_n, work, device)
+    warps, programs = (4, 2) if n <= 384 * work.vector else (8, 1)
+    rows = _power_below(4096 / (programs * n))
+    block_n = min(_power_above(n), 32 * work.vector * warps)
+    while -(-n // block_n) % 2 == 0 and block_n < 4096:
+        block_n *= 2  # the same columns in half as many blocks
+    return _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device)
 
 
 def most_registers(tile: Tile) -> int | None:
@@ -62,4 +103,35 @@ def most_registers(tile: Tile) -> int | None:
     return most if most < 255 else None
 
 
-REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
+def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
+    """The tile with its stages: two tiles ahead if they are at most 100 KB on a multiprocessor, three at most 60, else one."""
+    size = columns * work.row_bytes
+    on_multiprocessor = tile.programs_per_sm * size
+    ahead = 3 if on_multiprocessor <= 20 * KB else 2 if on_multiprocessor <= 49 * KB else 1
+    staged = tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
+    while ahead and tile.programs_per_sm * (ahead * staged + 2 * KB) > device.shared_memory:
+        ahead -= 1
+    return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=device.since_sm_90)
+
+
+def _looped(work: Work, device: Device, programs_per_sm: int) -> Tile:
+    return Tile(1, 4096, _warps(16 if work.vector == 4 else 8, device), 1, programs_per_sm, looped=True)
+
+
+def _warps(warps: int, device: Device) -> int:
+    """As many threads in warps of the device's size."""
+    return max(1, warps * 32 // device.warp_size)
+
+
+def _power_above(n: int) -> int:
+    """The smallest power of two that is not below n, 16 at least: a block of fewer columns reads less than a sector of memory."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _power_below(x: float) -> int:
+    """The largest power of two that is not above x, from 1 to 128."""
+    return 1 << min(7, max(0, math.floor(math.log2(x))))
+
+
+def _power_near(x: float) -> int:
+    return 1 << max(0, round(math.log2(x)))

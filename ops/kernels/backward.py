@@ -97,9 +97,8 @@ def norm_backward_kernel(p, p_seed, stride, n, HOW: tl.constexpr):
 def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
     """Rows that stay in registers from their load to their gradients. The weights and their gradients stay from row to row."""
     at = place(0, 0, n.M, HOW)
-    if HOW.HOLD_WEIGHTS:
-        b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
-        b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
+    b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
+    b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
     b_sums = zero_sums(HOW)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=HOW.STAGES):
         if HOW.PREFETCH:
@@ -107,9 +106,6 @@ def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
         at = place(tile, 0, n.M, HOW)
         b_dz = load_rows_if_there(p.dr, at, stride.dr, HOW)
         if p.dy is not None or p.dy1 is not None:
-            if not HOW.HOLD_WEIGHTS:
-                b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
-                b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
             b_r = load_rows(p.r, at, stride.r, HOW)
             b_dy = load_rows_if_there(p.dy, at, stride.dy, HOW)
             b_dy1 = load_rows_if_there(p.dy1, at, stride.dy1, HOW)

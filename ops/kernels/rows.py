@@ -33,7 +33,6 @@ class Variant:
     LOOPED: bool = False  # a row is read block by block, twice
     SLICES: int = 1  # programs that share a row, one block each
     STAGES: int = 1  # tiles in flight in backward, the one at work included
-    HOLD_WEIGHTS: bool = True  # backward keeps the weights in registers from tile to tile
     EARLY_WEIGHTS: bool = False  # forward reads the weights before the rows
     PREFETCH: bool = False  # rows of a later tile are brought into L2
     EARLY_START: bool = False  # programmatic dependent launch: the kernel waits for the one before by itself

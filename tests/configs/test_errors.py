@@ -8,6 +8,7 @@ import pytest
 import configs
 from configs import ConfigError, command_line
 from configs.machine import Machine
+from configs.schema import NormKind
 
 CPU = Machine(device="cpu")
 
@@ -37,7 +38,7 @@ UNKNOWN = {
 
 TYPES = {
     "norm.impl=fusd": "norm.impl=fusd: must be one of fused, torch. Did you mean fused?",
-    "norm.kind=x": "norm.kind=x: must be one of layernorm, rmsnorm.",
+    "norm.kind=x": f"norm.kind=x: must be one of {', '.join(NormKind)}.",
     "train.precision=fp8": "must be one of auto, bf16, fp16, fp32.",
     "train.steps=abc": "train.steps=abc: must be a whole number.",
     "train.steps=1.5": "train.steps=1.5: must be a whole number.",

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema import NormConfig
+from configs.schema import NormConfig, NormKind
 from model import norm as switch
 from model.norm import PreNorm
+from ops import Norm
 
 IMPLS = ("fused", "torch")
-KINDS = ("layernorm", "rmsnorm")
+KINDS = tuple(kind.name for kind in Norm)
 
 # fp32, the same formula in two orders of summation: a few ulp of a loss near 5, and of gradients below 0.1.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6
@@ -30,6 +31,10 @@ def loss_and_gradients(model, batch, **kwargs) -> tuple[float, dict[str, torch.T
     loss = model(*batch, **kwargs)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_every_norm_of_the_operator_can_be_configured():
+    assert tuple(NormKind) == KINDS
 
 
 @pytest.mark.parametrize(

@@ -332,12 +332,12 @@ def _in_units(strides: Any, names: tuple[str, ...]) -> tuple[int, list[int | Non
     return unit, [None if stride is None else stride // unit for stride in given]
 
 
-def _vector(*dtypes: torch.dtype | None) -> int:
+def _vector(*dtypes: Any) -> int:
     """Elements in 16 bytes of the widest."""
     return 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None)
 
 
-def _bytes(*dtypes: torch.dtype | None) -> int:
+def _bytes(*dtypes: Any) -> int:
     return sum(dtype.itemsize for dtype in dtypes if dtype is not None)
 
 

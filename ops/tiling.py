@@ -1,7 +1,7 @@
-"""Tile shapes: which launch a width gets, by one rule for all widths. Plain data, importable and testable without a GPU or Triton.
+"""Tile shapes: which launch a width gets, by one rule for all widths. Importable and testable without a GPU or Triton.
 
-A thread holds `vector` neighbouring columns of a block: 16 bytes of the widest tensor. A warp is 32 such vectors, and a row is as
-many equal blocks as it needs, the last one masked.
+A thread holds `vector` neighbouring columns of a block: 16 bytes of the widest tensor. A warp is 32 such vectors, and a row
+is as many equal blocks as it needs, the last one masked.
 
     forward     a program holds one row, about 4 vectors a thread; several rows where that is less than 8 KB
     backward    8 warps on each multiprocessor in one or two persistent programs, 4096 columns or more in work at a time
@@ -124,7 +124,7 @@ def _warps(warps: int, device: Device) -> int:
 
 
 def _power_above(n: int) -> int:
-    """The smallest power of two that is not below n, 16 at least: a block of fewer columns reads less than a sector of memory."""
+    """The smallest power of two that is not below n, 16 at least: fewer columns are less than a sector of memory."""
     return max(16, 1 << (n - 1).bit_length())
 
 

@@ -11,7 +11,7 @@ from .nvidia import multiply
 
 @triton.jit
 def drop(b, seed, p_mask, at, first_col, m, n, STREAM: tl.constexpr, HOW: tl.constexpr):
-    """dropout of an fp32 block [ROWS, width] that begins at first_col; the mask goes to p_mask, bool [M, N], if there is one."""
+    """Dropout of an fp32 block [ROWS, width] that begins at first_col; stores the mask, bool [M, N], if p_mask is there."""
     m_keep = keep_mask(seed, at.rows, first_col, n.threshold, STREAM, b.shape[1], HOW.VECTOR)
     if p_mask is not None:
         cols = first_col + tl.arange(0, b.shape[1])

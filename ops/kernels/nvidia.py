@@ -1,4 +1,4 @@
-"""What only NVIDIA's GPUs have: shorter conversions, prefetch into L2, the order of loads. Elsewhere plain Triton runs instead."""
+"""What only NVIDIA's GPUs have: shorter conversions, prefetch into L2, the order of loads. Others run plain Triton instead."""
 
 import triton
 import triton.language as tl

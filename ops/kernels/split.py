@@ -3,8 +3,8 @@
     turn i     load row i → my sums of it → publish → keep r and dy
                collect everyone's sums of row i − 1 → finish and store it
 
-The board is int64 [groups, RING, turn_words], all −1 before the launch, a ring of turns so short that it stays in L2. A word is two
-fp32 sums, the second without its last bit, which is the parity of the lap around the ring: a word of another lap has not
+The board is int64 [groups, RING, turn_words], all −1 before the launch, a ring of turns so short that it stays in L2. A word is
+two fp32 sums, the second without its last bit, which is the parity of the lap around the ring: a word of another lap has not
 arrived. Aligned words of 8 bytes are written whole, so no fence is needed. A place is free again when it is written: who
 publishes turn i has collected turn i − 2 of everyone, so everyone has collected turn i − 3, and RING is 4. All warps of a
 program meet in the reduction before it publishes. All programs must be resident, so the launch is cooperative.
@@ -39,7 +39,7 @@ def publish(p_board, group, turn, slice_id, b_first, b_second, HOW: tl.constexpr
 
 @triton.jit
 def collect(p_board, group, turn, HOW: tl.constexpr):
-    """The sums over all slices of what was published for a turn, fp32 [1] twice; 0 for the turn before the first. Waits for it."""
+    """Waits for what was published for a turn; the sums over all slices, fp32 [1] twice, 0 for the turn before the first."""
     LANES: tl.constexpr = triton.next_power_of_2(HOW.SLICES)
     tl.static_assert(LANES <= 32, "a warp reads the words of a row at once, each lane one")
     lanes = tl.arange(0, LANES)

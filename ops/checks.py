@@ -265,5 +265,6 @@ def check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:
 def check_tensor(name: str, argument: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")
-    if t.layout != torch.strided:
+    # Dynamo, which traces no other layouts, can't trace the question in a backward pass.
+    if not torch.compiler.is_compiling() and t.layout != torch.strided:
         raise ValueError(f"{name}: {argument} must be a dense tensor, got one with layout {t.layout}")

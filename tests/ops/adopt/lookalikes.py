@@ -71,15 +71,15 @@ class InFp32(nn.LayerNorm):
 
 class Weightless(nn.Module):
     def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        return x / rms(x)
 
 
 class WeightlessNorm(Weightless):
     pass
 
 
-def rms(x):
-    return (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+def rms(x, eps=1e-6):
+    return (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def like(norm, forward, name="OtherNorm"):

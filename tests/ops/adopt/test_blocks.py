@@ -157,18 +157,9 @@ def with_more():
 
 
 def wrapped(path):
-    def build():
-        block = Block(0.5)
-        part = block.get_submodule(path)
-        part.forward = lambda *args, own=part.forward: own(*args)
-        return block
-
-    return build
-
-
-def with_one_dropout_twice():
-    block = block_that_drops()
-    block.attn.weights_dropout = block.drop
+    block = Block(0.5)
+    part = block.get_submodule(path)
+    part.forward = lambda *args, own=part.forward: own(*args)
     return block
 
 
@@ -177,12 +168,6 @@ def with_a_dropout_of_another_block():
     second.mlp.dropout = first.mlp.dropout
     fuse_prenorm_block(first, GPT2_BLOCK)
     return second
-
-
-def fused_already():
-    block = Block()
-    fuse_prenorm_block(block, GPT2_BLOCK)
-    return block
 
 
 FORM = "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x))"
@@ -204,22 +189,27 @@ FORM = "does not compute x + mixer(norm1(x)), then x + mlp(norm2(x))"
         ),
         (lambda: Block(norm=LayerNorm), "layout.norm1 can't be replaced: it is a LayerNorm of this package"),
         (lambda: nn.Linear(2, 2), "block has no 'ln_1', layout.norm1"),
-        (wrapped(""), "the forward of block is replaced on the instance"),
-        (wrapped("mlp.dropout"), "the forward of layout.dropout2 is replaced on the instance"),
+        (lambda: wrapped(""), "the forward of block is replaced on the instance"),
+        (lambda: wrapped("mlp.dropout"), "the forward of layout.dropout2 is replaced on the instance"),
         (lambda: block_of(Block.forward, mlp=nn.Sequential()), "block has no 'mlp.dropout', layout.dropout2"),
         (with_a_dropout_of_another_block, "layout.dropout2 is one module with a dropout of another block"),
-        (fused_already, "fused already"),
+        (lambda: fused(Model()).blocks[0], "fused already"),
         (block_that_drops, "also has drop,"),
-        (with_one_dropout_twice, "layout.dropout1 is also attn.weights_dropout, one module"),
     ],
 )
 def test_a_block_of_another_form_is_refused_and_stays_as_it_was(block, why):
-    layout = DROPS if block is with_one_dropout_twice else GPT2_BLOCK
     block = block()
     before = classes(block)
     with pytest.raises(ValueError, match=re.escape(why)):
-        fuse_prenorm_block(block, layout)
+        fuse_prenorm_block(block, GPT2_BLOCK)
     assert classes(block) == before
+
+
+def test_a_dropout_that_has_more_to_do_in_the_block_is_refused():
+    block = block_that_drops()
+    block.attn.weights_dropout = block.drop
+    with pytest.raises(ValueError, match=r"layout\.dropout1 is also attn\.weights_dropout, one module"):
+        fuse_prenorm_block(block, DROPS)
 
 
 def test_what_is_no_block_or_no_layout_is_refused_by_name():

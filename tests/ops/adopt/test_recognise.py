@@ -38,21 +38,20 @@ def layer_norm(self, x, weight=None):
     return F.layer_norm(x, x.shape[-1:], self.weight if weight is None else weight, self.bias, 1e-5)
 
 
+def std(x):
+    return (x.var(-1, keepdim=True) + 1e-5).sqrt()
+
+
 NEITHER = "neither LayerNorm nor RMSNorm"
+DETACHED = "its gradient is another"
 LEFT_ALONE = {
     "several dimensions": (lambda: nn.LayerNorm((2, N)), "over the last 2 dimensions"),
     "RMSNorm of several dimensions": (lambda: nn.RMSNorm((2, N)), "over the last 2 dimensions"),
     "BatchNorm": (lambda: nn.BatchNorm1d(N), "it norms channels"),
     "GroupNorm of one group": (lambda: nn.GroupNorm(1, N), "it norms channels"),
     "part of the row": (lambda: like(Llama(N), lambda self, x: self.weight * x / rms(x[..., : N // 4])), NEITHER),
-    "unbiased variance": (
-        lambda: like(NanoGPT(4096), lambda self, x: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt()),
-        NEITHER,
-    ),
-    "eps outside the root": (
-        lambda: like(Llama(N), lambda self, x: self.weight * x / (x.square().mean(-1, True).sqrt() + 1e-6)),
-        NEITHER,
-    ),
+    "unbiased variance": (lambda: like(Llama(4096), lambda self, x: self.weight * (x - x.mean(-1, True)) / std(x)), NEITHER),
+    "eps outside the root": (lambda: like(Llama(N), lambda self, x: self.weight * x / (rms(x, 0.0) + 1e-6)), NEITHER),
     "no eps": (lambda: like(Llama(N), lambda self, x: F.normalize(x, dim=-1) * N**0.5 * self.weight), "rows of zeros"),
     "scaled": (lambda: like(nn.LayerNorm(N), lambda self, x: 0.5 * layer_norm(self, x)), NEITHER),
     "|w|": (lambda: like(Llama(N), lambda self, x: self.weight.abs() * x / rms(x)), NEITHER),
@@ -66,18 +65,9 @@ LEFT_ALONE = {
         lambda: like(nn.LayerNorm(N), lambda self, x: layer_norm(self, x.movedim(1, -1)).movedim(-1, 1)),
         "raised|of more dimensions",
     ),
-    "detached statistic": (
-        lambda: like(Llama(768), lambda self, x: self.weight * x / rms(x.detach())),
-        "its gradient is another",
-    ),
-    "detached statistic, in place": (
-        lambda: like(Llama(768), lambda self, x: x.div_(rms(x.detach())) * self.weight),
-        "its gradient is another",
-    ),
-    "detached weight": (
-        lambda: like(nn.LayerNorm(N), lambda self, x: layer_norm(self, x, self.weight.detach())),
-        "its gradient is another",
-    ),
+    "detached statistic": (lambda: like(Llama(768), lambda self, x: self.weight * x / rms(x.detach())), DETACHED),
+    "detached statistic, in place": (lambda: like(Llama(768), lambda self, x: x.div_(rms(x.detach())) * self.weight), DETACHED),
+    "detached weight": (lambda: like(nn.LayerNorm(N), lambda self, x: layer_norm(self, x, self.weight.detach())), DETACHED),
     "eps by dtype": (
         lambda: like(
             NanoGPT(N), lambda self, x: F.layer_norm(x, (N,), self.weight, self.bias, 1e-5 if x.dtype == FP32 else 1e-3)

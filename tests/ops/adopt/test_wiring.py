@@ -17,49 +17,39 @@ from .toys import Block, N, Sublayer, block_of, block_that_drops, second_half
 LAYOUT = BlockLayout("ln_1", "attn", "ln_2", "mlp")
 
 
-# Forwards, by what they hand to attention beside its input.
+def first_half(self, x, *args, **kwargs):
+    return x + self.attn(self.ln_1(x), *args, **kwargs)
+
+
 def nothing(self, x):
-    return second_half(self, x + self.attn(self.ln_1(x)))
+    return second_half(self, first_half(self, x))
 
 
-def constant(self, x):
-    return second_half(self, x + self.attn(self.ln_1(x), causal=self.flag))
-
-
-def default_of_its_own(self, x, causal=True):
-    return second_half(self, x + self.attn(self.ln_1(x), causal=causal))
-
-
-def renamed(self, x, factor=1.0, *, unused=None):
-    return second_half(self, x + self.attn(self.ln_1(x), factor))
-
-
-def needed(self, x, scale):
-    return second_half(self, x + self.attn(self.ln_1(x), scale))
-
-
-def any_name(self, x, **kwargs):
-    return second_half(self, x + self.attn(self.ln_1(x), **kwargs))
-
-
-def doubled(self, x, scale=1.0):
-    return second_half(self, x + self.attn(self.ln_1(x), scale=2 * scale))
+HANDS_ON = {
+    "nothing": nothing,
+    "a constant": lambda self, x: second_half(self, first_half(self, x, causal=self.flag)),
+    "with another default": lambda self, x, causal=True: second_half(self, first_half(self, x, causal=causal)),
+    "renamed": lambda self, x, factor=1.0, *, unused=None: second_half(self, first_half(self, x, factor)),
+    "needed": lambda self, x, scale: second_half(self, first_half(self, x, scale)),
+    "any name": lambda self, x, **kwargs: second_half(self, first_half(self, x, **kwargs)),
+    "doubled": lambda self, x, scale=1.0: second_half(self, first_half(self, x, scale=2 * scale)),
+}
 
 
 @pytest.mark.parametrize(
-    ("forward", "args", "kwargs"),
+    ("what", "args", "kwargs"),
     [
-        (constant, (), {}),
-        (default_of_its_own, (), {}),
-        (default_of_its_own, (False,), {}),
-        (renamed, (3.0,), {}),
-        (renamed, (), {"factor": 3.0, "unused": None}),
-        (needed, (3.0,), {}),
-        (any_name, (), {"scale": 3.0, "causal": True}),
+        ("a constant", (), {}),
+        ("with another default", (), {}),
+        ("with another default", (False,), {}),
+        ("renamed", (3.0,), {}),
+        ("renamed", (), {"factor": 3.0, "unused": None}),
+        ("needed", (3.0,), {}),
+        ("any name", (), {"scale": 3.0, "causal": True}),
     ],
 )
-def test_the_mixer_gets_what_the_block_would_have_given_it(forward, args, kwargs, device):
-    block, x = block_of(forward, flag=True).to(device), torch.randn(2, 3, N, device=device)
+def test_the_mixer_gets_what_the_block_would_have_given_it(what, args, kwargs, device):
+    block, x = block_of(HANDS_ON[what], flag=True).to(device), torch.randn(2, 3, N, device=device)
     expected = block(x, *args, **kwargs)
     fuse_prenorm_block(block, LAYOUT)
     pending = block(x, *args, **kwargs)
@@ -67,17 +57,17 @@ def test_the_mixer_gets_what_the_block_would_have_given_it(forward, args, kwargs
 
 
 @pytest.mark.parametrize(
-    ("forward", "args", "kwargs", "why"),
+    ("what", "args", "kwargs", "why"),
     [
-        (doubled, (3.0,), {}, "argument scale is a float; the block's own forward did not just hand it to its mixer"),
-        (nothing, (), {"scale": 3.0}, "argument scale is a float"),
-        (renamed, (), {"unused": 1}, "argument unused is a int"),
-        (needed, (), {}, "misses scale"),
-        (needed, (1.0, 2.0), {}, "takes x, scale by position, got 3 arguments"),
+        ("doubled", (3.0,), {}, "argument scale is a float; the block's own forward did not just hand it to its mixer"),
+        ("nothing", (), {"scale": 3.0}, "argument scale is a float"),
+        ("renamed", (), {"unused": 1}, "argument unused is a int"),
+        ("needed", (), {}, "misses scale"),
+        ("needed", (1.0, 2.0), {}, "takes x, scale by position, got 3 arguments"),
     ],
 )
-def test_an_argument_that_would_be_lost_raises(forward, args, kwargs, why):
-    block = block_of(forward)
+def test_an_argument_that_would_be_lost_raises(what, args, kwargs, why):
+    block = block_of(HANDS_ON[what])
     fuse_prenorm_block(block, LAYOUT)
     with pytest.raises(TypeError, match=re.escape(why)):
         block(torch.zeros(2, 3, N), *args, **kwargs)
@@ -87,9 +77,9 @@ def test_an_argument_that_would_be_lost_raises(forward, args, kwargs, why):
     ("forward", "why"),
     [
         (lambda self, x: nothing(self, x) + 0 * self.mlp(x, causal=True), "its norms or its MLP get causal beside their input"),
-        (lambda self, x: second_half(self, x + self.attn(self.ln_1(x), scale=x.shape[1])), "block computes scale, which it"),
-        (lambda self, x: second_half(self, x + self.attn(self.ln_1(x), causal=self.training)), "block computes causal"),
-        (lambda self, x: second_half(self, x + self.attn(self.ln_1(x), scale=x.mean())), "block computes scale"),
+        (lambda self, x: second_half(self, first_half(self, x, scale=x.shape[1])), "block computes scale, which it"),
+        (lambda self, x: second_half(self, first_half(self, x, causal=self.training)), "block computes causal"),
+        (lambda self, x: second_half(self, first_half(self, x, scale=x.mean())), "block computes scale"),
         (lambda self, x, scale: nothing(self, x), "does something else with its argument scale"),
         (
             lambda self, x: second_half(self, x + F.dropout(self.attn(self.ln_1(x)), 0.1, self.training)),
@@ -106,7 +96,7 @@ def test_a_block_that_does_more_than_hand_on_is_refused(forward, why):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_trying_a_block_follows_no_default_dtype_or_device(dtype):
-    block = block_of(any_name)
+    block = block_of(HANDS_ON["any name"])
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
@@ -201,7 +191,7 @@ class OtherWithoutMask(NeedsMask):
 
 
 def test_a_sublayer_that_needs_more_than_x_is_tried_without_it_and_keeps_its_buffers():
-    block = block_of(lambda self, x, mask: second_half(self, x + self.attn(self.ln_1(x), mask)), attn=NeedsMask())
+    block = block_of(HANDS_ON["needed"], attn=NeedsMask())
     before = [buffer.clone() for buffer in block.attn.buffers()]
     with pytest.raises(ValueError, match=r"layout\.dropout1 is not the last that happens in its sublayer"):
         fuse_prenorm_block(block, replace(LAYOUT, dropout1="attn.weights_dropout"))
@@ -210,7 +200,7 @@ def test_a_sublayer_that_needs_more_than_x_is_tried_without_it_and_keeps_its_buf
 
 
 def test_a_sublayer_that_does_something_else_without_its_arguments_is_taken_at_the_layouts_word():
-    block = block_of(lambda self, x, mask: second_half(self, x + self.attn(self.ln_1(x), mask)), attn=OtherWithoutMask())
+    block = block_of(HANDS_ON["needed"], attn=OtherWithoutMask())
     fuse_prenorm_block(block, replace(LAYOUT, dropout1="attn.dropout"))
     assert restore_norms(block, verbose=False)
 

@@ -33,7 +33,6 @@ TILES = {
     "warps": [4, 1],
     "stages": [1, 3],
     "programs_per_sm": [1, 2],
-    "hold_weights": [True, False],
     "early_weights": [False, True],
     "prefetch": [False, True],
 }

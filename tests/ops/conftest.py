@@ -6,7 +6,7 @@ import triton.language as tl
 from ops import backend, launch
 from ops.kernels import split
 
-from .tiles import MULTIPROCESSORS, TwiceIfSplit, fitted, read_at_once
+from .tiles import TwiceIfSplit, fitted, read_at_once
 
 
 @pytest.fixture
@@ -28,7 +28,6 @@ def use_tile(monkeypatch):
     """A function: from now on, launches in both directions get this tile."""
     facts = launch.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if backend.INTERPRET:
-        monkeypatch.setattr(launch, "device_facts", lambda device: facts._replace(multiprocessors=MULTIPROCESSORS))
         monkeypatch.setattr(launch, "norm_backward_kernel", TwiceIfSplit(launch.norm_backward_kernel))
         monkeypatch.setattr(split, "wait_for_words", read_at_once)
         # So long that no word takes the place of another. Loops count in plain ints there, which know no constexpr.
@@ -36,6 +35,8 @@ def use_tile(monkeypatch):
         monkeypatch.setattr(split, "RING", 64)
 
     def use(tile):
+        if backend.INTERPRET:  # two groups of programs that share rows, so that each has several
+            monkeypatch.setattr(launch, "device_facts", lambda device: facts._replace(multiprocessors=2 * tile.slices))
         for name in ("forward_tile", "backward_tile"):
             monkeypatch.setattr(launch, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
         launch.forget()

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ops import LayerNorm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, rms_norm_fn, seeded_dropout
+from ops import LayerNorm, Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, rms_norm_fn, seeded_dropout
 
 from .cases import BF16, FP32
 
@@ -58,7 +58,7 @@ W = torch.ones(8)
         (lambda: seeded_dropout(X, 1.5, 0), "seeded_dropout: p must be in [0, 1), got 1.5"),
         (lambda: dropout_mask(0, -1, 8, 0.5), "dropout_mask: rows must be an int of 0 or more, got -1"),
         (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (K, 8)"),
-        (lambda: norm_fn("batchnorm", X), "norm_fn: norm is 'batchnorm', accepted: layernorm, rmsnorm"),
+        (lambda: norm_fn("batchnorm", X), f"norm_fn: norm is 'batchnorm', accepted: {', '.join(norm.name for norm in Norm)}"),
         (lambda: norm_fn("rmsnorm", X, torch.ones(512)), "rms_norm_fn: weight has shape (512,), expected (8,)"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
     ],

@@ -64,11 +64,11 @@ def test_fewer_rows_than_a_tile_or_a_grid_holds(m, n, norm, shape, device, use_t
 
 @pytest.mark.parametrize("norm", Norm)
 def test_runs_are_bit_identical(norm, shape, device, use_tile):
-    rows = 300 if device.type == "cuda" else 12
+    rows = 300 if device.type == "cuda" else 7
     use_tile(tile_for(48, shape))
     x, w, b = leaf(rows, 48, device=device), leaf(48, device=device), leaf(48, device=device)
     g = torch.randn(rows, 48, device=device)
-    runs = [torch.autograd.grad(norm_fn(norm, x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g) for _ in range(3)]
+    runs = [torch.autograd.grad(norm_fn(norm, x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g) for _ in range(2)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 

@@ -62,15 +62,12 @@ def test_torch_func_differentiates_dropout_rowscale_and_the_linear_layer_behind_
 
 
 def test_vmap_gives_each_sample_what_it_gets_alone(x, w):
-    batch = torch.stack([x, 2 * x, x.cos()])
-    found = torch.func.vmap(lambda x: rms_norm_fn(x, w, None, dropout_p=0.5, seed=1))(batch)
-    assert torch.equal(found, torch.stack([rms_norm_fn(x, w, None, dropout_p=0.5, seed=1) for x in batch]))
-
-
-def test_vmap_of_norm_and_linear_gives_each_sample_what_it_gets_alone(x, w):
-    matrix, batch = torch.randn(2, N, device=x.device), torch.stack([x, 2 * x])
-    found = torch.func.vmap(lambda x: layer_norm_linear_fn(x, w, None, matrix, None))(batch)
-    torch.testing.assert_close(found, torch.stack([layer_norm_linear_fn(x, w, None, matrix, None) for x in batch]))
+    matrix, batch = torch.randn(2, N, device=x.device), torch.stack([x, 2 * x, x.cos()])
+    for fn in (
+        lambda x: rms_norm_fn(x, w, None, dropout_p=0.5, seed=1),
+        lambda x: layer_norm_linear_fn(x, w, None, matrix, None),
+    ):
+        torch.testing.assert_close(torch.func.vmap(fn)(batch), torch.stack([fn(x) for x in batch]))
 
 
 @pytest.mark.parametrize("function", [layer_norm_fn, rms_norm_fn, layer_norm_linear_fn])

@@ -9,7 +9,6 @@ from ops.kernels.split import LAP_BIT
 from ops.tiling import Device, Tile, Work
 
 SHAPES = ["one block", "equal blocks", "looped", "split"]
-MULTIPROCESSORS = 8  # of the interpreter: several groups of programs that share rows
 
 
 def tile_for(n: int, shape: str, **fields) -> Tile:

@@ -38,7 +38,6 @@ def on_another_stream(out, source):
 
 AHEAD = {
     "a hasty kernel": hasty_copy,
-    "a kernel": lambda out, source: torch.mul(source, 1, out=out),
     "a copy": lambda out, source: out.copy_(source),
     "another stream": on_another_stream,
 }

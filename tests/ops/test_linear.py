@@ -41,11 +41,7 @@ def test_keeps_no_norm_output_for_backward(device):
 
 
 def test_autocast_decides_the_dtype_of_the_product(device):
-    x, w, lw = (
-        torch.randn(4, 32, device=device),
-        torch.rand(32, device=device),
-        torch.randn(8, 32, device=device, requires_grad=True),
-    )
+    x, w, lw = (torch.randn(s, device=device, requires_grad=True) for s in ((4, 32), (32,), (8, 32)))
     with torch.autocast(device.type, BF16):
         z = layer_norm_linear_fn(x, w, None, lw, None)
     assert z.dtype == BF16

@@ -69,20 +69,17 @@ def test_mask_counts_rows_over_all_leading_dimensions(device):
     assert torch.equal(mask.view(24, 24), dropout_mask(3, 24, 24, 0.5, device=device))
 
 
-def test_dropped_share_is_p_and_neighbours_are_independent():
-    mask = draws(torch.tensor([12345]), 2000, 1000, 0) >= drop_threshold(0.1)
+def test_draws_are_uniform_the_dropped_share_is_p_and_neighbours_are_independent():
+    drawn = draws(torch.tensor([12345]), 2000, 1000, 0)
+    counts = np.bincount(drawn.flatten().numpy() >> 8, minlength=256)
+    assert abs(((counts - drawn.numel() / 256) ** 2).sum() * 256 / drawn.numel() - 255) < 5 * (2 * 255) ** 0.5
+    mask = drawn >= drop_threshold(0.1)
     n = mask.numel()
     assert abs((~mask).double().mean().item() - 0.1) < 4 * (0.1 * 0.9 / n) ** 0.5 + 1 / 65536
     centred = mask.double() - mask.double().mean()
     for shift, dim in ((1, 1), (8, 1), (1, 0)):
         correlation = (centred * centred.roll(shift, dim)).mean() / centred.square().mean()
         assert abs(correlation.item()) < 4 / n**0.5
-
-
-def test_draws_are_uniform_over_16_bits():
-    counts = np.bincount(draws(torch.tensor([7]), 4000, 800, 0).flatten().numpy() >> 8, minlength=256)
-    expected = counts.sum() / 256
-    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 5 * (2 * 255) ** 0.5
 
 
 def test_no_two_rows_share_a_mask():

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ops.tiling import H200, Work, backward_tile, forward_tile
+from ops.tiling import Work, backward_tile, forward_tile
 
 from .test_launch import DEVICES
 
@@ -75,14 +75,3 @@ def test_what_is_in_flight_fits_shared_memory():
             columns = tile.block_n * (1 if tile.slices > 1 else -(-n // tile.block_n))
             staged = (tile.stages - 1) * tile.rows * columns * work.row_bytes * tile.programs_per_sm
             assert tile.stages == 1 or staged <= device.shared_memory, (n, work, tile)
-
-
-def test_neighbouring_widths_get_neighbouring_tiles():
-    """A rule and no table: what a thread holds does not jump between widths that differ by one vector."""
-    for work in WORKS:
-        for n in range(512, 16_384, 64):
-            for choose in (forward_tile, backward_tile):
-                held = [choose(width, work, H200) for width in (n, n + work.vector)]
-                if not any(tile.looped or tile.slices > 1 for tile in held):
-                    a, b = (tile.rows * tile.block_n * -(-n // tile.block_n) / tile.warps for tile in held)
-                    assert max(a, b) <= 4 * min(a, b), (n, work, held)

@@ -246,7 +246,7 @@ def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agent
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setattr("training.tracking.wandb.init", lambda **how: pytest.fail("started"))
     assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline"]) == 0
-    assert "W&B got nothing: ConfigError: an ablation is several runs" in capsys.readouterr().err
+    assert "W&B does not have all of it: ConfigError: an ablation is several runs" in capsys.readouterr().err
     assert (here() / "report.md").is_file()
 
 

@@ -47,9 +47,9 @@ class Command:
         if self.poll() is None:
             os.kill(self._process.pid, number)
 
-    def finish(self) -> subprocess.CompletedProcess:
-        """Waits for its end, which is a return code of -SIGKILL after two minutes."""
-        self._process.join(120)
+    def finish(self, within: float = 120) -> subprocess.CompletedProcess:
+        """Waits for its end, which is a return code of -SIGKILL after so many seconds."""
+        self._process.join(within)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

@@ -136,7 +136,7 @@ def agent_job() -> tuple[str, str] | None:
 
 
 class Tracker:
-    """A W&B run, or nothing where the mode is disabled."""
+    """A W&B run, or nothing where the mode is disabled; `note` says why the mode is not the one asked for."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Tracker:
         """
         assert logging.wandb is not None
         self.mode: WandbMode = logging.wandb
-        self.note, self._run = "", None
+        self._run: Any = None
         by_agent = agent_job() is not None
         # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a multirun into one run. An agent gives
         # its one job an id and a project in the environment, and reports to the sweep by them.
@@ -168,11 +168,9 @@ class Tracker:
         timeout: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": START_TIMEOUT_S}
 
         def start(mode: WandbMode) -> Any:
-            if mode is WandbMode.disabled:
-                return None
             with _nothing_left_by_a_failure(place, run_id):
                 return wandb.init(
-                    mode=mode.value,  # type: ignore[arg-type]  # a string of these, to mypy
+                    mode=mode.value,
                     dir=str(place),
                     id=None if by_agent else run_id,
                     resume="allow" if resumed else None,  # not "must": the run may have been stopped before W&B had heard of it
@@ -187,13 +185,16 @@ class Tracker:
                 )
 
         _find_cache()
-        try:
-            self._run = start(self.mode)
-        except Exception as error:  # whatever is wrong with the network or the key: training does without
-            if self.mode is not WandbMode.online:
-                raise
-            self.mode, self.note = logging.without_key, f"online start failed: {str(error).partition(chr(10))[0]}"
-            self._run = start(self.mode)
+        less = {WandbMode.online: logging.without_key, WandbMode.offline: WandbMode.disabled}
+        failures = []
+        while self.mode is not WandbMode.disabled:
+            try:
+                self._run = start(self.mode)
+                break
+            except Exception as error:  # whatever is wrong with the network, the key or the disk: training does without W&B
+                failures.append(f"{self.mode} start failed: {str(error).partition(chr(10))[0]}")
+                self.mode = less[self.mode]
+        self.note = "; ".join(failures)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._run is not None:
@@ -226,9 +227,11 @@ def _nothing_left_by_a_failure(place: Path, run_id: str | None) -> Iterator[None
         yield
     except BaseException:
         # W&B's own way to end it waits until the start has timed out
-        process = getattr(getattr(wandb_setup.singleton(), "_connection", None), "_proc", None)
+        process: Any = wandb_setup.singleton()
+        for part in ("_connection", "_proc", "_process"):  # no public name leads there
+            process = getattr(process, part, None)
         if process is not None:
-            process._process.kill()
+            process.kill()
         with contextlib.suppress(Exception, SystemExit):  # of a process that is gone, or its exit code
             wandb.teardown()
         for path in set(place.glob(files)) - before:

@@ -169,6 +169,16 @@ def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monk
     assert (tmp_path / "run" / "wandb").is_dir() == (without_key is OFFLINE), "a failed start leaves nothing"
 
 
+def test_a_run_goes_on_without_wandb_where_its_process_can_not_be_reached(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_SERVICE", "of another program")
+
+    run = tracker(settle(LoggingConfig())[0], tmp_path / "run")
+    run.log({"a": 1}, step=1)
+    run.finish(0)
+
+    assert run.mode is DISABLED and run.note.startswith("offline start failed: ")
+
+
 @pytest.mark.parametrize(
     ("number", "listens"), [(signal.SIGINT, False), (signal.SIGTERM, True)], ids=["refused", "never answered"]
 )

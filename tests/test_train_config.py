@@ -28,9 +28,7 @@ def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monk
         "mode": "offline",
     }
     assert "offline (WANDB_PROJECT=p; logging.group=g, not WANDB_RUN_GROUP=theirs)\n" in capsys.readouterr().out
-    assert "  project: p\n" in (tmp_path / "run" / "config.yaml").read_text(), (
-        "the run goes on there, whatever the variable says"
-    )
+    assert "  project: p\n" in (tmp_path / "run" / "config.yaml").read_text(), "the run goes on there"
     assert fake.arguments["config"]["optim"]["lr"] == 3e-3
     assert "parameters" in fake.arguments["config"]["facts"]["model"]
 

@@ -204,9 +204,7 @@ class LoggingConfig:
     entity: str | None = None  # a user or a team; null: WANDB_ENTITY, or whom the key belongs to
     group: str | None = None  # of runs that belong together; null: WANDB_RUN_GROUP, or in a multirun the sweep's folder name
     name: str | None = None  # also ends the name of the run's folder; null: WANDB_NAME, or that folder's name
-    tags: list[str] | None = (
-        None  # to find the run by, beside the values of norm.impl and norm.kind; null: WANDB_TAGS (a,b), or none
-    )
+    tags: list[str] | None = None  # to find the run by, beside norm.impl and norm.kind; null: WANDB_TAGS (as in a,b), or none
     every: int = 10  # steps between lines of metrics
 
 

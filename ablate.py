@@ -44,6 +44,7 @@ from training.interrupt import Stopped, exit_on_sigterm
 from training.precision import Precision
 from training.step import prepare, training_step
 from training.storage import relative
+from training.tracking import settle
 
 EAGER, COMPILED = "eager", "compiled"
 PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
@@ -271,6 +272,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         if cfg.ablate.compile is not None:
             cfg.train.compile = cfg.ablate.compile
         rules.check(cfg, on)
+        settle(cfg.logging)
         pairs = (override.partition("=")[::2] for override in job)
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
         if found[-1].overrides in [variant.overrides for variant in found[:-1]]:
@@ -303,14 +305,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"stopped; report so far: {relative(folder)}/report.md", file=sys.stderr)
         else:
             print("stopped before the first cell was measured", file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # of a signal: a number
+        return exit_code(stop)
     print(report.table(found))
     print(f"report: {relative(folder)}/report.md", flush=True)
     try:
-        tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder)
+        print("W&B:", tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder))
     except Exception as error:  # the report is there
-        print(f"W&B got nothing: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"W&B does not have all of it: {type(error).__name__}: {error}", file=sys.stderr)
+    except (KeyboardInterrupt, Stopped) as stop:
+        print("stopped; the report is whole, W&B does not have all of it", file=sys.stderr)
+        return exit_code(stop)
     return 0 if all(one.holds for one in found.parity) else 1
+
+
+def exit_code(stop: KeyboardInterrupt | Stopped) -> int:
+    return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # of a signal: a number
 
 
 def help_text() -> str:

@@ -24,7 +24,7 @@ from configs.machine import Machine
 from configs.schema import Parallel
 from data import Batches, load_corpus
 from model import GPT
-from training import pretrained, resume
+from training import pretrained, resume, tracking
 from training.checkpoint import TrainState
 from training.clock import StepClock
 from training.console import show
@@ -227,6 +227,7 @@ def job(composed: DictConfig, world: World) -> int:
         with world.agreed():
             on = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, on)
+            tracking.settle(origin.cfg.logging)
         group = Path(context.sweep.dir).name if sweep else None
         with (
             deterministic(origin.cfg.deterministic),

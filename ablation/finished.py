@@ -33,7 +33,7 @@ from training.plot import read_metrics, without_sweep_files
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes", "checkpoint.every", "checkpoint.keep"),
-    *("logging.wandb", "logging.without_key", "logging.project", "logging.group", "logging.name", "logging.tags"),
+    *(f"logging.{key}" for key in ("wandb", "without_key", "project", "entity", "group", "name", "tags")),
     *("data.cache_dir", "data.processes", "eval.every", "profile"),
 }
 FREE_SECTIONS = {"sample", "ablate"}

@@ -198,12 +198,13 @@ class WandbMode(StrEnum):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode = WandbMode.offline  # where W&B keeps the run
-    without_key: WandbMode = WandbMode.offline  # what wandb=online becomes where no API key is found: offline or disabled
-    project: str = "prenorm"  # W&B's, as group, name and tags are
-    group: str | None = None  # of runs that belong together; null: in a multirun the sweep's folder name
-    name: str | None = None  # also ends the name of the run's folder; null: that folder's name
-    tags: list[str] = field(default_factory=list)  # words to find the run by, beside the values of norm.impl and norm.kind
+    wandb: WandbMode | None = None  # where W&B keeps the run; null: as WANDB_MODE says, or offline
+    without_key: WandbMode = WandbMode.offline  # what online becomes without an API key or an answer: offline or disabled
+    project: str | None = None  # W&B's, as entity, group, name and tags are; null: WANDB_PROJECT, or prenorm
+    entity: str | None = None  # a user or a team; null: WANDB_ENTITY, or whom the key belongs to
+    group: str | None = None  # of runs that belong together; null: WANDB_RUN_GROUP, or in a multirun the sweep's folder name
+    name: str | None = None  # also ends the name of the run's folder; null: WANDB_NAME, or that folder's name
+    tags: list[str] | None = None  # to find the run by, beside norm.impl and norm.kind; null: WANDB_TAGS (as in a,b), or none
     every: int = 10  # steps between lines of metrics
 
 

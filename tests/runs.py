@@ -128,10 +128,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *arguments]
 
 
-def environment(cwd: Path) -> dict[str, str]:
-    """For a program that starts in this folder: without credentials and without Triton's interpreter."""
+def environment(cwd: Path, **more: str) -> dict[str, str]:
+    """For a program that starts in this folder: without credentials and without Triton's interpreter, and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
-    return kept | {"NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"}
+    return kept | {"NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"} | more
 
 
 def start(arguments: list[str], cwd: Path) -> subprocess.Popen:

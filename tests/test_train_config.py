@@ -13,9 +13,11 @@ from training.evaluation import Validation
 from training.saver import Saver
 
 
-def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
+def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
     fake = FakeWandb(monkeypatch)
-    overrides = ["logging.wandb=offline", "logging.project=p", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    overrides = ["logging.wandb=offline", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
     train_here([*tiny, "train.steps=5", *overrides], tmp_path / "run")
 
     assert {name: fake.arguments[name] for name in ("project", "group", "name", "tags", "mode")} == {
@@ -25,6 +27,8 @@ def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
         "tags": ["a", "b", "fused", "layernorm"],
         "mode": "offline",
     }
+    assert "offline (WANDB_PROJECT=p; logging.group=g, not WANDB_RUN_GROUP=theirs)\n" in capsys.readouterr().out
+    assert "  project: p\n" in (tmp_path / "run" / "config.yaml").read_text(), "the run goes on there"
     assert fake.arguments["config"]["optim"]["lr"] == 3e-3
     assert "parameters" in fake.arguments["config"]["facts"]["model"]
 

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from training.folder import claim, identity, locked
 from training.plot import loss_curve, read_metrics
 from training.resume import Start
 from training.storage import relative
-from training.tracking import Tracker, agent_job, settle_mode
+from training.tracking import Tracker, agent_job, described, settle
 
 CONSOLE_LINES = 20  # of progress, about, where there is no terminal for a bar
 
@@ -62,32 +62,27 @@ class Run:
         if self.origin.in_place:
             self._take_up()
             self._keep_environment()
+        logging, reasons = settle(self.cfg.logging)
+        self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # the mode is settled each time that the run goes on
         self._keep_config()  # by now without train.precision=auto
         storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
-        mode, why = settle_mode(self.cfg.logging)
-        logging = self.cfg.logging
         agent = agent_job()
         if agent and self.group:
             raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
         group, name = agent or (self.group, self.folder.name)
         self.tracker = Tracker(
-            mode,
-            logging.without_key,
+            logging,
             self.folder,
-            project=logging.project,
             group=logging.group or group,
             name=logging.name or (f"{group}/{name}" if group else name),
-            tags=list(dict.fromkeys([*logging.tags, self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
+            tags=list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
             config=configs.to_dict(self.cfg) | {"facts": facts},
             run_id=self.wandb_id,
             resumed=self.origin.in_place,
         )
-        why = self.tracker.note or why
-        facts = facts | {
-            "W&B": self.tracker.mode.value + (f" ({why})" if why else ""),
-            "run folder": relative(self.folder),
-        }
+        reasons += [self.tracker.note] if self.tracker.note else []
+        facts = facts | {"W&B": described(self.tracker.mode, reasons), "run folder": relative(self.folder)}
         width = max(map(len, facts))
         show("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n")
 

@@ -46,7 +46,7 @@ TYPES = {
     "optim.lr=fast": "optim.lr=fast: must be a number.",
     "train.compile=maybe": "train.compile=maybe: must be true or false.",
     "model.kv_heads=two": "model.kv_heads=two: must be a whole number or null.",
-    "logging.tags=a": "logging.tags=a: must be a list [a,b]. Use logging.tags=[a].",
+    "logging.tags=a": "logging.tags=a: must be a list [a,b] or null. Use logging.tags=[a].",
     "data.files=README.md": "data.files=README.md: must be a list [a,b]. Use data.files=[README.md].",
     "optim.lr=???": "optim.lr=???: must be a number.",
     "optim={lr: ???}": "optim.lr=???: must be a number.",

@@ -44,7 +44,7 @@ from training.saver import Saver
 from training.schedule import learning_rate
 from training.sharding import shard
 from training.step import compile_model, prepare, training_step
-from training.storage import StorageError, relative
+from training.storage import StorageError, go_on, relative
 
 
 def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
@@ -186,7 +186,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
                     break
             if interrupt.requested and (state.owes_validation or state.step < cfg.train.steps):
                 saver.wait()
-                run.say(f"stopped after step {state.step}; to go on: python train.py resume={relative(run.folder)}")
+                run.say(f"stopped after step {state.step}; to go on: {go_on(run.folder)}")
                 raise Stopped(interrupt.exit_code)
 
             # ---- results -----------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def check(arguments: Sequence[str]) -> None:
                     raise ConfigError(
                         f"resume={cfg.resume}: several jobs of this sweep would go on in that folder, one after the other. "
                         f"Resume one of its checkpoints, and each job goes on from there in a folder of its own: "
-                        f"resume={Path(cfg.resume) / 'last'}."
+                        f"{compose.as_typed('resume', Path(cfg.resume) / 'last')}."
                     )
                 resumed.add(path.resolve())
             if not named:  # else the config is the resumed run's, checked once it is read

@@ -111,7 +111,7 @@ class Run:
         """
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         path = self.folder / "metrics.jsonl"
-        with storage.explained(path), path.open("a", encoding="utf-8") as file:
+        with storage.explained(path, storage.way_on(self.folder)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
@@ -122,7 +122,7 @@ class Run:
     def sync(self) -> None:
         """Returns once the lines of metrics are on the disk: a checkpoint after it finds those of its steps there."""
         if (path := self.folder / "metrics.jsonl").is_file():
-            with storage.explained(path):
+            with storage.explained(path, storage.way_on(self.folder)):
                 storage.sync(path)
 
     def say(self, text: str) -> None:

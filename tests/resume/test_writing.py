@@ -1,19 +1,62 @@
 """A disk that is full and a thread that writes leave a whole checkpoint."""
 
 import errno
+import os
+import shlex
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
 import train
+from tests.forks import Command
 from tests.resume.stops import AUTO, in_step, stop_with, train_until
 from tests.runs import bits, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
 from training.health import NonFiniteError
 from training.storage import StorageError
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small file system, and what gives it another size."""
+    folder = tmp_path / "small disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], check=False).returncode:
+        pytest.skip("may not mount a file system here")
+    yield folder, lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_where_not_one_checkpoint_has_room_the_advice_is_another_than_to_go_on_and_works(tiny, tmp_path, disk, resume):
+    folder, resize = disk
+    command = [*tiny, "eval.every=0", f"folder={folder}/run", f"resume={resume}"]
+    full = Command(command, tmp_path).finish()
+
+    assert full.returncode == 1 and "Traceback" not in full.stderr
+    assert "step_00000030 can't be written: No space left on device. There is no checkpoint yet: make room" in full.stderr
+    assert "resume=" not in full.stderr and "give the command again" in full.stderr
+    resize("16m")
+    again = Command(command, tmp_path).finish()
+    assert again.returncode == 0, again.stderr
+
+
+def test_where_there_are_checkpoints_the_advice_is_to_go_on_and_works(tiny, tmp_path, disk):
+    folder, resize = disk
+    resize("1m")
+    every = ["checkpoint.every=4", "checkpoint.keep=9", "eval.every=0"]
+    full = Command([*tiny, *every, f"folder={folder}/run"], tmp_path).finish()
+
+    assert full.returncode == 1
+    assert "Earlier checkpoints are whole. Make room, then go on: python train.py " in full.stderr
+    resize("16m")
+    program, *arguments = shlex.split(full.stderr.partition("go on: python ")[2].splitlines()[0])
+    assert program == "train.py" and Command(arguments, tmp_path).finish().returncode == 0
+    assert storage.step_of(storage.kept(folder / "run")[0]) == 30
 
 
 @pytest.mark.parametrize("background", ["false", "true"])

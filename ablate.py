@@ -40,7 +40,7 @@ from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.environment import environment, gpu_state_during
 from training.folder import claim
-from training.interrupt import Stopped, exit_on_sigterm
+from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.step import prepare, training_step
 from training.storage import relative
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command_line.register_resolvers(arguments)
     folder: Path | None = None
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         machine.refuse_ranks("ablate.py")
         variants = variants_of(arguments)

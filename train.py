@@ -33,7 +33,7 @@ from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
 from training.health import Health, NonFiniteError
-from training.interrupt import Interrupt, Stopped, exit_on_sigterm
+from training.interrupt import Interrupt, Stopped, exit_on_signals
 from training.optimizer import adamw
 from training.precision import Precision
 from training.profile import StepProfiler
@@ -54,7 +54,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         ConfigError: the data or the model refuse what the config asks for; nothing has been trained.
         NonFiniteError: the loss, the gradient or a weight became NaN or infinite; the last good checkpoint stands.
         StorageError: a checkpoint or a line of metrics can't be written; the last good checkpoint stands.
-        SystemExit: Ctrl-C (130) or SIGTERM (143), after a checkpoint.
+        SystemExit: Ctrl-C (130), SIGTERM (143), SIGHUP (129) or SIGUSR1 (138), after a checkpoint.
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
@@ -132,7 +132,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         state.owes_validation = True
         with clock.paused():
             health.check()
-            with suppress(Stopped), interrupt.at_once():
+            with suppress(Stopped), interrupt.at_once("Leaving this evaluation for later, then a checkpoint."):
                 state.validation = validation = validate(interrupt.check)
                 state.owes_validation = False
         if state.owes_validation:
@@ -193,10 +193,16 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             saver.wait()
             assert state.validation is not None and state.best is not None  # the last step was evaluated
             results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
+            interrupt.answer = "Stopping."
             run.finish(results)
-            with interrupt.at_once(), precision.autocast() if sharded else nullcontext():  # all but the sample is kept
-                wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
-                text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
+            try:
+                with interrupt.at_once(interrupt.answer), precision.autocast() if sharded else nullcontext():
+                    wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
+                    text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
+            except Stopped:
+                left = f" but the sample; to make it up: {go_on(run.folder)}" if prompt else ""
+                run.say(f"stopped after the last step; all is kept{left}")
+                raise
             run.keep_sample(text)
     except NonFiniteError as error:
         raise NonFiniteError(describe(error, run, batches), error.step) from None
@@ -279,7 +285,7 @@ def main() -> int:
             traceback.print_exc()
             raise SystemExit(1) from None
 
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         world.first(lambda: command_line.check(sys.argv[1:]))
         command_line.register_resolvers(sys.argv[1:], started=world.first(command_line.now))

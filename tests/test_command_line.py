@@ -102,7 +102,7 @@ def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
     assert all((folder / "last/state.json").is_file() for folder in run_folders(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path, number):
     cache, command = tmp_path / "cache", [*tiny, "train.steps=3", f"data.cache_dir={tmp_path / 'cache'}"]
     train_here(command, tmp_path / "first")

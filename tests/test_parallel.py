@@ -72,12 +72,21 @@ def test_a_rank_that_dies_ends_the_job_with_its_error(tiny, tmp_path):
     assert "rank      : 1" in report and "RuntimeError: broken on purpose" in report
 
 
-def test_sigterm_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path):
-    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"])
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, []),
+        (signal.SIGHUP, []),
+        (signal.SIGUSR1, ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]),
+    ],
+)
+def test_a_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path, number, options):
+    endless = ["folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"]
+    process = torchrun(tmp_path, [*tiny, *endless], *options)
     metrics, deadline = tmp_path / "mine" / "metrics.jsonl", time.monotonic() + 150
     while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=200)
 
     assert "stopped after step" in out, err

@@ -9,11 +9,14 @@ from configs.machine import Machine
 from model import GPT
 from tests.resume.stops import AUTO
 from tests.runs import FakeWandb, read_json, train_here
+from training import storage
 from training.resume import settle
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_up_for(tiny, tmp_path, monkeypatch, number):
+def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_up_for(
+    tiny, tmp_path, monkeypatch, number, capsys
+):
     fake = FakeWandb(monkeypatch)
     overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline"]
     original = GPT.generate
@@ -22,6 +25,9 @@ def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_u
         train_here(overrides, tmp_path / "run")
 
     assert stop.value.code == fake.exit_code == 128 + number
+    said = capsys.readouterr()
+    assert "step, then a checkpoint" not in said.err and "Stopping." in said.err
+    assert f"all is kept but the sample; to make it up: {storage.go_on(tmp_path / 'run')}" in said.out
     assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
     assert not (tmp_path / "run" / "sample.txt").exists()
     monkeypatch.setattr(GPT, "generate", original)

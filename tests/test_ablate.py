@@ -150,7 +150,7 @@ def test_a_size_that_only_a_later_cell_has_is_refused_before_the_first_is_measur
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
     number, code, tiny, here, tmp_path, monkeypatch, capsys
 ):

@@ -1,5 +1,6 @@
 """torchrun train.py, as a user gives it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def torchrun(folder, arguments, *options, what="pass"):
     )
 
 
+def wait_for_metrics(process, folder):
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 150
+    while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_the_same_bits(tiny, tmp_path):
     command = [*tiny, "resume=auto"]
     killed = torchrun(tmp_path, [*command, "folder=mine"], "--max-restarts=1", what="os.kill(os.getpid(), signal.SIGKILL)")
@@ -83,13 +90,25 @@ def test_a_rank_that_dies_ends_the_job_with_its_error(tiny, tmp_path):
 def test_a_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path, number, options):
     endless = ["folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"]
     process = torchrun(tmp_path, [*tiny, *endless], *options)
-    metrics, deadline = tmp_path / "mine" / "metrics.jsonl", time.monotonic() + 150
-    while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for_metrics(process, tmp_path / "mine")
     process.send_signal(number)
     out, err = process.communicate(timeout=200)
 
     assert "stopped after step" in out, err
+    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
+
+
+def test_a_signal_to_ranks_and_to_a_torchrun_that_it_ends_leaves_a_checkpoint_and_no_traceback_of_a_rank(tiny, tmp_path):
+    """Slurm's --signal=USR1@60, where torchrun was not told to handle it."""
+    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0"])
+    wait_for_metrics(process, tmp_path / "mine")
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train"], capture_output=True, text=True, check=True).stdout
+    for pid in (process.pid, *map(int, ranks.split())):
+        os.kill(pid, signal.SIGUSR1)
+    out, err = process.communicate(timeout=200)  # until the last rank has closed its end
+
+    assert process.returncode == -signal.SIGUSR1 and len(ranks.split()) == 2
+    assert "stopped after step" in out and "Traceback" not in err
     assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
 
 

@@ -5,8 +5,8 @@ python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
-Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130 and 143 by
-Ctrl-C and SIGTERM, which keep the report of what was measured.
+Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130, 143, 129 and
+138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep the report of what was measured.
 """
 
 import shlex

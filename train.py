@@ -176,8 +176,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
 
                 if last or due(done, cfg.eval.every):
                     look(done)
-                stopping = interrupt.wanted()  # asked once: where the run stops, it has saved
-                if last or stopping or due(done, cfg.checkpoint.every) or state.best_step == done:
+                stopping, overdue = interrupt.wanted_or(saver.overdue)  # asked once: where the run stops, it has saved
+                if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                     with clock.paused():
                         health.check_weights(model, done)
                         run.sync()

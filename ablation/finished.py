@@ -1,10 +1,10 @@
 """The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it.
 
 Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
-final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every and .keep,
-data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere (ablate).
-Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread writes beside
-the steps, and logging.every, the length of the windows that step times are of.
+final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes
+and .keep, data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere
+(ablate). Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread writes
+beside the steps, and logging.every, the length of the windows that step times are of.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from configs.schema import DropoutMasks
 from training.plot import read_metrics, without_sweep_files
 
 FREE = {
-    *("norm.impl", "seed", "folder", "resume", "resume_with_changes", "checkpoint.every", "checkpoint.keep"),
+    *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
+    *("checkpoint.every", "checkpoint.minutes", "checkpoint.keep"),
     *("logging.wandb", "logging.without_key", "logging.project", "logging.group", "logging.name", "logging.tags"),
     *("data.cache_dir", "data.processes", "eval.every", "profile"),
 }

@@ -152,7 +152,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield from bound(key, 0, open_low=True)
     for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm"):
         yield from bound(key, 0)
-    for key in ("eval.every", "checkpoint.every", "sample.tokens", "sample.temperature"):
+    for key in ("eval.every", "checkpoint.every", "checkpoint.minutes", "sample.tokens", "sample.temperature"):
         yield from bound(key, 0)
     for key in ("train.steps", "train.batch_size", "train.accumulation", "eval.batches", "logging.every", "sample.top_k"):
         yield from bound(key, 1)

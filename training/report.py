@@ -71,7 +71,7 @@ def describe(error: NonFiniteError, run: Run, batches: Batches) -> str:
     good = last_good(run)
     return (
         f"{error}. Batch: epoch {at.epoch}, window {at.window} of {at.windows}, first token {at.offsets[0]:,}.\n"
-        f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.every and eval.every write some)'}.\n"
+        f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.minutes, .every and eval.every write some)'}.\n"
         "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
         # what else went wrong, such as a disk that was full
         + "".join(f"\n{note}" for note in getattr(error, "__notes__", []))

@@ -12,6 +12,7 @@ import pytest
 
 import train
 from tests.forks import Command
+from tests.ranks import train_together
 from tests.resume.stops import AUTO, in_step, stop_with, train_until
 from tests.runs import bits, train_here
 from training import checkpoint, storage
@@ -149,3 +150,37 @@ def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tm
 
     train_here([*tiny, *AUTO], tmp_path / "run")
     assert checkpoint.read(tmp_path / "run" / "last").step == 30
+
+
+MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [([], [10, 20, 30]), (["checkpoint.minutes=15"], [15, 30]), (["checkpoint.minutes=0"], [30])],
+)
+def test_a_checkpoint_is_made_by_time_too(tiny, tmp_path, monkeypatch, overrides, steps):
+    """Of steps that take a minute each; the default is 10 minutes."""
+    minutes, original = [], train.training_step
+    monkeypatch.setattr(train, "training_step", lambda *given: (minutes.append(1), original(*given))[1])
+    monkeypatch.setattr("training.saver.monotonic", lambda: 60.0 * len(minutes))
+    train_here([*tiny, *MINUTES, *overrides], tmp_path / "run")
+
+    assert [storage.step_of(path) for path in reversed(storage.kept(tmp_path / "run"))] == steps
+
+
+def test_a_run_that_dies_goes_on_from_a_checkpoint_that_was_made_by_time_with_the_same_bits(tiny, tmp_path):
+    overrides = [*tiny, *MINUTES, "model.dropout=0.1", "resume=auto"]
+    train_here(overrides, tmp_path / "whole")
+    train_until(14, [*overrides, "checkpoint.minutes=1e-9"], tmp_path / "cut")
+    assert storage.step_of(storage.kept(tmp_path / "cut")[0]) == 13
+
+    train_here(overrides, tmp_path / "cut")
+    assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
+
+
+def test_ranks_agree_on_checkpoints_by_time(tiny, tmp_path):
+    """Of 20 ms, which end at other moments on each rank: one that saved alone would wait for the other to its timeout."""
+    told = train_together(2, [*tiny, *MINUTES, "checkpoint.minutes=0.00033"], tmp_path / "run")
+
+    assert [one["ended"] for one in told] == [None, None] and len(storage.kept(tmp_path / "run")) > 1

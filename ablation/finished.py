@@ -3,8 +3,8 @@
 Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
 final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes
 and .keep, data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere
-(ablate). Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread writes
-beside the steps, and logging.every, the length of the windows that step times are of.
+(ablate). Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread
+writes beside the steps, and logging.every, the length of the windows that step times are of.
 """
 
 import argparse

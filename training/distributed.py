@@ -110,9 +110,7 @@ class World:
         as soon as one has failed."""
         if self.store is None:
             return
-        with suppress(
-            dist.DistError
-        ):  # torchrun has the store, and may be gone: SIGUSR1 ends it unless it is told to handle it
+        with suppress(dist.DistError):  # torchrun has the store, and may be gone: SIGUSR1 ends it, for one
             if self.leads:
                 self.store.set(ENDED, "")
             elif exit_code:

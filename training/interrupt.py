@@ -10,7 +10,6 @@ from typing import Any
 from training.console import show
 from training.distributed import ALONE, World
 
-
 # Of a scheduler, of a terminal that is gone, of Slurm's --signal=USR1@60; Windows lacks the last two.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 

@@ -5,8 +5,8 @@ python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
-Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130, 143, 129 and
-138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep the report of what was measured.
+Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
+memory, 130, 143, 129 and 138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep the report of what was measured.
 """
 
 import shlex
@@ -43,7 +43,7 @@ from training.folder import claim
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.step import prepare, training_step
-from training.storage import relative
+from training.storage import StorageError, relative, replace_text
 
 EAGER, COMPILED = "eager", "compiled"
 PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
@@ -77,7 +77,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
         ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
         torch.OutOfMemoryError: a model did not fit; the report so far says so.
     """
-    configs.save(variants[0].cfg, folder / "config.yaml")
+    replace_text(folder / "config.yaml", configs.to_yaml(variants[0].cfg))
     device = torch.device(machine.inspect(variants[0].cfg.device).device)
     corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
@@ -294,6 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
         return command_line.refuse(error) if machine.leads() else command_line.EXIT_CODE
+    except StorageError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
     except torch.OutOfMemoryError as error:
         hint = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
         print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)

@@ -30,6 +30,7 @@ from ablation.verdict import NO_KERNEL, plain
 from configs import keys
 from configs.schema import DropoutMasks
 from training.plot import read_metrics, without_sweep_files
+from training.storage import replace_text
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "ablation.report", *words])
     text = report(groups, draw(groups, arguments.output), command, left_out=list(missing))
-    (arguments.output / "report.md").write_text(text, encoding="utf-8")
+    replace_text(arguments.output / "report.md", text)
     print(f"{text.partition(COMMANDS)[0].rstrip()}\n\nreport: {arguments.output}/report.md")
     return 0
 

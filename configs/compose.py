@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -132,10 +131,6 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
-
-
-def save(cfg: Config, path: Path) -> None:
-    path.write_text(to_yaml(cfg), encoding="utf-8")
 
 
 def _check_names(override: Override) -> None:

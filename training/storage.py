@@ -188,8 +188,11 @@ def replace(path: Path, write: Callable[[Sink], object]) -> None:
     """Replaces a file by what `write` writes, in one step."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
-        _write(temporary, write)
-        temporary.replace(path)
+        try:
+            _write(temporary, write)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # there if it failed
         sync_folder(path.parent)
 
 

@@ -7,6 +7,7 @@ import pytest
 import configs
 from configs.machine import Machine
 from model import GPT
+from tests.resume.kills import train_and_kill
 from tests.resume.stops import AUTO
 from tests.runs import FakeWandb, read_json, train_here
 from training import storage
@@ -45,3 +46,14 @@ def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
 
     train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
     assert settle(cfg, tmp_path / "run", [], chosen=True).finished
+
+
+def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half_of_one(tiny, tmp_path):
+    overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
+    assert train_and_kill(overrides, run, drawing=True)
+    assert not (run / "loss.png").exists()
+    assert not settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
+
+    train_here(overrides, run, plot=True)
+    assert settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
+    assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82")

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 
@@ -261,7 +260,9 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     if {"-m", "--multirun"} & set(arguments):
         raise ConfigError("-m: an ablation sweeps without it, by several values of a key: norm.kind=layernorm,rmsnorm.")
     found = []
-    swept = {o.get_key_element() for o in configs.parse(arguments) if o.is_sweep_override()}
+    swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
+    if "folder" in swept:
+        raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")
     for job in command_line.jobs(arguments, sweep=True):
         rules.check_ablation(job)
         cfg = configs.compose_only(job)
@@ -289,7 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         machine.refuse_ranks("ablate.py")
         variants = variants_of(arguments)
-        folder = claim(Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_ablation")
+        wanted = Path(variants[0].cfg.folder or f"runs/{command_line.now()}_ablation")
+        folder = claim(wanted)
+        if folder != wanted:
+            print(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
         with unless_empty(folder):
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
@@ -322,7 +326,7 @@ def help_text() -> str:
     return (
         f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
-        f"{refused}\nThe report goes into a new folder, runs/TIME_ablation/; it can't be chosen."
+        f"{refused}\nThe report goes into a new folder: runs/TIME_ablation/, or folder=PATH."
     )
 
 

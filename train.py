@@ -5,6 +5,7 @@ python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` list
 torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 """
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -217,6 +218,7 @@ def due(step: int, every: int) -> bool:
 def job(composed: DictConfig, world: World) -> int:
     """One run of the command: a whole run, or one of a sweep. Returns its exit code, so that those after it still start."""
     context = HydraConfig.get()
+    os.chdir(context.runtime.cwd)  # also with hydra.job.chdir=true: paths on the command line and in hints are from there
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
         cfg = configs.typed(composed)

@@ -30,7 +30,7 @@ from ablation.verdict import NO_KERNEL, plain
 from configs import keys
 from configs.schema import DropoutMasks
 from training.plot import read_metrics, without_sweep_files
-from training.storage import replace_text
+from training.storage import go_on, replace_text
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
@@ -127,7 +127,7 @@ def unfinished(folder: Path) -> str:
         return f"{folder}: an ablation, whose report is {folder}/report.md."
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
         if not (folder / name).is_file():
-            resume = f" The run did not finish; to go on: python train.py resume={folder}" if name == "summary.json" else ""
+            resume = f" The run did not finish; to go on: {go_on(folder)}" if name == "summary.json" else ""
             return f"{folder}: no {name}.{resume}"
     return ""
 

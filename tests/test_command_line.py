@@ -178,6 +178,22 @@ def test_resuming_needs_nothing_but_the_folder_and_what_changes(interrupted):
     assert read_json(resumed / "summary.json")["final"]["loss"] > 0
 
 
+def test_what_a_run_says_to_type_can_be_typed(tiny, tmp_path):
+    """In a folder whose name needs quotes, and from where Hydra would have changed the folder."""
+    chdir = "hydra.job.chdir=true"
+    done = train([*tiny, "train.steps=4", 'folder="runs/a b (1)"', chdir], tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = next(line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if "more text" in line)
+    assert shlex.split(said) == ["python", "sample.py", "runs/a b (1)"]
+
+    refused = train(['resume="runs/a b (1)/last"', chdir], tmp_path)
+    assert refused.returncode == 2
+    program, *arguments = shlex.split(next(line for line in refused.stderr.splitlines() if "python train.py" in line))[1:]
+    assert program == "train.py" and "runs/a b (1)" in arguments[0]
+    again = train(arguments, tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
 def test_a_run_that_can_not_be_resumed_leaves_no_folder(sweep, tmp_path):
     done = train([f"resume={run_folders(sweep)[0]}"], tmp_path)
 

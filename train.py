@@ -245,6 +245,7 @@ def job(composed: DictConfig, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
+            machine.tell_torchrun(f"stopped: {error}")
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be alone with it: the next job would wait for the others, which wait for it in this one
             raise SystemExit(1) from None

@@ -65,7 +65,9 @@ def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
     """Prints an error as its message alone, with the job of a sweep that has these overrides; HYDRA_FULL_ERROR=1 raises it."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    text = f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else "")
+    print(text, file=sys.stderr)
+    machine.tell_torchrun(text)
     return EXIT_CODE
 
 

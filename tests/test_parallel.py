@@ -112,12 +112,14 @@ def test_a_signal_to_ranks_and_to_a_torchrun_that_it_ends_leaves_a_checkpoint_an
     assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
 
 
-def test_a_refused_command_is_explained_once(tiny, tmp_path):
+def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_path):
     process = torchrun(tmp_path, [*tiny, "train.batch_size=7"])
     _, err = process.communicate(timeout=200)
 
     assert process.returncode != 0
-    assert err.count("error: train.batch_size=7 can't be cut into equal micro-batches") == 1
+    cause = "error: train.batch_size=7 can't be cut into equal micro-batches"
+    own, _, torchruns = err.partition("Root Cause")
+    assert own.count(cause) == torchruns.count(cause) == 1, "once by the first rank, and at the end of torchrun's report"
     assert not (tmp_path / "runs").exists()
 
 
@@ -130,5 +132,5 @@ def test_a_sweep_whose_first_rank_can_not_write_ends_and_leaves_no_rank_waiting_
         process.terminate()
 
     assert process.returncode == 1
-    assert "stopped: sweep/0_seed-1/metrics.jsonl can't be written" in err
+    assert "stopped: sweep/0_seed-1/metrics.jsonl can't be written" in err.partition("Root Cause")[2]
     assert not (tmp_path / "sweep" / "1_seed-2").exists()

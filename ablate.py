@@ -10,6 +10,7 @@ memory, 130, 143, 129 and 138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep
 """
 
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -19,6 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
 import torch
 
@@ -37,6 +41,7 @@ from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
+from training.console import take_any_encoding
 from training.environment import environment, gpu_state_during
 from training.folder import claim
 from training.interrupt import Stopped, exit_on_signals
@@ -280,6 +285,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_encoding()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(arguments):
         print(help_text())

@@ -6,11 +6,15 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
 import hydra
 import torch
@@ -28,7 +32,7 @@ from model import GPT
 from training import pretrained, resume
 from training.checkpoint import TrainState
 from training.clock import StepClock
-from training.console import show
+from training.console import show, take_any_encoding
 from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
@@ -276,6 +280,7 @@ def unless_refused(run: Run) -> Iterator[None]:
 
 
 def main() -> int:
+    take_any_encoding()
     codes, world = [0], join()
 
     def run(composed: DictConfig) -> None:

@@ -29,6 +29,7 @@ from ablation.text import capital, environment, fact, flat, loss, markdown, numb
 from ablation.verdict import NO_KERNEL, plain
 from configs import keys
 from configs.schema import DropoutMasks
+from training.console import take_any_encoding
 from training.plot import read_metrics, without_sweep_files
 from training.storage import go_on, replace_text
 
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run, or a folder of runs (a sweep)")
     parser.add_argument("--output", type=Path, default=Path("report"), help="the folder for report.md (default: ./report)")
+    take_any_encoding()
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(words)
     try:

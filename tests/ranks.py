@@ -45,7 +45,8 @@ def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: obje
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, on a free port
     files.parent.mkdir(parents=True, exist_ok=True)
     started = [
-        processes.Process(target=_rank, args=(rank, ranks, store.port, act, files, arguments), daemon=True) for rank in range(ranks)
+        processes.Process(target=_rank, args=(rank, ranks, store.port, act, files, arguments), daemon=True)
+        for rank in range(ranks)
     ]
     for rank, process in enumerate(started):
         _errors(files, rank).touch()

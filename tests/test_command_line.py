@@ -285,6 +285,31 @@ def test_the_help_of_sample_shows_the_default_prompt(capsys):
     assert r"go on from (default: '\n')" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("program", ["train.py", "ablate.py", "sample.py"])
+def test_ctrl_c_while_the_program_is_being_imported_is_no_traceback(tmp_path, program):
+    command = [sys.executable, "-X", "importtime", str(ROOT / program), "runs/none"]  # a line on stderr for each import
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "torch." in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+
+    assert process.returncode == -signal.SIGINT and "Traceback" not in err
+
+
+def test_a_terminal_that_lacks_a_character_gets_another_way_to_write_it(tiny, tmp_path):
+    arguments, given = [*tiny, "train.steps=2", "optim.warmup_steps=1", "folder=run"], environment(tmp_path)
+    for program in (["train.py", *arguments], ["sample.py", "run", "--tokens=3"], ["ablate.py", "--help"]):
+        command = [sys.executable, str(ROOT / program[0]), *program[1:]]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=given | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        if program[0] == "train.py":
+            assert r"2 layers \xd7 32" in done.stdout
+
+
 def test_help_names_commands_groups_and_keys(tmp_path):
     done = finish(start(["--help"], tmp_path))  # by an interpreter of its own
 

@@ -5,10 +5,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
+
+
+def take_any_encoding() -> None:
+    """Has standard output escape what its encoding lacks, as ASCII lacks ×. Standard error does so by itself."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def show(text: str, stream: TextIO | None = None) -> None:

@@ -19,13 +19,14 @@ class Stopped(SystemExit):
 
 
 def exit_on_signals() -> None:
-    """Has the signals of ENDING unwind the process as Ctrl-C does, so that what is open is closed; `Interrupt` replaces it."""
+    """Has Ctrl-C and the signals of ENDING unwind the process, so that what is open is closed; `Interrupt` replaces it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         handle(ENDING, pass_over)  # one that comes twice may not disturb what the first one closes
         raise Stopped(128 + number)
 
     handle(ENDING, stop)
+    handle([signal.SIGINT], signal.default_int_handler)  # during the imports it ends the process
 
 
 def handle(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:

@@ -5,8 +5,12 @@ python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
 
 import argparse
 import math
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: nothing is open that would have to be closed
 
 import torch
 
@@ -16,6 +20,7 @@ from configs.schema import Device, NormImpl, SampleConfig
 from data import Tokenizer
 from model import GPT
 from training import checkpoint
+from training.console import take_any_encoding
 from training.sampling import continue_text, encode_prompt
 
 
@@ -47,6 +52,7 @@ def sample(
 
 
 def main(arguments: list[str] | None = None) -> int:
+    take_any_encoding()
     parser = argparse.ArgumentParser(
         description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

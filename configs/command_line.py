@@ -42,7 +42,7 @@ def check(arguments: Sequence[str]) -> None:
                     raise ConfigError(
                         f"resume={cfg.resume}: several jobs of this sweep would go on in that folder, one after the other. "
                         f"Resume one of its checkpoints, and each job goes on from there in a folder of its own: "
-                        f"resume={Path(cfg.resume) / 'last'}."
+                        f"{compose.as_typed('resume', Path(cfg.resume) / 'last')}."
                     )
                 resumed.add(path.resolve())
             if not named:  # else the config is the resumed run's, checked once it is read
@@ -65,7 +65,9 @@ def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
     """Prints an error as its message alone, with the job of a sweep that has these overrides; HYDRA_FULL_ERROR=1 raises it."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    text = f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else "")
+    print(text, file=sys.stderr)
+    machine.tell_torchrun(text)
     return EXIT_CODE
 
 

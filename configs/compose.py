@@ -1,12 +1,12 @@
 """From overrides to a checked `Config`: Hydra composes, the schema types it, the rules pass it."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -74,11 +74,17 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             key, equals, value = text.partition("=")
             known = keys.schema().get(key.lstrip("+"))
             if equals and known and known.type is str:
-                quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
+                quoted = as_typed(key, value)
                 raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
     return parsed
+
+
+def as_typed(key: str, value: object) -> str:
+    """`key=value` as a user types it, for text that may need quotes: Hydra's, and around them the shell's."""
+    text = str(value)
+    return shlex.quote(f"{key}={text if re.fullmatch(r'[A-Za-z0-9_./+-]+', text) else json.dumps(text, ensure_ascii=False)}")
 
 
 def typed(composed: DictConfig) -> Config:
@@ -125,10 +131,6 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
-
-
-def save(cfg: Config, path: Path) -> None:
-    path.write_text(to_yaml(cfg), encoding="utf-8")
 
 
 def _check_names(override: Override) -> None:

@@ -1,9 +1,12 @@
 """What the rules need to know about the machine: the device that a run will use and what it can do."""
 
 import importlib.util
+import json
 import os
 import shutil
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -66,6 +69,13 @@ def refuse_ranks(program: str) -> None:
 def leads() -> bool:
     """Whether this is the process of all that torchrun started that talks to the user."""
     return not by_torchrun() or os.environ.get("RANK", "0") == "0"
+
+
+def tell_torchrun(why: str) -> None:
+    """Has the report with which torchrun ends, behind its traceback, say why this rank did. Without torchrun, does nothing."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        facts = {"py_callstack": why, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": why, "extraInfo": facts}}), encoding="utf-8")
 
 
 def by_torchrun() -> bool:

@@ -173,9 +173,10 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """A checkpoint is also made where the validation loss is the best so far, and when a signal stops the run."""
+    """A checkpoint is also made at the end, where the validation loss is the best so far, and when a signal stops the run."""
 
-    every: int = 0  # steps between checkpoints; 0: only at the end
+    every: int = 0  # steps between checkpoints; 0: by time alone
+    minutes: float = 10.0  # the most between checkpoints, to the end of the step; 0: by steps alone
     keep: int = 2  # how many of the newest stay, beside the best one
     background: bool = False  # steps wait for the copy to host memory alone; a crash may cost two intervals instead of one
 

@@ -41,6 +41,7 @@ class Run:
     step: int = 0  # of the last line of metrics
     train_bytes_per_token: float = 1.0  # turns a training loss into bits per byte, for the bar
     val_bytes_per_token: float = 1.0  # the same for the plot
+    _drawn: bool = False  # with all of its steps
     _bar: Any = None
     _shown: dict[str, float] = field(default_factory=dict)
     _total: int = 0
@@ -106,7 +107,7 @@ class Run:
         """
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         path = self.folder / "metrics.jsonl"
-        with storage.explained(path), path.open("a", encoding="utf-8") as file:
+        with storage.explained(path, storage.way_on(self.folder)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
@@ -117,7 +118,7 @@ class Run:
     def sync(self) -> None:
         """Returns once the lines of metrics are on the disk: a checkpoint after it finds those of its steps there."""
         if (path := self.folder / "metrics.jsonl").is_file():
-            with storage.explained(path):
+            with storage.explained(path, storage.way_on(self.folder)):
                 storage.sync(path)
 
     def say(self, text: str) -> None:
@@ -125,7 +126,12 @@ class Run:
         show_beside_bar(text)
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Keeps what the run reached: summary.json, and W&B's summary."""
+        """Keeps what the run reached: its picture, then summary.json and W&B's summary; a sample comes last, if it has one.
+
+        A run that has all of them is finished, whatever moment it was killed at.
+        """
+        self.draw()
+        self._drawn = True
         storage.replace_text(self.folder / "summary.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.summarise(results)
@@ -135,6 +141,14 @@ class Run:
         storage.replace_text(self.folder / "sample.txt", text)
         if self.tracker:
             self.tracker.summarise({"sample": text})
+
+    def draw(self) -> None:
+        """Draws loss.png and shows it to W&B. A picture is not worth a run, nor may it hide why the run ends."""
+        try:
+            if self.tracker and (picture := self.plot()):
+                self.tracker.log_image("loss", picture, self.step)
+        except Exception as error:
+            self.say(f"no plot: {type(error).__name__}: {error}")
 
     def plot(self) -> Path | None:
         """Draws loss.png from metrics.jsonl; None where there is too little to draw."""
@@ -277,9 +291,7 @@ def _closing(run: Run) -> Iterator[Run]:
     finally:
         if run.tracker:
             try:
-                if picture := run.plot():
-                    run.tracker.log_image("loss", picture, run.step)
-            except Exception as error:  # a picture is not worth a run, nor may it hide why the run ended
-                run.say(f"no plot: {type(error).__name__}: {error}")
+                if not run._drawn:
+                    run.draw()
             finally:
                 run.tracker.finish(exit_code)

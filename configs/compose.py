@@ -100,6 +100,7 @@ def typed(composed: DictConfig) -> Config:
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # settled here, so that a resumed run with more steps keeps its warm-up
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
+    cfg.data.name = cfg.data.called  # for all who read the config.yaml of a run
     return cfg
 
 

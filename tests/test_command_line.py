@@ -82,6 +82,19 @@ def test_missing_data_is_one_message_and_code_2(tiny, tmp_path):
     assert run_folders(tmp_path) == [] and list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_data_set_of_ones_own_gives_the_run_its_name(tiny, tmp_path):
+    rows = [json.dumps({"text": f"the king sees {i} mornings and the queen {i} nights"}) for i in range(100)]
+    (tmp_path / "stories").mkdir()
+    (tmp_path / "stories" / "train.jsonl").write_text("\n".join(rows))
+    done = train(["data=hub", "data.path=stories", *tiny[2:], "train.steps=3"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    [folder] = run_folders(tmp_path)
+    assert folder.name.endswith("_stories_tiny_fused")
+    assert re.search(r"^  data +stories: ", done.stdout, re.MULTILINE)
+    assert "  name: stories\n" in (folder / "config.yaml").read_text()
+
+
 def test_a_prompt_that_can_not_be_encoded_is_refused_before_training(tiny, tmp_path):
     done = train([*tiny, "sample.prompt=ROMEO"], tmp_path)
 

@@ -5,8 +5,12 @@ python -m examples.hf_gpt2
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, replace_norms

@@ -7,8 +7,12 @@ Mistral, Qwen2, Qwen3 and Gemma 1 have the same block, and norms that `replace_n
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import LLAMA_BLOCK, backend_for, fuse_prenorm_block, replace_norms

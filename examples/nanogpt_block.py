@@ -11,10 +11,14 @@ In your own project `from ops import …` is `from prenorm import …`, or the n
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, layer_norm_fn, replace_norms

@@ -105,7 +105,7 @@ def register_resolvers(arguments: Sequence[str] = (), started: str | None = None
     """
     swept, when = _swept(arguments), started or now()
     OmegaConf.register_new_resolver("started", lambda: when, replace=True)
-    OmegaConf.register_new_resolver("or", lambda chosen, default: chosen or default, replace=True)
+    OmegaConf.register_new_resolver("or", lambda path, default: str(machine.expanded(path)) if path else default, replace=True)
     OmegaConf.register_new_resolver("corpus_name", _corpus_name, replace=True)
     OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
     OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)

@@ -73,9 +73,10 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         except HydraException:
             key, equals, value = text.partition("=")
             known = keys.schema().get(key.lstrip("+"))
-            if equals and known and known.type is str:
-                quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
-                raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
+            if equals and known and known.type in (str, list):
+                why = "Hydra has a use of its own for an unquoted ~ (it takes keys away). " if "~" in value else ""
+                quoted = shlex.quote(f"{key}={_quoted(value, known.type)}")
+                raise ConfigError(f"{text}: {why}This value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
     return parsed
@@ -100,6 +101,8 @@ def typed(composed: DictConfig) -> Config:
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # settled here, so that a resumed run with more steps keeps its warm-up
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
+    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
+    cfg.resume = cfg.resume and str(machine.expanded(cfg.resume))
     cfg.data.name = cfg.data.called  # for all who read the config.yaml of a run
     return cfg
 
@@ -130,6 +133,13 @@ def to_yaml(cfg: Config) -> str:
 
 def save(cfg: Config, path: Path) -> None:
     path.write_text(to_yaml(cfg), encoding="utf-8")
+
+
+def _quoted(value: str, type: type) -> str:
+    """A text, or a list of texts, as Hydra takes any of them."""
+    if type is list:
+        return f"[{','.join(_quoted(item.strip(), str) for item in value.strip('[]').split(','))}]"
+    return json.dumps(value.strip("\"'"), ensure_ascii=False)
 
 
 def _check_names(override: Override) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -52,6 +53,11 @@ def inspect(device: Device) -> Machine:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")) if by_torchrun() else 0,
         by_torchrun=by_torchrun(),
     )
+
+
+def expanded(path: str) -> Path:
+    """A path with the home folder for ~; the home of nobody stays as it is, where Path.expanduser would raise."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def refuse_ranks(program: str) -> None:

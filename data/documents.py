@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from configs import machine
 from configs.schema import DataConfig, Source
 
 # datasets is imported where it is used: it takes longer than everything else in a start from the cache.
@@ -77,14 +78,18 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     """Files that paths and globs name, each once: in the order given, sorted within a glob."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = machine.expanded(pattern)
         if path.is_file():  # first, for a name with brackets in it
             paths[path.absolute()] = None
             continue
         matches = sorted(glob(str(path), recursive=True))  # noqa: PTH207  (Path.glob takes no absolute pattern)
         found = [Path(match) for match in matches if Path(match).is_file()]
         if not found:
-            what = f"is a folder; name its files, as in {pattern.rstrip('/')}/*.txt" if path.is_dir() else "matches no file"
+            what = "matches no file"
+            if path.is_dir():
+                what = f"is a folder; name its files, as in {pattern.rstrip('/')}/*.txt"
+            elif path.exists():
+                what = "is a pipe or a device, which can be read only once; give a file with its text"
             raise FileNotFoundError(f"data.files: {pattern} {what} (relative paths start in {Path.cwd()})")
         paths.update((match.absolute(), None) for match in found)
     return list(paths)
@@ -140,7 +145,7 @@ def _hub(data: DataConfig) -> Documents:
     network. With revision=null a later change on the Hub goes unnoticed.
     """
     assert data.path  # checked before
-    folder = Path(data.path).expanduser()
+    folder = machine.expanded(data.path)
     local = folder.is_dir()
     if not local and (data.path.startswith((".", "/", "~")) or folder.is_file()):
         raise FileNotFoundError(

@@ -36,6 +36,14 @@ def test_every_preset_begins_with_the_command_that_uses_it(preset):
     assert text.startswith("# ")
 
 
+def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+
+    cfg = configs.load(['folder="~/runs/mine"', 'resume="~/runs/theirs"'], on=CPU)
+
+    assert (cfg.folder, cfg.resume) == ("/home/me/runs/mine", "/home/me/runs/theirs")
+
+
 def test_types_are_the_schemas():
     cfg = configs.load(["norm.impl=torch", "norm.kind=rmsnorm", "optim.lr=1", "train.precision=bf16"], on=CPU)
 

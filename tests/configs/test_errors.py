@@ -32,7 +32,11 @@ UNKNOWN = {
     "optim.lr=interval(0,1)": "optim.lr=interval(0,1): a sweep needs its values, one after the other: optim.lr=A,B",
     "model=glob(*)": "model=glob(*): a sweep needs its values, one after the other: model=A,B",
     "seed=1,": "seed=1,: an override is written key=value",
-    "sample.prompt=Ω": "sample.prompt=Ω: this value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
+    "sample.prompt=Ω": "sample.prompt=Ω: This value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
+    "data.files=[~/notes/*.txt]": "Hydra has a use of its own for an unquoted ~ (it takes keys away). This value needs quotes, "
+    "and the shell some around them: 'data.files=[\"~/notes/*.txt\"]'.",
+    "data.files=[a.txt,~/b]": 'the shell some around them: \'data.files=["a.txt","~/b"]\'.',
+    "folder=~/runs": "This value needs quotes, and the shell some around them: 'folder=\"~/runs\"'.",
 }
 
 TYPES = {

@@ -97,6 +97,19 @@ def test_a_folder_is_not_a_file(notes):
         find_documents(text(notes))
 
 
+def test_a_pipe_is_not_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError, match=r"pipe is a pipe or a device, which can be read only once; give a file"):
+        find_documents(text(tmp_path / "pipe"))
+
+
+def test_the_home_of_nobody_is_a_path_as_others(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.files: ~nobody_here/a\.txt matches no file"):
+        find_documents(text("~nobody_here/a.txt"))
+    with pytest.raises(FileNotFoundError, match=r"data\.path=~nobody_here is no folder"):
+        find_documents(DataConfig(source=Source.hub, path="~nobody_here"))
+
+
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text"):

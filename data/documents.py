@@ -16,6 +16,7 @@ from typing import Any
 
 from configs import machine
 from configs.schema import DataConfig, Source
+from data.hub import from_the_hub
 
 # datasets is imported where it is used: it takes longer than everything else in a start from the cache.
 
@@ -199,9 +200,11 @@ def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
 def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[str, Any]:
     import datasets
 
+    problem = ""
     try:
         if folder is None:
-            return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
+            with from_the_hub() as problem:
+                return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
         if (folder / "state.json").exists():  # Dataset.save_to_disk
             return {data.train_split: datasets.load_from_disk(str(folder))}
         if (folder / "dataset_dict.json").exists():  # DatasetDict.save_to_disk
@@ -211,9 +214,9 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
             return datasets.load_dataset(str(folder), data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
     except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or one without data
         raise FileNotFoundError(
-            f"data.path={data.path} could not be read: {str(error).rstrip('.')}. Check the name, the network and HF_HUB_OFFLINE"
-            " (a private or gated data set also needs `hf auth login`). Without a network use data=shakespeare, data=text, "
-            "or a local folder as data.path."
+            f"data.path={data.path} could not be read: {problem or str(error).rstrip('.')}. "
+            "Check the name, the network and HF_HUB_OFFLINE (a private or gated data set also needs `hf auth login`). "
+            "Without a network use data=shakespeare, data=text, or a local folder as data.path."
         ) from error
     except RuntimeError as error:  # a loading script
         raise ValueError(

@@ -197,7 +197,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
             with interrupt.at_once(), precision.autocast() if sharded else nullcontext():  # all but the sample is kept
                 wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
                 text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
-            run.keep_sample(text)
+            if prompt:
+                run.keep_sample(text)
     except NonFiniteError as error:
         raise NonFiniteError(describe(error, run, batches), error.step) from None
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)

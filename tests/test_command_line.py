@@ -213,10 +213,12 @@ def test_the_command_is_kept_as_a_shell_would_take_it(sweep):
     assert shlex.quote(next(word for word in shlex.split(command) if word.startswith("data.files="))) in command
 
 
-def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep):
+def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, capsys):
     folder = run_folders(sweep)[0]
 
     one, again = (sample.sample(folder, "the ", 20, 1.0, None, seed=1) for _ in range(2))
+    assert sample.main([str(folder), "--prompt=the ", "--tokens=20", "--temperature=1", "--top-k=null"]) == 0
+    assert capsys.readouterr().out == one + "\n"
     other = sample.sample(folder / "best", "the ", 20, 1.0, None, seed=2)
 
     assert one == again != other
@@ -243,6 +245,8 @@ def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--top-k", "0", "--top-k must be at least 1, or null to sample from all tokens, got 0"),
+        ("--top-k", "many", "--top-k: invalid whole number or null value: 'many'"),
         ("--temperature", "nan", "--temperature must be finite, got nan"),
         ("--temperature", "-1", "--temperature must be at least 0, got -1.0"),
         ("--seed", str(2**64), "--seed must be at least -2**63 and less than 2**64"),

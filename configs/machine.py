@@ -59,7 +59,7 @@ def _computes_bf16(device: str) -> bool:
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     # Not every version of torch can tell.
-    known = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
     return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) or not known
 
 

@@ -38,8 +38,7 @@ def main() -> None:
     replace_norms(fused)
     # From here on a block hands on what it has not added yet. transformers' loop over blocks passes that on as it is, so
     # generate, caches and gradient checkpointing (not the reentrant kind) work; output_hidden_states would show the parts.
-    for block in fused.transformer.h:
-        fuse_prenorm_block(block, GPT2_BLOCK)
+    fuse_prenorm_block(fused.transformer.h, GPT2_BLOCK)
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch, autocast=autocast))

@@ -40,8 +40,7 @@ def main() -> None:
 
     fused = copy.deepcopy(model)
     replace_norms(fused)
-    for block in fused.model.layers:
-        fuse_prenorm_block(block, LLAMA_BLOCK)
+    fuse_prenorm_block(fused.model.layers, LLAMA_BLOCK)
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch))

@@ -144,8 +144,7 @@ def main() -> None:
     replace_norms(replaced)
 
     fused = copy.deepcopy(replaced)
-    for block in fused.blocks:
-        fuse_prenorm_block(block, GPT2_BLOCK)
+    fuse_prenorm_block(fused.blocks, GPT2_BLOCK)
 
     by_hand = GPTByHand(*sizes, block=BlockByHand).to(device)
     by_hand.load_state_dict(model.state_dict())

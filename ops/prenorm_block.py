@@ -34,16 +34,18 @@ LLAMA_BLOCK = BlockLayout("input_layernorm", "self_attn", "post_attention_layern
 
 
 def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp32: bool = False) -> None:
-    """Gives a block the (hidden, residual) form, in place. `restore_norms(model)` undoes it.
+    """Gives a block, or each of a stack, the (hidden, residual) form, in place. `restore_norms(model)` undoes it.
 
-    Do it to all blocks of a stack, and `replace_norms` to the final norm. Norms that are not replaced yet are. Arguments that
-    the block gets beside x go where it hands them: to the mixer. How the block is wired is tried out with stand-ins for its
-    parts, in evaluation and in training, so one that scales, clamps, drops or norms what it adds, or computes what it gives to
-    its parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x, and None for the rest.
+    Give it the whole stack: that a block is not fused behind one that is shows only when it is called. And `replace_norms` the
+    final norm. Norms that are not replaced yet are. Arguments that a block gets beside x go where it hands them: to the mixer.
+    How a block is wired is tried out with stand-ins for its parts, in evaluation and in training, so one that scales, clamps,
+    drops or norms what it adds, or computes what it gives to its parts, is refused; so is a sublayer whose dropout does not come
+    last, if it can be called with x, and None for the rest.
 
     Args:
         block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody
-            outside it uses, the embeddings for instance: they drop nothing themselves any more.
+            outside it uses, the embeddings for instance: they drop nothing themselves any more. Or an nn.ModuleList or
+            nn.Sequential of such blocks, which are all fused, or none of them.
         layout: GPT2_BLOCK, LLAMA_BLOCK or one of your own.
         residual_in_fp32: keep the stream that begins in this block in fp32 (where x of the first block is no Pending).
 
@@ -57,6 +59,8 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
         raise TypeError(
             f"fuse_prenorm_block: layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got {type(layout).__name__}"
         )
+    if type(block) in (nn.ModuleList, nn.Sequential):
+        return _fuse_stack(cast(nn.ModuleList, block), layout, residual_in_fp32)
     name = f"fuse_prenorm_block({type(block).__name__})"
     if isinstance(block, FusedBlock):
         raise ValueError(f"{name}: block is fused already; restore_norms undoes it")
@@ -85,6 +89,21 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     swap(block, FusedBlock, layout=layout, residual_in_fp32=residual_in_fp32, wiring=wiring)
     for dropout in {parts[argument] for argument in ("dropout1", "dropout2") if argument in parts}:
         swap(dropout, FusedDropout)
+
+
+def _fuse_stack(stack: nn.ModuleList, layout: BlockLayout, residual_in_fp32: bool) -> None:
+    blocks = list(dict.fromkeys(stack))  # one that is there twice is one block
+    if not blocks:
+        raise ValueError(f"fuse_prenorm_block: {type(stack).__name__} has no blocks")
+    before = {module for module in stack.modules() if isinstance(module, Swapped)}
+    for i, block in enumerate(blocks):
+        try:
+            fuse_prenorm_block(block, layout, residual_in_fp32=residual_in_fp32)
+        except ValueError as error:
+            for module in stack.modules():
+                if isinstance(module, Swapped) and module not in before:
+                    unswap(module)
+            raise ValueError(f"{error}. It is block {i} of {len(blocks)}, of which none is fused now") from error
 
 
 class FusedBlock(Swapped):

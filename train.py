@@ -208,7 +208,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
                 left = f" but the sample; to make it up: {go_on(run.folder)}" if prompt else ""
                 run.say(f"stopped after the last step; all is kept{left}")
                 raise
-            run.keep_sample(text)
+            if prompt:
+                run.keep_sample(text)
     except NonFiniteError as error:
         raise NonFiniteError(describe(error, run, batches), error.step) from None
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)

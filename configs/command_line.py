@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
-from configs.schema import Config
+from configs.schema import Config, DataConfig, Source
 
 EXIT_CODE = 2  # of an error in the configuration, as of argparse
 MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets wrong, it almost surely gets wrong here
@@ -107,7 +107,8 @@ def register_resolvers(arguments: Sequence[str] = (), started: str | None = None
     """
     swept, when = _swept(arguments), started or now()
     OmegaConf.register_new_resolver("started", lambda: when, replace=True)
-    OmegaConf.register_new_resolver("or", lambda chosen, default: chosen or default, replace=True)
+    OmegaConf.register_new_resolver("or", lambda path, default: str(machine.expanded(path)) if path else default, replace=True)
+    OmegaConf.register_new_resolver("corpus_name", _corpus_name, replace=True)
     OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
     OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)
     OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
@@ -138,6 +139,10 @@ def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def _corpus_name(name: str | None, source: str, path: str | None) -> str:
+    return DataConfig(name=name, source=Source(source), path=path).called
 
 
 def _folder_name(name: str | None, resume: str, *what: object) -> str:

@@ -73,18 +73,24 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         except HydraException:
             key, equals, value = text.partition("=")
             known = keys.schema().get(key.lstrip("+"))
-            if equals and known and known.type is str:
-                quoted = as_typed(key, value)
-                raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
+            if equals and known and known.type in (str, list):
+                why = "Hydra has a use of its own for an unquoted ~ (it takes keys away). " if "~" in value else ""
+                quoted = as_typed(key, value, known.type)
+                raise ConfigError(f"{text}: {why}This value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
     return parsed
 
 
-def as_typed(key: str, value: object) -> str:
-    """`key=value` as a user types it, for text that may need quotes: Hydra's, and around them the shell's."""
-    text = str(value)
-    return shlex.quote(f"{key}={text if re.fullmatch(r'[A-Za-z0-9_./+-]+', text) else json.dumps(text, ensure_ascii=False)}")
+def as_typed(key: str, value: object, kind: type = str) -> str:
+    """`key=value` as a user types it, for texts that may need quotes: Hydra's, and around them the shell's."""
+    return shlex.quote(f"{key}={_quoted(str(value), kind)}")
+
+
+def _quoted(text: str, kind: type) -> str:
+    if kind is list:
+        return f"[{','.join(_quoted(item.strip(), str) for item in text.strip('[]').split(','))}]"
+    return text if re.fullmatch(r"[A-Za-z0-9_./+-]+", text) else json.dumps(text.strip("\"'"), ensure_ascii=False)
 
 
 def typed(composed: DictConfig) -> Config:
@@ -106,6 +112,9 @@ def typed(composed: DictConfig) -> Config:
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # settled here, so that a resumed run with more steps keeps its warm-up
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
+    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
+    cfg.resume = cfg.resume and str(machine.expanded(cfg.resume))
+    cfg.data.name = cfg.data.called  # for all who read the config.yaml of a run
     return cfg
 
 

@@ -286,7 +286,7 @@ def _device(cfg: Config, machine: Machine) -> Iterator[str]:
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
     if cfg.norm.impl is NormImpl.fused and device == "cuda" and not machine.triton:
         yield "norm.impl=fused needs Triton, which can't be imported here. Install triton, or use norm.impl=torch."
-    if cfg.train.precision is Precision.bf16 and not machine.bf16:
+    if cfg.train.precision is Precision.bf16 and device == "cuda" and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if cfg.train.precision is Precision.fp16 and device != "cuda":
         yield f"train.precision=fp16 needs a CUDA device; this run is on {device}. Use train.precision=fp32 or bf16."

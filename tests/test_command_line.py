@@ -82,6 +82,19 @@ def test_missing_data_is_one_message_and_code_2(tiny, tmp_path):
     assert run_folders(tmp_path) == [] and list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_data_set_of_ones_own_gives_the_run_its_name(tiny, tmp_path):
+    rows = [json.dumps({"text": f"the king sees {i} mornings and the queen {i} nights"}) for i in range(100)]
+    (tmp_path / "stories").mkdir()
+    (tmp_path / "stories" / "train.jsonl").write_text("\n".join(rows))
+    done = train(["data=hub", "data.path=stories", *tiny[2:], "train.steps=3"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    [folder] = run_folders(tmp_path)
+    assert folder.name.endswith("_stories_tiny_fused")
+    assert re.search(r"^  data +stories: ", done.stdout, re.MULTILINE)
+    assert "  name: stories\n" in (folder / "config.yaml").read_text()
+
+
 def test_a_prompt_that_can_not_be_encoded_is_refused_before_training(tiny, tmp_path):
     done = train([*tiny, "sample.prompt=ROMEO"], tmp_path)
 
@@ -216,10 +229,12 @@ def test_the_command_is_kept_as_a_shell_would_take_it(sweep):
     assert shlex.quote(next(word for word in shlex.split(command) if word.startswith("data.files="))) in command
 
 
-def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep):
+def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, capsys):
     folder = run_folders(sweep)[0]
 
     one, again = (sample.sample(folder, "the ", 20, 1.0, None, seed=1) for _ in range(2))
+    assert sample.main([str(folder), "--prompt=the ", "--tokens=20", "--temperature=1", "--top-k=null"]) == 0
+    assert capsys.readouterr().out == one + "\n"
     other = sample.sample(folder / "best", "the ", 20, 1.0, None, seed=2)
 
     assert one == again != other
@@ -246,6 +261,8 @@ def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--top-k", "0", "--top-k must be at least 1, or null to sample from all tokens, got 0"),
+        ("--top-k", "many", "--top-k: invalid whole number or null value: 'many'"),
         ("--temperature", "nan", "--temperature must be finite, got nan"),
         ("--temperature", "-1", "--temperature must be at least 0, got -1.0"),
         ("--seed", str(2**64), "--seed must be at least -2**63 and less than 2**64"),

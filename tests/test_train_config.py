@@ -63,6 +63,12 @@ def test_the_sample_is_drawn_as_the_config_says(tiny, tmp_path, monkeypatch):
     assert seen == [(4, 0.25, 3)]
 
 
+def test_a_run_that_is_to_write_no_sample_has_none(tiny, tmp_path):
+    summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "run")
+
+    assert summary.sample == "" and not (summary.folder / "sample.txt").exists()
+
+
 def spy_on_steps(monkeypatch, look):
     """Calls look(state) after each step, and with "before" before each."""
     original = train.training_step

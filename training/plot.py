@@ -253,10 +253,10 @@ def _same(curves: Sequence[Curve]) -> str:
     """A title from what the runs share, and which line is which."""
     config = curves[0].config
     shared = [
-        text.format(v=keys.shown(config[name]))
+        text.format(v=keys.shown(config[name]), s="s" * (config[name] != 1))
         for name, text in (
             ("data.name", "{v}"),
-            ("model.layers", "{v} layers"),
+            ("model.layers", "{v} layer{s}"),
             ("model.width", "width {v}"),
             ("norm.kind", "{v}"),
         )

@@ -55,9 +55,9 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
-        "precision": precision.name + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
+        "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
-        "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}" + begins,
+        "model": f"{model.parameter_count():,} parameters, {cfg.model.size}" + begins,
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
         "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
         "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",

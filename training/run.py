@@ -154,9 +154,7 @@ class Run:
         """Draws loss.png from metrics.jsonl; None where there is too little to draw."""
         metrics, picture = self.folder / "metrics.jsonl", self.folder / "loss.png"
         cfg = self.cfg
-        title = (
-            f"{cfg.data.name}, {cfg.model.layers} layers × {cfg.model.width}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
-        )
+        title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
         drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
         return picture if drawn else None
 

@@ -5,11 +5,12 @@ python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
-Ends with exit code 1 if parity fails, 2 if the configuration is wrong, 3 if the device has too little memory, 130 and 143 by
-Ctrl-C and SIGTERM, which keep the report of what was measured.
+Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
+memory, 130, 143, 129 and 138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep the report of what was measured.
 """
 
 import shlex
+import signal
 import statistics
 import sys
 import time
@@ -17,9 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
 import torch
 
@@ -38,12 +41,14 @@ from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
+from training.console import take_any_encoding
 from training.environment import environment, gpu_state_during
 from training.folder import claim
-from training.interrupt import Stopped, exit_on_sigterm
+from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.step import prepare, training_step
-from training.storage import relative
+from training.storage import StorageError, relative, replace_text
+from training.tracking import settle
 
 EAGER, COMPILED = "eager", "compiled"
 PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
@@ -77,7 +82,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
         ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
         torch.OutOfMemoryError: a model did not fit; the report so far says so.
     """
-    configs.save(variants[0].cfg, folder / "config.yaml")
+    replace_text(folder / "config.yaml", configs.to_yaml(variants[0].cfg))
     device = torch.device(machine.inspect(variants[0].cfg.device).device)
     corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
     precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
@@ -208,8 +213,8 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
     prepare(model, cfg.train, machine.inspect(cfg.device))
     return (
-        f"A model of {model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}, a vocabulary of "
-        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision.name}."
+        f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
+        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
         + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
         + (COMPILED_LOSS if model.compile_loss else "")
     )
@@ -261,7 +266,9 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     if {"-m", "--multirun"} & set(arguments):
         raise ConfigError("-m: an ablation sweeps without it, by several values of a key: norm.kind=layernorm,rmsnorm.")
     found = []
-    swept = {o.get_key_element() for o in configs.parse(arguments) if o.is_sweep_override()}
+    swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
+    if "folder" in swept:
+        raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")
     for job in command_line.jobs(arguments, sweep=True):
         rules.check_ablation(job)
         cfg = configs.compose_only(job)
@@ -271,6 +278,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         if cfg.ablate.compile is not None:
             cfg.train.compile = cfg.ablate.compile
         rules.check(cfg, on)
+        settle(cfg.logging)
         pairs = (override.partition("=")[::2] for override in job)
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
         if found[-1].overrides in [variant.overrides for variant in found[:-1]]:
@@ -279,21 +287,28 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_encoding()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0
     command_line.register_resolvers(arguments)
     folder: Path | None = None
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         machine.refuse_ranks("ablate.py")
         variants = variants_of(arguments)
-        folder = claim(Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_ablation")
+        wanted = Path(variants[0].cfg.folder or f"runs/{command_line.now()}_ablation")
+        folder = claim(wanted)
+        if folder != wanted:
+            print(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
         with unless_empty(folder):
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
         return command_line.refuse(error) if machine.leads() else command_line.EXIT_CODE
+    except StorageError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
     except torch.OutOfMemoryError as error:
         hint = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
         print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)
@@ -303,14 +318,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"stopped; report so far: {relative(folder)}/report.md", file=sys.stderr)
         else:
             print("stopped before the first cell was measured", file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # of a signal: a number
+        return exit_code(stop)
     print(report.table(found))
     print(f"report: {relative(folder)}/report.md", flush=True)
     try:
-        tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder)
+        print("W&B:", tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder))
     except Exception as error:  # the report is there
-        print(f"W&B got nothing: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"W&B does not have all of it: {type(error).__name__}: {error}", file=sys.stderr)
+    except (KeyboardInterrupt, Stopped) as stop:
+        print("stopped; the report is whole, W&B does not have all of it", file=sys.stderr)
+        return exit_code(stop)
     return 0 if all(one.holds for one in found.parity) else 1
+
+
+def exit_code(stop: KeyboardInterrupt | Stopped) -> int:
+    return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]  # of a signal: a number
 
 
 def help_text() -> str:
@@ -319,7 +341,7 @@ def help_text() -> str:
     return (
         f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
-        f"{refused}\nThe report goes into a new folder, runs/TIME_ablation/; it can't be chosen."
+        f"{refused}\nThe report goes into a new folder: runs/TIME_ablation/, or folder=PATH."
     )
 
 

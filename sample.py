@@ -5,8 +5,12 @@ python sample.py runs/FOLDER --prompt "ROMEO:" --tokens 200
 
 import argparse
 import math
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: nothing is open that would have to be closed
 
 import torch
 
@@ -16,6 +20,7 @@ from configs.schema import Device, NormImpl, SampleConfig
 from data import Tokenizer
 from model import GPT
 from training import checkpoint
+from training.console import take_any_encoding
 from training.sampling import continue_text, encode_prompt
 
 
@@ -46,7 +51,15 @@ def sample(
     return continue_text(model, tokenizer, ids, options, seed, torch.device(on.device))
 
 
+def whole_or_null(text: str) -> int | None:
+    return None if text == "null" else int(text)
+
+
+whole_or_null.__name__ = "whole number or null"  # as argparse calls it in its messages
+
+
 def main(arguments: list[str] | None = None) -> int:
+    take_any_encoding()
     parser = argparse.ArgumentParser(
         description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -54,19 +67,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="\n", help="the text to go on from (default: %(default)r)")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, default=200, help="sample from the k likeliest tokens; 0: from all")
+    parser.add_argument("--top-k", type=whole_or_null, default=200, help="sample from the k likeliest tokens; null: from all")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
     parser.add_argument("--device", choices=[device.value for device in Device], default="auto", help="what computes it")
     args = parser.parse_args(arguments)
-    for name, least in (("tokens", 0), ("temperature", 0), ("top_k", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    for name in ("tokens", "temperature"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name} must be at least 0, got {getattr(args, name)}")
+    if args.top_k is not None and args.top_k < 1:
+        parser.error(f"--top-k must be at least 1, or null to sample from all tokens, got {args.top_k}")
     if not math.isfinite(args.temperature):
         parser.error(f"--temperature must be finite, got {args.temperature}")
     if not -(2**63) <= args.seed < 2**64:
         parser.error(f"--seed must be at least -2**63 and less than 2**64, got {args.seed}")
     try:
-        print(sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k or None, args.seed, Device(args.device)))
+        print(sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, Device(args.device)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,11 +5,16 @@ python train.py norm.impl=torch model=gpt2 ...     `python train.py --help` list
 torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 """
 
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
 
 import hydra
 import torch
@@ -24,16 +29,16 @@ from configs.machine import Machine
 from configs.schema import Parallel
 from data import Batches, load_corpus
 from model import GPT
-from training import pretrained, resume
+from training import pretrained, resume, tracking
 from training.checkpoint import TrainState
 from training.clock import StepClock
-from training.console import show
+from training.console import show, take_any_encoding
 from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
 from training.hardware import peak_flops
 from training.health import Health, NonFiniteError
-from training.interrupt import Interrupt, Stopped, exit_on_sigterm
+from training.interrupt import Interrupt, Stopped, exit_on_signals
 from training.optimizer import adamw
 from training.precision import Precision
 from training.profile import StepProfiler
@@ -44,7 +49,7 @@ from training.saver import Saver
 from training.schedule import learning_rate
 from training.sharding import shard
 from training.step import compile_model, prepare, training_step
-from training.storage import StorageError, relative
+from training.storage import StorageError, go_on, relative
 
 
 def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
@@ -54,7 +59,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         ConfigError: the data or the model refuse what the config asks for; nothing has been trained.
         NonFiniteError: the loss, the gradient or a weight became NaN or infinite; the last good checkpoint stands.
         StorageError: a checkpoint or a line of metrics can't be written; the last good checkpoint stands.
-        SystemExit: Ctrl-C (130) or SIGTERM (143), after a checkpoint.
+        SystemExit: Ctrl-C (130), SIGTERM (143), SIGHUP (129) or SIGUSR1 (138), after a checkpoint.
     """
     # ---- data --------------------------------------------------------------------------------------------------------------
     precision = Precision.settle(cfg.train.precision, on)
@@ -132,7 +137,7 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
         state.owes_validation = True
         with clock.paused():
             health.check()
-            with suppress(Stopped), interrupt.at_once():
+            with suppress(Stopped), interrupt.at_once("Leaving this evaluation for later, then a checkpoint."):
                 state.validation = validation = validate(interrupt.check)
                 state.owes_validation = False
         if state.owes_validation:
@@ -176,8 +181,8 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
 
                 if last or due(done, cfg.eval.every):
                     look(done)
-                stopping = interrupt.wanted()  # asked once: where the run stops, it has saved
-                if last or stopping or due(done, cfg.checkpoint.every) or state.best_step == done:
+                stopping, overdue = interrupt.wanted_or(saver.overdue)  # asked once: where the run stops, it has saved
+                if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                     with clock.paused():
                         health.check_weights(model, done)
                         run.sync()
@@ -186,18 +191,25 @@ def train(cfg: Config, run: Run, on: Machine, world: World = ALONE) -> Summary:
                     break
             if interrupt.requested and (state.owes_validation or state.step < cfg.train.steps):
                 saver.wait()
-                run.say(f"stopped after step {state.step}; to go on: python train.py resume={relative(run.folder)}")
+                run.say(f"stopped after step {state.step}; to go on: {go_on(run.folder)}")
                 raise Stopped(interrupt.exit_code)
 
             # ---- results -----------------------------------------------------------------------------------------------------
             saver.wait()
             assert state.validation is not None and state.best is not None  # the last step was evaluated
             results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
+            interrupt.answer = "Stopping."
             run.finish(results)
-            with interrupt.at_once(), precision.autocast() if sharded else nullcontext():  # all but the sample is kept
-                wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
-                text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
-            run.keep_sample(text)
+            try:
+                with interrupt.at_once(interrupt.answer), precision.autocast() if sharded else nullcontext():
+                    wanted = prompt and (world.leads or sharded)  # sharded weights are gathered by all, in autocast's dtype
+                    text = continue_text(model, corpus.tokenizer, prompt, cfg.sample, cfg.seed, device) if wanted else ""
+            except Stopped:
+                left = f" but the sample; to make it up: {go_on(run.folder)}" if prompt else ""
+                run.say(f"stopped after the last step; all is kept{left}")
+                raise
+            if prompt:
+                run.keep_sample(text)
     except NonFiniteError as error:
         raise NonFiniteError(describe(error, run, batches), error.step) from None
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
@@ -211,6 +223,7 @@ def due(step: int, every: int) -> bool:
 def job(composed: DictConfig, world: World) -> int:
     """One run of the command: a whole run, or one of a sweep. Returns its exit code, so that those after it still start."""
     context = HydraConfig.get()
+    os.chdir(context.runtime.cwd)  # also with hydra.job.chdir=true: paths on the command line and in hints are from there
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
         cfg = configs.typed(composed)
@@ -227,6 +240,7 @@ def job(composed: DictConfig, world: World) -> int:
         with world.agreed():
             on = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, on)
+            tracking.settle(origin.cfg.logging)
         group = Path(context.sweep.dir).name if sweep else None
         with (
             deterministic(origin.cfg.deterministic),
@@ -237,6 +251,7 @@ def job(composed: DictConfig, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
+            machine.tell_torchrun(f"stopped: {error}")
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be alone with it: the next job would wait for the others, which wait for it in this one
             raise SystemExit(1) from None
@@ -267,6 +282,7 @@ def unless_refused(run: Run) -> Iterator[None]:
 
 
 def main() -> int:
+    take_any_encoding()
     codes, world = [0], join()
 
     def run(composed: DictConfig) -> None:
@@ -279,7 +295,7 @@ def main() -> int:
             traceback.print_exc()
             raise SystemExit(1) from None
 
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         world.first(lambda: command_line.check(sys.argv[1:]))
         command_line.register_resolvers(sys.argv[1:], started=world.first(command_line.now))

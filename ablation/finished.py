@@ -1,10 +1,10 @@
 """The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it.
 
 Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
-final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every and .keep,
-data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere (ablate).
-Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread writes beside
-the steps, and logging.every, the length of the windows that step times are of.
+final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes
+and .keep, data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere
+(ablate). Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread
+writes beside the steps, and logging.every, the length of the windows that step times are of.
 """
 
 import argparse
@@ -29,11 +29,14 @@ from ablation.text import capital, environment, fact, flat, loss, markdown, numb
 from ablation.verdict import NO_KERNEL, plain
 from configs import keys
 from configs.schema import DropoutMasks
+from training.console import take_any_encoding
 from training.plot import read_metrics, without_sweep_files
+from training.storage import go_on, replace_text
 
 FREE = {
-    *("norm.impl", "seed", "folder", "resume", "resume_with_changes", "checkpoint.every", "checkpoint.keep"),
-    *("logging.wandb", "logging.without_key", "logging.project", "logging.group", "logging.name", "logging.tags"),
+    *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
+    *("checkpoint.every", "checkpoint.minutes", "checkpoint.keep"),
+    *(f"logging.{key}" for key in ("wandb", "without_key", "project", "entity", "group", "name", "tags")),
     *("data.cache_dir", "data.processes", "eval.every", "profile"),
 }
 FREE_SECTIONS = {"sample", "ablate"}
@@ -79,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run, or a folder of runs (a sweep)")
     parser.add_argument("--output", type=Path, default=Path("report"), help="the folder for report.md (default: ./report)")
+    take_any_encoding()
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(words)
     try:
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "-m", "ablation.report", *words])
     text = report(groups, draw(groups, arguments.output), command, left_out=list(missing))
-    (arguments.output / "report.md").write_text(text, encoding="utf-8")
+    replace_text(arguments.output / "report.md", text)
     print(f"{text.partition(COMMANDS)[0].rstrip()}\n\nreport: {arguments.output}/report.md")
     return 0
 
@@ -125,7 +129,7 @@ def unfinished(folder: Path) -> str:
         return f"{folder}: an ablation, whose report is {folder}/report.md."
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
         if not (folder / name).is_file():
-            resume = f" The run did not finish; to go on: python train.py resume={folder}" if name == "summary.json" else ""
+            resume = f" The run did not finish; to go on: {go_on(folder)}" if name == "summary.json" else ""
             return f"{folder}: no {name}.{resume}"
     return ""
 

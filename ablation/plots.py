@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.records import Cell, Parity
 from ablation.statistics import Interval, spread
+from training.plot import keep
 
 WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
 GREY, FILL = "#6b7280", {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
@@ -343,5 +344,4 @@ def _bare(axes: Any, grid: str) -> None:
 def _finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    pyplot.close(figure)
+    keep(figure, path)

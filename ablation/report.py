@@ -22,6 +22,7 @@ from ablation.statistics import Interval, spread
 from ablation.text import aligned, capital, environment, firsts, flat, loss, markdown, number, section, signed, wrapped
 from ablation.turns import per_cycle
 from ablation.verdict import NO_KERNEL, differs, plain
+from training.storage import replace_text
 
 MODES = ("eager", "compiled")
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
@@ -55,7 +56,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
     ]
     path = folder / "report.md"
-    path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
+    replace_text(path, "\n\n".join(part for part in parts if part) + "\n")
     return path
 
 

@@ -4,16 +4,15 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import types
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from ablation.records import Ablation
 from ablation.statistics import spread
 from training.attribution import Kernel
+from training.storage import replace_text
 
 REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
 # Fields of Parity, and the keys of a line of parity.jsonl that they come from. Older records have losses alone, and the
@@ -63,10 +62,9 @@ def save(ablation: Ablation, folder: Path) -> None:
                     losses.append(line)
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / STEPS, map(_line, steps))
-    _write(folder / PARITY, map(_line, losses))
-    _write(folder / KERNELS, map(_line, kernels))
-    _write(folder / REPORT, [json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"])
+    for name, lines in ((STEPS, steps), (PARITY, losses), (KERNELS, kernels)):
+        replace_text(folder / name, "".join(map(_line, lines)))
+    replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def load(folder: Path) -> Ablation:
@@ -111,16 +109,6 @@ def load(folder: Path) -> Ablation:
     if not whole:
         raise ValueError(f"{folder}: {STEPS}, {PARITY} or {KERNELS} has lines that {REPORT} does not know of.")
     return ablation
-
-
-def _write(path: Path, pieces: Iterable[str]) -> None:
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(pieces)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +14,7 @@ from ablation.records import Ablation, ArmTimes, Cell, Parity
 from ablation.statistics import spread
 from configs import Config, ConfigError
 from configs.schema import NormImpl, WandbMode
-from training.tracking import Tracker, agent_job, settle_mode
+from training.tracking import Tracker, agent_job, described, settle
 
 # Of both intervals and their ends, in the order in which report.md has them.
 CELL_COLUMNS: list[str | int] = [
@@ -25,32 +25,38 @@ CELL_COLUMNS: list[str | int] = [
 ]
 
 
-def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None:
-    """Nothing where logging.wandb=disabled.
+def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
+    """Logs nothing where W&B is disabled. A start that fails is the last: the other runs are kept as without a key.
 
     Args:
         variants: the configs by the items of their cells' overrides.
+
+    Returns:
+        The mode, and why.
 
     Raises:
         ConfigError: this is the job of a W&B agent.
     """
     cfg = next(iter(variants.values()))
-    mode, _ = settle_mode(cfg.logging)
-    if agent_job() and mode is not WandbMode.disabled:
+    logging, facts = settle(cfg.logging)
+    if agent_job() and logging.wandb is not WandbMode.disabled:
         raise ConfigError("an ablation is several runs, the job of a W&B agent is one. Sweep with ablate.py KEY=A,B instead.")
-    group = cfg.logging.group or folder.name
+    group = logging.group or folder.name
+    tags = logging.tags or []
 
-    def tracker(name: str, tags: list[str], cfg: Config) -> Tracker:
-        return Tracker(
-            mode,
-            cfg.logging.without_key,
+    def tracker(name: str, its: list[str], cfg: Config) -> Tracker:
+        nonlocal logging
+        run = Tracker(
+            logging,
             folder,
-            project=cfg.logging.project,
             group=group,
-            name=f"{group}/{name}",
-            tags=list(dict.fromkeys([*cfg.logging.tags, "ablation", *tags])),
+            name=f"{logging.name or group}/{name}",
+            tags=list(dict.fromkeys([*tags, "ablation", *its])),
             config=configs.to_dict(cfg),
         )
+        logging = replace(logging, wandb=run.mode)
+        facts.extend([run.note] if run.note else [])
+        return run
 
     for cell in found.cells:
         for arm, times in cell.arms.items():
@@ -76,6 +82,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> None
     for picture in sorted(folder.glob("*.png")):
         summary.log_image(f"plots/{picture.stem}", picture, 0)
     summary.finish(0)
+    return described(summary.mode, facts)
 
 
 def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from benchmarks import providers
 from benchmarks.results import FOLDER, Results, ResultsError, environment, load, slug
+from training.console import take_any_encoding
 
 # For what was measured in a hurry: it doesn't go among the results that are published.
 SCRATCH = Path(".cache/benchmarks")
@@ -128,6 +129,7 @@ def recorded(path: Path) -> dict[str, Any]:
 
 def run(main: Callable[[], object]) -> None:
     """Runs a program; Ctrl-C ends it with a line."""
+    take_any_encoding()
     try:
         main()
     except KeyboardInterrupt:

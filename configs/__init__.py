@@ -9,8 +9,8 @@ machine       what the rules need to know about this machine
 command_line  every job of a command, checked before Hydra starts the first
 """
 
-from configs.compose import compose_only, from_dict, load, parse, save, to_dict, to_yaml, typed
+from configs.compose import compose_only, from_dict, load, parse, to_dict, to_yaml, typed
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "load", "parse", "save", "to_dict", "to_yaml", "typed"]
+__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "load", "parse", "to_dict", "to_yaml", "typed"]

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
-from configs.schema import Config
+from configs.schema import Config, DataConfig, Source
 
 EXIT_CODE = 2  # of an error in the configuration, as of argparse
 MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets wrong, it almost surely gets wrong here
@@ -42,7 +42,7 @@ def check(arguments: Sequence[str]) -> None:
                     raise ConfigError(
                         f"resume={cfg.resume}: several jobs of this sweep would go on in that folder, one after the other. "
                         f"Resume one of its checkpoints, and each job goes on from there in a folder of its own: "
-                        f"resume={Path(cfg.resume) / 'last'}."
+                        f"{compose.as_typed('resume', Path(cfg.resume) / 'last')}."
                     )
                 resumed.add(path.resolve())
             if not named:  # else the config is the resumed run's, checked once it is read
@@ -65,7 +65,9 @@ def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
     """Prints an error as its message alone, with the job of a sweep that has these overrides; HYDRA_FULL_ERROR=1 raises it."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    text = f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else "")
+    print(text, file=sys.stderr)
+    machine.tell_torchrun(text)
     return EXIT_CODE
 
 
@@ -105,7 +107,8 @@ def register_resolvers(arguments: Sequence[str] = (), started: str | None = None
     """
     swept, when = _swept(arguments), started or now()
     OmegaConf.register_new_resolver("started", lambda: when, replace=True)
-    OmegaConf.register_new_resolver("or", lambda chosen, default: chosen or default, replace=True)
+    OmegaConf.register_new_resolver("or", lambda path, default: str(machine.expanded(path)) if path else default, replace=True)
+    OmegaConf.register_new_resolver("corpus_name", _corpus_name, replace=True)
     OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
     OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)
     OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
@@ -136,6 +139,10 @@ def _values(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+def _corpus_name(name: str | None, source: str, path: str | None) -> str:
+    return DataConfig(name=name, source=Source(source), path=path).called
 
 
 def _folder_name(name: str | None, resume: str, *what: object) -> str:

@@ -1,12 +1,12 @@
 """From overrides to a checked `Config`: Hydra composes, the schema types it, the rules pass it."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -73,12 +73,24 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         except HydraException:
             key, equals, value = text.partition("=")
             known = keys.schema().get(key.lstrip("+"))
-            if equals and known and known.type is str:
-                quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
-                raise ConfigError(f"{text}: this value needs quotes, and the shell some around them: {quoted}.") from None
+            if equals and known and known.type in (str, list):
+                why = "Hydra has a use of its own for an unquoted ~ (it takes keys away). " if "~" in value else ""
+                quoted = as_typed(key, value, known.type)
+                raise ConfigError(f"{text}: {why}This value needs quotes, and the shell some around them: {quoted}.") from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
         _check_names(parsed[-1])
     return parsed
+
+
+def as_typed(key: str, value: object, kind: type = str) -> str:
+    """`key=value` as a user types it, for texts that may need quotes: Hydra's, and around them the shell's."""
+    return shlex.quote(f"{key}={_quoted(str(value), kind)}")
+
+
+def _quoted(text: str, kind: type) -> str:
+    if kind is list:
+        return f"[{','.join(_quoted(item.strip(), str) for item in text.strip('[]').split(','))}]"
+    return text if re.fullmatch(r"[A-Za-z0-9_./+-]+", text) else json.dumps(text.strip("\"'"), ensure_ascii=False)
 
 
 def typed(composed: DictConfig) -> Config:
@@ -100,6 +112,9 @@ def typed(composed: DictConfig) -> Config:
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # settled here, so that a resumed run with more steps keeps its warm-up
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
+    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
+    cfg.resume = cfg.resume and str(machine.expanded(cfg.resume))
+    cfg.data.name = cfg.data.called  # for all who read the config.yaml of a run
     return cfg
 
 
@@ -125,10 +140,6 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
-
-
-def save(cfg: Config, path: Path) -> None:
-    path.write_text(to_yaml(cfg), encoding="utf-8")
 
 
 def _check_names(override: Override) -> None:

@@ -1,9 +1,12 @@
 """What the rules need to know about the machine: the device that a run will use and what it can do."""
 
 import importlib.util
+import json
 import os
 import shutil
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,7 +17,7 @@ from configs.schema import Device
 @dataclass(frozen=True)
 class Machine:
     device: str  # cuda, mps or cpu
-    bf16: bool = True  # computes in bf16 without emulating it
+    bf16: bool = True  # computes in bf16 without emulating it, as far as is known
     triton: bool = True  # can be imported
     cpp_compiler: bool = True  # torch.compile needs one on the CPU
     gpus: int = 1  # of this process's node that it may use
@@ -43,8 +46,7 @@ def inspect(device: Device) -> Machine:
         raise ConfigError("device=mps: PyTorch sees no MPS device here. Use device=cpu or device=auto.")
     return Machine(
         device=name,
-        # Before Ampere bf16 is emulated: correct, and slower than fp32.
-        bf16=torch.cuda.is_bf16_supported(including_emulation=False) if name == "cuda" else True,
+        bf16=_computes_bf16(name),
         triton=importlib.util.find_spec("triton") is not None,
         cpp_compiler=any(shutil.which(cc) for cc in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if cc),
         gpus=torch.cuda.device_count() if name == "cuda" else 0,
@@ -52,6 +54,20 @@ def inspect(device: Device) -> Machine:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")) if by_torchrun() else 0,
         by_torchrun=by_torchrun(),
     )
+
+
+def _computes_bf16(device: str) -> bool:
+    """Before Ampere, and on CPUs without instructions for it, bf16 is emulated: correct, and slower than fp32."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    # Not every version of torch can tell.
+    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
+    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) or not known
+
+
+def expanded(path: str) -> Path:
+    """A path with the home folder for ~; the home of nobody stays as it is, where Path.expanduser would raise."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def refuse_ranks(program: str) -> None:
@@ -66,6 +82,13 @@ def refuse_ranks(program: str) -> None:
 def leads() -> bool:
     """Whether this is the process of all that torchrun started that talks to the user."""
     return not by_torchrun() or os.environ.get("RANK", "0") == "0"
+
+
+def tell_torchrun(why: str) -> None:
+    """Has the report with which torchrun ends, behind its traceback, say why this rank did. Without torchrun, does nothing."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        facts = {"py_callstack": why, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": why, "extraInfo": facts}}), encoding="utf-8")
 
 
 def by_torchrun() -> bool:

@@ -36,7 +36,6 @@ TAKEN_BY_ABLATE = {
     "norm.impl": "is what ablate.py compares. Leave it out.",
     "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
     "resume": "has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
-    "folder": "has no meaning for ablate.py, which names its folder itself. Leave it out.",
     "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
     "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
 }
@@ -64,6 +63,11 @@ def check_ablation(overrides: Sequence[str]) -> None:
         f"{text}: {key} {TAKEN_BY_ABLATE[key]}"
         for text in overrides
         if (key := text.partition("=")[0].lstrip("+")) in TAKEN_BY_ABLATE
+    ]
+    broken += [
+        f"{text}: ablate.py is no job of Hydra's. Use folder=PATH to name its folder, and leave other keys of Hydra's out."
+        for text in overrides
+        if text.lstrip("+~").startswith("hydra")
     ]
     if broken:
         raise ConfigError("\n".join(broken))
@@ -152,7 +156,7 @@ def _ranges(cfg: Config) -> Iterator[str]:
         yield from bound(key, 0, open_low=True)
     for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm"):
         yield from bound(key, 0)
-    for key in ("eval.every", "checkpoint.every", "sample.tokens", "sample.temperature"):
+    for key in ("eval.every", "checkpoint.every", "checkpoint.minutes", "sample.tokens", "sample.temperature"):
         yield from bound(key, 0)
     for key in ("train.steps", "train.batch_size", "train.accumulation", "eval.batches", "logging.every", "sample.top_k"):
         yield from bound(key, 1)
@@ -282,7 +286,7 @@ def _device(cfg: Config, machine: Machine) -> Iterator[str]:
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
     if cfg.norm.impl is NormImpl.fused and device == "cuda" and not machine.triton:
         yield "norm.impl=fused needs Triton, which can't be imported here. Install triton, or use norm.impl=torch."
-    if cfg.train.precision is Precision.bf16 and not machine.bf16:
+    if cfg.train.precision is Precision.bf16 and device == "cuda" and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if cfg.train.precision is Precision.fp16 and device != "cuda":
         yield f"train.precision=fp16 needs a CUDA device; this run is on {device}. Use train.precision=fp32 or bf16."

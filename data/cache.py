@@ -10,19 +10,30 @@ from typing import Any
 
 from filelock import FileLock
 
+from configs import machine
+
 
 def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
     """The folder that belongs to `settings` (JSON), made by `build(folder)` if there is none yet.
 
     It is built under another name and renamed, so that a killed run leaves no half of one. Processes that want the same folder
     at once, such as the ranks of a run, wait for the first to build it.
+
+    Raises:
+        ValueError: nothing can be kept in cache_dir.
     """
-    cache = Path(cache_dir).expanduser()
+    cache = machine.expanded(cache_dir)
     key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / f"{_file_name(name)}-{key}"
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.is_dir():
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache).close()  # a lock would be tried for ever where no file can be made
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={cache_dir}: no corpus can be kept there ({error.strerror}). Use another data.cache_dir=PATH."
+        ) from error
     with FileLock(cache / f".{key}.lock"):
         if folder.is_dir():  # another process built it while this one waited
             return folder

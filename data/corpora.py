@@ -61,9 +61,9 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     documents = find_documents(data)
     settings = _settings(data, tokenizer, documents)
     folder = cached_folder(
-        data.cache_dir, data.name, settings, build=lambda folder: _build(folder, data, tokenizer, documents, settings)
+        data.cache_dir, data.called, settings, build=lambda folder: _build(folder, data, tokenizer, documents, settings)
     )
-    corpus = _open(folder, data.name)
+    corpus = _open(folder, data.called)
     for name, split in (("training", corpus.train), ("validation", corpus.val)):
         _check_length(name, split, data, context)
     return corpus
@@ -106,7 +106,7 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes, scratch=scratch)
     shutil.rmtree(scratch)
     if not any(count["documents"] for count in counts.values()):
-        raise ValueError(f"data={data.name} has no text: {documents.what}. Give it documents that are not empty.")
+        raise ValueError(f"data.name={data.called} has no text: {documents.what}. Give it documents that are not empty.")
     facts = {"settings": settings, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name, "splits": counts}
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -155,6 +155,7 @@ def _check_length(name: str, split: Split, data: DataConfig, context: int) -> No
     else:
         advice = f"Use a longer split than data.val_split={data.val_split}"
     raise ValueError(
-        f"data={data.name}: the {name} split has {len(split.tokens)} tokens ({split.bytes} bytes, {split.documents} documents) "
-        f"and model.context={context} needs at least {context + 1}. {advice}, or lower model.context."
+        f"data.name={data.called}: the {name} split has {len(split.tokens)} tokens ({split.bytes} bytes, "
+        f"{split.documents} documents) and model.context={context} needs at least {context + 1}. {advice}, "
+        "or lower model.context."
     )

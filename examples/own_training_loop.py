@@ -3,11 +3,15 @@
 python -m examples.own_training_loop
 """
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import RMSNorm

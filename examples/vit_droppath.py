@@ -7,9 +7,14 @@ multiplication of [B, T, width] and an addition for each branch. The kernel take
 factor [B] → rowscale [B, T].
 """
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
 
 from ablation.adoption import check_parity, measure
 from ops import backend_for, layer_norm_fn

@@ -29,7 +29,8 @@ if INTERPRET:
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """Those of before: what a signal has stopped keeps its own to the end of the process, which is no test's."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

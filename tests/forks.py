@@ -28,13 +28,16 @@ torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
 class Command:
-    """train.py with these arguments in folder `cwd`, as `runs.start` gives it, but for the start of the interpreter."""
+    """train.py with these arguments in folder `cwd`, as `runs.start` gives it, but for the start of the interpreter.
 
-    def __init__(self, arguments: list[str], cwd: Path) -> None:
+    `more` is in its environment.
+    """
+
+    def __init__(self, arguments: list[str], cwd: Path, **more: str) -> None:
         self.args = arguments
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name) / name for name in ("out", "err")]
-        self._process = processes.Process(target=_command, args=(arguments, cwd, self._outputs), daemon=True)
+        self._process = processes.Process(target=_command, args=(arguments, cwd, self._outputs, more), daemon=True)
         self._process.start()
 
     def poll(self) -> int | None:
@@ -44,9 +47,9 @@ class Command:
         if self.poll() is None:
             os.kill(self._process.pid, number)
 
-    def finish(self) -> subprocess.CompletedProcess:
-        """Waits for its end, which is a return code of -SIGKILL after two minutes."""
-        self._process.join(120)
+    def finish(self, within: float = 120) -> subprocess.CompletedProcess:
+        """Waits for its end, which is a return code of -SIGKILL after so many seconds."""
+        self._process.join(within)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -55,9 +58,9 @@ class Command:
         return subprocess.CompletedProcess(self.args, self._process.exitcode, out, err)
 
 
-def _command(arguments: list[str], cwd: Path, outputs: list[Path]) -> None:
+def _command(arguments: list[str], cwd: Path, outputs: list[Path], more: dict[str, str]) -> None:
     os.chdir(cwd)
-    given = environment(cwd)
+    given = environment(cwd, **more)
     os.environ.clear()
     os.environ.update(given)
     for number, path in zip((1, 2), outputs, strict=True):

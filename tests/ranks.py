@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -43,12 +42,11 @@ def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: obje
     Raises:
         AssertionError: a rank ended by itself before its end; with what each of them wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, on a free port
     files.parent.mkdir(parents=True, exist_ok=True)
     started = [
-        processes.Process(target=_rank, args=(rank, ranks, port, act, files, arguments), daemon=True) for rank in range(ranks)
+        processes.Process(target=_rank, args=(rank, ranks, store.port, act, files, arguments), daemon=True)
+        for rank in range(ranks)
     ]
     for rank, process in enumerate(started):
         _errors(files, rank).touch()
@@ -90,7 +88,7 @@ def _told(files: Path, rank: int) -> Path:
 def _rank(rank: int, ranks: int, port: int, act: Callable[..., dict], files: Path, arguments: tuple) -> None:
     os.dup2(os.open(_errors(files, rank), os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     world = distributed.join()
     told = act(world, Machine("cpu", ranks=ranks, by_torchrun=True), *arguments)
     _told(files, rank).write_text(json.dumps(told), encoding="utf-8")

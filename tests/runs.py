@@ -21,6 +21,7 @@ from training.resume import settle
 from training.run import open_run
 
 ROOT = Path(__file__).parent.parent
+CPU = Machine("cpu")
 WORDS = ["the", "king", "and", "queen", "of", "night", "are", "come", "to", "see", "what", "morning", "brings", "us"]
 
 
@@ -56,7 +57,7 @@ def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
 
 @cache
 def _composed(overrides: tuple[str, ...]) -> Config:
-    return configs.load(overrides, on=Machine("cpu"))
+    return configs.load(overrides, on=CPU)
 
 
 def composed(overrides: list[str]) -> Config:
@@ -64,12 +65,12 @@ def composed(overrides: list[str]) -> Config:
     return copy.deepcopy(_composed(tuple(overrides)))
 
 
-def train_here(overrides: list[str], folder: Path, plot: bool = False):
+def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU):
     """(summary, metrics) of a run in this process; without its picture, which would take longer than the training."""
-    return train_composed(composed(overrides), overrides, folder, plot)
+    return train_composed(composed(overrides), overrides, folder, plot, on)
 
 
-def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool = False):
+def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU):
     """`train_here`, where `overrides` are composed already."""
     import train
 
@@ -78,7 +79,7 @@ def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool =
     with open_run(origin, torch.device("cpu")) as run:
         if not plot:
             run.plot = lambda: None  # type: ignore[method-assign]
-        summary = train.train(origin.cfg, run, Machine("cpu"))
+        summary = train.train(origin.cfg, run, on)
     return summary, read_metrics(run.folder / "metrics.jsonl")
 
 
@@ -128,10 +129,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *arguments]
 
 
-def environment(cwd: Path) -> dict[str, str]:
-    """For a program that starts in this folder: without credentials and without Triton's interpreter."""
+def environment(cwd: Path, **more: str) -> dict[str, str]:
+    """For a program that starts in this folder: without credentials and without Triton's interpreter, and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
-    return kept | {"NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"}
+    return kept | {"NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"} | more
 
 
 def start(arguments: list[str], cwd: Path) -> subprocess.Popen:

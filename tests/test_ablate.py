@@ -49,6 +49,17 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     assert "report.md" in capsys.readouterr().out
 
 
+def test_its_folder_can_be_named_as_that_of_a_run(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mine_2"):
+        assert ablate.main([*tiny, "ablate.parity_seeds=0", "folder=reports/mine"]) == 0
+        assert (tmp_path / "reports" / name / "report.md").is_file()
+        said = capsys.readouterr().out
+        assert f"report: reports/{name}/report.md" in said
+    assert "reports/mine has another run already, so this one is kept in reports/mine_2." in said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
     swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0,0.1", "ablate.parity_seeds=0"]
     assert ablate.main([*tiny, *swept]) == 0
@@ -122,6 +133,8 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),
         ("-m", "an ablation sweeps without it"),
+        ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: ablate.py is no job of Hydra's. Use folder=PATH"),
         ("norm.kind=rmsnorm,layernorm,rmsnorm", "kind=rmsnorm comes twice in "),
     ],
 )
@@ -150,7 +163,7 @@ def test_a_size_that_only_a_later_cell_has_is_refused_before_the_first_is_measur
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
     number, code, tiny, here, tmp_path, monkeypatch, capsys
 ):
@@ -231,7 +244,7 @@ def test_help_lists_its_own_keys(capsys):
 def test_help_says_where_the_report_goes_and_lists_every_key_that_is_refused(capsys):
     assert ablate.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert "runs/TIME_ablation/" in text and "can't be chosen" in text
+    assert "runs/TIME_ablation/" in text and "folder=PATH" in text
     listed = [line.split()[0] for line in text.partition("which are refused")[2].splitlines() if line.startswith("  ")]
     refused = []
     for key in ablate.configs.keys.schema():
@@ -239,57 +252,15 @@ def test_help_says_where_the_report_goes_and_lists_every_key_that_is_refused(cap
             ablate.rules.check_ablation([f"{key}=1"])
         except ablate.ConfigError:
             refused.append(key)
-    assert sorted(listed) == sorted(refused) and {"folder", "norm.impl", "resume"} <= set(listed)
+    assert sorted(listed) == sorted(refused) and {"norm.impl", "resume"} <= set(listed) and "folder" not in listed
 
 
 def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(tiny, here, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setattr("training.tracking.wandb.init", lambda **how: pytest.fail("started"))
     assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline"]) == 0
-    assert "W&B got nothing: ConfigError: an ablation is several runs" in capsys.readouterr().err
+    assert "W&B does not have all of it: ConfigError: an ablation is several runs" in capsys.readouterr().err
     assert (here() / "report.md").is_file()
-
-
-def test_wandb_gets_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch):
-    started = []
-
-    class Run:
-        def __init__(self, **how):
-            self.how, self.summary, self.logged = how, {}, []
-            started.append(self)
-
-        def log(self, values, step):
-            self.logged.append((step, values))
-
-        def finish(self, exit_code):
-            self.exit_code = exit_code
-
-    monkeypatch.setattr("training.tracking.wandb.init", lambda **how: Run(**how))
-    assert ablate.main([*tiny, "ablate.parity_seeds=1", "logging.wandb=offline", "logging.tags=[mine]"]) == 0
-    assert {run.how["group"] for run in started} == {here().name}
-    assert [run.how["name"].split("/")[1] for run in started] == ["eager_torch", "eager_torch-again", "eager_fused", "summary"]
-    *arms, summary = started
-    assert [run.how["config"]["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
-    assert all(len(run.logged) == 12 and run.logged[0][1].keys() == {"perf/step_ms"} for run in arms)
-    for run in arms:
-        assert run.summary["perf/step_ms_p10"] <= run.summary["perf/step_ms_median"] <= run.summary["perf/step_ms_p90"]
-        assert run.summary["perf/tokens_per_s"] > 0 and run.summary["perf/backward_ms"] > 0
-    assert all({"mine", "ablation"} <= set(run.how["tags"]) for run in started)
-    assert [run.how["tags"] for run in arms] == [
-        ["mine", "ablation", "torch", "eager", "layernorm"],
-        ["mine", "ablation", "torch again", "eager", "torch", "layernorm"],
-        ["mine", "ablation", "fused", "eager", "layernorm"],
-    ]
-    logged = [name for _, values in summary.logged for name in values]
-    assert sorted(logged) == ["plots/parity", "plots/speedup", "plots/step_times", "tables/cells", "tables/parity"]
-    # W&B has one place for a name, and the last to take it would stay alone: none of these is above.
-    found = serialize.load(here())
-    assert summary.summary == {
-        "verdicts/cells": [cell.verdict for cell in found.cells],
-        "verdicts/parity": [one.verdict for one in found.parity],
-    }
-    cells = next(values["tables/cells"] for _, values in summary.logged if "tables/cells" in values)
-    assert [len(row) for row in cells.data] == [len(cells.columns)] and isinstance(cells.data[0][-1], str)
 
 
 @pytest.mark.gpu

@@ -82,6 +82,19 @@ def test_missing_data_is_one_message_and_code_2(tiny, tmp_path):
     assert run_folders(tmp_path) == [] and list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_data_set_of_ones_own_gives_the_run_its_name(tiny, tmp_path):
+    rows = [json.dumps({"text": f"the king sees {i} mornings and the queen {i} nights"}) for i in range(100)]
+    (tmp_path / "stories").mkdir()
+    (tmp_path / "stories" / "train.jsonl").write_text("\n".join(rows))
+    done = train(["data=hub", "data.path=stories", *tiny[2:], "train.steps=3"], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    [folder] = run_folders(tmp_path)
+    assert folder.name.endswith("_stories_tiny_fused")
+    assert re.search(r"^  data +stories: ", done.stdout, re.MULTILINE)
+    assert "  name: stories\n" in (folder / "config.yaml").read_text()
+
+
 def test_a_prompt_that_can_not_be_encoded_is_refused_before_training(tiny, tmp_path):
     done = train([*tiny, "sample.prompt=ROMEO"], tmp_path)
 
@@ -102,7 +115,7 @@ def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
     assert all((folder / "last/state.json").is_file() for folder in run_folders(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path, number):
     cache, command = tmp_path / "cache", [*tiny, "train.steps=3", f"data.cache_dir={tmp_path / 'cache'}"]
     train_here(command, tmp_path / "first")
@@ -178,6 +191,22 @@ def test_resuming_needs_nothing_but_the_folder_and_what_changes(interrupted):
     assert read_json(resumed / "summary.json")["final"]["loss"] > 0
 
 
+def test_what_a_run_says_to_type_can_be_typed(tiny, tmp_path):
+    """In a folder whose name needs quotes, and from where Hydra would have changed the folder."""
+    chdir = "hydra.job.chdir=true"
+    done = train([*tiny, "train.steps=4", 'folder="runs/a b (1)"', chdir], tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = next(line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if "more text" in line)
+    assert shlex.split(said) == ["python", "sample.py", "runs/a b (1)"]
+
+    refused = train(['resume="runs/a b (1)/last"', chdir], tmp_path)
+    assert refused.returncode == 2
+    program, *arguments = shlex.split(next(line for line in refused.stderr.splitlines() if "python train.py" in line))[1:]
+    assert program == "train.py" and "runs/a b (1)" in arguments[0]
+    again = train(arguments, tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
 def test_a_run_that_can_not_be_resumed_leaves_no_folder(sweep, tmp_path):
     done = train([f"resume={run_folders(sweep)[0]}"], tmp_path)
 
@@ -200,10 +229,12 @@ def test_the_command_is_kept_as_a_shell_would_take_it(sweep):
     assert shlex.quote(next(word for word in shlex.split(command) if word.startswith("data.files="))) in command
 
 
-def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep):
+def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, capsys):
     folder = run_folders(sweep)[0]
 
     one, again = (sample.sample(folder, "the ", 20, 1.0, None, seed=1) for _ in range(2))
+    assert sample.main([str(folder), "--prompt=the ", "--tokens=20", "--temperature=1", "--top-k=null"]) == 0
+    assert capsys.readouterr().out == one + "\n"
     other = sample.sample(folder / "best", "the ", 20, 1.0, None, seed=2)
 
     assert one == again != other
@@ -230,6 +261,8 @@ def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
+        ("--top-k", "0", "--top-k must be at least 1, or null to sample from all tokens, got 0"),
+        ("--top-k", "many", "--top-k: invalid whole number or null value: 'many'"),
         ("--temperature", "nan", "--temperature must be finite, got nan"),
         ("--temperature", "-1", "--temperature must be at least 0, got -1.0"),
         ("--seed", str(2**64), "--seed must be at least -2**63 and less than 2**64"),
@@ -267,6 +300,31 @@ def test_the_help_of_sample_shows_the_default_prompt(capsys):
     with pytest.raises(SystemExit, match="0"):
         sample.main(["--help"])
     assert r"go on from (default: '\n')" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("program", ["train.py", "ablate.py", "sample.py"])
+def test_ctrl_c_while_the_program_is_being_imported_is_no_traceback(tmp_path, program):
+    command = [sys.executable, "-X", "importtime", str(ROOT / program), "runs/none"]  # a line on stderr for each import
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "torch." in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+
+    assert process.returncode == -signal.SIGINT and "Traceback" not in err
+
+
+def test_a_terminal_that_lacks_a_character_gets_another_way_to_write_it(tiny, tmp_path):
+    arguments, given = [*tiny, "train.steps=2", "optim.warmup_steps=1", "folder=run"], environment(tmp_path)
+    for program in (["train.py", *arguments], ["sample.py", "run", "--tokens=3"], ["ablate.py", "--help"]):
+        command = [sys.executable, str(ROOT / program[0]), *program[1:]]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=given | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        if program[0] == "train.py":
+            assert r"2 layers \xd7 32" in done.stdout
 
 
 def test_help_names_commands_groups_and_keys(tmp_path):

@@ -23,7 +23,7 @@ def installed(tmp_path_factory) -> Path:
     """A folder as `pip install --target` would fill it."""
     pytest.importorskip("setuptools")
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("ops", "model", "data", "configs", "training", "ablation", "benchmarks", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -45,6 +45,12 @@ def test_a_wheel_asks_for_torch_and_triton_alone(installed):
     (metadata,) = installed.glob("*.dist-info/METADATA")
     needs = [line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert [need.split()[1].split(">")[0] for need in needs] == ["torch", "triton"]
+
+
+def test_a_wheel_describes_itself_in_a_line(installed):
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "\nSummary: A transformer training microframework" in text and len(text) < 2000
 
 
 def test_the_installed_norms_run_beside_a_copied_folder_and_other_peoples_ops_and_model(installed, tmp_path):

@@ -1,5 +1,6 @@
 """torchrun train.py, as a user gives it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def torchrun(folder, arguments, *options, what="pass"):
     )
 
 
+def wait_for_metrics(process, folder):
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 150
+    while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_the_same_bits(tiny, tmp_path):
     command = [*tiny, "resume=auto"]
     killed = torchrun(tmp_path, [*command, "folder=mine"], "--max-restarts=1", what="os.kill(os.getpid(), signal.SIGKILL)")
@@ -72,24 +79,47 @@ def test_a_rank_that_dies_ends_the_job_with_its_error(tiny, tmp_path):
     assert "rank      : 1" in report and "RuntimeError: broken on purpose" in report
 
 
-def test_sigterm_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path):
-    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"])
-    metrics, deadline = tmp_path / "mine" / "metrics.jsonl", time.monotonic() + 150
-    while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, []),
+        (signal.SIGHUP, []),
+        (signal.SIGUSR1, ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]),
+    ],
+)
+def test_a_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path, number, options):
+    endless = ["folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"]
+    process = torchrun(tmp_path, [*tiny, *endless], *options)
+    wait_for_metrics(process, tmp_path / "mine")
+    process.send_signal(number)
     out, err = process.communicate(timeout=200)
 
     assert "stopped after step" in out, err
     assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
 
 
-def test_a_refused_command_is_explained_once(tiny, tmp_path):
+def test_a_signal_to_ranks_and_to_a_torchrun_that_it_ends_leaves_a_checkpoint_and_no_traceback_of_a_rank(tiny, tmp_path):
+    """Slurm's --signal=USR1@60, where torchrun was not told to handle it."""
+    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0"])
+    wait_for_metrics(process, tmp_path / "mine")
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train"], capture_output=True, text=True, check=True).stdout
+    for pid in (process.pid, *map(int, ranks.split())):
+        os.kill(pid, signal.SIGUSR1)
+    out, err = process.communicate(timeout=200)  # until the last rank has closed its end
+
+    assert process.returncode == -signal.SIGUSR1 and len(ranks.split()) == 2
+    assert "stopped after step" in out and "Traceback" not in err
+    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
+
+
+def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_path):
     process = torchrun(tmp_path, [*tiny, "train.batch_size=7"])
     _, err = process.communicate(timeout=200)
 
     assert process.returncode != 0
-    assert err.count("error: train.batch_size=7 can't be cut into equal micro-batches") == 1
+    cause = "error: train.batch_size=7 can't be cut into equal micro-batches"
+    own, _, torchruns = err.partition("Root Cause")
+    assert own.count(cause) == torchruns.count(cause) == 1, "once by the first rank, and at the end of torchrun's report"
     assert not (tmp_path / "runs").exists()
 
 
@@ -102,5 +132,5 @@ def test_a_sweep_whose_first_rank_can_not_write_ends_and_leaves_no_rank_waiting_
         process.terminate()
 
     assert process.returncode == 1
-    assert "stopped: sweep/0_seed-1/metrics.jsonl can't be written" in err
+    assert "stopped: sweep/0_seed-1/metrics.jsonl can't be written" in err.partition("Root Cause")[2]
     assert not (tmp_path / "sweep" / "1_seed-2").exists()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import train
+from configs.machine import Machine
 from model.loss import TWO_PASSES
 from tests.runs import losses, train_here
 from training import checkpoint
@@ -114,6 +115,20 @@ def test_a_run_says_what_runs_its_norms(tiny, tmp_path, capsys):
     assert "PyTorch's own operators" in plain
     for fact in ("device", "precision", "parameters", "vocabulary", "held out", "epochs", "W&B", "run folder"):
         assert fact in fused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on", "said"),
+    [
+        (["model.layers=1"], Machine("cpu"), "parameters, 1 layer × 32\n"),
+        (["train.precision=bf16"], Machine("cpu"), "  precision   bf16\n"),
+        (["train.precision=bf16"], Machine("cpu", bf16=False), "bf16, emulated: this CPU has no bf16 arithmetic"),
+    ],
+)
+def test_the_table_of_facts_counts_and_warns(tiny, tmp_path, capsys, overrides, on, said):
+    train_here([*tiny, "train.steps=3", *overrides], tmp_path / "run", on=on)
+
+    assert said in capsys.readouterr().out
 
 
 def test_bf16_autocast_trains_on_a_cpu(tiny, tmp_path):

@@ -13,9 +13,11 @@ from training.evaluation import Validation
 from training.saver import Saver
 
 
-def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
+def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
     fake = FakeWandb(monkeypatch)
-    overrides = ["logging.wandb=offline", "logging.project=p", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    overrides = ["logging.wandb=offline", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
     train_here([*tiny, "train.steps=5", *overrides], tmp_path / "run")
 
     assert {name: fake.arguments[name] for name in ("project", "group", "name", "tags", "mode")} == {
@@ -25,6 +27,8 @@ def test_the_logging_group_reaches_wandb(tiny, tmp_path, monkeypatch):
         "tags": ["a", "b", "fused", "layernorm"],
         "mode": "offline",
     }
+    assert "offline (WANDB_PROJECT=p; logging.group=g, not WANDB_RUN_GROUP=theirs)\n" in capsys.readouterr().out
+    assert "  project: p\n" in (tmp_path / "run" / "config.yaml").read_text(), "the run goes on there"
     assert fake.arguments["config"]["optim"]["lr"] == 3e-3
     assert "parameters" in fake.arguments["config"]["facts"]["model"]
 
@@ -57,6 +61,12 @@ def test_the_sample_is_drawn_as_the_config_says(tiny, tmp_path, monkeypatch):
     train_here([*tiny, "train.steps=5", "sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"], tmp_path / "run")
 
     assert seen == [(4, 0.25, 3)]
+
+
+def test_a_run_that_is_to_write_no_sample_has_none(tiny, tmp_path):
+    summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "run")
+
+    assert summary.sample == "" and not (summary.folder / "sample.txt").exists()
 
 
 def spy_on_steps(monkeypatch, look):

@@ -7,7 +7,7 @@ gloo, and no GPU waits for them.
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -110,12 +110,13 @@ class World:
         as soon as one has failed."""
         if self.store is None:
             return
-        if self.leads:
-            self.store.set(ENDED, "")
-        elif exit_code:
-            until = time.monotonic() + FAREWELL_S
-            while time.monotonic() < until and not self.store.check([ENDED]):
-                time.sleep(0.1)
+        with suppress(dist.DistError):  # torchrun has the store, and may be gone: SIGUSR1 ends it, for one
+            if self.leads:
+                self.store.set(ENDED, "")
+            elif exit_code:
+                until = time.monotonic() + FAREWELL_S
+                while time.monotonic() < until and not self.store.check([ENDED]):
+                    time.sleep(0.1)
         dist.destroy_process_group()
 
 

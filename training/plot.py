@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import keys
 from configs.keys import ConfigError
+from training import storage
+from training.storage import StorageError
 
 TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
 # Of runs laid over one another; they differ in lightness too, and the dash tells them apart where colour does not.
@@ -84,9 +87,16 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     for side in (axes.spines["top"], axes.spines["right"], right.spines["right"]):
         side.set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    figure.savefig(to)
-    pyplot.close(figure)
+    keep(figure, to)
     return True
+
+
+def keep(figure: Any, to: Path) -> None:
+    """Writes a figure of pyplot's, in the format that the file's name ends with, and forgets it."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
+    pyplot.close(figure)
+    storage.replace(to, lambda file: file.write(drawn.getvalue()))
 
 
 def _nats(bytes_per_token: float) -> float:
@@ -235,8 +245,7 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
     )
     figure.suptitle(_same(curves), x=0.01, ha="left", fontsize=11)
     to.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(to)
-    pyplot.close(figure)
+    keep(figure, to)
     return unit
 
 
@@ -244,10 +253,10 @@ def _same(curves: Sequence[Curve]) -> str:
     """A title from what the runs share, and which line is which."""
     config = curves[0].config
     shared = [
-        text.format(v=keys.shown(config[name]))
+        text.format(v=keys.shown(config[name]), s="s" * (config[name] != 1))
         for name, text in (
             ("data.name", "{v}"),
-            ("model.layers", "{v} layers"),
+            ("model.layers", "{v} layer{s}"),
             ("model.width", "width {v}"),
             ("norm.kind", "{v}"),
         )
@@ -266,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = without_sweep_files(options.runs)
     try:
         unit = overlay([read_run(folder) for folder in runs], options.output, options.unit)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, StorageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.output}: {LABELS[unit]}, {len(runs)} run{'s' * (len(runs) > 1)}")

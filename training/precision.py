@@ -15,13 +15,14 @@ class Precision:
 
     device: torch.device
     dtype: torch.dtype
+    emulated: bool = False  # the device has no arithmetic in that dtype: it is slower than fp32
 
     @classmethod
     def settle(cls, wanted: schema.Precision, machine: Machine) -> "Precision":
         if wanted is schema.Precision.auto:
             wanted = schema.Precision.bf16 if machine.device == "cuda" and machine.bf16 else schema.Precision.fp32
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted.value]
-        return cls(torch.device(machine.device), dtype)
+        return cls(torch.device(machine.device), dtype, dtype is torch.bfloat16 and not machine.bf16)
 
     @property
     def wanted(self) -> schema.Precision:
@@ -31,6 +32,10 @@ class Precision:
     @property
     def name(self) -> str:
         return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
+
+    def __str__(self) -> str:
+        slow = ", emulated: this CPU has no bf16 arithmetic, train.precision=fp32 is faster"
+        return self.name + slow * self.emulated
 
     def autocast(self) -> AbstractContextManager:
         if self.dtype is torch.float32:

@@ -96,8 +96,10 @@ class StepProfiler:
         kernels = (device_times if on_gpu else host_times)(events, STEPS)
         what = "GPU time" if on_gpu else "time of CPU operators"
         found = table(kernels)
+        unfinished = self._folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
         with storage.explained(self._folder / TRACE):
-            profiler.export_chrome_trace(str(self._folder / TRACE))
+            profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(self._folder / TRACE)
         text = f"{what} of a step, mean of {STEPS}\n\n{found}\n\n{longest(kernels)}\n"
         storage.replace_text(self._folder / TABLE, text)
         self._say(f"\n{what} of a step, mean of {STEPS}; {TRACE} and {TABLE} are in {relative(self._folder)}\n\n{found}\n")

@@ -1,5 +1,6 @@
 """What a run says of itself: before the first step, where it stopped on NaN, and at its end."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +55,9 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     return {
         "device": f"{device.type}, {hardware}",
         **ranks,
-        "precision": precision.name + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
+        "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
-        "model": f"{model.parameter_count():,} parameters, {cfg.model.layers} layers × {cfg.model.width}" + begins,
+        "model": f"{model.parameter_count():,} parameters, {cfg.model.size}" + begins,
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
         "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
         "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",
@@ -70,7 +71,7 @@ def describe(error: NonFiniteError, run: Run, batches: Batches) -> str:
     good = last_good(run)
     return (
         f"{error}. Batch: epoch {at.epoch}, window {at.window} of {at.windows}, first token {at.offsets[0]:,}.\n"
-        f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.every and eval.every write some)'}.\n"
+        f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.minutes, .every and eval.every write some)'}.\n"
         "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
         # what else went wrong, such as a disk that was full
         + "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
@@ -90,7 +91,7 @@ def report(summary: Summary) -> str:
         "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",
         "step time": f"{summary.step_ms:.1f} ms (median)" if summary.step_ms else "only warm-up steps were run",
         **({"loss curve": relative(picture)} if picture.is_file() else {}),  # a run of few steps has none
-        "more text": f"python sample.py {relative(summary.folder)}",
+        "more text": shlex.join(["python", "sample.py", relative(summary.folder)]),
     }
     text = f"\n{summary.sample.strip()}\n" if summary.sample else ""
     return text + "\n" + "\n".join(f"  {name:<10}  {value}" for name, value in lines.items())

@@ -139,7 +139,7 @@ def _check_left(start: Start, path: Path) -> None:
     stored, steps = start.stored, start.cfg.train.steps
     unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
     if stored is not None and stored.step >= steps and not unfinished:
-        command, why = f"python train.py resume={relative(path)} train.steps={2 * stored.step}", ""
+        command, why = f"{storage.go_on(path)} train.steps={2 * stored.step}", ""
         if start.cfg.optim.schedule is not Schedule.constant:
             command += " resume_with_changes=true"
             why = "\nThat changes the learning rates of the steps before it, which the last word accepts."

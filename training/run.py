@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from training.folder import claim, identity, locked
 from training.plot import loss_curve, read_metrics
 from training.resume import Start
 from training.storage import relative
-from training.tracking import Tracker, agent_job, settle_mode
+from training.tracking import Tracker, agent_job, described, settle
 
 CONSOLE_LINES = 20  # of progress, about, where there is no terminal for a bar
 
@@ -41,6 +41,7 @@ class Run:
     step: int = 0  # of the last line of metrics
     train_bytes_per_token: float = 1.0  # turns a training loss into bits per byte, for the bar
     val_bytes_per_token: float = 1.0  # the same for the plot
+    _drawn: bool = False  # with all of its steps
     _bar: Any = None
     _shown: dict[str, float] = field(default_factory=dict)
     _total: int = 0
@@ -62,32 +63,27 @@ class Run:
         if self.origin.in_place:
             self._take_up()
             self._keep_environment()
+        logging, reasons = settle(self.cfg.logging)
+        self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # the mode is settled each time that the run goes on
         self._keep_config()  # by now without train.precision=auto
         storage.replace_text(self.folder / "tokenizer.json", tokenizer)
         self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
-        mode, why = settle_mode(self.cfg.logging)
-        logging = self.cfg.logging
         agent = agent_job()
         if agent and self.group:
             raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
         group, name = agent or (self.group, self.folder.name)
         self.tracker = Tracker(
-            mode,
-            logging.without_key,
+            logging,
             self.folder,
-            project=logging.project,
             group=logging.group or group,
             name=logging.name or (f"{group}/{name}" if group else name),
-            tags=list(dict.fromkeys([*logging.tags, self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
+            tags=list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
             config=configs.to_dict(self.cfg) | {"facts": facts},
             run_id=self.wandb_id,
             resumed=self.origin.in_place,
         )
-        why = self.tracker.note or why
-        facts = facts | {
-            "W&B": self.tracker.mode.value + (f" ({why})" if why else ""),
-            "run folder": relative(self.folder),
-        }
+        reasons += [self.tracker.note] if self.tracker.note else []
+        facts = facts | {"W&B": described(self.tracker.mode, reasons), "run folder": relative(self.folder)}
         width = max(map(len, facts))
         show("\n".join(f"  {name:<{width}}  {value}" for name, value in facts.items()) + "\n")
 
@@ -111,7 +107,7 @@ class Run:
         """
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         path = self.folder / "metrics.jsonl"
-        with storage.explained(path), path.open("a", encoding="utf-8") as file:
+        with storage.explained(path, storage.way_on(self.folder)), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | known, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.log(known, step)
@@ -122,7 +118,7 @@ class Run:
     def sync(self) -> None:
         """Returns once the lines of metrics are on the disk: a checkpoint after it finds those of its steps there."""
         if (path := self.folder / "metrics.jsonl").is_file():
-            with storage.explained(path):
+            with storage.explained(path, storage.way_on(self.folder)):
                 storage.sync(path)
 
     def say(self, text: str) -> None:
@@ -130,7 +126,12 @@ class Run:
         show_beside_bar(text)
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Keeps what the run reached: summary.json, and W&B's summary."""
+        """Keeps what the run reached: its picture, then summary.json and W&B's summary; a sample comes last, if it has one.
+
+        A run that has all of them is finished, whatever moment it was killed at.
+        """
+        self.draw()
+        self._drawn = True
         storage.replace_text(self.folder / "summary.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.summarise(results)
@@ -141,13 +142,19 @@ class Run:
         if self.tracker:
             self.tracker.summarise({"sample": text})
 
+    def draw(self) -> None:
+        """Draws loss.png and shows it to W&B. A picture is not worth a run, nor may it hide why the run ends."""
+        try:
+            if self.tracker and (picture := self.plot()):
+                self.tracker.log_image("loss", picture, self.step)
+        except Exception as error:
+            self.say(f"no plot: {type(error).__name__}: {error}")
+
     def plot(self) -> Path | None:
         """Draws loss.png from metrics.jsonl; None where there is too little to draw."""
         metrics, picture = self.folder / "metrics.jsonl", self.folder / "loss.png"
         cfg = self.cfg
-        title = (
-            f"{cfg.data.name}, {cfg.model.layers} layers × {cfg.model.width}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
-        )
+        title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
         drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
         return picture if drawn else None
 
@@ -282,9 +289,7 @@ def _closing(run: Run) -> Iterator[Run]:
     finally:
         if run.tracker:
             try:
-                if picture := run.plot():
-                    run.tracker.log_image("loss", picture, run.step)
-            except Exception as error:  # a picture is not worth a run, nor may it hide why the run ended
-                run.say(f"no plot: {type(error).__name__}: {error}")
+                if not run._drawn:
+                    run.draw()
             finally:
                 run.tracker.finish(exit_code)

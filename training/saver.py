@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 
 from configs import Config, to_dict
@@ -25,6 +26,12 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background and world.leads else None
         self._pending: Future[None] | None = None
         self._has_links = True
+        self._interval_s, self._saved_at = 60 * cfg.checkpoint.minutes, monotonic()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether checkpoint.minutes have passed since the last checkpoint, or since the block began, by this rank's clock."""
+        return 0 < self._interval_s <= monotonic() - self._saved_at
 
     def save(self, state: TrainState) -> None:
         """Keeps `state`, points last and best to where they are now, and deletes what checkpoint.keep has no room for.
@@ -39,6 +46,7 @@ class Saver:
         if state.leads or is_sharded(state.model):
             parts = state.parts(self._config, copied=self._thread is not None)
         self._world.first(lambda: self._write(state.step, parts, state.best_step))
+        self._saved_at = monotonic()
 
     def wait(self) -> None:
         """Returns once nothing is on its way. All ranks call it together. Raises StorageError as `save`."""

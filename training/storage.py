@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from configs.compose import as_typed
+
 FOLDER = "checkpoints"
 SUMS = "SHA256SUMS"
 
@@ -50,7 +52,7 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[Sink], object]]) 
     """
     folder = run / FOLDER
     final, temporary = folder / name(step), folder / f".{name(step)}.tmp"
-    with explained(final, f"Earlier checkpoints are whole. Make room, then go on: python train.py resume={relative(run)}"):
+    with explained(final, way_on(run)):
         _discard(temporary)  # of a process that was killed
         first = not folder.is_dir()
         try:
@@ -186,9 +188,24 @@ def replace(path: Path, write: Callable[[Sink], object]) -> None:
     """Replaces a file by what `write` writes, in one step."""
     temporary = path.with_name(f".{path.name}.tmp")
     with explained(path):
-        _write(temporary, write)
-        temporary.replace(path)
+        try:
+            _write(temporary, write)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # there if it failed
         sync_folder(path.parent)
+
+
+def way_on(run: Path) -> str:
+    """What to do where a run can't write any more."""
+    if kept(run):
+        return f"Earlier checkpoints are whole. Make room, then go on: {go_on(run)}"
+    return "There is no checkpoint yet: make room, or choose another place with folder=PATH, and give the command again."
+
+
+def go_on(run: Path) -> str:
+    """The command that goes on with a run."""
+    return f"python train.py {as_typed('resume', relative(run))}"
 
 
 @contextmanager

@@ -1,26 +1,112 @@
-"""W&B: which mode a run gets, settled before it starts, and a run that is always closed."""
+"""W&B: how a run is kept there, settled before it starts, and a run that is always closed."""
 
 import contextlib
 import netrc
 import os
 import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import wandb
 from omegaconf import OmegaConf
+from wandb.sdk import wandb_setup
 
+from configs import ConfigError
+from configs.keys import shown
 from configs.schema import LoggingConfig, WandbMode
 
-START_TIMEOUT_S = 30.0  # for W&B's servers to answer; training waits for no longer
+START_TIMEOUT_S = 30.0  # for W&B's servers to answer, where WANDB_INIT_TIMEOUT says nothing; training waits for no longer
+
+# Keys of LoggingConfig that may be null: the variable that then decides, and the name that both have in W&B's settings.
+VARIABLES = {
+    "wandb": ("WANDB_MODE", "mode"),
+    "project": ("WANDB_PROJECT", "project"),
+    "entity": ("WANDB_ENTITY", "entity"),
+    "group": ("WANDB_RUN_GROUP", "run_group"),
+    "name": ("WANDB_NAME", "run_name"),
+    "tags": ("WANDB_TAGS", "run_tags"),
+}
+MODES = {mode.value: mode for mode in WandbMode} | {"run": WandbMode.online, "dryrun": WandbMode.offline}  # and W&B's old names
 
 
-def settle_mode(logging: LoggingConfig) -> tuple[WandbMode, str]:
-    """The mode, and why it is not the one asked for ("" if it is). Uses no network."""
-    if logging.wandb is WandbMode.online and not has_key():
-        return logging.without_key, "no API key found; `wandb login` stores one"
-    return logging.wandb, ""
+def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
+    """What the config leaves null as W&B's environment variables have it, or by default. Uses no network.
+
+    Returns:
+        The config, and its facts: what decided where a variable is set, and why the mode is not the one asked for.
+
+    Raises:
+        ConfigError: W&B refuses a variable or a key. Nothing is refused where W&B is disabled.
+    """
+    if agent_job():
+        logging = replace(logging, project=None, entity=None)  # the sweep's, which W&B's agent has put in the variables
+    asked = os.environ.get("WANDB_MODE", WandbMode.offline.value)
+    if logging.wandb is None and asked not in MODES:
+        raise ConfigError(f"WANDB_MODE={asked}: not a mode that can be used here. Use online, offline or disabled.")
+    mode = logging.wandb or MODES[asked]
+    off = mode is WandbMode.disabled
+    theirs = wandb.Settings() if off else _checked(logging)
+    facts: list[str] = []
+    found: dict[str, Any] = {"project": "prenorm", "tags": []}
+    for key, (variable, field) in VARIABLES.items():
+        own, value = getattr(logging, key), os.environ.get(variable)
+        if value and (key == "wandb" or not off):
+            given = getattr(theirs, field)
+            found[key] = list(given) if isinstance(given, tuple) else given
+            wins = own is not None and own != found[key]
+            facts.append(f"logging.{key}={shown(own)}, not {variable}={value}" if wins else f"{variable}={value}")
+    if off:
+        return replace(logging, wandb=mode), facts
+    if place := os.environ.get("WANDB_DIR"):
+        facts.append(f"WANDB_DIR={place}")
+    found = {key: value for key, value in found.items() if getattr(logging, key) is None}
+    logging = replace(logging, **found | {"wandb": mode})
+    if mode is WandbMode.online and not has_key():
+        logging.wandb = logging.without_key
+        facts.append("no API key found; `wandb login` stores one")
+    return logging, facts
+
+
+def described(mode: WandbMode, facts: list[str]) -> str:
+    """The mode that a run has got and why, for the user."""
+    return f"{mode} ({'; '.join(facts)})" if facts else mode.value
+
+
+def _checked(logging: LoggingConfig) -> Any:
+    """W&B's settings as the environment has them, once W&B has accepted them and those of the config."""
+    theirs = wandb.Settings()
+    for variable, value in os.environ.items():
+        if variable.startswith("WANDB_"):
+            with _refused(variable if variable == "WANDB_API_KEY" else f"{variable}={value}"):
+                theirs.update_from_env_vars({variable: value})
+    if place := os.environ.get("WANDB_DIR"):
+        with _refused(f"WANDB_DIR={place}"):
+            Path(place).expanduser().mkdir(parents=True, exist_ok=True)
+            if not os.access(Path(place).expanduser(), os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError
+    own = wandb.Settings()
+    for key, (_, field) in VARIABLES.items():
+        if (value := getattr(logging, key)) is not None:
+            with _refused(f"logging.{key}={shown(value)}"):
+                setattr(own, field, value)
+    return theirs
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise ConfigError(f"{what}: this folder can't be written. Choose another.") from None
+    except (ValueError, wandb.errors.UsageError) as error:
+        # pydantic's, or a plain one
+        why = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        raise ConfigError(f"{what}: W&B refuses this value: {why}.") from None
 
 
 def has_key() -> bool:
@@ -33,7 +119,7 @@ def has_key() -> bool:
         with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(str(Path(place).expanduser())).authenticators(host):
                 return True
-    return bool(getattr(wandb.setup().settings, "api_key", None))
+    return bool(getattr(wandb_setup.singleton().settings, "api_key", None))
 
 
 def agent_job() -> tuple[str, str] | None:
@@ -50,15 +136,13 @@ def agent_job() -> tuple[str, str] | None:
 
 
 class Tracker:
-    """A W&B run, or nothing where the mode is disabled."""
+    """A W&B run, or nothing where the mode is disabled; `note` says why the mode is not the one asked for."""
 
     def __init__(
         self,
-        mode: WandbMode,
-        fallback: WandbMode,
+        logging: LoggingConfig,
         folder: Path,
         *,
-        project: str,
         group: str | None,
         name: str,
         tags: list[str],
@@ -68,39 +152,49 @@ class Tracker:
     ) -> None:
         """
         Args:
+            logging: settled.
+            folder: for W&B's files, where WANDB_DIR names none.
             run_id: W&B's id of the run; None: a new one. Never W&B's own default: WANDB_RUN_ID would fold a sweep into one run.
             resumed: the run was there before. W&B passes over steps that it has already; they were the same.
         """
-        self.mode, self.note, self._run = mode, "", None
-        if mode is WandbMode.disabled:
-            return
-
+        assert logging.wandb is not None
+        self.mode: WandbMode = logging.wandb
+        self._run: Any = None
         by_agent = agent_job() is not None
+        # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a multirun into one run. An agent gives
+        # its one job an id and a project in the environment, and reports to the sweep by them.
+        run_id = os.environ.get("WANDB_RUN_ID") if by_agent else run_id or secrets.token_hex(4)
+        place = Path(os.environ.get("WANDB_DIR") or folder).expanduser()
+        timeout: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": START_TIMEOUT_S}
 
         def start(mode: WandbMode) -> Any:
-            return wandb.init(
-                mode=mode.value,
-                dir=str(folder),
-                # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a multirun into one run. An agent
-                # gives its one job an id and a project in the environment, and reports to the sweep by them.
-                id=None if by_agent else run_id or secrets.token_hex(4),
-                resume="allow" if resumed else None,  # not "must": the run may have been stopped before W&B had heard of it
-                allow_val_change=True if resumed else None,  # of the config: where it runs, what it resumed from
-                project=None if by_agent else project,
-                group=group,
-                name=name,
-                tags=tags,
-                config=config,
-                settings=wandb.Settings(silent=True, console="off", init_timeout=START_TIMEOUT_S),
-            )
+            with _nothing_left_by_a_failure(place, run_id):
+                return wandb.init(
+                    mode=mode.value,
+                    dir=str(place),
+                    id=None if by_agent else run_id,
+                    resume="allow" if resumed else None,  # not "must": the run may have been stopped before W&B had heard of it
+                    allow_val_change=True if resumed else None,  # of the config: where it runs, what it resumed from
+                    project=None if by_agent else logging.project,
+                    entity=None if by_agent else logging.entity,
+                    group=group,
+                    name=name,
+                    tags=tags,
+                    config=config,
+                    settings=wandb.Settings(silent=True, console="off", **timeout),
+                )
 
-        try:
-            self._run = start(mode)
-        except wandb.Error as error:
-            if mode is not WandbMode.online:
-                raise
-            self.mode, self.note = fallback, f"online start failed: {str(error).splitlines()[0]}"
-            self._run = start(fallback) if fallback is not WandbMode.disabled else None
+        _find_cache()
+        less = {WandbMode.online: logging.without_key, WandbMode.offline: WandbMode.disabled}
+        failures = []
+        while self.mode is not WandbMode.disabled:
+            try:
+                self._run = start(self.mode)
+                break
+            except Exception as error:  # whatever is wrong with the network, the key or the disk: training does without W&B
+                failures.append(f"{self.mode} start failed: {str(error).partition(chr(10))[0]}")
+                self.mode = less[self.mode]
+        self.note = "; ".join(failures)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         if self._run is not None:
@@ -122,3 +216,44 @@ class Tracker:
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=exit_code)
+
+
+@contextlib.contextmanager
+def _nothing_left_by_a_failure(place: Path, run_id: str | None) -> Iterator[None]:
+    """A start that fails, or that a signal stops, leaves no files, nor a process that holds the run's id and goes on trying."""
+    files = f"*wandb/*run-*-{run_id}*"  # of other starts of this run, too
+    before = set(place.glob(files))
+    try:
+        yield
+    except BaseException:
+        # W&B's own way to end it waits until the start has timed out
+        process: Any = wandb_setup.singleton()
+        for part in ("_connection", "_proc", "_process"):  # no public name leads there
+            process = getattr(process, part, None)
+        if process is not None:
+            process.kill()
+        with contextlib.suppress(Exception, SystemExit):  # of a process that is gone, or its exit code
+            wandb.teardown()
+        for path in set(place.glob(files)) - before:
+            shutil.rmtree(path, ignore_errors=True)
+        for folder in place.glob("*wandb"):
+            for link in folder.iterdir():
+                if link.is_symlink() and not link.exists():
+                    link.unlink()
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def _find_cache() -> None:
+    """W&B's process keeps its log in the user's cache; where it finds no such folder it prints the log."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        cache.mkdir(parents=True, exist_ok=True)
+        usable = os.access(cache, os.W_OK | os.X_OK)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        usable = False
+    if not usable:
+        os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir()
+    elif not os.environ.get("HOME"):
+        os.environ["XDG_CACHE_HOME"] = str(cache)

@@ -29,16 +29,18 @@ LLAMA_BLOCK = BlockLayout("input_layernorm", "self_attn", "post_attention_layern
 
 
 def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp32: bool = False) -> None:
-    """Gives a block the (hidden, residual) form, in place. `restore_norms(model)` undoes it.
+    """Gives a block, or each of a stack, the (hidden, residual) form, in place. `restore_norms(model)` undoes it.
 
-    Do it to all blocks of a stack, and `replace_norms` to the final norm; the blocks' own norms are replaced here. Arguments
-    that the block gets beside x go where it hands them: to the mixer. The block's own forward is tried with stand-ins for its
-    parts, in evaluation and in training. A block that scales, clamps, drops or norms what it adds, or computes what it gives to
-    its parts, is refused; so is a sublayer whose dropout does not come last, if it can be called with x, and None for the rest.
+    Give it the whole stack of blocks: a block that is not fused behind one that is fails when it is called. And give
+    `replace_norms` the final norm; the blocks' own norms are replaced here. Arguments that the block gets beside x go where it
+    hands them: to the mixer. The block's own forward is tried with stand-ins for its parts, in evaluation and in training. A
+    block that scales, clamps, drops or norms what it adds, or computes what it gives to its parts, is refused; so is a sublayer
+    whose dropout does not come last, if it can be called with x, and None for the rest.
 
     Args:
         block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts no longer drop anything
-            themselves, so nothing outside the block may use them, the embeddings for instance.
+            themselves, so nothing outside the block may use them, the embeddings for instance. Or an nn.ModuleList or
+            nn.Sequential of such blocks: all are fused, or none.
         layout: GPT2_BLOCK, LLAMA_BLOCK or one of your own.
         residual_in_fp32: keep the stream in fp32 if it begins in this block, that is, if its x is a tensor.
 
@@ -51,6 +53,8 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     if not isinstance(layout, BlockLayout):
         kind = type(layout).__name__
         raise TypeError(f"fuse_prenorm_block: layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got {kind}")
+    if isinstance(block, nn.ModuleList | nn.Sequential) and type(block) in (nn.ModuleList, nn.Sequential):
+        return _fuse_stack(block, layout, residual_in_fp32)
     name = f"fuse_prenorm_block({type(block).__name__})"
     if isinstance(block, FusedBlock):
         raise ValueError(f"{name}: block is fused already; restore_norms undoes it")
@@ -75,6 +79,21 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     swap(block, FusedBlock, layout=layout, residual_in_fp32=residual_in_fp32, wiring=wiring)
     for dropout in {parts[field] for field in ("dropout1", "dropout2") if field in parts}:
         swap(dropout, FusedDropout)
+
+
+def _fuse_stack(stack: nn.ModuleList | nn.Sequential, layout: BlockLayout, residual_in_fp32: bool) -> None:
+    blocks = list(dict.fromkeys(stack))  # one that is there twice is one block
+    if not blocks:
+        raise ValueError(f"fuse_prenorm_block: {type(stack).__name__} has no blocks")
+    before = {module for module in stack.modules() if isinstance(module, Swapped)}
+    for i, block in enumerate(blocks):
+        try:
+            fuse_prenorm_block(block, layout, residual_in_fp32=residual_in_fp32)
+        except ValueError as error:
+            for module in stack.modules():
+                if isinstance(module, Swapped) and module not in before:
+                    unswap(module)
+            raise ValueError(f"{error}. It is block {i} of {len(blocks)}, of which none is fused now") from error
 
 
 def _check_drops_last(name: str, sublayer: nn.Module, dropout: nn.Module, norm: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """Composition: what overrides, groups and experiments make of the schema's defaults."""
 
+from pathlib import Path
+
 import pytest
 
 import configs
@@ -16,7 +18,7 @@ PRESETS = [f"{group}={option}" for group, options in keys.groups().items() for o
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_composes_and_passes_the_rules_on_a_gpu(preset):
-    needs = {"data=text": ["data.files=[a.txt]"]}.get(preset, [])
+    needs = {"data=text": ["data.files=[a.txt]"], "data=hub": ["data.path=owner/name"]}.get(preset, [])
 
     cfg = configs.load([preset, "train.steps=600000", *needs], on=GPU)
 
@@ -34,6 +36,14 @@ def test_every_preset_begins_with_the_command_that_uses_it(preset):
     assert text.startswith("# ")
 
 
+def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+
+    cfg = configs.load(['folder="~/runs/mine"', 'resume="~/runs/theirs"'], on=CPU)
+
+    assert (cfg.folder, cfg.resume) == ("/home/me/runs/mine", "/home/me/runs/theirs")
+
+
 def test_types_are_the_schemas():
     cfg = configs.load(["norm.impl=torch", "norm.kind=rmsnorm", "optim.lr=1", "train.precision=bf16"], on=CPU)
 
@@ -49,6 +59,26 @@ def test_the_readmes_command_composes_as_written():
     cfg = configs.load(overrides, on=CPU)
 
     assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ("", "shakespeare"),
+        ("data=text data.files=[a.txt]", "text"),
+        ("data.source=text data.files=[a.txt]", "text"),
+        ("data=hub data.path=owner/Stories", "Stories"),
+        ("data.source=hub data.path=owner/Stories", "Stories"),
+        ("data=hub data.path=/disk/my_corpus/", "my_corpus"),
+        ("data=hub data.path=..", Path("..").resolve().name),
+        ("data=hub data.path=owner/Stories data.name=mine", "mine"),
+    ],
+)
+def test_a_corpus_is_called_by_what_it_is_unless_it_is_given_a_name(overrides, name):
+    cfg = configs.load(overrides.split(), on=CPU)
+
+    assert cfg.data.name == name
+    assert configs.from_dict(configs.to_dict(cfg)).data.name == name
 
 
 def test_a_group_on_the_command_line_wins_over_the_experiments_choice():

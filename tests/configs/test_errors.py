@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import configs
-from configs import ConfigError, command_line
+from configs import ConfigError, command_line, machine
 from configs.machine import Machine
-from configs.schema import NormKind
+from configs.schema import Device, NormKind
 
 CPU = Machine(device="cpu")
 
@@ -33,7 +34,11 @@ UNKNOWN = {
     "optim.lr=interval(0,1)": "optim.lr=interval(0,1): a sweep needs its values, one after the other: optim.lr=A,B",
     "model=glob(*)": "model=glob(*): a sweep needs its values, one after the other: model=A,B",
     "seed=1,": "seed=1,: an override is written key=value",
-    "sample.prompt=Ω": "sample.prompt=Ω: this value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
+    "sample.prompt=Ω": "sample.prompt=Ω: This value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
+    "data.files=[~/notes/*.txt]": "Hydra has a use of its own for an unquoted ~ (it takes keys away). This value needs quotes, "
+    "and the shell some around them: 'data.files=[\"~/notes/*.txt\"]'.",
+    "data.files=[a.txt,~/b]": 'the shell some around them: \'data.files=[a.txt,"~/b"]\'.',
+    "folder=~/runs": "This value needs quotes, and the shell some around them: 'folder=\"~/runs\"'.",
 }
 
 TYPES = {
@@ -46,7 +51,7 @@ TYPES = {
     "optim.lr=fast": "optim.lr=fast: must be a number.",
     "train.compile=maybe": "train.compile=maybe: must be true or false.",
     "model.kv_heads=two": "model.kv_heads=two: must be a whole number or null.",
-    "logging.tags=a": "logging.tags=a: must be a list [a,b]. Use logging.tags=[a].",
+    "logging.tags=a": "logging.tags=a: must be a list [a,b] or null. Use logging.tags=[a].",
     "data.files=README.md": "data.files=README.md: must be a list [a,b]. Use data.files=[README.md].",
     "optim.lr=???": "optim.lr=???: must be a number.",
     "optim={lr: ???}": "optim.lr=???: must be a number.",
@@ -146,6 +151,24 @@ def test_what_the_device_can_not_do_is_refused_before_the_start(overrides, case)
         configs.load(overrides.split(), on=on)
 
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "bf16"),
+    [
+        ({"avx2": True, "avx512_bf16": False}, False),
+        ({"amx_bf16": True}, True),
+        ({"neon": True, "bf16": True}, True),
+        ({}, True),
+    ],
+)
+def test_a_cpu_without_bf16_is_known_and_not_refused(capabilities, bf16, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+
+    on = machine.inspect(Device.cpu)
+
+    assert on.bf16 is bf16
+    assert configs.load(["train.precision=bf16"], on=on).train.precision == "bf16"
 
 
 def test_fused_norms_run_on_a_cpu():

@@ -27,6 +27,15 @@ def test_a_folder_is_built_once_for_its_settings(tmp_path):
     assert (first / "tokens").read_text() == "complete"
 
 
+@pytest.mark.parametrize("cache_dir", ["/proc/nope", "/proc", "/dev/null", "/dev/null/x", "x" * 300])
+def test_a_place_where_nothing_can_be_kept_is_named(cache_dir, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"^data\.cache_dir={cache_dir}: no corpus can be kept there \([A-Z].*\)\. Use another"
+    ):
+        cached_folder(cache_dir, "a", {}, write)
+
+
 def test_a_folder_appears_complete_in_one_step(tmp_path):
     seen = []
 

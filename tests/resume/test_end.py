@@ -7,13 +7,17 @@ import pytest
 import configs
 from configs.machine import Machine
 from model import GPT
+from tests.resume.kills import train_and_kill
 from tests.resume.stops import AUTO
 from tests.runs import FakeWandb, read_json, train_here
+from training import storage
 from training.resume import settle
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_up_for(tiny, tmp_path, monkeypatch, number):
+def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_up_for(
+    tiny, tmp_path, monkeypatch, number, capsys
+):
     fake = FakeWandb(monkeypatch)
     overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline"]
     original = GPT.generate
@@ -22,6 +26,9 @@ def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_u
         train_here(overrides, tmp_path / "run")
 
     assert stop.value.code == fake.exit_code == 128 + number
+    said = capsys.readouterr()
+    assert "step, then a checkpoint" not in said.err and "Stopping." in said.err
+    assert f"all is kept but the sample; to make it up: {storage.go_on(tmp_path / 'run')}" in said.out
     assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
     assert not (tmp_path / "run" / "sample.txt").exists()
     monkeypatch.setattr(GPT, "generate", original)
@@ -39,3 +46,14 @@ def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
 
     train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
     assert settle(cfg, tmp_path / "run", [], chosen=True).finished
+
+
+def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half_of_one(tiny, tmp_path):
+    overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
+    assert train_and_kill(overrides, run, drawing=True)
+    assert not (run / "loss.png").exists()
+    assert not settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
+
+    train_here(overrides, run, plot=True)
+    assert settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
+    assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82")

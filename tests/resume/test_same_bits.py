@@ -70,7 +70,7 @@ def test_going_on_by_path_in_the_runs_own_folder_gives_the_same_bits_too(tiny, t
     assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_between_checkpoints_and_lines_of_metrics_changes_no_bit(tiny, tmp_path, number):
     overrides = [*tiny, *AUTO, "model.dropout=0.1", "logging.every=5"]
     train_here(overrides, tmp_path / "whole")

@@ -1,10 +1,16 @@
 """A run whose output nobody reads any more, as of `train.py 2>&1 | tee log`, whose tee the same Ctrl-C has ended."""
 
+import fcntl
 import os
+import pty
 import signal
+import subprocess
 import sys
+import termios
+import time
 
 from tests.resume.stops import stop_with
+from tests.runs import command, environment
 from training import storage
 
 
@@ -20,3 +26,50 @@ def test_ctrl_c_makes_a_checkpoint_though_nobody_reads_what_the_run_shows(tiny, 
     assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [4]
     sys.stdout.close()  # with what was still in its buffer
     sys.stderr.close()
+
+
+def in_terminal(arguments, cwd, *before):
+    """train.py as the leader of a session of its own in a terminal, and the terminal's other end."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*before, *command(*arguments)],
+        cwd=cwd,
+        env=environment(cwd),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    return process, ours
+
+
+def wait_for_metrics(process, folder, lines):
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 100
+    while process.poll() is None and time.monotonic() < deadline:
+        if metrics.is_file() and metrics.read_text().count("\n") >= lines:
+            return
+        time.sleep(0.05)
+
+
+def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint_and_its_picture(tiny, tmp_path):
+    """A connection that breaks: the kernel sends SIGHUP, and what is written from then on fails."""
+    long = ["train.steps=100000", "eval.every=0", "logging.every=1", "logging.wandb=offline", "folder=run"]
+    process, terminal = in_terminal([*tiny, *long], tmp_path)
+    wait_for_metrics(process, tmp_path / "run", 3)
+    os.close(terminal)
+
+    assert process.wait(60) == 128 + signal.SIGHUP
+    [newest] = storage.kept(tmp_path / "run")
+    storage.verify(newest)
+    assert (tmp_path / "run" / "loss.png").is_file()
+
+
+def test_under_nohup_the_run_goes_on_without_its_terminal(tiny, tmp_path):
+    process, terminal = in_terminal([*tiny, "folder=run", "train.steps=300", "logging.every=1"], tmp_path, "nohup")
+    wait_for_metrics(process, tmp_path / "run", 3)
+    os.close(terminal)
+
+    assert process.wait(100) == 0
+    assert (tmp_path / "run" / "sample.txt").is_file()

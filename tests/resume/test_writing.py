@@ -1,19 +1,63 @@
 """A disk that is full and a thread that writes leave a whole checkpoint."""
 
 import errno
+import os
+import shlex
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
 import pytest
 
 import train
+from tests.forks import Command
+from tests.ranks import train_together
 from tests.resume.stops import AUTO, in_step, stop_with, train_until
 from tests.runs import bits, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
 from training.health import NonFiniteError
 from training.storage import StorageError
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small file system, and what gives it another size."""
+    folder = tmp_path / "small disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], check=False).returncode:
+        pytest.skip("may not mount a file system here")
+    yield folder, lambda size: subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_where_not_one_checkpoint_has_room_the_advice_is_another_than_to_go_on_and_works(tiny, tmp_path, disk, resume):
+    folder, resize = disk
+    command = [*tiny, "eval.every=0", f"folder={folder}/run", f"resume={resume}"]
+    full = Command(command, tmp_path).finish()
+
+    assert full.returncode == 1 and "Traceback" not in full.stderr
+    assert "step_00000030 can't be written: No space left on device. There is no checkpoint yet: make room" in full.stderr
+    assert "resume=" not in full.stderr and "give the command again" in full.stderr
+    resize("16m")
+    again = Command(command, tmp_path).finish()
+    assert again.returncode == 0, again.stderr
+
+
+def test_where_there_are_checkpoints_the_advice_is_to_go_on_and_works(tiny, tmp_path, disk):
+    folder, resize = disk
+    resize("1m")
+    every = ["checkpoint.every=4", "checkpoint.keep=9", "eval.every=0"]
+    full = Command([*tiny, *every, f"folder={folder}/run"], tmp_path).finish()
+
+    assert full.returncode == 1
+    assert "Earlier checkpoints are whole. Make room, then go on: python train.py " in full.stderr
+    resize("16m")
+    program, *arguments = shlex.split(full.stderr.partition("go on: python ")[2].splitlines()[0])
+    assert program == "train.py" and Command(arguments, tmp_path).finish().returncode == 0
+    assert storage.step_of(storage.kept(folder / "run")[0]) == 30
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
@@ -106,3 +150,37 @@ def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tm
 
     train_here([*tiny, *AUTO], tmp_path / "run")
     assert checkpoint.read(tmp_path / "run" / "last").step == 30
+
+
+MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [([], [10, 20, 30]), (["checkpoint.minutes=15"], [15, 30]), (["checkpoint.minutes=0"], [30])],
+)
+def test_a_checkpoint_is_made_by_time_too(tiny, tmp_path, monkeypatch, overrides, steps):
+    """Of steps that take a minute each; the default is 10 minutes."""
+    minutes, original = [], train.training_step
+    monkeypatch.setattr(train, "training_step", lambda *given: (minutes.append(1), original(*given))[1])
+    monkeypatch.setattr("training.saver.monotonic", lambda: 60.0 * len(minutes))
+    train_here([*tiny, *MINUTES, *overrides], tmp_path / "run")
+
+    assert [storage.step_of(path) for path in reversed(storage.kept(tmp_path / "run"))] == steps
+
+
+def test_a_run_that_dies_goes_on_from_a_checkpoint_that_was_made_by_time_with_the_same_bits(tiny, tmp_path):
+    overrides = [*tiny, *MINUTES, "model.dropout=0.1", "resume=auto"]
+    train_here(overrides, tmp_path / "whole")
+    train_until(14, [*overrides, "checkpoint.minutes=1e-9"], tmp_path / "cut")
+    assert storage.step_of(storage.kept(tmp_path / "cut")[0]) == 13
+
+    train_here(overrides, tmp_path / "cut")
+    assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
+
+
+def test_ranks_agree_on_checkpoints_by_time(tiny, tmp_path):
+    """Of 20 ms, which end at other moments on each rank: one that saved alone would wait for the other to its timeout."""
+    told = train_together(2, [*tiny, *MINUTES, "checkpoint.minutes=0.00033"], tmp_path / "run")
+
+    assert [one["ended"] for one in told] == [None, None] and len(storage.kept(tmp_path / "run")) > 1

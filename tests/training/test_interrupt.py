@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from training.distributed import World
-from training.interrupt import Interrupt, Stopped, exit_on_sigterm
+from training.interrupt import Interrupt, Stopped, exit_on_signals
 
 
 class Asked(World):
@@ -39,7 +39,6 @@ def test_sigterm_that_comes_twice_is_one(torchrun):
 def test_torchrun_passes_ctrl_c_on_and_so_the_second_one_ends_nothing_there():
     with Interrupt(World(store=dist.HashStore())) as interrupt:
         signal.raise_signal(signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.raise_signal(signal.SIGINT)
 
         assert interrupt.exit_code == 130
@@ -64,12 +63,12 @@ def test_only_who_pressed_ctrl_c_and_is_alone_reads_what_the_next_one_does(torch
 
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_what_a_stopped_run_closes_is_not_disturbed_by_the_signal_that_comes_again(torchrun):
-    exit_on_sigterm()
+    exit_on_signals()
     with Interrupt(World(store=dist.HashStore() if torchrun else None)):
         signal.raise_signal(signal.SIGTERM)
 
-    signal.raise_signal(signal.SIGTERM)  # while W&B is closed, say
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.raise_signal(number)  # while W&B is closed, say
 
 
 def test_handlers_are_those_of_before_where_no_signal_came():
@@ -85,6 +84,6 @@ def test_several_ranks_stop_at_the_ends_of_what_one_process_breaks_off(inside):
     with Interrupt(World(store=dist.HashStore())) as interrupt, pytest.raises(Stopped):
         if not inside:
             signal.raise_signal(signal.SIGTERM)
-        with interrupt.at_once():
+        with interrupt.at_once("Stopping."):
             assert inside
             signal.raise_signal(signal.SIGTERM)

@@ -48,6 +48,12 @@ def drawn(monkeypatch):
     return panels
 
 
+def test_a_title_counts_layers(tmp_path):
+    for layers, said in ((1, "shakespeare, 1 layer, width 128"), (2, "shakespeare, 2 layers, width 128")):
+        curve = read_run(run(tmp_path / str(layers), [f"model.layers={layers}"]))
+        assert plot._same([curve, curve]).startswith(said)
+
+
 def test_runs_are_laid_over_one_another_by_step_and_by_time(tmp_path, drawn, capsys):
     a, b = run(tmp_path / "a"), run(tmp_path / "b", ["norm.impl=torch"], speed=512.0)
     assert plot.main([str(a), str(b), "--output", str(tmp_path / "both.png")]) == 0

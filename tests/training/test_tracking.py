@@ -1,48 +1,60 @@
-"""The W&B mode is settled before the start, from what is on this machine."""
+"""W&B: its variables and the config, a server that doesn't answer, and the job of a W&B agent."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+from contextlib import closing
 
 import pytest
+import wandb
 
+from configs import ConfigError
 from configs.schema import LoggingConfig, WandbMode
-from tests.runs import ROOT
+from tests.forks import Command
+from tests.runs import ROOT, environment
 from training import tracking
-from training.tracking import Tracker, agent_job, settle_mode
+from training.tracking import VARIABLES, Tracker, agent_job, settle
 
 ONLINE, OFFLINE, DISABLED = WandbMode.online, WandbMode.offline, WandbMode.disabled
+KEY = "0" * 40
+CLOSED = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens there
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_key(monkeypatch, tmp_path):
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
+    """The file that W&B would look for a key in; W&B's own record of the environment is of this test."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return tmp_path / "netrc"
+    wandb.teardown()
+    yield tmp_path / "netrc"
+    wandb.teardown()
+
+
+def tracker(logging, folder, **more):
+    return Tracker(logging, folder, **({"group": None, "name": "n", "tags": [], "config": {}, "run_id": "r1"} | more))
 
 
 @pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
-def test_online_without_a_key_becomes_what_the_config_says(no_key, without_key):
-    mode, why = settle_mode(LoggingConfig(wandb=ONLINE, without_key=without_key))
+def test_online_without_a_key_becomes_what_the_config_says(without_key):
+    settled, why = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
 
-    assert mode is without_key
-    assert "no API key" in why
-
-
-@pytest.mark.parametrize("mode", [OFFLINE, DISABLED])
-def test_other_modes_need_no_key(no_key, mode):
-    assert settle_mode(LoggingConfig(wandb=mode)) == (mode, "")
+    assert settled.wandb is without_key
+    assert "no API key" in why[0]
 
 
-def test_a_key_in_the_environment_counts(no_key, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+def test_a_key_in_the_environment_counts(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
 
-    assert settle_mode(LoggingConfig(wandb=ONLINE)) == (ONLINE, "")
+    settled, why = settle(LoggingConfig(wandb=ONLINE))
+    assert settled.wandb is ONLINE and why == []
 
 
 def test_a_key_in_netrc_counts_for_its_own_host_only(no_key, monkeypatch):
-    no_key.write_text("machine api.wandb.ai login user password " + "0" * 40 + "\n")
+    no_key.write_text(f"machine api.wandb.ai login user password {KEY}\n")
     no_key.chmod(0o600)
 
     assert tracking.has_key()
@@ -56,28 +68,159 @@ def test_a_broken_netrc_is_no_key(no_key):
     assert not tracking.has_key()
 
 
-def test_a_failed_online_start_goes_on_as_without_a_key(monkeypatch, tmp_path):
-    def init(**_):
-        raise tracking.wandb.errors.CommError("no route to host\nmore")
+def test_what_neither_the_config_nor_a_variable_says_has_a_default():
+    settled, why = settle(LoggingConfig())
 
-    monkeypatch.setattr(tracking.wandb, "init", init)
-
-    tracker = Tracker(ONLINE, DISABLED, tmp_path, project="p", group=None, name="n", tags=[], config={})
-
-    assert tracker.mode is DISABLED
-    assert tracker.note == "online start failed: no route to host"
-    tracker.log({"a": 1}, step=1)
-    tracker.finish(0)
+    assert (settled.wandb, settled.project, settled.tags) == (OFFLINE, "prenorm", [])
+    assert (settled.entity, settled.group, settled.name) == (None, None, None) and why == []
 
 
-def test_an_unreachable_server_is_waited_for_no_longer_than_the_timeout(monkeypatch, tmp_path):
-    seen = {}
-    monkeypatch.setattr(tracking.wandb, "init", lambda **arguments: seen.update(arguments))
+GIVEN = {"mode": "dryrun", "project": "p", "entity": "e", "run_group": "g", "name": "n", "tags": "a,b"}
 
-    Tracker(ONLINE, DISABLED, tmp_path, project="p", group="g", name="n", tags=["t"], config={})
 
-    assert seen["settings"].init_timeout == tracking.START_TIMEOUT_S <= 60
-    assert (seen["group"], seen["dir"], seen["mode"]) == ("g", str(tmp_path), "online")
+def test_variables_decide_what_the_config_leaves_open_and_the_facts_say_so(monkeypatch):
+    for name, value in GIVEN.items():
+        monkeypatch.setenv(f"WANDB_{name.upper()}", value)
+
+    settled, why = settle(LoggingConfig())
+
+    assert (settled.wandb, settled.project, settled.entity) == (OFFLINE, "p", "e")
+    assert (settled.group, settled.name, settled.tags) == ("g", "n", ["a", "b"])
+    assert why == [f"WANDB_{name.upper()}={value}" for name, value in GIVEN.items()]
+
+
+def test_only_the_mode_matters_where_wandb_is_disabled(monkeypatch):
+    for name, value in (GIVEN | {"mode": "disabled"}).items():
+        monkeypatch.setenv(f"WANDB_{name.upper()}", value)
+
+    assert settle(LoggingConfig()) == (LoggingConfig(wandb=DISABLED), ["WANDB_MODE=disabled"])
+
+
+def test_a_key_of_the_config_wins_over_its_variable_and_the_facts_say_so(monkeypatch):
+    for name, value in GIVEN.items():
+        monkeypatch.setenv(f"WANDB_{name.upper()}", value)
+    own = LoggingConfig(wandb=OFFLINE, project="mine", entity="me", group="ours", name="this", tags=[])
+
+    settled, why = settle(own)
+
+    assert settled == own
+    assert why[:2] == ["logging.wandb=offline, not WANDB_MODE=dryrun", "logging.project=mine, not WANDB_PROJECT=p"]
+    assert why[-1] == "logging.tags=[], not WANDB_TAGS=a,b" and len(why) == len(VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("MODE", "foo", "Use online, offline or disabled"),
+        ("MODE", "shared", "Use online, offline or disabled"),
+        ("MODE", "", "Use online, offline or disabled"),
+        ("TAGS", "a,,b", "between 1 and 64 characters"),
+        ("PROJECT", "a/b", "invalid project name"),
+        ("INIT_TIMEOUT", "soon", "valid number"),
+        ("DIR", "/dev/null/here", "can't be written"),
+    ],
+)
+def test_a_wrong_value_of_a_variable_is_refused_in_words(monkeypatch, name, value, says):
+    monkeypatch.setenv(f"WANDB_{name}", value)
+
+    with pytest.raises(ConfigError) as refused:
+        settle(LoggingConfig())
+    assert str(refused.value).startswith(f"WANDB_{name}={value}: ") and says.lower() in str(refused.value).lower()
+    assert settle(LoggingConfig(wandb=DISABLED))[0].wandb is DISABLED, "what is not used may be wrong"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "given"), [("project", "a/b", "a/b"), ("tags", ["", "b"], "[,b]"), ("tags", ["x" * 65], f"[{'x' * 65}]")]
+)
+def test_a_value_of_the_config_that_wandb_refuses_is_refused_before_the_run(key, value, given):
+    with pytest.raises(ConfigError) as refused:
+        settle(LoggingConfig(**{key: value}))
+    assert str(refused.value).startswith(f"logging.{key}={given}: W&B refuses this value: ")
+
+
+def test_a_wrong_key_is_never_shown(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", " secret")
+    with pytest.raises(ConfigError, match=r"^WANDB_API_KEY: ") as refused:
+        settle(LoggingConfig())
+    assert "secret" not in str(refused.value)
+
+
+def test_a_wrong_variable_ends_a_run_before_it_starts(tiny, tmp_path):
+    done = Command([*tiny, "logging.wandb=null"], tmp_path, WANDB_MODE="foo").finish()
+
+    assert done.returncode == 2 and done.stderr.startswith("error: WANDB_MODE=foo: ")
+    assert "Traceback" not in done.stderr and list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
+def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monkeypatch, tmp_path, without_key):
+    for name, value in (CLOSED | {"WANDB_INIT_TIMEOUT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    settled, _ = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
+
+    run = tracker(settled, tmp_path / "run")
+    run.log({"a": 1}, step=1)
+    run.finish(0)
+
+    assert run.mode is without_key
+    assert run.note.startswith("online start failed: ") and "connection refused" in run.note
+    folders = [path.name for path in tmp_path.glob("run/wandb/*run-*")]
+    assert [name.partition("-")[0] + name[-3:] for name in folders] == ["offline-r1"] * (without_key is OFFLINE)
+    assert (tmp_path / "run" / "wandb").is_dir() == (without_key is OFFLINE), "a failed start leaves nothing"
+
+
+def test_a_run_goes_on_without_wandb_where_its_process_can_not_be_reached(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_SERVICE", "of another program")
+
+    run = tracker(settle(LoggingConfig())[0], tmp_path / "run")
+    run.log({"a": 1}, step=1)
+    run.finish(0)
+
+    assert run.mode is DISABLED and run.note.startswith("offline start failed: ")
+
+
+@pytest.mark.parametrize(
+    ("number", "listens"), [(signal.SIGINT, False), (signal.SIGTERM, True)], ids=["refused", "never answered"]
+)
+def test_a_signal_while_the_server_is_waited_for_ends_the_run_at_once(tiny, tmp_path, number, listens):
+    with closing(socket.create_server(("127.0.0.1", 0))) as mute:
+        reached = {"WANDB_BASE_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"} if listens else {}
+        more = CLOSED | {"WANDB_INIT_TIMEOUT": "600"} | reached
+        process = Command([*tiny, "logging.wandb=online"], tmp_path, **more)
+        deadline = time.monotonic() + 90
+        while not list(tmp_path.glob("runs/*/wandb/run-*/logs/debug-internal.log")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        done = process.finish(within=20)  # W&B's own process goes on for 30 s
+
+    assert done.returncode == 128 + number, done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_files_go_where_wandb_dir_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    settled, why = settle(LoggingConfig())
+
+    tracker(settled, tmp_path / "run").finish(0)
+
+    assert len(list(tmp_path.glob("elsewhere/wandb/offline-run-*/run-r1.wandb"))) == 1
+    assert not (tmp_path / "run").exists() and why == [f"WANDB_DIR={tmp_path / 'elsewhere'}"]
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+def test_wandb_is_silent_without_a_home_that_can_be_written(tmp_path, home):
+    code = (
+        "from pathlib import Path; from configs.schema import LoggingConfig; from training.tracking import Tracker, settle\n"
+        "said = {'group': None, 'name': 'n', 'tags': [], 'config': {}}\n"
+        "Tracker(settle(LoggingConfig())[0], Path.cwd(), **said).finish(0)"
+    )
+    given = environment(tmp_path, PYTHONPATH=str(ROOT)) | ({"HOME": home} if home else {})
+    given = {name: value for name, value in given.items() if name != "XDG_CACHE_HOME" and (home or name != "HOME")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=given, capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
 
 
 def test_each_run_has_an_id_of_its_own(monkeypatch, tmp_path):
@@ -86,7 +229,7 @@ def test_each_run_has_an_id_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(tracking.wandb, "init", lambda **arguments: ids.append(arguments["id"]))
 
     for _ in range(3):
-        Tracker(OFFLINE, DISABLED, tmp_path, project="p", group=None, name="n", tags=[], config={})
+        tracker(settle(LoggingConfig())[0], tmp_path, run_id=None)
 
     assert len(set(ids)) == 3 and "shared" not in ids
 
@@ -106,28 +249,16 @@ def test_a_job_of_an_agent_is_named_after_its_sweep_and_what_is_swept(agent):
     assert agent_job() == ("sweep_s1", "norm.impl-fused_seed-2")
 
 
-def test_without_an_agent_there_is_no_such_name(monkeypatch):
-    monkeypatch.delenv("WANDB_SWEEP_ID", raising=False)
+def test_without_an_agent_there_is_no_such_name():
     assert agent_job() is None
 
 
-def test_wandb_gives_the_job_of_an_agent_the_agents_id_and_the_sweeps_project(agent, tmp_path):
-    code = (
-        "from pathlib import Path; from configs.schema import WandbMode; from training.tracking import Tracker\n"
-        "said = {'project': 'mine', 'group': 'g', 'name': 'n', 'tags': [], 'config': {}}\n"
-        "tracker = Tracker(WandbMode.offline, WandbMode.offline, Path.cwd(), **said)\n"
-        "run = tracker._run; print(run.id, run.project, run.settings.sweep_id, run.group); tracker.finish(0)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["r1", "p", "s1", "g"], done.stderr
+def test_a_job_of_an_agent_has_the_agents_id_and_the_sweeps_project(agent, tmp_path):
+    settled, why = settle(LoggingConfig(project="mine", entity="me"))
+
+    run = tracker(settled, tmp_path / "run", group="g", run_id="own")
+
+    assert (run._run.id, run._run.project, run._run.settings.sweep_id, run._run.group) == ("r1", "p", "s1", "g")
+    assert why == ["WANDB_PROJECT=p", f"WANDB_DIR={tmp_path}"]
+    run.finish(0)
     assert [path.name for path in tmp_path.glob("wandb/offline-run-*/*.wandb")] == ["run-r1.wandb"]
-
-
-def test_the_tracker_leaves_id_and_project_to_the_agent(agent, monkeypatch, tmp_path):
-    seen = {}
-    monkeypatch.setattr(tracking.wandb, "init", lambda **arguments: seen.update(arguments))
-
-    Tracker(OFFLINE, DISABLED, tmp_path, project="mine", group="g", name="n", tags=[], config={})
-
-    assert (seen["id"], seen["project"], seen["group"], seen["name"]) == (None, None, "g", "n")

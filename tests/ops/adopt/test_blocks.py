@@ -16,6 +16,30 @@ from .toys import Block, Model, N, block_of, block_that_drops, classes, fused, s
 DROPS = BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop")
 
 
+@pytest.mark.parametrize("stack", [nn.ModuleList, nn.Sequential])
+def test_a_stack_is_fused_whole(stack, device):
+    model = Model(depth=3).to(device)
+    x = torch.randn(3, 4, N, device=device)
+    expected = model(x)
+    blocks = stack(*model.blocks) if stack is nn.Sequential else model.blocks
+    fuse_prenorm_block(blocks, GPT2_BLOCK)
+    replace_norms(model, verbose=False)
+    assert all(isinstance(block(x), Pending) for block in blocks)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_stack_with_a_block_that_can_not_be_fused_is_refused_where_it_is_given_and_as_it_was(device):
+    model = Model(depth=3)
+    replace_norms(model.blocks[0].ln_1, verbose=False)
+    model.blocks[2].ln_1 = nn.Identity()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"layout\.norm1 can't be replaced.*\. It is block 2 of 3, of which none is fused now"):
+        fuse_prenorm_block(model.blocks, GPT2_BLOCK)
+    assert [type(module) for module in model.modules()] == before
+    with pytest.raises(ValueError, match="ModuleList has no blocks"):
+        fuse_prenorm_block(nn.ModuleList(), GPT2_BLOCK)
+
+
 def gradients(model, x):
     x = x.clone().requires_grad_()
     y = model(x)

@@ -1,0 +1,123 @@
+"""An ablation in W&B: what W&B's servers would have of it, and what is left where they do not answer."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import wandb
+
+import ablate
+from ablation import serialize
+from tests.ablation import results
+from tests.wandb_server import WandbServer
+
+SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=1"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The folder that the program runs in, with a key for W&B."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # it reads its variables once
+    yield tmp_path
+    wandb.teardown()
+
+
+def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_PROJECT", "norms")
+    with WandbServer() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        assert ablate.main([*tiny, *SHORT, "logging.wandb=online", "logging.tags=[mine]"]) == 0
+        wandb.teardown()
+    (folder,) = (here / "runs").iterdir()
+    *arms, summary = runs = list(server.runs.values())
+
+    assert "W&B: online (WANDB_PROJECT=norms)" in capsys.readouterr().out.splitlines()
+    assert {(run.started["project"], run.started["groupName"], run.exit_code) for run in runs} == {("norms", folder.name, 0)}
+    assert [run.started["displayName"].split("/")[1] for run in runs] == [
+        *("eager_torch", "eager_torch-again", "eager_fused"),
+        "summary",
+    ]
+    assert [set(run.started["tags"]) for run in runs] == [
+        {"mine", "ablation", "torch", "eager", "layernorm"},
+        {"mine", "ablation", "torch again", "eager", "torch", "layernorm"},
+        {"mine", "ablation", "fused", "eager", "layernorm"},
+        {"mine", "ablation", "summary"},
+    ]
+    assert [run.config["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
+    found = serialize.load(folder)
+    (cell,) = found.cells
+    for run, times in zip(arms, cell.arms.values(), strict=True):
+        logged = [(line["_step"], line["perf/step_ms"]) for line in run.history]
+        assert logged == list(enumerate(ms for block in times.blocks_ms for ms in block))
+        assert run.summary["perf/step_ms_p10"] <= run.summary["perf/step_ms_median"] <= run.summary["perf/step_ms_p90"]
+        assert run.summary["perf/tokens_per_s"] > 0 and run.summary["perf/backward_ms"] > 0
+    # W&B has one place for a name, and the last to take it would stay alone.
+    logged = [name for line in summary.history for name in line if "/" in name]
+    assert sorted(logged) == ["plots/parity", "plots/speedup", "plots/step_times", "tables/cells", "tables/parity"]
+    assert summary.summary["verdicts/cells"] == [cell.verdict]
+    assert summary.summary["verdicts/parity"] == [one.verdict for one in found.parity]
+    tables = {name.split("_")[0]: json.loads(of) for name, of in summary.files.items() if name.startswith("media/table/")}
+    cells = tables["media/table/tables/cells"]
+    assert [len(row) for row in cells["data"]] == [len(cells["columns"])] and cells["data"][0][-1] == cell.verdict
+    pictures = {name.split("_")[0] for name in summary.files if name.startswith("media/images/")}
+    assert {"media/images/plots/parity", "media/images/plots/speedup"} <= pictures
+
+
+@pytest.fixture
+def unreachable(here, monkeypatch):
+    """An ablation that has been measured, and a port that nobody listens on."""
+
+    def measured(variants, command, folder):
+        (folder / "report.md").touch()
+        return results.ablation([{}], modes=("eager",), kernels=False)
+
+    monkeypatch.setattr(ablate, "ablate", measured)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    return here
+
+
+def test_a_server_that_does_not_answer_is_asked_once_and_nothing_of_that_is_left(tiny, unreachable, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    modes, init = [], wandb.init
+
+    def counted(**how):
+        modes.append(how["mode"])
+        return init(**how)
+
+    monkeypatch.setattr(wandb, "init", counted)
+    assert ablate.main([*tiny, "logging.wandb=online"]) == 0
+
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("W&B: ")]
+    assert len(said) == 1 and said[0].startswith("W&B: offline (online start failed: ") and "connection refused" in said[0]
+    assert modes == ["online", *["offline"] * 4]
+    assert [path.name.split("-")[0] for path in unreachable.glob("runs/*/wandb/*run-*")] == ["offline"] * 4
+
+
+def test_ctrl_c_while_the_server_is_waited_for_leaves_the_report_alone(tiny, unreachable, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "600")
+
+    def interrupt():
+        while not list(unreachable.glob("runs/*/wandb/run-*/logs/debug-internal.log")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert ablate.main([*tiny, "logging.wandb=online"]) == 130
+
+    assert "W&B does not have all of it" in capsys.readouterr().err
+    assert sorted(path.name for path in unreachable.glob("runs/*/*")) == ["config.yaml", "report.md"]
+
+
+def test_a_wrong_variable_is_refused_before_anything_is_measured(tiny, here, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "foo")
+    monkeypatch.setattr(ablate, "ablate", lambda *_: pytest.fail("measured"))
+    assert ablate.main([*tiny, *SHORT, "logging.wandb=null"]) == 2
+    assert capsys.readouterr().err.startswith("error: WANDB_MODE=foo: ")
+    assert not (here / "runs").exists()

@@ -36,6 +36,7 @@ class Work:
 
     vector: int  # neighbouring columns in a thread: elements in 16 bytes of the widest tensor
     row_bytes: int  # read for each element of a tile's rows
+    written_bytes: int  # backward: written for each
     weights: int  # forward: weights and biases that are read; backward: sums of weight gradients that are kept
     splittable: bool = True  # backward: a row has no sums but those of one norm
 
@@ -57,19 +58,23 @@ REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton co
 MOST_WARPS = 32  # of a program
 MOST_SLICES = 32  # a warp collects the sums of a row, each lane those of one program
 WHOLE_FORWARD = 32768  # columns that fit the registers of one program: 32 in each of 1024 threads
-WHOLE_BACKWARD = {1: 12288, 2: 8192, 4: 4096}  # by the weight gradients that stay there too; 16-bit rows, others 8192 at most
+WHOLE_BACKWARD = {1: 8192, 2: 8192, 4: 4096}  # by the weight gradients that stay there too
+WHOLE_LIGHTEST = 12288  # with one weight gradient, and 4 bytes read: the backward of a plain RMSNorm in 16 bits
 
 
 def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     """The forward launch for rows of n features."""
     if n > WHOLE_FORWARD:
-        return _looped(work, device, programs_per_sm=0)
+        return _looped(work, device, MOST_WARPS, programs_per_sm=0)
     # Rows of one warp: about 8 KB a program, so that its start and its stores of statistics are shared by several rows.
     rows = _power_below(8 * KB / (n * work.row_bytes)) if n <= 160 * work.vector else 1
-    warps = min(MOST_WARPS, _power_near(rows * n / (128 * work.vector)))
-    # Early weights hide their latency behind that of the rows, and take registers meanwhile. Late ones do better where a tile
-    # reads more of them than of rows, and where a wide row leaves room for one or two programs only.
-    early = n <= 8192 and rows * work.row_bytes > work.weights and (work.weights == 1 or warps <= 8)
+    # Weights loaded early hide their latency behind that of the rows, and take registers meanwhile: too many where a wide row
+    # leaves room for few programs. A tile that reads more of weights than of rows loads them late, and wants fewer warps, so
+    # that more programs wait side by side.
+    light = rows * work.row_bytes > work.weights
+    early = light and n <= (8192 if work.weights == 1 else min(8192, 1228 * work.vector))
+    warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5)
+    warps = min(warps, rows if rows > 1 else MOST_WARPS)
     distance = (1 if early else 4) * MB / (rows * n * work.row_bytes)
     return Tile(
         rows,
@@ -83,18 +88,31 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
 
 def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     """The backward launch for rows of n features."""
-    if n > (WHOLE_BACKWARD[work.weights] if work.vector == 8 else min(8192, WHOLE_BACKWARD[work.weights])):
+    if n > (WHOLE_LIGHTEST if work.weights == 1 and work.row_bytes <= 4 else WHOLE_BACKWARD[work.weights]):
         block_n = max(1024, _power_above(-(-n // MOST_SLICES)))
         if not (work.splittable and device.cooperative and block_n <= 4096):
-            return _looped(work, device, programs_per_sm=2)
+            return _looped(work, device, MOST_WARPS // 2, programs_per_sm=1)
         warps = block_n // (128 * work.vector)
         return _persistent(Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n)), block_n, work, device)
-    warps, programs = (4, 2) if n <= 384 * work.vector else (8, 1)
+    warps = _backward_warps(n, work.vector)
+    programs = 8 // warps
     rows = _power_below(4096 / (programs * n))
     block_n = min(_power_above(n), 32 * work.vector * warps)
     while -(-n // block_n) % 2 == 0 and block_n < 4096:
         block_n *= 2  # the same columns in half as many blocks
     return _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device)
+
+
+def _backward_warps(n: int, vector: int) -> int:
+    """Four, or eight for wide rows; fewer where those leave more than a quarter of all lanes idle behind the row's end."""
+
+    def padded(warps: int) -> int:
+        return -(-n // (32 * vector * warps)) * 32 * vector * warps
+
+    warps = 4 if n <= 384 * vector else 8
+    if 3 * padded(warps) <= 4 * n:
+        return warps
+    return min((w for w in (warps, warps // 2, warps // 4) if padded(w) <= 1024 * w), key=padded)
 
 
 def most_registers(tile: Tile) -> int | None:
@@ -104,18 +122,23 @@ def most_registers(tile: Tile) -> int | None:
 
 
 def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
-    """The tile with its stages: two tiles ahead if they are at most 100 KB on a multiprocessor, three at most 60, else one."""
+    """The tile with its stages: two tiles ahead if they are at most 100 KB on a multiprocessor, three at most 60, else one.
+
+    Where a tile reads far more than it writes, its copies keep memory busy, and what is prefetched gets in their way.
+    """
     size = columns * work.row_bytes
     on_multiprocessor = tile.programs_per_sm * size
     ahead = 3 if on_multiprocessor <= 20 * KB else 2 if on_multiprocessor <= 49 * KB else 1
     staged = tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
     while ahead and tile.programs_per_sm * (ahead * staged + 2 * KB) > device.shared_memory:
         ahead -= 1
-    return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=device.since_sm_90)
+    prefetch = device.since_sm_90 and work.row_bytes < 2.5 * work.written_bytes
+    return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)
 
 
-def _looped(work: Work, device: Device, programs_per_sm: int) -> Tile:
-    return Tile(1, 4096, _warps(16 if work.vector == 4 else 8, device), 1, programs_per_sm, looped=True)
+def _looped(work: Work, device: Device, warps: int, programs_per_sm: int) -> Tile:
+    """One program fills a multiprocessor, so that all rows in work stay in L2 until they are read again."""
+    return Tile(1, 32 * work.vector * warps, _warps(warps, device), 1, programs_per_sm, looped=True)
 
 
 def _warps(warps: int, device: Device) -> int:
@@ -133,5 +156,6 @@ def _power_below(x: float) -> int:
     return 1 << min(7, max(0, math.floor(math.log2(x))))
 
 
-def _power_near(x: float) -> int:
-    return 1 << max(0, round(math.log2(x)))
+def _power_near(x: float, most: float) -> int:
+    """The smallest power of two of which x is at most so many times as much."""
+    return 1 << max(0, math.ceil(math.log2(x / most)))

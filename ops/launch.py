@@ -73,7 +73,6 @@ def _forward_launcher(
     work = Work(
         vector=_vector(*rows, options.out_dtype, options.residual_dtype),
         row_bytes=_bytes(*rows),
-        written_bytes=0,
         weights=sum(weight is not None for weight in weights),
     )
     facts = device_facts(device)
@@ -139,8 +138,8 @@ def _backward_launch(
     work = Work(
         vector=_vector(*rows, options.dz_dtype, options.dx_dtype, options.dx1_dtype),
         row_bytes=_bytes(*rows),
-        written_bytes=_bytes(options.dz_dtype, options.dx_dtype, options.dx1_dtype),
         weights=(2 if centres(options.norm) else 1) * (1 if dtypes.dy1 is None else 2),
+        written_bytes=_bytes(options.dz_dtype, options.dx_dtype, options.dx1_dtype),
         splittable=dtypes.dy is not None and dtypes.dy1 is None and dtypes.x is None and dtypes.x1 is None,
     )
     facts = device_facts(device)

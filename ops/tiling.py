@@ -4,7 +4,7 @@ A thread holds `vector` neighbouring columns of a block: 16 bytes of the widest 
 is as many equal blocks as it needs, the last one masked.
 
     forward     a program holds one row, about 4 vectors a thread; several rows where that is less than 8 KB
-    backward    8 warps on each multiprocessor in one or two persistent programs, 4096 columns or more in work at a time
+    backward    8 warps on each multiprocessor in persistent programs of 4 or 8, with up to 4096 columns in work, or one row
     split       backward rows that do not fit: 1024 columns or more in each of several programs, which exchange their sums
     looped      rows that fit nowhere: read twice, block by block
 
@@ -36,8 +36,8 @@ class Work:
 
     vector: int  # neighbouring columns in a thread: elements in 16 bytes of the widest tensor
     row_bytes: int  # read for each element of a tile's rows
-    written_bytes: int  # backward: written for each
     weights: int  # forward: weights and biases that are read; backward: sums of weight gradients that are kept
+    written_bytes: int = 0  # backward: written for each element
     splittable: bool = True  # backward: a row has no sums but those of one norm
 
 
@@ -69,8 +69,8 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     # Rows of one warp: about 8 KB a program, so that its start and its stores of statistics are shared by several rows.
     rows = _power_below(8 * KB / (n * work.row_bytes)) if n <= 160 * work.vector else 1
     # Weights loaded early hide their latency behind that of the rows, and take registers meanwhile: too many where a wide row
-    # leaves room for few programs. A tile that reads more of weights than of rows loads them late, and wants fewer warps, so
-    # that more programs wait side by side.
+    # leaves room for few programs. A LayerNorm of one row reads about as much of weights and biases as of rows. It loads them
+    # late, and wants fewer warps, so that more programs wait side by side.
     light = rows * work.row_bytes > work.weights
     early = light and n <= (8192 if work.weights == 1 else min(8192, 1228 * work.vector))
     warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5)

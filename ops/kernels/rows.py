@@ -2,7 +2,7 @@
 
 A row of N columns is BLOCKS blocks of BLOCK_N columns, of which the last may reach past the row's end and is masked there.
 Every thread holds VECTOR neighbouring columns of a block, or several times as many where a block is wider than all threads side
-by side. So 2304 columns are three blocks of 1024 columns on four warps, and 768 are three of 256 on one warp for each row.
+by side. So 2304 columns may be three blocks of 1024 columns on four warps, and 768 three of 256 on one warp for each row.
 Rows that no program can hold are read one block at a time: by a loop (`Variant.LOOPED`), or each block by a program of its own
 (`Variant.SLICES`). Their functions pass `at.first_col`, the first column of their block.
 """

@@ -56,6 +56,7 @@ H200 = Device(multiprocessors=132, shared_memory=232448, warp_size=32, cooperati
 KB, MB = 1024, 1024**2
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
 MOST_WARPS = 32  # of a program
+MOST_ROWS_PREFETCHED = 4  # of a tile, as each takes some instructions: narrow rows are not prefetched
 MOST_SLICES = 32  # a warp collects the sums of a row, each lane those of one program
 WHOLE_FORWARD = 32768  # columns that fit the registers of one program: 32 in each of 1024 threads
 WHOLE_BACKWARD = {1: 8192, 2: 8192, 4: 4096}  # by the weight gradients that stay there too
@@ -81,7 +82,7 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
         min(_power_above(n), 32 * work.vector * max(1, warps // rows)),
         _warps(warps, device),
         early_weights=early,
-        prefetch=device.since_sm_90,
+        prefetch=device.since_sm_90 and rows <= MOST_ROWS_PREFETCHED,
         prefetch_programs=max(1, round(distance)),
     )
 
@@ -132,7 +133,7 @@ def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
     staged = tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
     while ahead and tile.programs_per_sm * (ahead * staged + 2 * KB) > device.shared_memory:
         ahead -= 1
-    prefetch = device.since_sm_90 and work.row_bytes < 2.5 * work.written_bytes
+    prefetch = device.since_sm_90 and tile.rows <= MOST_ROWS_PREFETCHED and work.row_bytes < 2.5 * work.written_bytes
     return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)
 
 

@@ -59,7 +59,7 @@ MOST_WARPS = 32  # of a program
 MOST_ROWS_PREFETCHED = 4  # of a tile, as each takes some instructions: narrow rows are not prefetched
 MOST_SLICES = 32  # a warp collects the sums of a row, each lane those of one program
 WHOLE_FORWARD = 32768  # columns that fit the registers of one program: 32 in each of 1024 threads
-WHOLE_BACKWARD = {1: 8192, 2: 8192, 4: 4096}  # by the weight gradients that stay there too
+WHOLE_BACKWARD = 8192  # and in backward, where up to two weight gradients stay there too; half of it with four
 WHOLE_LIGHTEST = 12288  # with one weight gradient, and 4 bytes read: the backward of a plain RMSNorm in 16 bits
 
 
@@ -89,7 +89,8 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
 
 def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     """The backward launch for rows of n features."""
-    if n > (WHOLE_LIGHTEST if work.weights == 1 and work.row_bytes <= 4 else WHOLE_BACKWARD[work.weights]):
+    whole = WHOLE_BACKWARD if work.weights <= 2 else WHOLE_BACKWARD // 2
+    if n > (WHOLE_LIGHTEST if work.weights == 1 and work.row_bytes <= 4 else whole):
         block_n = max(1024, _power_above(-(-n // MOST_SLICES)))
         if not (work.splittable and device.cooperative and block_n <= 4096):
             return _looped(work, device, MOST_WARPS // 2, programs_per_sm=1)

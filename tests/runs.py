@@ -100,7 +100,7 @@ def bits(folder: Path) -> dict[str, object]:
     files = {name: (newest / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
     results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}
     best = (folder / "best" / "model.safetensors").read_bytes()
-    sample = (folder / "sample.txt").read_text(encoding="utf-8")
+    sample = (folder / "sample.txt").read_text(encoding="utf-8") if state["config"]["sample"]["tokens"] else None
     return files | {"state": state, "metrics": metrics, "results": results, "best": best, "sample": sample}
 
 

@@ -1,6 +1,7 @@
 """W&B: how a run is kept there, settled before it starts, and a run that is always closed."""
 
 import contextlib
+import logging as python_logging
 import netrc
 import os
 import secrets
@@ -188,6 +189,7 @@ class Tracker:
                 )
 
         _find_cache()
+        python_logging.raiseExceptions = False  # W&B's log on a full disk: else a traceback for each of its lines
         less = {WandbMode.online: logging.without_key, WandbMode.offline: WandbMode.disabled}
         failures = []
         while self.mode is not WandbMode.disabled:

@@ -1,5 +1,6 @@
 """W&B: its variables and the config, a server that doesn't answer, and the job of a W&B agent."""
 
+import logging
 import os
 import signal
 import socket
@@ -180,6 +181,18 @@ def test_a_run_goes_on_without_wandb_where_its_process_can_not_be_reached(monkey
     run.finish(0)
 
     assert run.mode is DISABLED and run.note.startswith("offline start failed: ")
+
+
+def test_a_full_disk_under_wandbs_log_is_one_line(tmp_path, capsys):
+    run = tracker(settle(LoggingConfig())[0], tmp_path)
+    for log in logging.getLogger("wandb").handlers:
+        if isinstance(log, logging.FileHandler):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), log.stream.fileno())
+
+    run.finish(0)
+
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("W&B failed and is left out from here on: OSError: [Errno 28]")
 
 
 def test_a_run_goes_on_where_wandbs_process_dies(tmp_path, capsys):

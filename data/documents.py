@@ -216,8 +216,8 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
             return datasets.load_from_disk(str(folder))
         # The Arrow copy goes with the other temporary files: the cache keeps the tokens, the folder has the text.
         with _without_progress_bars():
-            # resolved: the library names what it makes after the folder, and "." has no name
-            return datasets.load_dataset(str(folder.resolve()), data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
+            named = str(folder.resolve())  # the library names what it makes after the folder, and "." has no name
+            return datasets.load_dataset(named, data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
     except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or one without data
         raise FileNotFoundError(
             f"data.path={data.path} could not be read: {problem or str(error).rstrip('.')}. "

@@ -37,7 +37,7 @@ UNKNOWN = {
     "sample.prompt=Ω": "sample.prompt=Ω: This value needs quotes, and the shell some around them: 'sample.prompt=\"Ω\"'.",
     "data.files=[~/notes/*.txt]": "Hydra has a use of its own for an unquoted ~ (it takes keys away). This value needs quotes, "
     "and the shell some around them: 'data.files=[\"~/notes/*.txt\"]'.",
-    "data.files=[a.txt,~/b]": 'the shell some around them: \'data.files=[a.txt,"~/b"]\'.',
+    "data.files=[a.txt,~/b]": "the shell some around them: 'data.files=[a.txt,\"~/b\"]'.",
     "folder=~/runs": "This value needs quotes, and the shell some around them: 'folder=\"~/runs\"'.",
 }
 

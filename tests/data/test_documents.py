@@ -135,7 +135,6 @@ def test_a_folder_with_what_can_not_be_read_is_named(tmp_path):
         find_documents(DataConfig(source=Source.hub, path=str(tmp_path)))
 
 
-
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text"):

@@ -41,7 +41,7 @@ from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
-from training.console import take_any_encoding
+from training.console import show, take_any_encoding
 from training.environment import environment, gpu_state_during
 from training.folder import claim
 from training.interrupt import Stopped, exit_on_signals
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     take_any_encoding()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(arguments):
-        print(help_text())
+        show(help_text())
         return 0
     command_line.register_resolvers(arguments)
     folder: Path | None = None
@@ -301,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = Path(variants[0].cfg.folder or f"runs/{command_line.now()}_ablation")
         folder = claim(wanted)
         if folder != wanted:
-            print(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
         with unless_empty(folder):
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
@@ -319,10 +319,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print("stopped before the first cell was measured", file=sys.stderr)
         return exit_code(stop)
-    print(report.table(found))
-    print(f"report: {relative(folder)}/report.md", flush=True)
+    show(report.table(found))
+    show(f"report: {relative(folder)}/report.md")
     try:
-        print("W&B:", tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder))
+        show(f"W&B: {tracking.log(found, {tuple(variant.overrides.items()): variant.cfg for variant in variants}, folder)}")
     except Exception as error:  # the report is there
         print(f"W&B does not have all of it: {type(error).__name__}: {error}", file=sys.stderr)
     except (KeyboardInterrupt, Stopped) as stop:

@@ -20,7 +20,7 @@ from configs.schema import Device, NormImpl, SampleConfig
 from data import Tokenizer
 from model import GPT
 from training import checkpoint
-from training.console import take_any_encoding
+from training.console import mute, take_any_encoding
 from training.sampling import continue_text, encode_prompt
 
 
@@ -81,10 +81,17 @@ def main(arguments: list[str] | None = None) -> int:
     if not -(2**63) <= args.seed < 2**64:
         parser.error(f"--seed must be at least -2**63 and less than 2**64, got {args.seed}")
     try:
-        print(sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, Device(args.device)))
+        text = sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, Device(args.device))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        mute(sys.stdout)
+        if not isinstance(error, BrokenPipeError):  # else its reader wants no more
+            print(f"stopped: standard output can't be written: {error.strerror}.", file=sys.stderr)
+            return 1
     return 0
 
 

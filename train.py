@@ -32,7 +32,7 @@ from model import GPT
 from training import pretrained, resume, tracking
 from training.checkpoint import TrainState
 from training.clock import StepClock
-from training.console import show, take_any_encoding
+from training.console import mute, show, take_any_encoding
 from training.determinism import deterministic
 from training.distributed import ALONE, World, join
 from training.evaluation import Validation, evaluate
@@ -300,6 +300,8 @@ def main() -> int:
         world.first(lambda: command_line.check(sys.argv[1:]))
         command_line.register_resolvers(sys.argv[1:], started=world.first(command_line.now))
         hydra.main(version_base="1.3", config_path="configs", config_name="config")(run)()
+    except BrokenPipeError:  # of --help | head: a run's own are passed over
+        mute(sys.stdout)
     except KeyboardInterrupt:  # before the first step, which Interrupt watches, or a second one
         codes.append(130)
     except SystemExit as end:

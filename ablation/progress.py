@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from training.console import show
+
 # Seconds of a unit of work, until one has been done and tells: those of GPT-2 on a large GPU. Compiled warm-up compiles.
 GUESSES = {"eager warm-up": 1.0, "compiled warm-up": 30.0, "eager blocks": 0.3, "compiled blocks": 0.3}
 GUESSES |= {"eager profiles": 3.0, "compiled profiles": 3.0, "parity": 0.2}
@@ -43,7 +45,7 @@ class Progress:
     def now(self, overrides: Mapping[str, str], what: str) -> None:
         label = " ".join([*(f"{key}={value}" for key, value in overrides.items()), what])
         if self._bar.disable:
-            print(label, flush=True)
+            show(label)
         else:
             self._bar.set_description(label)
 

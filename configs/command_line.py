@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from configs.keys import ConfigError
 from configs.schema import Config, DataConfig, Source
 
 EXIT_CODE = 2  # of an error in the configuration, as of argparse
+HYDRAS_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # keys of Hydra's that name a folder, as `folder` does
 MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets wrong, it almost surely gets wrong here
 
 
@@ -34,8 +36,13 @@ def check(arguments: Sequence[str]) -> None:
         for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
             checked = overrides if sweep else None
             cfg = compose.compose_only(overrides)
-            if cfg.folder or not chooses_folder(cfg, args.overrides):
-                check_writable(Path(cfg.folder or "runs"))
+            theirs = [override for override in compose.parse(args.overrides) if override.key_or_group in HYDRAS_FOLDERS]
+            if cfg.folder and theirs:
+                raise ConfigError(f"{theirs[0].input_line} and folder={cfg.folder} both name the run's folder. Leave one.")
+            folders = [str(override.value()) for override in theirs] or [cfg.folder or "runs"]
+            for folder in folders:
+                if "$" not in folder:  # else Hydra has to fill it in
+                    check_writable(Path(folder))
             named = cfg.resume not in ("never", "auto", "")  # the rules refuse the last
             if sweep and named and (path := Path(cfg.resume) / "checkpoints").is_dir():
                 if path.resolve() in resumed:
@@ -90,12 +97,16 @@ def check_writable(folder: Path) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is no folder" if not there.is_dir() else "is not writable"
         raise ConfigError(f"a run can't be kept in {folder}: {there} {why}. Choose another place with folder=PATH.")
+    try:
+        tempfile.TemporaryFile(dir=there).close()  # /proc seems to be writable
+    except OSError as error:
+        raise ConfigError(f"a run can't be kept in {folder}: {error.strerror}. Use another folder=PATH.") from None
 
 
 def chooses_folder(cfg: Config, hydra_overrides: Sequence[str]) -> bool:
     """Whether a command says where its run is kept."""
     return cfg.folder is not None or any(
-        override.lstrip("+").startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for override in hydra_overrides
+        override.lstrip("+").startswith(tuple(f"{key}=" for key in HYDRAS_FOLDERS)) for override in hydra_overrides
     )
 
 

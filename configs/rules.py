@@ -206,6 +206,8 @@ def _data(cfg: Config) -> Iterator[str]:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
     if data.source is not Source.text and data.files:
         yield f"data.files is read only with data.source=text; here data.source={data.source}. Use data=text."
+    if data.source is not Source.hub and data.path:
+        yield f"data.path is read only with data.source=hub; here data.source={data.source}. Use data=hub."
     if data.source is Source.hub and not data.path:
         yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
     if data.streaming and data.processes > 1:

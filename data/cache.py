@@ -1,5 +1,6 @@
 """Folders that are built once: complete or absent, whoever builds and whenever they are killed."""
 
+import errno
 import json
 import shutil
 import tempfile
@@ -31,9 +32,7 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
         cache.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=cache).close()  # a lock would be tried for ever where no file can be made
     except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={cache_dir}: no corpus can be kept there ({error.strerror}). Use another data.cache_dir=PATH."
-        ) from error
+        raise _unusable(cache_dir, error) from error
     with FileLock(cache / f".{key}.lock"):
         if folder.is_dir():  # another process built it while this one waited
             return folder
@@ -45,9 +44,19 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
             build(building)
             building.chmod(0o755)  # mkdtemp's are for one user alone; a cache may be shared
             building.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _unusable(cache_dir, error) from error
         finally:
             shutil.rmtree(building, ignore_errors=True)  # does nothing after the renaming
     return folder
+
+
+def _unusable(cache_dir: str, error: OSError) -> ValueError:
+    return ValueError(
+        f"data.cache_dir={cache_dir}: no corpus can be kept there ({error.strerror}). Use another data.cache_dir=PATH."
+    )
 
 
 def _file_name(name: str) -> str:

@@ -162,9 +162,14 @@ def _hub(data: DataConfig) -> Documents:
         identity["streaming"] = True  # holds out other documents
     if local:
         identity["path"] = None  # a folder is what it contains
-        names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-        contents = fingerprint([folder / name for name in names])
+        try:
+            names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+            names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+            contents = fingerprint([folder / name for name in names])
+        except OSError as error:
+            raise FileNotFoundError(
+                f"data.path={data.path} can't be read: {error}. Give a folder that holds the data set's files alone."
+            ) from error
         identity["files"] = [
             [str(name), content] for name, content in zip(names, contents, strict=True)
         ]  # names decide on splits
@@ -211,13 +216,19 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
             return datasets.load_from_disk(str(folder))
         # The Arrow copy goes with the other temporary files: the cache keeps the tokens, the folder has the text.
         with _without_progress_bars():
-            return datasets.load_dataset(str(folder), data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
+            named = str(folder.resolve())  # the library names what it makes after the folder, and "." has no name
+            return datasets.load_dataset(named, data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
     except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or one without data
         raise FileNotFoundError(
             f"data.path={data.path} could not be read: {problem or str(error).rstrip('.')}. "
             "Check the name, the network and HF_HUB_OFFLINE (a private or gated data set also needs `hf auth login`). "
             "Without a network use data=shakespeare, data=text, or a local folder as data.path."
         ) from error
+    except datasets.exceptions.DatasetGenerationError as error:
+        why = error.__cause__ or error
+        if isinstance(why, OSError):  # such as a full disk, which the cache names
+            raise why from None
+        raise ValueError(f"data.path={data.path}: its files can't be read: {why}") from error
     except RuntimeError as error:  # a loading script
         raise ValueError(
             f"data.path={data.path}: {error}. The Hub may have a converted copy: try data.revision=refs/convert/parquet"

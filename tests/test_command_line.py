@@ -241,6 +241,15 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, ca
     assert one.startswith("the ") and len(one) == 24
 
 
+def test_a_sample_that_can_not_be_written_is_one_message_and_code_1(sweep, capsys, monkeypatch):
+    full = open("/dev/full", "w")  # noqa: PTH123, SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+
+    assert sample.main([str(run_folders(sweep)[0]), "--prompt=the ", "--tokens=2"]) == 1
+    assert capsys.readouterr().err == "stopped: standard output can't be written: No space left on device.\n"
+    full.close()  # with what was still in its buffer
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

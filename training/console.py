@@ -13,7 +13,13 @@ from tqdm import tqdm
 
 
 def take_any_encoding() -> None:
-    """Has standard output escape what its encoding lacks, as ASCII lacks ×. Standard error does so by itself."""
+    """Has standard output escape what its encoding lacks, as ASCII lacks ×. Standard error does so by itself.
+
+    Where the process was started without one of them, as by `2>&-`, what it writes there goes nowhere.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -31,14 +37,21 @@ def show_beside_bar(text: str) -> None:
         stream.flush()
 
 
+def mute(stream: TextIO) -> None:
+    """What is written to the stream from now on goes nowhere, and so does what is in its buffer when the process ends."""
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
 @contextmanager
 def _while_read(stream: TextIO) -> Iterator[TextIO]:
     """Where the reader has gone, nothing more is shown and the run goes on: Ctrl-C ends `| tee` before the run has saved, and a
-    connection that breaks takes the terminal with it."""
+    connection that breaks takes the terminal with it. So it is where the disk of a log is full, which standard error says."""
     try:
         yield stream
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):
+        if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT):
             raise
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # also for what is in the buffer when the process ends
+        mute(stream)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and stream is not sys.stderr:
+            show(f"standard output can't be written: {error.strerror}. Nothing more is shown there.", sys.stderr)

@@ -1,12 +1,14 @@
 """W&B: how a run is kept there, settled before it starts, and a run that is always closed."""
 
 import contextlib
+import logging as python_logging
 import netrc
 import os
 import secrets
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from wandb.sdk import wandb_setup
 from configs import ConfigError
 from configs.keys import shown
 from configs.schema import LoggingConfig, WandbMode
+from training.console import show
 
 START_TIMEOUT_S = 30.0  # for W&B's servers to answer, where WANDB_INIT_TIMEOUT says nothing; training waits for no longer
 
@@ -84,11 +87,12 @@ def _checked(logging: LoggingConfig) -> Any:
         if variable.startswith("WANDB_"):
             with _refused(variable if variable == "WANDB_API_KEY" else f"{variable}={value}"):
                 theirs.update_from_env_vars({variable: value})
-    if place := os.environ.get("WANDB_DIR"):
-        with _refused(f"WANDB_DIR={place}"):
-            Path(place).expanduser().mkdir(parents=True, exist_ok=True)
-            if not os.access(Path(place).expanduser(), os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError
+    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR"):
+        if place := os.environ.get(variable):
+            with _refused(f"{variable}={place}"):
+                Path(place).expanduser().mkdir(parents=True, exist_ok=True)
+                if not os.access(Path(place).expanduser(), os.R_OK | os.W_OK | os.X_OK):
+                    raise PermissionError
     own = wandb.Settings()
     for key, (_, field) in VARIABLES.items():
         if (value := getattr(logging, key)) is not None:
@@ -101,7 +105,7 @@ def _checked(logging: LoggingConfig) -> Any:
 def _refused(what: str) -> Iterator[None]:
     try:
         yield
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: ~ of nobody
         raise ConfigError(f"{what}: this folder can't be written. Choose another.") from None
     except (ValueError, wandb.errors.UsageError) as error:
         # pydantic's, or a plain one
@@ -185,6 +189,7 @@ class Tracker:
                 )
 
         _find_cache()
+        python_logging.raiseExceptions = False  # W&B's log on a full disk: else a traceback for each of its lines
         less = {WandbMode.online: logging.without_key, WandbMode.offline: WandbMode.disabled}
         failures = []
         while self.mode is not WandbMode.disabled:
@@ -197,8 +202,7 @@ class Tracker:
         self.note = "; ".join(failures)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        if self._run is not None:
-            self._run.log(values, step=step)
+        self._tell(lambda run: run.log(values, step=step))
 
     def log_image(self, name: str, path: Path, step: int) -> None:
         if self._run is not None and path.is_file():
@@ -209,13 +213,23 @@ class Tracker:
             self._run.log({name: wandb.Table(columns=columns, data=rows)}, step=0)
 
     def summarise(self, values: dict[str, Any]) -> None:
-        if self._run is not None:
-            self._run.summary.update(values)
+        self._tell(lambda run: run.summary.update(values))
 
     def finish(self, exit_code: int) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish(exit_code=exit_code)
+        self._tell(lambda run: run.finish(exit_code=exit_code))
+        self._run = None
+
+    def _tell(self, act: Callable[[Any], object]) -> None:
+        """Calls act(W&B's run). What is wrong with its process or its disk ends W&B, and no training."""
+        if self._run is None:
+            return
+        try:
+            act(self._run)
+        except Exception as error:
+            self._run = None
+            show(f"W&B failed and is left out from here on: {type(error).__name__}: {error}", sys.stderr)
+            with contextlib.suppress(Exception, SystemExit):
+                wandb.teardown()
 
 
 @contextlib.contextmanager

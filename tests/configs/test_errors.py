@@ -102,6 +102,7 @@ RULES = {
     "data.val_fraction=1": "data.val_fraction=1.0: must be in (0, 1).",
     "data=text": "data.source=text needs data.files",
     "data.files=[a.txt]": "data.files is read only with data.source=text",
+    "data.path=a": "data.path is read only with data.source=hub",
     "data.source=hub": "data.source=hub needs data.path",
     "tokenizer.kind=pretrained": "tokenizer.kind=pretrained needs tokenizer.pretrained",
     "tokenizer.vocab_size=200": "Use at least 257",

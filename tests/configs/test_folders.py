@@ -50,3 +50,19 @@ def test_a_fixed_folder_is_one_that_the_command_names():
     assert command_line.chooses_folder(named, [])
     assert command_line.chooses_folder(cfg, ["hydra.run.dir=runs/mine"])
     assert command_line.chooses_folder(cfg, ["hydra.sweep.dir=runs/mine"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hydra.run.dir=a", "folder=b"], "error: hydra.run.dir=a and folder=b both name the run's folder. Leave one.\n"),
+        (["hydra.run.dir=/proc/mine"], "error: a run can't be kept in /proc/mine: "),
+        (["hydra.sweep.dir='/dev/null/x y'", "seed=1,2", "-m"], "error: a run can't be kept in /dev/null/x y: "),
+    ],
+)
+def test_a_folder_of_hydras_keys_is_checked_as_one_of_folder(arguments, says, capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.check(["device=cpu", *arguments])
+
+    assert end.value.code == command_line.EXIT_CODE
+    assert capsys.readouterr().err.startswith(says)

@@ -58,6 +58,16 @@ def test_a_failed_build_leaves_nothing(tmp_path):
     assert (cached_folder(str(tmp_path), "a", {}, write) / "tokens").exists()
 
 
+def test_a_disk_that_fills_while_a_folder_is_built_is_named(tmp_path):
+    def fill(folder: Path) -> None:
+        (folder / "tokens").symlink_to("/dev/full")
+        write(folder)
+
+    with pytest.raises(ValueError, match=r"data\.cache_dir=.*: no corpus can be kept there \(No space left on device\)"):
+        cached_folder(str(tmp_path), "a", {}, fill)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
 def test_a_killed_build_leaves_no_torn_folder_and_the_next_one_cleans_up(tmp_path):
     code = f"""
 import os, signal

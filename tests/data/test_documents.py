@@ -113,6 +113,28 @@ def test_the_home_of_nobody_is_a_path_as_others(tmp_path):
         find_documents(DataConfig(source=Source.hub, path="~nobody_here"))
 
 
+def test_a_folder_of_the_hubs_formats_may_be_the_one_that_one_is_in(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a king"}\n')
+    monkeypatch.chdir(tmp_path)
+
+    opened = find_documents(DataConfig(source=Source.hub, path=".")).open(tmp_path / ".scratch")
+    assert len(list(opened.train())) == 1
+
+
+def test_files_that_are_not_in_their_format_are_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("no JSON\n")
+
+    with pytest.raises(ValueError, match=rf"^data\.path={tmp_path}: its files can't be read: .*JSON"):
+        find_documents(DataConfig(source=Source.hub, path=str(tmp_path))).open(tmp_path / ".scratch")
+
+
+def test_a_folder_with_what_can_not_be_read_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("rows.jsonl" + "x" * 300)
+
+    with pytest.raises(FileNotFoundError, match=rf"^data\.path={tmp_path} can't be read: .*too long"):
+        find_documents(DataConfig(source=Source.hub, path=str(tmp_path)))
+
+
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text"):

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
+
+import pytest
 
 from tests.resume.stops import stop_with
-from tests.runs import command, environment
+from tests.runs import ROOT, command, environment, train_here
 from training import storage
 
 
@@ -26,6 +29,30 @@ def test_ctrl_c_makes_a_checkpoint_though_nobody_reads_what_the_run_shows(tiny, 
     assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [4]
     sys.stdout.close()  # with what was still in its buffer
     sys.stderr.close()
+
+
+def test_a_run_whose_output_has_no_room_goes_on_and_says_so(tiny, tmp_path, monkeypatch, capsys):
+    """As of `train.py > log` on a disk that is full."""
+    full = Path("/dev/full").open("w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", full)
+
+    train_here([*tiny, "train.steps=4", "logging.every=1"], tmp_path / "run")
+
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert capsys.readouterr().err.count("standard output can't be written: No space left on device") == 1
+    full.close()  # with what was still in its buffer
+
+
+@pytest.mark.parametrize("program", ["train.py", "ablate.py"])
+def test_help_that_is_read_in_part_is_no_error(program, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program), "--help"], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, text=True
+    )
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def in_terminal(arguments, cwd, *before):

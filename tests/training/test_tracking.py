@@ -1,5 +1,6 @@
 """W&B: its variables and the config, a server that doesn't answer, and the job of a W&B agent."""
 
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from contextlib import closing
 
 import pytest
 import wandb
+from wandb.sdk import wandb_setup
 
 from configs import ConfigError
 from configs.schema import LoggingConfig, WandbMode
@@ -118,6 +120,8 @@ def test_a_key_of_the_config_wins_over_its_variable_and_the_facts_say_so(monkeyp
         ("PROJECT", "a/b", "invalid project name"),
         ("INIT_TIMEOUT", "soon", "valid number"),
         ("DIR", "/dev/null/here", "can't be written"),
+        ("DIR", "~nobody_here/runs", "can't be written"),
+        ("CACHE_DIR", "/dev/null/here", "can't be written"),
     ],
 )
 def test_a_wrong_value_of_a_variable_is_refused_in_words(monkeypatch, name, value, says):
@@ -177,6 +181,33 @@ def test_a_run_goes_on_without_wandb_where_its_process_can_not_be_reached(monkey
     run.finish(0)
 
     assert run.mode is DISABLED and run.note.startswith("offline start failed: ")
+
+
+def test_a_full_disk_under_wandbs_log_is_one_line(tmp_path, capsys):
+    run = tracker(settle(LoggingConfig())[0], tmp_path)
+    for log in logging.getLogger("wandb").handlers:
+        if isinstance(log, logging.FileHandler):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), log.stream.fileno())
+
+    run.finish(0)
+
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("W&B failed and is left out from here on: OSError: [Errno 28]")
+
+
+def test_a_run_goes_on_where_wandbs_process_dies(tmp_path, capsys):
+    run = tracker(settle(LoggingConfig())[0], tmp_path)
+    core = wandb_setup.singleton()._connection._proc._process
+    core.kill()
+    core.wait()
+
+    for step in range(1, 100):
+        run.log({"a": 1}, step)
+        time.sleep(0.01)
+    run.summarise({"a": 1})
+    run.finish(0)
+
+    assert capsys.readouterr().err.count("W&B failed and is left out from here on: ") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .dropout import drop
 from .norms import centres, deviation, inverse, spread
-from .nvidia import keep_order, narrow, prefetch_rows, widen
+from .nvidia import keep_order, narrow, widen
 from .rows import (
     Place,
     block_mask,
@@ -20,6 +20,7 @@ from .rows import (
     mean,
     offsets,
     place,
+    prefetch_tile,
     row_sum,
     store_stats,
     zero_outside,
@@ -244,15 +245,7 @@ def affine(b, b_weight, b_bias):
 def prefetch_inputs(p, stride, tile, M, HOW: tl.constexpr):
     """Brings the rows of a tile into L2. Not those of an input with row scales: a row whose scale is 0 is not read."""
     if p.rowscale is None:
-        prefetch_tile(p.x, stride.x, tile, M, HOW)
+        prefetch_tile(p.x, stride.x, tile, 0, HOW.N, M, HOW)
     if p.rowscale1 is None:
-        prefetch_tile(p.x1, stride.x1, tile, M, HOW)
-    prefetch_tile(p.residual, stride.residual, tile, M, HOW)
-
-
-@triton.jit
-def prefetch_tile(p, stride, tile, M, HOW: tl.constexpr):
-    if stride is None:
-        prefetch_rows(p, tile, M, HOW.N, 0, HOW.N, HOW.ROWS)
-    else:
-        prefetch_rows(p, tile, M, stride * HOW.STRIDE_UNIT, 0, HOW.N, HOW.ROWS)
+        prefetch_tile(p.x1, stride.x1, tile, 0, HOW.N, M, HOW)
+    prefetch_tile(p.residual, stride.residual, tile, 0, HOW.N, M, HOW)

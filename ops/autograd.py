@@ -62,7 +62,7 @@ def norm_with_gradients(inputs: Inputs, options: Options, dtypes: tuple[torch.dt
 
 
 def _operator_with_gradients(*flat):
-    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
+    inputs, options = operators.records(Inputs, Options, flat)
     dtypes = tuple([None if t is None else t.dtype for t in inputs])
     return operators.present(FusedNorm.apply(False, options, dtypes, *inputs))
 

@@ -262,18 +262,14 @@ def _run_kernels(
 
 
 def _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out) -> Outputs:
-    y = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.out_dtype) if out is None else out
-    r = residual_out
-    if prenorm and r is None:
-        r = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.residual_dtype)
-    options = plan.inference._replace(store_residual=r is not None)
-    if eager:
-        outputs = launches().forward_into(inputs, y, r, options)
-        for buffer in (out, residual_out):
-            if buffer is not None:
-                torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
-        return outputs
-    return operators.norm_into(inputs, y, r, options)
+    options = plan.inference._replace(store_residual=prenorm or residual_out is not None)
+    if not eager:
+        return operators.norm_into(inputs, options, out, residual_out)
+    outputs = launches().forward(inputs, options, out, residual_out)
+    for buffer in (out, residual_out):
+        if buffer is not None:
+            torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
+    return outputs
 
 
 def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: Plan) -> Outputs:

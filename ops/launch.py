@@ -25,16 +25,7 @@ from .kernels.norms import centres
 from .kernels.rows import Variant
 from .kernels.split import RING, turn_words
 from .philox import drop_threshold, keep_scale
-from .records import (
-    BackwardInputs,
-    BackwardOptions,
-    Gradients,
-    Inputs,
-    Options,
-    Outputs,
-    empty_gradients,
-    empty_outputs,
-)
+from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
 
 R = TypeVar("R", Inputs, BackwardInputs)

@@ -58,7 +58,7 @@ def _forward_launcher(
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
-    unit, (stride_x, stride_residual, stride_x1) = _in_units(strides, ("x", "residual", "x1"))
+    unit, stride = _in_units(strides, forward_kernels.Strides)
     how = Variant(
         **_common(N, options, work.vector, tile, unit),
         STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype],
@@ -72,7 +72,7 @@ def _forward_launcher(
         norm_forward_kernel,
         triton.cdiv(M, tile.rows),
         device,
-        (forward_kernels.Strides(stride_x, stride_residual, stride_x1), numbers, how),
+        (stride, numbers, how),
         num_warps=tile.warps,
         launch_pdl=facts.since_sm_90,
     )
@@ -126,7 +126,7 @@ def _backward_launch(
     tile = backward_tile(N, work, facts)
     tiles = triton.cdiv(M, tile.rows)
     groups = min(tiles, facts.multiprocessors * tile.programs_per_sm // tile.slices)
-    unit, given_strides = _in_units(strides, backward_kernels.Strides._fields)
+    unit, stride = _in_units(strides, backward_kernels.Strides)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     count = sum(options.wanted)
@@ -143,7 +143,7 @@ def _backward_launch(
         norm_backward_kernel,
         groups * tile.slices,
         device,
-        (backward_kernels.Strides(*given_strides), numbers, how),
+        (stride, numbers, how),
         num_warps=tile.warps,
         launch_pdl=early,
         launch_cooperative_grid=split,
@@ -258,7 +258,7 @@ def _common(N: int, options: Options | BackwardOptions, vector: int, tile: Tile,
 
 
 # The fields that are read row by row; the others are small and read from end to end.
-_ROWS = {"x", "x1", "residual", "dy", "dy1", "dr", "r"}
+_ROWS = {*forward_kernels.Strides._fields, *backward_kernels.Strides._fields}
 
 
 def _dense(record: R) -> tuple[R, R, R | None]:
@@ -287,14 +287,14 @@ def _dense(record: R) -> tuple[R, R, R | None]:
     return make(tensors), dtypes, make(strides)
 
 
-def _in_units(strides: Any, names: tuple[str, ...]) -> tuple[int, list[int | None]]:
-    """A power of two up to 16 that divides the strides of these fields, and the strides in it; None for contiguous rows.
+def _in_units(strides: Any, record: Any) -> tuple[int, Any]:
+    """A power of two up to 16 that divides the strides of the record's fields, and the record of them in it.
 
     Of an argument Triton knows whether 16 divides it and no more. Rows that lie 1000 apart would be read two bytes at a time.
     """
-    given = [None if strides is None else getattr(strides, name) for name in names]
+    given = [None if strides is None else getattr(strides, name) for name in record._fields]
     unit = gcd(16, *[stride for stride in given if stride is not None])
-    return unit, [None if stride is None else stride // unit for stride in given]
+    return unit, record(*[None if stride is None else stride // unit for stride in given])
 
 
 def _vector(*dtypes: Any) -> int:

@@ -1,4 +1,4 @@
-"""The public functions: check, view as rows, run the kernels or the reference, restore the shape.
+"""The public functions: check, run the kernels or the reference, return what was asked for.
 
 `layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
 """

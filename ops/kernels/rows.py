@@ -102,12 +102,12 @@ def zero_outside(b, i: tl.constexpr, at, HOW: tl.constexpr):
 
 @triton.jit
 def offsets(i: tl.constexpr, at, stride, HOW: tl.constexpr):
-    """int64 [ROWS, BLOCK_N]: where the elements of block i lie. stride: as of `elements`."""
-    return at.rows[:, None] * elements(stride, HOW) + block_cols(i, at, HOW)[None, :]
+    """int64 [ROWS, BLOCK_N]: where the elements of block i lie. stride: as of `row_step`."""
+    return at.rows[:, None] * row_step(stride, HOW) + block_cols(i, at, HOW)[None, :]
 
 
 @triton.jit
-def elements(stride, HOW: tl.constexpr):
+def row_step(stride, HOW: tl.constexpr):
     """From a row to the next. stride: the same over STRIDE_UNIT; None for N."""
     if stride is None:
         step = HOW.N
@@ -119,7 +119,7 @@ def elements(stride, HOW: tl.constexpr):
 @triton.jit
 def prefetch_tile(p, stride, tile, first_col, columns, M, HOW: tl.constexpr):
     """Brings some columns of the rows of a tile into L2."""
-    prefetch_rows(p, tile, M, elements(stride, HOW), first_col, columns, HOW.ROWS)
+    prefetch_rows(p, tile, M, row_step(stride, HOW), first_col, columns, HOW.ROWS)
 
 
 @triton.jit

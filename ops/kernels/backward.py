@@ -118,7 +118,7 @@ def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
             b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW)
         b_ds, b_ds1 = store_input_gradients(p, seed, stride, n, b_dz, at, HOW)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
-    store_partials(p, b_sums, tl.program_id(0), None, place(0, 0, n.M, HOW), HOW)
+    store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, HOW), HOW)
 
 
 @triton.jit
@@ -147,7 +147,8 @@ def looped_rows(p, seed, stride, n, HOW: tl.constexpr):
             if p.dy is not None or p.dy1 is not None:
                 b_g, b_xhat, b_dy, b_dy1 = load_upstream(p, stride, b_mean, b_rstd, here, HOW)
                 b_sums = add_weight_gradients(zero_sums(HOW), b_dy, b_dy1, b_xhat, HOW)
-                store_partials(p, b_sums, tl.program_id(0), tile != tl.program_id(0), here, HOW)
+                b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, HOW)
+                store_partials(p, b_sums, tl.program_id(0), here, HOW)
                 b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW)
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, stride, n, b_dz, here, HOW)
             b_ds += b_block_ds
@@ -199,7 +200,7 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
         b_xhat = normalised(b_r_before, b_mean, b_rstd, before, HOW)
         b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, HOW)
         store_input_gradients(p, seed, stride, n, b_dz, before, HOW)
-    store_partials(p, b_sums, group, None, place(0, first_col, n.M, HOW), HOW)
+    store_partials(p, b_sums, group, place(0, first_col, n.M, HOW), HOW)
 
 
 @triton.jit
@@ -371,17 +372,29 @@ def partial_row(p, group, j: tl.constexpr, HOW: tl.constexpr):
 
 
 @triton.jit
-def store_partials(p, b_sums, group, m_stored, at, HOW: tl.constexpr):
-    """Stores the sums over the rows of a tile as the partial sums of a group of programs; adds those stored where m_stored."""
+def store_partials(p, b_sums, group, at, HOW: tl.constexpr):
+    """Stores the sums over the rows of a tile as the partial sums of a group of programs."""
     for j in tl.static_range(4):
         if HOW.WANTED[j]:
             p_row = partial_row(p, group, j, HOW)
             for i in tl.static_range(blocks(HOW)):
                 cols = block_cols(i, at, HOW)
-                b = tl.sum(b_sums[j][i], 0)
-                if m_stored is not None:
-                    b += tl.load(p_row + cols, mask=(cols < HOW.N) & m_stored, other=0.0)
-                tl.store(p_row + cols, b, mask=cols < HOW.N)
+                tl.store(p_row + cols, tl.sum(b_sums[j][i], 0), mask=cols < HOW.N)
+
+
+@triton.jit
+def add_stored_partials(p, b_sums, stored, at, HOW: tl.constexpr):
+    """b_sums and what this program stored before, if it has; in the first of its rows."""
+    b_new = ()
+    for j in tl.static_range(4):
+        b_row = ()
+        if HOW.WANTED[j]:
+            p_row = partial_row(p, tl.program_id(0), j, HOW)
+            cols = block_cols(0, at, HOW)
+            first = (tl.arange(0, HOW.ROWS) == 0)[:, None]
+            b_row += (b_sums[j][0] + tl.load(p_row + cols[None, :], mask=first & (cols < HOW.N)[None, :] & stored, other=0.0),)
+        b_new += (b_row,)
+    return b_new
 
 
 @triton.jit

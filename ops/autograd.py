@@ -62,7 +62,7 @@ def norm_with_gradients(inputs: Inputs, options: Options, dtypes: tuple[torch.dt
 
 
 def _operator_with_gradients(*flat):
-    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
+    inputs, options = operators.records(Inputs, Options, flat)
     dtypes = tuple([None if t is None else t.dtype for t in inputs])
     return operators.present(FusedNorm.apply(False, options, dtypes, *inputs))
 
@@ -81,15 +81,13 @@ def _backward(ctx, dy, dr, dy1) -> tuple:
         for row, (i, dtype) in zip(rows, job.casts, strict=True):
             dweights[i] = row if row.dtype == dtype else row.to(dtype)
     return (
-        None,
-        None,
-        None,
-        (dz if job.x_takes_dz else dx) if job.needs_x else None,
-        dz if job.needs_residual else None,
-        (dz if job.x1_takes_dz else dx1) if job.needs_x1 else None,
+        *(None, None, None),  # eager, options, dtypes
+        dz if job.x_takes_dz else dx,
+        dz if job.residual_takes_dz else None,
+        dz if job.x1_takes_dz else dx1,
         *dweights,
-        drowscale.to(rowscale.dtype).view(rowscale.shape) if job.needs_rowscale else None,
-        drowscale1.to(rowscale1.dtype).view(rowscale1.shape) if job.needs_rowscale1 else None,
+        None if drowscale is None else drowscale.to(rowscale.dtype).view(rowscale.shape),
+        None if drowscale1 is None else drowscale1.to(rowscale1.dtype).view(rowscale1.shape),
         None,
     )
 
@@ -98,12 +96,8 @@ class _Job(NamedTuple):
     """What backward computes, and which input gets which of its results."""
 
     options: BackwardOptions
-    needs_x: bool
-    needs_residual: bool
-    needs_x1: bool
-    needs_rowscale: bool
-    needs_rowscale1: bool
     x_takes_dz: bool
+    residual_takes_dz: bool
     x1_takes_dz: bool
     casts: tuple[tuple[int, torch.dtype], ...]  # of each weight gradient: which of the four, and its weight's dtype
 
@@ -134,8 +128,11 @@ def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: b
             wanted,
             shared.pop() if len(shared) == 1 else torch.float32,
         ),
-        need.x, need.residual, need.x1, need.rowscale, need.rowscale1, x_takes_dz, x1_takes_dz, casts,
-    )  # fmt: skip
+        x_takes_dz,
+        need.residual,
+        x1_takes_dz,
+        casts,
+    )
 
 
 # Apart, because Dynamo, which traces backward for compiled autograd, takes no caches.

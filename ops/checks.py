@@ -3,7 +3,7 @@
 A mistake raises before anything is launched: which argument, what was given, what is accepted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -73,10 +73,10 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     check_input(name, x, dtypes)
     for argument, t in (("weight", weight), ("bias", bias), ("weight1", weight1), ("bias1", bias1)):
         check_weight(name, argument, t, x, dtypes)
-    check_like_input(name, "residual", residual, x, dtypes)
-    check_like_input(name, "x1", x1, x, dtypes)
-    check_rowscale(name, "rowscale", rowscale, x, dtypes)
-    check_rowscale(name, "rowscale1", rowscale1, x, dtypes)
+    for argument, t in (("residual", residual), ("x1", x1)):
+        check_like_input(name, argument, t, x, dtypes)
+    for argument, t in (("rowscale", rowscale), ("rowscale1", rowscale1)):
+        check_rowscale(name, argument, t, x, dtypes)
     if rowscale1 is not None and x1 is None:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
     check_dropout_p(name, "dropout_p", dropout_p)
@@ -134,15 +134,39 @@ def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     check_dtype(name, "x", x, accepted)
 
 
-def check_like_input(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    """For residual, x1 and output buffers: x's shape and device, any float dtype."""
+def check_operand(
+    name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype], shapes: Sequence, expected: Callable
+) -> None:
+    """expected: returns the shapes in words, and why. A graph's sizes that are put into words are no longer dynamic."""
     if t is None:
         return
     check_tensor(name, argument, t)
-    if t.shape != x.shape:
-        raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape)}, the shape of x")
+    if all(t.shape != shape for shape in shapes):
+        raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected()}")
     check_dtype(name, argument, t, accepted)
-    check_device(name, argument, t, x)
+    if t.device != x.device:
+        raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of x")
+
+
+def check_like_input(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
+    check_operand(name, argument, t, x, accepted, (x.shape,), lambda: f"{tuple(x.shape)}, the shape of x")
+
+
+def check_weight(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
+    shape = x.shape[-1:]
+    check_operand(
+        name, argument, t, x, accepted, (shape,),
+        lambda: f"{tuple(shape)} to match the last dimension of x {tuple(x.shape)}",
+    )  # fmt: skip
+
+
+def check_rowscale(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
+    if t is not None:
+        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
+        check_operand(
+            name, argument, t, x, accepted, (rows, flat),
+            lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
+        )  # fmt: skip
 
 
 def check_buffers(
@@ -176,32 +200,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def check_out_dtype(name: str, out_dtype: torch.dtype | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in accepted):
         raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, accepted))}")
-
-
-def check_weight(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    if t is None:
-        return
-    check_tensor(name, argument, t)
-    if t.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape[-1:])} "
-            f"to match the last dimension of x {tuple(x.shape)}"
-        )
-    check_dtype(name, argument, t, accepted)
-    check_device(name, argument, t, x)
-
-
-def check_rowscale(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    if t is None:
-        return
-    check_tensor(name, argument, t)
-    if t.shape != x.shape[:-1] and t.shape != (x.shape[:-1].numel(),):
-        raise ValueError(
-            f"{name}: {argument} has shape {tuple(t.shape)}, expected {tuple(x.shape[:-1])} or "
-            f"({x.shape[:-1].numel()},), one factor for each row of x {tuple(x.shape)}"
-        )
-    check_dtype(name, argument, t, accepted)
-    check_device(name, argument, t, x)
 
 
 def check_dropout_p(name: str, argument: str, p: float) -> None:
@@ -255,11 +253,6 @@ def check_dtype(name: str, argument: str, t: Tensor, accepted: Sequence[torch.dt
     if t.dtype not in accepted:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
         raise ValueError(f"{name}: {argument} is {str(t.dtype).removeprefix('torch.')} on {t.device}, accepted there: {names}")
-
-
-def check_device(name: str, argument: str, t: Tensor, x: Tensor) -> None:
-    if t.device != x.device:
-        raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of x")
 
 
 def check_tensor(name: str, argument: str, t: object) -> None:

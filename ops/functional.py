@@ -1,4 +1,4 @@
-"""The public functions: check, view as rows, run the kernels or the reference, restore the shape.
+"""The public functions: check, run the kernels or the reference, return what was asked for.
 
 `layer_norm_fn` and `rms_norm_fn` have the interface of FlashAttention's Triton functions, argument for argument.
 """
@@ -6,26 +6,9 @@
 import torch
 from torch import Tensor
 
-from . import operators, reference
+from . import checks, operators, reference
 from .autograd import differentiated_by_func, is_eager, norm_with_gradients
 from .backend import launches, runs_kernels
-from .checks import (
-    KERNEL_DTYPES,
-    REFERENCE_DTYPES,
-    Plan,
-    as_device,
-    as_norm,
-    check_buffers,
-    check_dropout_p,
-    check_flag,
-    check_input,
-    check_seed,
-    check_size,
-    check_stream,
-    function_name,
-    known_plan,
-    make_plan,
-)
 from .philox import as_int64, draw_seed
 from .records import Inputs, Outputs
 from .reference import Norm
@@ -88,13 +71,13 @@ def norm_fn(
     Raises:
         ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
     """
-    norm = as_norm(norm)
+    norm = checks.as_norm(norm)
     kernels = isinstance(x, Tensor) and runs_kernels(x.device)
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
     tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
     if prenorm is not True and prenorm is not False:
-        check_flag(function_name(norm), "prenorm", prenorm)
+        checks.check_flag(checks.function_name(norm), "prenorm", prenorm)
     request = (
         norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
         return_dropout_mask, out_dtype,
@@ -102,9 +85,9 @@ def norm_fn(
     eager = is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
     if kernels and not eager and differentiated_by_func():
         kernels = False
-    plan = (known_plan if eager else make_plan)(tensors, request, kernels)
+    plan = (checks.known_plan if eager else checks.make_plan)(tensors, request, kernels)
     if out is not None or residual_out is not None:
-        check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
+        checks.check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
 
     if not plan.drops:
         seed = None
@@ -120,7 +103,7 @@ def norm_fn(
             outputs = _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
     except RuntimeError:
         if eager:
-            make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
+            checks.make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
         raise
 
     results: list = [outputs.y if out is None else out]
@@ -158,7 +141,7 @@ def layer_norm_fn(
 ) -> Tensor | tuple[Tensor | None, ...]:
     """`norm_fn` of "layernorm", or of "rmsnorm" with is_rms_norm."""
     if is_rms_norm is not True and is_rms_norm is not False:
-        check_flag("layer_norm_fn", "is_rms_norm", is_rms_norm)
+        checks.check_flag("layer_norm_fn", "is_rms_norm", is_rms_norm)
     return norm_fn(
         Norm.rmsnorm if is_rms_norm else Norm.layernorm, x, weight, bias, residual, x1, weight1, bias1,
         eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,
@@ -209,10 +192,10 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
     """
     name = "seeded_dropout"
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
-    check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
-    check_dropout_p(name, "p", p)
-    check_seed(name, seed, x.device, required=True)
-    check_stream(name, stream)
+    checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
+    checks.check_dropout_p(name, "p", p)
+    checks.check_seed(name, seed, x.device, required=True)
+    checks.check_stream(name, stream)
     if p == 0.0:
         return x
     rows = x.reshape(-1, x.shape[-1])
@@ -234,14 +217,14 @@ def dropout_mask(
     """
     if device is None:
         device = seed.device if isinstance(seed, Tensor) else "cpu"
-    device = as_device("dropout_mask", device)
+    device = checks.as_device("dropout_mask", device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    check_dropout_p("dropout_mask", "p", p)
-    check_seed("dropout_mask", seed, device, required=True)
-    check_stream("dropout_mask", stream)
-    check_size("dropout_mask", "rows", rows, 0)
-    check_size("dropout_mask", "cols", cols, 1)
+    checks.check_dropout_p("dropout_mask", "p", p)
+    checks.check_seed("dropout_mask", seed, device, required=True)
+    checks.check_stream("dropout_mask", stream)
+    checks.check_size("dropout_mask", "rows", rows, 0)
+    checks.check_size("dropout_mask", "cols", cols, 1)
     seed = _seed_tensor(seed, device)
     if runs_kernels(device):
         return operators.dropout_mask(seed, rows, cols, p, stream)
@@ -249,7 +232,7 @@ def dropout_mask(
 
 
 def _run_kernels(
-    inputs: Inputs, plan: Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
+    inputs: Inputs, plan: checks.Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
 ) -> Outputs:
     if torch.is_grad_enabled() and _requires_grad(*inputs, out, residual_out):
         outputs = norm_with_gradients(inputs, plan.training, plan.dtypes) if eager else operators.norm_of(inputs, plan.training)
@@ -262,21 +245,17 @@ def _run_kernels(
 
 
 def _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out) -> Outputs:
-    y = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.out_dtype) if out is None else out
-    r = residual_out
-    if prenorm and r is None:
-        r = inputs.x.new_empty(inputs.x.shape, dtype=plan.inference.residual_dtype)
-    options = plan.inference._replace(store_residual=r is not None)
-    if eager:
-        outputs = launches().forward_into(inputs, y, r, options)
-        for buffer in (out, residual_out):
-            if buffer is not None:
-                torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
-        return outputs
-    return operators.norm_into(inputs, y, r, options)
+    options = plan.inference._replace(store_residual=prenorm or residual_out is not None)
+    if not eager:
+        return operators.norm_into(inputs, options, out, residual_out)
+    outputs = launches().forward(inputs, options, out, residual_out)
+    for buffer in (out, residual_out):
+        if buffer is not None:
+            torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
+    return outputs
 
 
-def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: Plan) -> Outputs:
+def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: checks.Plan) -> Outputs:
     """Copies the results into the caller's buffers; r is made safe from what is written to `out`, which may be x itself."""
     if residual_out is not None and outputs.r is not None:
         residual_out.copy_(outputs.r)
@@ -287,7 +266,7 @@ def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, pla
     return outputs
 
 
-def _masks(inputs: Inputs, outputs: Outputs, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+def _masks(inputs: Inputs, outputs: Outputs, plan: checks.Plan) -> tuple[Tensor | None, Tensor | None]:
     """The masks as the caller gets them: without dropout all was kept."""
     mask, mask1 = outputs.mask, outputs.mask1
     if not plan.drops:

@@ -25,16 +25,7 @@ from .kernels.norms import centres
 from .kernels.rows import Variant
 from .kernels.split import RING, turn_words
 from .philox import drop_threshold, keep_scale
-from .records import (
-    BackwardInputs,
-    BackwardOptions,
-    Gradients,
-    Inputs,
-    Options,
-    Outputs,
-    empty_gradients,
-    empty_outputs,
-)
+from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
 
 R = TypeVar("R", Inputs, BackwardInputs)
@@ -42,24 +33,14 @@ R = TypeVar("R", Inputs, BackwardInputs)
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def forward(inputs: Inputs, options: Options) -> Outputs:
-    outputs = empty_outputs(inputs, options)
-    _start_forward(inputs, outputs, options)
-    return outputs
-
-
-def forward_into(inputs: Inputs, y: Tensor, r: Tensor | None, options: Options) -> Outputs:
-    """As forward, with y and r (which may be the residual itself) filled in place; both contiguous."""
-    outputs = empty_outputs(inputs, options._replace(store_residual=False))._replace(y=y, r=r)
-    _start_forward(inputs, outputs, options)
-    return outputs
-
-
-def _start_forward(inputs: Inputs, outputs: Outputs, options: Options) -> None:
+def forward(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
+    """y, r: contiguous buffers for those outputs; r may be the residual itself."""
+    outputs = empty_outputs(inputs, options, y, r)
     shape, device = inputs.x.shape, inputs.x.device
     inputs, dtypes, strides = _dense(inputs)
-    launcher = _forward_launcher(options, shape, device, dtypes, strides)
-    launcher((*inputs[:9], *outputs), inputs.seed)
+    launch = _forward_launcher(options, shape, device, dtypes, strides)
+    launch(forward_kernels.Pointers(*inputs[:9], *outputs), inputs.seed)
+    return outputs
 
 
 @lru_cache(maxsize=1024)
@@ -77,7 +58,7 @@ def _forward_launcher(
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
-    unit, (stride_x, stride_residual, stride_x1) = _in_units(strides, ("x", "residual", "x1"))
+    unit, stride = _in_units(strides, forward_kernels.Strides)
     how = Variant(
         **_common(N, options, work.vector, tile, unit),
         STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype],
@@ -91,8 +72,7 @@ def _forward_launcher(
         norm_forward_kernel,
         triton.cdiv(M, tile.rows),
         device,
-        forward_kernels.Pointers,
-        (forward_kernels.Strides(stride_x, stride_residual, stride_x1), numbers, how),
+        (stride, numbers, how),
         num_warps=tile.warps,
         launch_pdl=facts.since_sm_90,
     )
@@ -115,7 +95,7 @@ def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
         partials = weights.new_empty(launch.partials, dtype=torch.float32)
     if launch.words:
         board = torch.full((launch.words,), -1, dtype=torch.int64, device=device)
-    launch.gradients((*inputs[:11], *gradients[:5], partials, board), inputs.seed)
+    launch.gradients(backward_kernels.Pointers(*inputs[:11], *gradients[:5], partials, board), inputs.seed)
     if weights is not None:
         launch.finish((partials, weights))
     return gradients
@@ -146,7 +126,7 @@ def _backward_launch(
     tile = backward_tile(N, work, facts)
     tiles = triton.cdiv(M, tile.rows)
     groups = min(tiles, facts.multiprocessors * tile.programs_per_sm // tile.slices)
-    unit, given_strides = _in_units(strides, backward_kernels.Strides._fields)
+    unit, stride = _in_units(strides, backward_kernels.Strides)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     count = sum(options.wanted)
@@ -163,8 +143,7 @@ def _backward_launch(
         norm_backward_kernel,
         groups * tile.slices,
         device,
-        backward_kernels.Pointers,
-        (backward_kernels.Strides(*given_strides), numbers, how),
+        (stride, numbers, how),
         num_warps=tile.warps,
         launch_pdl=early,
         launch_cooperative_grid=split,
@@ -177,7 +156,6 @@ def _backward_launch(
         finish_weight_gradients_kernel,
         triton.cdiv(count * N, block_n),
         device,
-        None,
         (groups, count * N, block_p, block_n, facts.since_sm_90),
         num_warps=4,
         launch_pdl=facts.since_sm_90,
@@ -205,9 +183,7 @@ def _start_dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: 
     block_n = min(1024, max(16, triton.next_power_of_2(N)))
     rows = max(1, 2048 // block_n)
     constants = (M, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p), N, stream, rows, block_n)
-    Launcher(
-        dropout_kernel, triton.cdiv(M, rows) * triton.cdiv(N, block_n), y.device, None, constants, num_warps=4
-    )((x, y, seed))  # fmt: skip
+    Launcher(dropout_kernel, triton.cdiv(M, rows) * triton.cdiv(N, block_n), y.device, constants, num_warps=4)((x, y), seed)
 
 
 class Launcher:
@@ -220,28 +196,21 @@ class Launcher:
     under Triton's interpreter or a profiler's launch hooks take `kernel[grid]`.
     """
 
-    def __init__(
-        self, kernel: Any, programs: int, device: torch.device, bundle: type | None, rest: tuple, **options: Any
-    ) -> None:
-        """
-        Args:
-            bundle: the record that the kernel takes its tensors in; a seed is then an argument of its own, of any alignment.
-            rest: the arguments behind the tensors.
-            options: of the launch.
-        """
-        self.kernel, self.programs, self.bundle, self.rest = kernel, programs, bundle, rest
+    def __init__(self, kernel: Any, programs: int, device: torch.device, rest: tuple, **options: Any) -> None:
+        """rest: the arguments behind the tensors; options: of the launch."""
+        self.kernel, self.programs, self.rest = kernel, programs, rest
         self.options = {name: value for name, value in options.items() if value}
         self.index = device.index if device.type == "cuda" else None
         self.compiled: CompiledKernel | None = None
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], seed: Tensor | None = None) -> None:
-        """Starts the kernel on the current stream of its device."""
+    def __call__(self, tensors: tuple[Tensor | None, ...], *seed: Tensor | None) -> None:
+        """Starts the kernel on the current stream of its device. A seed, of any alignment, is an argument of its own."""
         if self.programs == 0:
             return
         # Triton launches on the current device, which need not be the tensors'.
         if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
-                return self(tensors, seed)
+                return self(tensors, *seed)
         if self.compiled is not None and not _observed():
             pointers: list[int | None] = [None] * len(tensors)
             bits = 0
@@ -249,17 +218,12 @@ class Launcher:
                 pointers[i] = pointer = tensors[i].data_ptr()  # type: ignore[union-attr]
                 bits |= pointer
             if bits % 16 == 0:
-                if self.bundle is None:
-                    arguments: tuple = (*pointers, *self.rest)
-                else:
-                    arguments = (tuple(pointers), None if seed is None else seed.data_ptr(), *self.rest)
                 self.run(
                     self.programs, 1, 1, driver.active.get_current_stream(self.index), self.function, self.metadata,
-                    None, None, None, *arguments,
+                    None, None, None, tuple(pointers), *[None if t is None else t.data_ptr() for t in seed], *self.rest,
                 )  # fmt: skip
                 return
-        arguments = (*tensors, *self.rest) if self.bundle is None else (self.bundle(*tensors), seed, *self.rest)
-        compiled = self.kernel[(self.programs,)](*arguments, **self.options)
+        compiled = self.kernel[(self.programs,)](tensors, *seed, *self.rest, **self.options)
         if isinstance(compiled, CompiledKernel):
             self._keep(compiled, tensors)
 
@@ -294,7 +258,7 @@ def _common(N: int, options: Options | BackwardOptions, vector: int, tile: Tile,
 
 
 # The fields that are read row by row; the others are small and read from end to end.
-_ROWS = {"x", "x1", "residual", "dy", "dy1", "dr", "r"}
+_ROWS = {*forward_kernels.Strides._fields, *backward_kernels.Strides._fields}
 
 
 def _dense(record: R) -> tuple[R, R, R | None]:
@@ -323,14 +287,14 @@ def _dense(record: R) -> tuple[R, R, R | None]:
     return make(tensors), dtypes, make(strides)
 
 
-def _in_units(strides: Any, names: tuple[str, ...]) -> tuple[int, list[int | None]]:
-    """A power of two up to 16 that divides the strides of these fields, and the strides in it; None for contiguous rows.
+def _in_units(strides: Any, record: Any) -> tuple[int, Any]:
+    """A power of two up to 16 that divides the strides of the record's fields, and the record of them in it.
 
     Of an argument Triton knows whether 16 divides it and no more. Rows that lie 1000 apart would be read two bytes at a time.
     """
-    given = [None if strides is None else getattr(strides, name) for name in names]
+    given = [None if strides is None else getattr(strides, name) for name in record._fields]
     unit = gcd(16, *[stride for stride in given if stride is not None])
-    return unit, [None if stride is None else stride // unit for stride in given]
+    return unit, record(*[None if stride is None else stride // unit for stride in given])
 
 
 def _vector(*dtypes: Any) -> int:

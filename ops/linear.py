@@ -8,16 +8,7 @@ from torch import Tensor
 
 from .autograd import refuse_second_order, transformed_by_func
 from .backend import runs_kernels
-from .checks import (
-    KERNEL_DTYPES,
-    REFERENCE_DTYPES,
-    check_device,
-    check_dtype,
-    check_flag,
-    check_input,
-    check_tensor,
-    check_weight,
-)
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flag, check_input, check_operand, check_tensor, check_weight
 from .functional import norm_fn
 from .reference import Norm
 
@@ -55,21 +46,15 @@ def layer_norm_linear_fn(
     check_weight(name, "norm_weight", norm_weight, x, dtypes)
     check_weight(name, "norm_bias", norm_bias, x, dtypes)
     check_tensor(name, "linear_weight", linear_weight)
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{name}: linear_weight has shape {tuple(linear_weight.shape)}, expected (K, {x.shape[-1]}) "
-            f"to match the last dimension of x {tuple(x.shape)}"
-        )
-    for argument, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if t is not None:
-            check_tensor(name, argument, t)
-            check_dtype(name, argument, t, dtypes)
-            check_device(name, argument, t, x)
-    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
-        raise ValueError(
-            f"{name}: linear_bias has shape {tuple(linear_bias.shape)}, expected {tuple(linear_weight.shape[:1])} "
-            f"to match the rows of linear_weight {tuple(linear_weight.shape)}"
-        )
+    K, N = linear_weight.shape[:1], x.shape[-1]
+    check_operand(
+        name, "linear_weight", linear_weight, x, dtypes, ((*K, N),),
+        lambda: f"(K, {N}) to match the last dimension of x {tuple(x.shape)}",
+    )  # fmt: skip
+    check_operand(
+        name, "linear_bias", linear_bias, x, dtypes, (K,),
+        lambda: f"{tuple(K)} to match the rows of linear_weight {tuple(linear_weight.shape)}",
+    )  # fmt: skip
     for argument, flag in (("prenorm", prenorm), ("residual_in_fp32", residual_in_fp32), ("is_rms_norm", is_rms_norm)):
         check_flag(name, argument, flag)
     device = x.device.type
@@ -81,10 +66,14 @@ def layer_norm_linear_fn(
     )  # fmt: skip
     y, r = cast(tuple[Tensor, Tensor], results)
     if transformed_by_func():  # which wants plain operations
-        output = F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
-        return (output, r) if prenorm else output
-    output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, norm)
+        output = _linear(y, linear_weight, linear_bias)
+    else:
+        output = _LinearOfNorm.apply(y, r.detach(), norm_weight, norm_bias, linear_weight, linear_bias, eps, norm)
     return (output, r) if prenorm else output
+
+
+def _linear(y, weight, bias):
+    return F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
 
 
 class _LinearOfNorm(torch.autograd.Function):
@@ -95,7 +84,7 @@ class _LinearOfNorm(torch.autograd.Function):
         ctx.save_for_backward(r, norm_weight, norm_bias, linear_weight)
         ctx.dtype, ctx.eps, ctx.norm = y.dtype, eps, norm
         ctx.linear_bias_dtype = None if linear_bias is None else linear_bias.dtype
-        return F.linear(y, linear_weight.to(y.dtype), None if linear_bias is None else linear_bias.to(y.dtype))
+        return _linear(y, linear_weight, linear_bias)
 
     @staticmethod
     def backward(ctx, dout):

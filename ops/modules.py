@@ -1,6 +1,8 @@
 """The norms as modules. They are torch's own classes with another forward: the same parameters, so checkpoints interchange,
 and code that looks for norm layers with isinstance (to exempt them from weight decay, say) finds them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,38 @@ from .functional import norm_fn
 from .reference import Norm
 
 
-class LayerNorm(nn.LayerNorm):
+class _Fused:
+    """What both do in another way than torch's."""
+
+    kind: Norm
+    weight: Any
+    bias: Any
+    eps: Any
+    dropout_p: float
+    zero_centered_weight: bool
+    training: bool
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        if self.zero_centered_weight and self.weight is not None:
+            nn.init.zeros_(self.weight)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """y (..., N), or with prenorm (y, the new residual stream); see `norm_fn`."""
+        return norm_fn(
+            self.kind, x, self.weight, self.bias, residual,
+            eps=self.eps, dropout_p=self.dropout_p if self.training else 0.0, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        given = super().extra_repr()  # type: ignore[misc]
+        return f"{given}, dropout_p={self.dropout_p}, zero_centered_weight={self.zero_centered_weight}"
+
+
+class LayerNorm(_Fused, nn.LayerNorm):  # type: ignore[misc]
     """Dropout → add → LayerNorm.
 
     Args:
@@ -19,6 +52,8 @@ class LayerNorm(nn.LayerNorm):
         zero_centered_weight: the weight is stored as its distance from 1, and starts at 0.
         elementwise_affine, bias: as in torch.nn.LayerNorm.
     """
+
+    kind = Norm.layernorm
 
     def __init__(
         self,
@@ -37,22 +72,11 @@ class LayerNorm(nn.LayerNorm):
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        _centre_weight(self)
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
-    ) -> Tensor | tuple[Tensor | None, ...]:
-        """y (..., N), or with prenorm (y, the new residual stream); see `layer_norm_fn`."""
-        return _forward(Norm.layernorm, self, x, residual, prenorm, residual_in_fp32)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_extra_repr(self)}"
-
-
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(_Fused, nn.RMSNorm):  # type: ignore[misc]
     """Dropout → add → RMSNorm. Arguments as for `LayerNorm`. eps is 1e-5 by default, where torch's depends on the dtype."""
+
+    kind = Norm.rmsnorm
 
     def __init__(
         self,
@@ -72,19 +96,6 @@ class RMSNorm(nn.RMSNorm):
         # As FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is.
         self.register_parameter("bias", None)
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        _centre_weight(self)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
-    ) -> Tensor | tuple[Tensor | None, ...]:
-        """y (..., N), or with prenorm (y, the new residual stream); see `rms_norm_fn`."""
-        return _forward(Norm.rmsnorm, self, x, residual, prenorm, residual_in_fp32)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_extra_repr(self)}"
-
 
 MODULES: dict[Norm, type[nn.Module]] = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 
@@ -98,27 +109,3 @@ def _check(name, hidden_size, eps, dropout_p, dtype, zero_centered_weight, eleme
     flags = {"zero_centered_weight": zero_centered_weight, "elementwise_affine": elementwise_affine, "bias": bias}
     for argument, flag in flags.items():
         check_flag(name, argument, flag)
-
-
-def _forward(norm, module, x, residual, prenorm, residual_in_fp32):
-    return norm_fn(
-        norm,
-        x,
-        module.weight,
-        module.bias,
-        residual,
-        eps=module.eps,
-        dropout_p=module.dropout_p if module.training else 0.0,
-        prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32,
-        zero_centered_weight=module.zero_centered_weight,
-    )
-
-
-def _centre_weight(module):
-    if module.zero_centered_weight and module.weight is not None:
-        nn.init.zeros_(module.weight)
-
-
-def _extra_repr(module):
-    return f"dropout_p={module.dropout_p}, zero_centered_weight={module.zero_centered_weight}"

@@ -18,16 +18,7 @@ from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from .backend import launches
-from .records import (
-    BackwardInputs,
-    BackwardOptions,
-    Gradients,
-    Inputs,
-    Options,
-    Outputs,
-    empty_gradients,
-    empty_outputs,
-)
+from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
@@ -81,13 +72,17 @@ def list_operator(name: str, record: type, options: type, kernel: Callable, fake
     """An operator on records, flattened, that returns those tensors that were asked for."""
 
     def run(function, *flat):
-        count = len(record._fields)  # type: ignore[attr-defined]
-        given = [tuple(value) if isinstance(value, list) else value for value in flat[count:]]  # lists have no hash
-        return present(function(record(*flat[:count]), options(*given)))
+        return present(function(*records(record, options, flat)))
 
     op = operator(name, f"({arguments(record, options)}) -> Tensor[]", partial(run, kernel), partial(run, fake))
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
     return op
+
+
+def records(record: type, options: type, flat: tuple) -> tuple[Any, Any]:
+    """Both, of the values of their fields."""
+    count = len(record._fields)  # type: ignore[attr-defined]
+    return record(*flat[:count]), options(*[tuple(v) if isinstance(v, list) else v for v in flat[count:]])  # lists have no hash
 
 
 def _one_by_one(op, info, in_dims, *flat):
@@ -129,18 +124,16 @@ norm_backward = list_operator(
 
 def _norm_forward_out(y, r, *flat):
     """Returns y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
-    return _no_none(launches().forward_into(inputs, y, r, options), inputs.x)
+    return _no_none(launches().forward(*records(Inputs, Options, flat), y, r))
 
 
 def _norm_forward_out_fake(y, r, *flat):
-    inputs, options = Inputs(*flat[: len(Inputs._fields)]), Options(*flat[len(Inputs._fields) :])
-    return _no_none(empty_outputs(inputs, options), inputs.x)
+    return _no_none(empty_outputs(*records(Inputs, Options, flat), y, r))
 
 
-def _no_none(outputs: Outputs, like: Tensor) -> tuple[Tensor, ...]:
+def _no_none(outputs: Outputs) -> tuple[Tensor, ...]:
     rest = (outputs.y1, outputs.mask, outputs.mask1)
-    return tuple(like.new_empty(0, dtype=torch.float32) if t is None else t for t in rest)
+    return tuple(outputs.y.new_empty(0, dtype=torch.float32) if t is None else t for t in rest)
 
 
 # By custom_op, which also tells autograd that the buffers have changed.
@@ -175,7 +168,12 @@ def norm_below_autograd(inputs: Inputs, options: Options) -> Outputs:
     return _outputs(below_autograd(norm_forward, *inputs, *options), inputs, options)
 
 
-def norm_into(inputs: Inputs, y: Tensor, r: Tensor | None, options: Options) -> Outputs:
+def norm_into(inputs: Inputs, options: Options, y: Tensor | None, r: Tensor | None) -> Outputs:
+    x = inputs.x
+    if y is None:
+        y = x.new_empty(x.shape, dtype=options.out_dtype)
+    if r is None and options.store_residual:
+        r = x.new_empty(x.shape, dtype=options.residual_dtype)
     y1, mask, mask1 = norm_forward_out(y, r, *inputs, *options)
     return Outputs(y, r, y1, mask, mask1)
 

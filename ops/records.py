@@ -77,11 +77,12 @@ class Gradients(NamedTuple):
     weights: Tensor | None
 
 
-def empty_outputs(inputs: Inputs, options: Options) -> Outputs:
+def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
+    """y, r: these instead of empty ones."""
     x = inputs.x
     return Outputs(
-        _empty(x, options.out_dtype),
-        _empty(x, options.residual_dtype) if options.store_residual else None,
+        _empty(x, options.out_dtype) if y is None else y,
+        _empty(x, options.residual_dtype) if options.store_residual and r is None else r,
         _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
         _empty(x, torch.bool) if options.return_mask else None,
         _empty(x, torch.bool) if options.return_mask and inputs.x1 is not None else None,

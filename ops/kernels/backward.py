@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dropout import drop
 from .norms import centres, deviation, norm_gradient
-from .nvidia import narrow, prefetch_rows
+from .nvidia import narrow
 from .rows import (
     Place,
     add_pairs,
@@ -22,6 +22,7 @@ from .rows import (
     load_weights,
     offsets,
     place,
+    prefetch_tile,
     zero_outside,
 )
 from .split import collect, pack, publish, unpack, zero_pack
@@ -359,9 +360,15 @@ def add_weight_gradients(b_sums, b_dy, b_dy1, b_xhat, HOW: tl.constexpr):
 
 
 @triton.constexpr_function
-def slot(j, WANTED):
-    """The place of weight gradient j among those wanted."""
+def wanted_before(j, WANTED):
+    """How many of the weight gradients before j are wanted."""
     return sum(WANTED[:j])
+
+
+@triton.jit
+def partial_row(p, group, j: tl.constexpr, HOW: tl.constexpr):
+    """Where a group of programs keeps its sum of weight gradient j."""
+    return p.partials + (group.to(tl.int64) * wanted_before(4, HOW.WANTED) + wanted_before(j, HOW.WANTED)) * HOW.N
 
 
 @triton.jit
@@ -369,7 +376,7 @@ def store_partials(p, b_sums, group, at, HOW: tl.constexpr):
     """Stores the sums over the rows of a tile as the partial sums of a group of programs."""
     for j in tl.static_range(4):
         if HOW.WANTED[j]:
-            p_row = p.partials + (group.to(tl.int64) * sum_of(HOW.WANTED) + slot(j, HOW.WANTED)) * HOW.N
+            p_row = partial_row(p, group, j, HOW)
             for i in tl.static_range(blocks(HOW)):
                 cols = block_cols(i, at, HOW)
                 tl.store(p_row + cols, tl.sum(b_sums[j][i], 0), mask=cols < HOW.N)
@@ -382,17 +389,12 @@ def add_stored_partials(p, b_sums, stored, at, HOW: tl.constexpr):
     for j in tl.static_range(4):
         b_row = ()
         if HOW.WANTED[j]:
-            p_row = p.partials + (tl.program_id(0).to(tl.int64) * sum_of(HOW.WANTED) + slot(j, HOW.WANTED)) * HOW.N
+            p_row = partial_row(p, tl.program_id(0), j, HOW)
             cols = block_cols(0, at, HOW)
             first = (tl.arange(0, HOW.ROWS) == 0)[:, None]
             b_row += (b_sums[j][0] + tl.load(p_row + cols[None, :], mask=first & (cols < HOW.N)[None, :] & stored, other=0.0),)
         b_new += (b_row,)
     return b_new
-
-
-@triton.constexpr_function
-def sum_of(WANTED):
-    return sum(WANTED)
 
 
 @triton.jit
@@ -414,19 +416,12 @@ def prefetch_slice(p, stride, tile, groups, first_col, M, HOW: tl.constexpr):
     prefetch_tile(p.dr, stride.dr, tile - groups, first_col, columns, M, HOW)
 
 
-@triton.jit
-def prefetch_tile(p, stride, tile, first_col, columns, M, HOW: tl.constexpr):
-    if stride is None:
-        prefetch_rows(p, tile, M, HOW.N, first_col, columns, HOW.ROWS)
-    else:
-        prefetch_rows(p, tile, M, stride * HOW.STRIDE_UNIT, first_col, columns, HOW.ROWS)
-
-
 @triton.jit(do_not_specialize=["groups"])
 def finish_weight_gradients_kernel(
-    p_partials, p_out, groups, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr
+    p, groups, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr
 ):
-    """out [WIDTH] = the sum over the rows of partials [groups, WIDTH], in a fixed order."""
+    """p: partials [groups, WIDTH] and out [WIDTH], the sum over their rows in a fixed order."""
+    p_partials, p_out = p
     if EARLY_START:
         gdc_wait()
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

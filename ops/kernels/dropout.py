@@ -63,10 +63,11 @@ def philox(seed, c0, c1, c2, c3):
 # A new batch size, probability or seed must compile nothing.
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def dropout_kernel(
-    p_x, p_y, p_seed, M, stride_x, threshold, scale,
+    p, p_seed, M, stride_x, threshold, scale,
     N: tl.constexpr, STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = dropout(x); or, without x, the mask itself, 1 where kept."""
+    """p: x and y [M, N] = dropout(x); or, without x, the mask itself, 1 where kept."""
+    p_x, p_y = p
     blocks = tl.cdiv(N, BLOCK_N)  # of columns; on the one grid dimension that may be long, as either M or N may be
     rows = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_col = (tl.program_id(0) % blocks) * BLOCK_N

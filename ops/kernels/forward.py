@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from .dropout import drop
 from .norms import centres, deviation, inverse, spread
-from .nvidia import keep_order, narrow, prefetch_rows, widen
+from .nvidia import keep_order, narrow, widen
 from .rows import (
     Place,
     block_mask,
@@ -20,6 +20,7 @@ from .rows import (
     mean,
     offsets,
     place,
+    prefetch_tile,
     row_sum,
     store_stats,
     zero_outside,
@@ -149,10 +150,10 @@ def load_stream(p, seed, stride, n, at, HOW: tl.constexpr, p_mask, p_mask1):
     """r = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual: blocks [ROWS, BLOCK_N] in the dtype of the stream."""
     # All loads are issued before the first use.
     b_scale = load_scale(p.rowscale, at)
-    b_x = load_rows(p.x, scaled(at, b_scale), stride.x, HOW)
+    b_x = load_rows(p.x, rows_to_read(at, b_scale), stride.x, HOW)
     if p.x1 is not None:
         b_scale1 = load_scale(p.rowscale1, at)
-        b_x1 = load_rows(p.x1, scaled(at, b_scale1), stride.x1, HOW)
+        b_x1 = load_rows(p.x1, rows_to_read(at, b_scale1), stride.x1, HOW)
     if p.residual is not None:
         b_residual = load_rows(p.residual, at, stride.residual, HOW)
     b_r = ()
@@ -178,8 +179,8 @@ def branch(b, b_scale, seed, p_mask, n, i: tl.constexpr, at, HOW: tl.constexpr, 
 
 
 @triton.jit
-def scaled(at, b_scale):
-    """The rows to read: one with a scale of 0 counts as zeros, whatever it holds."""
+def rows_to_read(at, b_scale):
+    """at, without the rows whose scale is 0: those count as zeros, whatever they hold."""
     if b_scale is not None:
         at = Place(at.rows, at.m_row & (b_scale != 0.0), at.first_col)
     return at
@@ -244,15 +245,7 @@ def affine(b, b_weight, b_bias):
 def prefetch_inputs(p, stride, tile, M, HOW: tl.constexpr):
     """Brings the rows of a tile into L2. Not those of an input with row scales: a row whose scale is 0 is not read."""
     if p.rowscale is None:
-        prefetch_tile(p.x, stride.x, tile, M, HOW)
+        prefetch_tile(p.x, stride.x, tile, 0, HOW.N, M, HOW)
     if p.rowscale1 is None:
-        prefetch_tile(p.x1, stride.x1, tile, M, HOW)
-    prefetch_tile(p.residual, stride.residual, tile, M, HOW)
-
-
-@triton.jit
-def prefetch_tile(p, stride, tile, M, HOW: tl.constexpr):
-    if stride is None:
-        prefetch_rows(p, tile, M, HOW.N, 0, HOW.N, HOW.ROWS)
-    else:
-        prefetch_rows(p, tile, M, stride * HOW.STRIDE_UNIT, 0, HOW.N, HOW.ROWS)
+        prefetch_tile(p.x1, stride.x1, tile, 0, HOW.N, M, HOW)
+    prefetch_tile(p.residual, stride.residual, tile, 0, HOW.N, M, HOW)

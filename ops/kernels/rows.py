@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..backend import INTERPRET
-from .nvidia import widen
+from .nvidia import prefetch_rows, widen
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,24 @@ def zero_outside(b, i: tl.constexpr, at, HOW: tl.constexpr):
 
 @triton.jit
 def offsets(i: tl.constexpr, at, stride, HOW: tl.constexpr):
-    """int64 [ROWS, BLOCK_N]: where the elements of block i lie. stride: between rows, over STRIDE_UNIT; None for N."""
+    """int64 [ROWS, BLOCK_N]: where the elements of block i lie. stride: as of `row_step`."""
+    return at.rows[:, None] * row_step(stride, HOW) + block_cols(i, at, HOW)[None, :]
+
+
+@triton.jit
+def row_step(stride, HOW: tl.constexpr):
+    """From a row to the next. stride: the same over STRIDE_UNIT; None for N."""
     if stride is None:
-        start = at.rows[:, None] * HOW.N
+        step = HOW.N
     else:
-        start = at.rows[:, None] * (stride * HOW.STRIDE_UNIT)
-    return start + block_cols(i, at, HOW)[None, :]
+        step = stride * HOW.STRIDE_UNIT
+    return step
+
+
+@triton.jit
+def prefetch_tile(p, stride, tile, first_col, columns, M, HOW: tl.constexpr):
+    """Brings some columns of the rows of a tile into L2."""
+    prefetch_rows(p, tile, M, row_step(stride, HOW), first_col, columns, HOW.ROWS)
 
 
 @triton.jit
@@ -172,17 +184,29 @@ def add_pairs(a, b, c, d):
 def store_stats(p_stats, b_rstd, b_mean, at):
     """rstd and mean, fp32 [M, 2], the two of a row as one word: a sector of memory takes as long whatever is written of it."""
     if p_stats is not None:
-        low = b_rstd.to(tl.uint32, bitcast=True).to(tl.int64)
-        high = b_mean.to(tl.uint32, bitcast=True).to(tl.int64)
-        tl.store(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, low | (high << 32), mask=at.m_row)
+        words = word_of(b_rstd, b_mean)
+        tl.store(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, words, mask=at.m_row)
 
 
 @triton.jit
 def load_stats(p_stats, at):
     """rstd and mean, fp32 [ROWS]."""
-    word = tl.load(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, mask=at.m_row, other=0)
-    b_rstd = word.to(tl.uint32).to(tl.float32, bitcast=True)
-    return b_rstd, (word >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+    return pair_of(tl.load(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, mask=at.m_row, other=0))
+
+
+@triton.jit
+def word_of(b_first, b_second):
+    """Two fp32 blocks as one of int64."""
+    low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
+    high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
+    return low | (high << 32)
+
+
+@triton.jit
+def pair_of(words):
+    """The two of `word_of`."""
+    b_first = words.to(tl.uint32).to(tl.float32, bitcast=True)
+    return b_first, (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

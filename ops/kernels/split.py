@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
 from .nvidia import PTX, widen
-from .rows import add_pairs
+from .rows import add_pairs, pair_of, word_of
 
 RING = tl.constexpr(4)
 LAP_BIT = tl.constexpr(1 << 32)
@@ -31,10 +31,9 @@ def turn_words(SLICES):
 @triton.jit
 def publish(p_board, group, turn, slice_id, b_first, b_second, HOW: tl.constexpr):
     """Puts two sums, fp32 [1] each, on the board."""
-    low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
-    high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
+    word = word_of(b_first, b_second)
     p_words = p_board + (group * RING + turn % RING) * turn_words(HOW.SLICES) + slice_id
-    tl.store(p_words + tl.arange(0, 1), ((low | (high << 32)) & ~LAP_BIT) | lap_of(turn))
+    tl.store(p_words + tl.arange(0, 1), (word & ~LAP_BIT) | lap_of(turn))
 
 
 @triton.jit
@@ -45,10 +44,8 @@ def collect(p_board, group, turn, HOW: tl.constexpr):
     lanes = tl.arange(0, LANES)
     p_words = p_board + (group * RING + turn % RING) * turn_words(HOW.SLICES)
     words = wait_for_words(p_words + lanes, tl.zeros([LANES], tl.int64) + lap_of(turn), (turn >= 0) & (lanes < HOW.SLICES))
-    b_first = (words & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
-    b_second = (words >> 32 & 0xFFFFFFFE).to(tl.uint32).to(tl.float32, bitcast=True)
     # One use of the words, in one reduction: the compiler repeats the wait for each layout in which it wants them.
-    first, second = tl.reduce((b_first, b_second), 0, add_pairs)
+    first, second = tl.reduce(pair_of(words & ~LAP_BIT), 0, add_pairs)
     return tl.full([1], first, tl.float32), tl.full([1], second, tl.float32)
 
 

@@ -94,11 +94,10 @@ class OfflineLauncher(launch.Launcher):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         # Backward has its tile first, and the sum over its partial sums none.
-        self.own_tile = OfflineLauncher.tile if self.bundle is not None else None
+        self.own_tile = OfflineLauncher.tile if self.kernel.__name__ != "finish_weight_gradients_kernel" else None
 
-    def __call__(self, tensors: tuple[torch.Tensor | None, ...], seed: torch.Tensor | None = None) -> None:
-        arguments = (*tensors, *self.rest) if self.bundle is None else (self.bundle(*tensors), seed, *self.rest)
-        compiled = self.kernel.run(*arguments, grid=(1,), warmup=True, **self.options)
+    def __call__(self, tensors: tuple[torch.Tensor | None, ...], *seed: torch.Tensor | None) -> None:
+        compiled = self.kernel.run(tensors, *seed, *self.rest, grid=(1,), warmup=True, **self.options)
         self.found.append(
             {
                 "kernel": self.kernel.__name__,

@@ -120,3 +120,10 @@ def test_buffers_that_share_memory_are_refused(device):
     for out, residual_out in ((buffer[:4], buffer[:4].view(4, 32)), (buffer[:4], buffer[2:])):
         with pytest.raises(ValueError, match="share memory"):
             layer_norm_fn(x, None, None, residual=x.clone(), prenorm=True, out=out, residual_out=residual_out)
+
+
+def test_full_buffers_leave_nothing_to_allocate_for_y_and_r(device):
+    x, out, residual_out = (torch.randn(4, 32, device=device) for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer_norm_fn(x, None, None, x, prenorm=True, out=out, residual_out=residual_out)
+    assert "aten::empty_like" not in {event.name for event in profile.events()}

@@ -52,16 +52,11 @@ def kernel(monkeypatch):
     return Kernel()
 
 
-class Pair(tuple):
-    def __new__(cls, *values):
-        return super().__new__(cls, values)
-
-
 def test_the_second_call_starts_what_the_first_compiled(kernel):
-    start = Launcher(kernel, 7, CPU, Pair, ("numbers", "how"), num_warps=4, launch_pdl=False)
+    start = Launcher(kernel, 7, CPU, ("numbers", "how"), num_warps=4, launch_pdl=False)
     x, y, seed = torch.zeros(8), torch.zeros(8), torch.zeros(1, dtype=torch.int64)
     start((x, None), seed)
-    assert kernel.calls == [((7,), (Pair(x, None), seed, "numbers", "how"), {"num_warps": 4})]
+    assert kernel.calls == [((7,), ((x, None), seed, "numbers", "how"), {"num_warps": 4})]
     start((y, None), seed)
     given = ((y.data_ptr(), None), seed.data_ptr(), "numbers", "how")
     assert len(kernel.calls) == 1
@@ -69,7 +64,7 @@ def test_the_second_call_starts_what_the_first_compiled(kernel):
 
 
 def test_pointers_off_a_16_byte_boundary_take_tritons_launch(kernel):
-    start = Launcher(kernel, 7, CPU, Pair, ())
+    start = Launcher(kernel, 7, CPU, ())
     even, odd, seeds = torch.zeros(8), torch.zeros(9)[1:], torch.zeros(2, dtype=torch.int64)
     for x in (odd, even, odd):  # what was compiled for any alignment is not kept
         start((x, None), seeds[0])
@@ -79,7 +74,7 @@ def test_pointers_off_a_16_byte_boundary_take_tritons_launch(kernel):
 
 
 def test_a_profiler_hears_of_every_launch(kernel):
-    start, hook = Launcher(kernel, 7, CPU, None, ()), lambda metadata: None
+    start, hook = Launcher(kernel, 7, CPU, ()), lambda metadata: None
     start((torch.zeros(8),))
     launch.knobs.runtime.launch_enter_hook.add(hook)
     try:
@@ -92,10 +87,10 @@ def test_a_profiler_hears_of_every_launch(kernel):
 
 
 def test_no_rows_start_nothing_and_what_the_interpreter_returns_is_not_kept(kernel):
-    Launcher(kernel, 0, CPU, None, ())((torch.zeros(0),))
+    Launcher(kernel, 0, CPU, ())((torch.zeros(0),))
     assert not kernel.calls
     kernel.compiled = None
-    start = Launcher(kernel, 1, CPU, None, ())
+    start = Launcher(kernel, 1, CPU, ())
     for _ in range(2):
         start((torch.zeros(8),))
     assert len(kernel.calls) == 2

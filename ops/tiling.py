@@ -124,7 +124,7 @@ def most_registers(tile: Tile) -> int | None:
 
 
 def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
-    """The tile with its stages: two tiles ahead if they are at most 100 KB on a multiprocessor, three at most 60, else one.
+    """The tile with its stages: two tiles ahead if both are at most 98 KB on a multiprocessor, three if at most 60, else one.
 
     Where a tile reads far more than it writes, its copies keep memory busy, and what is prefetched gets in their way.
     """

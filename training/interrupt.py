@@ -71,9 +71,8 @@ class Interrupt:
         number, late = divmod(self._world.highest(2 * (self.requested or 0) + overdue), 2)
         if number:
             self.requested = signal.Signals(number)
-        return bool(number), bool(
-            late
-        )  # not of `requested`: a signal that has come to this rank meanwhile is news to the others
+        # Not of `requested`: a signal that has come to this rank meanwhile is news to the others.
+        return bool(number), bool(late)
 
     def check(self) -> None:
         """Raises Stopped on all ranks where a signal has reached one. All ranks call it together."""

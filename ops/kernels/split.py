@@ -6,7 +6,7 @@
 The board is int64 [groups, RING, turn_words], all −1 before the launch, a ring of turns so short that it stays in L2. A word is
 two fp32 sums, the second without its last bit, which is the parity of the lap around the ring: a word of another lap has not
 arrived. Aligned words of 8 bytes are written whole, so no fence is needed. A place is free again when it is written: who
-publishes turn i has collected turn i − 2 of everyone, so everyone has collected turn i − 3, and RING is 4. All warps of a
+publishes turn i has collected turn i − 2 of everyone, so everyone has collected turn i − 4, and RING is 4. All warps of a
 program meet in the reduction before it publishes. All programs must be resident, so the launch is cooperative.
 That a plain store reaches the others' relaxed loads is what the hardware does, not what PTX's memory model promises.
 """

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from training.distributed import World
-from training.interrupt import Interrupt, Stopped, exit_on_signals
+from training.interrupt import Interrupt, Stopped, exit_on_signals, pass_over
 
 
 class Asked(World):
@@ -69,6 +69,7 @@ def test_what_a_stopped_run_closes_is_not_disturbed_by_the_signal_that_comes_aga
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.raise_signal(number)  # while W&B is closed, say
+        assert signal.getsignal(number) is pass_over
 
 
 def test_handlers_are_those_of_before_where_no_signal_came():

@@ -72,7 +72,7 @@ def _forward_launcher(
         norm_forward_kernel,
         triton.cdiv(M, tile.rows),
         device,
-        (stride, numbers, how),
+        (stride, *numbers, how),
         num_warps=tile.warps,
         launch_pdl=facts.since_sm_90,
     )
@@ -143,7 +143,7 @@ def _backward_launch(
         norm_backward_kernel,
         groups * tile.slices,
         device,
-        (stride, numbers, how),
+        (stride, *numbers, how),
         num_warps=tile.warps,
         launch_pdl=early,
         launch_cooperative_grid=split,

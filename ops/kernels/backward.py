@@ -69,9 +69,9 @@ class Numbers(NamedTuple):
     scale: tl.tensor  # of what dropout keeps
 
 
-# A new number of rows, probability or seed must compile nothing.
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_seed"])
-def norm_backward_kernel(p, p_seed, stride, n, HOW: tl.constexpr):
+# A new number of rows, probability or seed must compile nothing, see norm_forward_kernel.
+@triton.jit(do_not_specialize=["M", "tiles", "threshold", "scale"], do_not_specialize_on_alignment=["p_seed"])
+def norm_backward_kernel(p, p_seed, stride, M, tiles, threshold, scale, HOW: tl.constexpr):
     """Persistent programs, each striding over tiles of HOW.ROWS rows. With g = dy · weight + dy1 · weight1:
 
         dz      = dr + the gradient of g through the norm                        `norms.norm_gradient`
@@ -80,6 +80,7 @@ def norm_backward_kernel(p, p_seed, stride, n, HOW: tl.constexpr):
 
     Each program stores a partial sum of each weight gradient; finish_weight_gradients_kernel adds them in a fixed order.
     """
+    n = Numbers(M, tiles, threshold, scale)
     if HOW.EARLY_START:
         gdc_launch_dependents()  # the sum over partials may take its place now: it reads nothing before its own wait
         gdc_wait()  # for the kernel before; nothing may be read or written above

@@ -63,14 +63,18 @@ class Numbers(NamedTuple):
     distance: tl.tensor  # how many programs later the prefetched rows are read
 
 
-# A new number of rows, probability or seed must compile nothing.
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_seed"])
-def norm_forward_kernel(p, p_seed, stride, n, HOW: tl.constexpr):
+# A new number of rows, probability or seed must compile nothing. The numbers come one by one, as Triton would specialise those
+# of a tuple whatever it is told.
+@triton.jit(
+    do_not_specialize=["M", "eps", "threshold", "scale", "distance"], do_not_specialize_on_alignment=["p_seed"]
+)
+def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, HOW: tl.constexpr):
     """A program for each tile of HOW.ROWS rows, of
 
     z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual;   r = round(z)
     x̂ = normalised r;   y = x̂ · (weight + OFFSET) + bias;   y1 likewise with weight1, bias1
     """
+    n = Numbers(M, eps, threshold, scale, distance)
     if HOW.EARLY_START:
         gdc_wait()  # for the kernel before; nothing may be read or written above
     seed = 0

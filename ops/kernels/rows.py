@@ -112,7 +112,7 @@ def row_step(stride, HOW: tl.constexpr):
     if stride is None:
         step = HOW.N
     else:
-        step = stride * HOW.STRIDE_UNIT
+        step = tl.full([], stride, tl.int64) * HOW.STRIDE_UNIT  # the product may take more bits than the stride
     return step
 
 

@@ -56,11 +56,14 @@ PLAIN = [
     for r in (None, FP32)
     for w in (BF16, FP32)
 ]
+# Between them all that Triton may make of an integer: 1, a multiple of 16, another.
+OTHER_ROWS = [Case(x=BF16, residual=BF16, dropout_p=p, n=1000, m=m) for m, p in [(64, 0.25), (1, 0.25), (31, 0.4), (16, 0.1)]]
 
 
 def chosen_cases(everything: bool, widths: list[int]) -> list[Case]:
     if not everything:
-        return [Case(**chosen, m=3) for chosen in covering(n=WIDTHS, **OPTIONS) if not widths or chosen["n"] in widths]
+        drawn = [Case(**chosen, m=3) for chosen in covering(n=WIDTHS, **OPTIONS)]
+        return [case for case in (*drawn, *OTHER_ROWS) if not widths or case.n in widths]
     options = OPTIONS | {"x": [BF16, FP32, FP16]}
     drawn = [Case(**chosen, m=3) for chosen in covering(**options)]
     return [replaced(case, n) for n in widths or ALL_WIDTHS for case in (*PLAIN, *drawn)]
@@ -106,6 +109,7 @@ class OfflineLauncher(launch.Launcher):
                 "starts_early": bool(self.options.get("launch_pdl")),
                 "cooperative": bool(self.options.get("launch_cooperative_grid")),
                 "tile": None if self.own_tile is None else vars(self.own_tile),
+                "compilation": compiled.hash,
                 "ptx": hash_of(compiled.asm["ptx"]),
                 **disassembled(compiled.asm["cubin"]),
             }

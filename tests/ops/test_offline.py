@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .offline import chosen_cases, describe
+from .offline import OTHER_ROWS, chosen_cases, describe
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,13 @@ def test_every_launch_compiles_in_both_directions(launches):
         assert {(describe(case), kernel) for case in chosen_cases(False, [])} <= found
     tiles = [launch["tile"] for launch in launches if launch["tile"]]
     assert any(tile["looped"] for tile in tiles) and any(launch["cooperative"] for launch in launches)
+
+
+def test_a_new_number_of_rows_or_dropout_probability_compiles_nothing(launches):
+    """Trap: Triton specialises an integer that is 1 or a multiple of 16, in a tuple even if it is told not to."""
+    for kernel in ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel"):
+        found = [launch for launch in launches if launch["kernel"] == kernel and launch["case"] in map(describe, OTHER_ROWS)]
+        assert len(found) == len(OTHER_ROWS) and len({launch["compilation"] for launch in found}) == 1, kernel
 
 
 def test_no_launch_needs_more_than_a_multiprocessor_has(launches):

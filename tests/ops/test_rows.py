@@ -121,7 +121,6 @@ def test_inference_updates_the_residual_stream_in_place(shape, device, use_tile)
     assert torch.equal(y, expected_y) and torch.equal(r, expected_r)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("gap", [2**30 + 64, 2**31 + 64], ids=["rows of 32 bits", "a stride of 64 bits"])
 def test_rows_that_lie_2_31_elements_apart_are_those_of_a_copy(gap, shape, device, use_tile):
     n = 1000

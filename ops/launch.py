@@ -55,6 +55,7 @@ def _forward_launcher(
         vector=_vector(*rows, options.out_dtype, options.residual_dtype),
         row_bytes=_bytes(*rows),
         weights=sum(weight is not None for weight in weights),
+        weight_bytes=_bytes(*weights),
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)

@@ -37,6 +37,7 @@ class Work:
     vector: int  # neighbouring columns in a thread: elements in 16 bytes of the widest tensor
     row_bytes: int  # read for each element of a tile's rows
     weights: int  # forward: weights and biases that are read; backward: sums of weight gradients that are kept
+    weight_bytes: int = 0  # forward: of those weights and biases, for each column
     written_bytes: int = 0  # backward: written for each element
     splittable: bool = True  # backward: a row has no sums but those of one norm
 
@@ -66,15 +67,15 @@ WHOLE_LIGHTEST = 12288  # with one weight gradient, and 4 bytes read: the backwa
 def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     """The forward launch for rows of n features."""
     if n > WHOLE_FORWARD:
-        return _looped(work, device, MOST_WARPS, programs_per_sm=0)
+        return Tile(1, 128 * work.vector * MOST_WARPS, _warps(MOST_WARPS, device), looped=True)
     # Rows of one warp: about 8 KB a program, so that its start and its stores of statistics are shared by several rows.
     rows = _power_below(8 * KB / (n * work.row_bytes)) if n <= 160 * work.vector else 1
     # Weights loaded early hide their latency behind that of the rows, and take registers meanwhile: too many where a wide row
-    # leaves room for few programs. A LayerNorm of one row reads about as much of weights and biases as of rows. It loads them
-    # late, and wants fewer warps, so that more programs wait side by side.
-    light = rows * work.row_bytes > work.weights
-    early = light and n <= (8192 if work.weights == 1 else min(8192, 1228 * work.vector))
-    warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5)
+    # leaves room for few programs. Where the weights are most of what is read, they come late, and a row has fewer warps, so
+    # that more programs wait side by side.
+    light = 2 * rows * work.row_bytes >= work.weight_bytes
+    early = light and n * work.weights <= min(2048 * work.vector, 6144 * work.row_bytes)
+    warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5 if n <= 4096 else 2)
     warps = min(warps, rows if rows > 1 else MOST_WARPS)
     distance = (1 if early else 4) * MB / (rows * n * work.row_bytes)
     return Tile(
@@ -93,11 +94,13 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     if n > (WHOLE_LIGHTEST if work.weights == 1 and work.row_bytes <= 4 else whole):
         block_n = max(1024, _power_above(-(-n // MOST_SLICES)))
         if not (work.splittable and device.cooperative and block_n <= 4096):
-            return _looped(work, device, MOST_WARPS // 2, programs_per_sm=1)
+            warps = MOST_WARPS // 2
+            return Tile(1, 32 * work.vector * warps, _warps(warps, device), 1, programs_per_sm=1, looped=True)
         warps = block_n // (128 * work.vector)
         return _persistent(Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n)), block_n, work, device)
-    warps = _backward_warps(n, work.vector)
-    programs = 8 // warps
+    warps = _backward_warps(n, work)
+    # LayerNorm of 16 bits without a residual takes few registers: twelve warps fit.
+    programs = 3 if work.weights == 2 and work.row_bytes == 4 and 1536 <= n <= 3072 else 8 // warps
     rows = _power_below(4096 / (programs * n))
     block_n = min(_power_above(n), 32 * work.vector * warps)
     while -(-n // block_n) % 2 == 0 and block_n < 4096:
@@ -105,13 +108,13 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     return _persistent(Tile(rows, block_n, warps, 1, programs), rows * n, work, device)
 
 
-def _backward_warps(n: int, vector: int) -> int:
+def _backward_warps(n: int, work: Work) -> int:
     """Four, or eight for wide rows; fewer where those leave more than a quarter of all lanes idle behind the row's end."""
 
     def padded(warps: int) -> int:
-        return -(-n // (32 * vector * warps)) * 32 * vector * warps
+        return -(-n // (32 * work.vector * warps)) * 32 * work.vector * warps
 
-    warps = 4 if n <= 384 * vector else 8
+    warps = 4 if n <= 512 * work.vector and n * work.weights <= 8192 else 8
     if 3 * padded(warps) <= 4 * n:
         return warps
     return min((w for w in (warps, warps // 2, warps // 4) if padded(w) <= 1024 * w), key=padded)
@@ -124,23 +127,23 @@ def most_registers(tile: Tile) -> int | None:
 
 
 def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
-    """The tile with its stages: two tiles ahead if both are at most 98 KB on a multiprocessor, three if at most 60, else one.
+    """The tile with its stages, by the bytes that one tile of each program takes on a multiprocessor.
 
-    Where a tile reads far more than it writes, its copies keep memory busy, and what is prefetched gets in their way.
+    Rows that several programs share wait for each other, so more of them are to be there. Where a tile reads far more than it
+    writes, its copies keep memory busy, and what is prefetched gets in their way. So it does with three tiles ahead of
+    LayerNorm, which is long at work on each.
     """
-    size = columns * work.row_bytes
-    on_multiprocessor = tile.programs_per_sm * size
-    ahead = 3 if on_multiprocessor <= 20 * KB else 2 if on_multiprocessor <= 49 * KB else 1
-    staged = tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
-    while ahead and tile.programs_per_sm * (ahead * staged + 2 * KB) > device.shared_memory:
+    size = columns * work.row_bytes * tile.programs_per_sm
+    ahead = 3 if size <= 20 * KB else 2 if size <= (38 if tile.slices == 1 else 49) * KB else 1
+    staged = tile.programs_per_sm * tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
+    while ahead and ahead * staged + tile.programs_per_sm * 2 * KB > device.shared_memory:
         ahead -= 1
-    prefetch = device.since_sm_90 and tile.rows <= MOST_ROWS_PREFETCHED and work.row_bytes < 2.5 * work.written_bytes
+    prefetch = (
+        device.since_sm_90
+        and tile.rows <= MOST_ROWS_PREFETCHED
+        and (ahead == 1 or (work.row_bytes < 2.5 * work.written_bytes and not (ahead == 3 and work.weights == 2)))
+    )
     return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)
-
-
-def _looped(work: Work, device: Device, warps: int, programs_per_sm: int) -> Tile:
-    """One program fills a multiprocessor, so that all rows in work stay in L2 until they are read again."""
-    return Tile(1, 32 * work.vector * warps, _warps(warps, device), 1, programs_per_sm, looped=True)
 
 
 def _warps(warps: int, device: Device) -> int:

@@ -65,9 +65,7 @@ class Numbers(NamedTuple):
 
 # A new number of rows, probability or seed must compile nothing. The numbers come one by one, as Triton would specialise those
 # of a tuple whatever it is told.
-@triton.jit(
-    do_not_specialize=["M", "eps", "threshold", "scale", "distance"], do_not_specialize_on_alignment=["p_seed"]
-)
+@triton.jit(do_not_specialize=["M", "eps", "threshold", "scale", "distance"], do_not_specialize_on_alignment=["p_seed"])
 def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, HOW: tl.constexpr):
     """A program for each tile of HOW.ROWS rows, of
 
@@ -83,27 +81,30 @@ def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, H
     tile = tl.program_id(0)
     if HOW.PREFETCH:
         prefetch_inputs(p, stride, tile + n.distance, n.M, HOW)
-    if HOW.LOOPED:
-        looped_rows(p, seed, stride, n, tile, HOW)
-    else:
-        whole_rows(p, seed, stride, n, place(tile, 0, n.M, HOW), HOW)
-
-
-@triton.jit
-def whole_rows(p, seed, stride, n, at, HOW: tl.constexpr):
-    """Rows that stay in registers from their load to their output."""
+    at = place(tile, 0, n.M, HOW)
     weights = ()
     if HOW.EARLY_WEIGHTS:
         for i in tl.static_range(blocks(HOW)):
             weights += (block_weights(p, i, at, HOW),)
         keep_order()
+    # What is loaded here stays in registers up to its output: the row, or its first block where the rest is read twice.
     b_r = load_stream(p, seed, stride, n, at, HOW, p.mask, p.mask1)
     store_stream(p.r, b_r, at, HOW)
     b_r = widen_stream(b_r)
     b_mean = tl.zeros([HOW.ROWS], tl.float32)
     if centres(HOW.NORM):
-        b_mean = mean(row_sum(b_r), HOW.N)
-    b_rstd = inverse(spread_sum(b_r, b_mean, at, HOW), HOW.N, n.eps, HOW.NORM)
+        b_mean = mean(row_sum(b_r), min(HOW.N, blocks(HOW) * HOW.BLOCK_N))
+    b_spread = spread_sum(b_r, b_mean, at, HOW)
+    if HOW.LOOPED:
+        b_spread, b_mean = add_rest(p, seed, stride, n, at, b_spread, b_mean, HOW)
+    b_rstd = inverse(b_spread, HOW.N, n.eps, HOW.NORM)
+    if HOW.LOOPED:
+        # The last block first: it is the one that L2 still holds.
+        for behind in tl.range(0, HOW.N - HOW.BLOCK_N, HOW.BLOCK_N, num_stages=1):
+            here = Place(at.rows, at.m_row, last_block(HOW) - behind)
+            b_rest = load_stream(p, seed, stride, n, here, HOW, p.mask, p.mask1)
+            store_stream(p.r, b_rest, here, HOW)
+            store_outputs(p, widen_stream(b_rest)[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
     # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
     for i in tl.static_range(blocks(HOW)):
         if HOW.EARLY_WEIGHTS:
@@ -113,40 +114,32 @@ def whole_rows(p, seed, stride, n, at, HOW: tl.constexpr):
     store_stats(p.stats, b_rstd, b_mean, at)
 
 
-@triton.jit
-def looped_rows(p, seed, stride, n, tile, HOW: tl.constexpr):
-    """Rows that are read twice, a block at a time: once for their statistics, once for their output.
+@triton.constexpr_function
+def last_block(HOW):
+    """The first column of the row's last block."""
+    return (HOW.N - 1) // HOW.BLOCK_N * HOW.BLOCK_N
 
-    Nothing is written before the second time, so residual_out may be the residual's own buffer. LayerNorm sums d = r − shift,
-    where shift is the mean of the first block: Σ (r − mean)² = Σ d² − (Σ d)² / N then loses few digits.
+
+@triton.jit
+def add_rest(p, seed, stride, n, at, b_spread, b_shift, HOW: tl.constexpr):
+    """The spread and the mean of rows of which one block is summed up: its spread and its mean, the shift.
+
+    Nothing is written here, so residual_out may be the residual's own buffer. A norm that centres sums d = r - shift:
+    Σ (r - mean)² = Σ d² - (Σ d)² / N loses few digits then.
     """
-    at = place(tile, 0, n.M, HOW)
-    b_shift = tl.zeros([HOW.ROWS], tl.float32)
-    if centres(HOW.NORM):
-        b_first = widen_stream(load_stream(p, seed, stride, n, at, HOW, None, None))
-        b_shift = mean(row_sum(b_first), min(HOW.BLOCK_N, HOW.N))
-    b_terms = tl.zeros([HOW.ROWS, HOW.BLOCK_N], tl.float32)
-    b_spread = tl.zeros([HOW.ROWS, HOW.BLOCK_N], tl.float32)
-    for first_col in tl.range(0, HOW.N, HOW.BLOCK_N, num_stages=1):
+    b_sum = tl.zeros([HOW.ROWS], tl.float32)
+    for first_col in tl.range(HOW.BLOCK_N, HOW.N, HOW.BLOCK_N, num_stages=1):
         here = Place(at.rows, at.m_row, first_col)
         b_r = widen_stream(load_stream(p, seed, stride, n, here, HOW, None, None))
         b_d = zero_outside(deviation(b_r[0], b_shift, HOW.NORM), 0, here, HOW)
-        b_spread += spread(b_d, HOW.NORM)
-        b_terms += b_d
-    b_sum = tl.sum(b_spread, 1)
+        b_spread += tl.sum(spread(b_d, HOW.NORM), 1)
+        b_sum += tl.sum(b_d, 1)
     b_mean = b_shift
     if centres(HOW.NORM):
-        b_delta = mean(tl.sum(b_terms, 1), HOW.N)
+        b_delta = mean(b_sum, HOW.N)
         b_mean += b_delta
-        b_sum -= b_delta * b_delta * HOW.N
-    b_rstd = inverse(b_sum, HOW.N, n.eps, HOW.NORM)
-    store_stats(p.stats, b_rstd, b_mean, at)
-
-    for first_col in tl.range(0, HOW.N, HOW.BLOCK_N, num_stages=1):
-        here = Place(at.rows, at.m_row, first_col)
-        b_r = load_stream(p, seed, stride, n, here, HOW, p.mask, p.mask1)
-        store_stream(p.r, b_r, here, HOW)
-        store_outputs(p, widen_stream(b_r)[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
+        b_spread -= b_delta * b_delta * HOW.N
+    return b_spread, b_mean
 
 
 @triton.jit

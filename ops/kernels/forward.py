@@ -98,26 +98,19 @@ def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, H
     if HOW.LOOPED:
         b_spread, b_mean = add_rest(p, seed, stride, n, at, b_spread, b_mean, HOW)
     b_rstd = inverse(b_spread, HOW.N, n.eps, HOW.NORM)
-    if HOW.LOOPED:
-        # The last block first: it is the one that L2 still holds.
-        for behind in tl.range(0, HOW.N - HOW.BLOCK_N, HOW.BLOCK_N, num_stages=1):
-            here = Place(at.rows, at.m_row, last_block(HOW) - behind)
-            b_rest = load_stream(p, seed, stride, n, here, HOW, p.mask, p.mask1)
-            store_stream(p.r, b_rest, here, HOW)
-            store_outputs(p, widen_stream(b_rest)[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
     # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
     for i in tl.static_range(blocks(HOW)):
         if HOW.EARLY_WEIGHTS:
             store_outputs(p, b_r[i], weights[i], b_mean, b_rstd, i, at, HOW)
         else:
             store_outputs(p, b_r[i], block_weights(p, i, at, HOW), b_mean, b_rstd, i, at, HOW)
+    if HOW.LOOPED:
+        for first_col in tl.range(HOW.BLOCK_N, HOW.N, HOW.BLOCK_N, num_stages=1):
+            here = Place(at.rows, at.m_row, first_col)
+            b_rest = load_stream(p, seed, stride, n, here, HOW, p.mask, p.mask1)
+            store_stream(p.r, b_rest, here, HOW)
+            store_outputs(p, widen_stream(b_rest)[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
     store_stats(p.stats, b_rstd, b_mean, at)
-
-
-@triton.constexpr_function
-def last_block(HOW):
-    """The first column of the row's last block."""
-    return (HOW.N - 1) // HOW.BLOCK_N * HOW.BLOCK_N
 
 
 @triton.jit

@@ -17,11 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation import turns, verdict
-from ablation.adopted_arms import exact_copy, norms_of, reordered_copy
-from ablation.adoption_checks import check_autocast, check_before_and_after, check_not_compiled, check_same_parameters, scalar
-from ablation.compared import AGAIN, FUSED, TORCH, Comparison
-from ablation.judgement import (
+from ablation.adopted_models import (
+    How,
+    Loss,
+    autocasting,
+    call,
+    check_autocast,
+    check_before_and_after,
+    check_not_compiled,
+    check_same_parameters,
+    default_loss,
+    device_of,
+    float_tensors,
+    results_of,
+    scalar,
+)
+from ablation.rounding import (
     FEW,
     GROSS_FEW,
     LEVEL,
@@ -29,12 +40,16 @@ from ablation.judgement import (
     REORDERED,
     Distances,
     Sums,
-    judge_sign,
-    judge_size,
+    exact_copy,
+    norms_of,
+    reordered_copy,
+    sign_test,
+    size_test,
 )
-from ablation.passes import How, Loss, autocasting, call, default_loss, device_of, float_tensors, results_of
-from ablation.statistics import LEAST_SAMPLES
-from ablation.text import aligned, number
+from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
+from measure.schedule import LEAD_IN, run_blocks
+from measure.statistics import LEAST_SAMPLES
+from measure.tables import aligned, number
 from ops.backend import runs_kernels
 from training.clock import StepClock
 
@@ -216,8 +231,8 @@ def measure(
             p.grad = None
 
     def block(name: str, _: int) -> list[float]:
-        clock = StepClock(device, warmup=turns.LEAD_IN)
-        for _step in range(turns.LEAD_IN + block_steps):
+        clock = StepClock(device, warmup=LEAD_IN)
+        for _step in range(LEAD_IN + block_steps):
             with clock.step():
                 step(models[name])
         return list(clock.steps_ms)
@@ -228,14 +243,14 @@ def measure(
         for model in models.values():
             for _ in range(warmup_steps):
                 step(model)
-        blocks = turns.in_turn(block, cycles, seed=0)
+        blocks = run_blocks(block, cycles, seed=0)
     finally:
         for p, grad in before.items():
             p.grad = grad
-    comparison, control = (turns.compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
-    a_ms, b_ms = (median(turns.per_cycle(blocks[name])) for name in (TORCH, FUSED))
-    words = verdict.verdict_of(comparison, control)
-    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
+    comparison, control = (compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
+    a_ms, b_ms = (median(cycle_times(blocks[name])) for name in (TORCH, FUSED))
+    words = conclusion(comparison, control)
+    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
 
 
 def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, wide: torch.dtype) -> dict[str, Tensor]:
@@ -294,7 +309,7 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
     rows = []
     for name in names:
         distances = [_no_luck(sums[name].distances()) for sums in batches]
-        results = [judge_size(name, distances, level, exact), judge_sign(name, distances, level)]
+        results = [size_test(name, distances, level, exact), sign_test(name, distances, level)]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
         error = max(sums[name].errors()[FUSED] for sums in batches)

@@ -47,44 +47,37 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ablation.arms import Arm, build, check_same, check_same_weights, load_initial_weights
-from ablation.compared import FUSED, TORCH
-from ablation.judgement import (
+from ablation.arms import Arm
+from ablation.parity_arms import ARMS, four_arms, norm_sites, unclipped_gradients
+from ablation.records import Parity
+from ablation.rounding import (
     FEW,
     LEVEL,
     REFERENCE,
-    REORDERED,
     Distances,
     Sums,
-    judge_sign,
-    judge_size,
     other_order,
     row_scales,
+    sign_test,
+    size_test,
 )
-from ablation.records import Parity
-from ablation.reordered import double, reorder
-from ablation.statistics import Interval, mean_interval
-from benchmarks.timing import free_memory
 from configs import Config
-from configs.schema import DropoutMasks, NormImpl, ResidualDtype
-from data import Batches, Corpus, Tokenizer
-from model.norm import PreNorm
+from data import Batches, Corpus
+from measure.comparison import FUSED, TORCH
+from measure.statistics import Interval, mean_interval
+from measure.timing import free_memory
 from training.evaluation import evaluate
 from training.precision import Precision
 from training.step import training_step
 
-ARMS = (REFERENCE, TORCH, FUSED, REORDERED)
-
 EVAL_BATCHES = 8  # unless the config says
-FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
     for step in range(cfg.ablate.parity_steps):
         gradients: list[dict[str, Tensor]] = []  # four times the size of the model
         for arm in arms:
-            sites = norm_sites(arm) if step == 0 else {}
+            sites = norm_sites(arm.state.model) if step == 0 else {}
             with unclipped_gradients(arm) as unclipped, row_scales(sites, rows) as row_scale:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
             losses[arm.name].append(loss.item())
@@ -200,61 +193,6 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
         },
         {arm.name: validate(arm, corpus) for arm in arms},
     )
-
-
-# ---- arms --------------------------------------------------------------------------------------------------------------------
-
-
-def four_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer) -> list[Arm]:
-    """In the order of ARMS."""
-    # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
-    exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
-    wide = copy.deepcopy(cfg)
-    wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
-    vocab_size = tokenizer.vocab_size
-    torch_arm = build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared)
-    load_initial_weights(torch_arm, tokenizer)
-    arms = [
-        build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-        torch_arm,
-        build(FUSED, cfg, NormImpl.fused, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-        build(REORDERED, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-    ]
-    check_same(arms[1:])
-    if exact.device == precision.device:  # the reference also keeps its residual stream in fp32
-        check_same_weights(arms)
-    if precision.dtype is torch.float32:
-        double(arms[0].state.model)
-    if precision.dtype is torch.float16:
-        for arm in arms[1:]:
-            arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
-    reorder(arms[3].state.model)
-    return arms
-
-
-@contextmanager
-def unclipped_gradients(arm: Arm) -> Iterator[dict[str, Tensor]]:
-    """Gradients by parameter name, as the training step inside gathered them: before it clips them and sets them to None."""
-    gradients: dict[str, Tensor] = {}
-    scale = arm.state.scaler.get_scale()  # a power of two: dividing by it rounds nothing
-
-    def keep(name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradients[name] = parameter.grad / scale  # with accumulation the last micro-batch's call has the sum, and overwrites
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: keep(name, parameter))
-        for name, parameter in arm.state.model.named_parameters()
-    ]
-    try:
-        yield gradients
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def norm_sites(arm: Arm) -> dict[str, nn.Module]:
-    return {name: site for name, site in arm.state.model.named_modules() if isinstance(site, PreNorm)}
 
 
 def validate(arm: Arm, corpus: Corpus) -> float:
@@ -310,8 +248,8 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
     names = list(runs[0].distances)
     level = LEVEL / (2 * len(names) - 1)
-    tests = [judge_size(name, [run.distances[name] for run in runs], level, exact) for name in names]
-    tests += [judge_sign(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
+    tests = [size_test(name, [run.distances[name] for run in runs], level, exact) for name in names]
+    tests += [sign_test(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
 
     val_loss = {arm: [run.val_loss[arm] for run in runs] for arm in ARMS}
     difference = mean_interval(np.subtract(val_loss[FUSED], val_loss[TORCH]))

@@ -27,12 +27,14 @@ from typing import Any
 import torch
 
 import configs
-from ablation import turns
-from ablation.statistics import mean_interval, spread
-from benchmarks import command, scaling_tables
-from benchmarks.results import Record
-from benchmarks.scaling_job import Job, JobError
+from benchmarks import command, training_tables
+from benchmarks.command import Record
+from benchmarks.scaling_ranks import Job, JobError
 from configs import ConfigError, machine, rules
+from measure.comparison import cycle_times
+from measure.progress import progress, show_current
+from measure.schedule import block_orders
+from measure.statistics import mean_interval, spread
 from training.precision import Precision
 
 PROGRAM = "scaling"
@@ -247,7 +249,7 @@ def ratio_of(name: str, base: Measured | None, measured: Measured) -> Record:
     """
     if base is None or base.error is not None:
         return {}
-    pairs = zip(turns.per_cycle(base.blocks_ms), turns.per_cycle(measured.blocks_ms), strict=True)
+    pairs = zip(cycle_times(base.blocks_ms), cycle_times(measured.blocks_ms), strict=True)
     logarithms = [math.log(base_ms / ms) for base_ms, ms in pairs]
     mean = mean_interval(logarithms)
     ratio, low, high = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
@@ -271,12 +273,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     by_name = {cell.name: cell for cell in cells}
     jobs = {cell.job: Job(cell.ranks, options.timeout) for cell in cells}
     try:
-        with command.progress(2 * options.rounds * len(cells), PROGRAM, "turn") as bar:
-            command.now(bar, "start")
+        with progress(2 * options.rounds * len(cells), PROGRAM, "turn") as bar:
+            show_current(bar, "start")
             start(jobs, found)
-            for order in turns.schedule(options.rounds, 0, list(by_name)):
+            for order in block_orders(options.rounds, 0, list(by_name)):
                 for name in order:
-                    command.now(bar, name)
+                    show_current(bar, name)
                     take_turn(by_name[name], found[by_name[name]], jobs[by_name[name].job], options.steps)
                     bar.update()
                 results.add(records_of(found))
@@ -289,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(file: dict[str, Any], folder: Path) -> None:
-    print(scaling_tables.text(file["records"]))
-    if picture := scaling_tables.plot(file, folder):
+    print(training_tables.scaling_text(file["records"]))
+    if picture := training_tables.plot_scaling(file, folder):
         print(f"\nplot: {picture}")
 
 

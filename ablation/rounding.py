@@ -1,19 +1,24 @@
-"""How far arms are apart in one quantity, and whether rounding explains it. The statistic is stated at the head of parity.py.
+"""What rounding explains: how far arms are apart in one quantity, and norms that sum in another order.
 
-Here and not there, so that models of other people can be judged (adoption.py) without a model, a corpus or a config of ours.
+The head of parity.py states the statistic. This module needs no model, corpus or config of ours, so that adoption.py can use it
+for other people's models.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ablation.compared import FUSED, TORCH, Quantity
-from ablation.statistics import Interval, mean_interval, t_tail
+from measure.comparison import FUSED, TORCH
+from measure.statistics import Interval, mean_interval, t_tail
+from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
 REFERENCE, REORDERED = "reference", "reordered"
 LEVEL = 0.01
@@ -23,6 +28,16 @@ BIAS = 0.1
 GROSS, GROSS_FEW = 30.0, 10.0
 FEW = 3  # seeds
 LARGEST = 1e9  # ratios stop here, so that JSON can hold what was divided by nothing or is no number
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One thing that parity compares between the arms."""
+
+    name: str  # loss, gradient norm, gradient of a layer, parameters
+    fused: Interval  # the fused arm's distance from fp32 over the expected one; geometric mean over seeds
+    reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
+    holds: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ def row_scales(
             hook.remove()
 
 
-def judge_size(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
+def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
     fused, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("fused", "reordered"))
     excess = fused - reordered
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
@@ -113,7 +128,7 @@ def judge_size(name: str, seeds: Sequence[Distances], level: float, exact: str) 
     return Result(quantity, float(excess.mean()), failure)
 
 
-def judge_sign(name: str, seeds: Sequence[Distances], level: float) -> Result:
+def sign_test(name: str, seeds: Sequence[Distances], level: float) -> Result:
     fused, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("fused_shift", "reordered_shift"))
     towards = fused * np.sign(fused.mean())
     fails = towards.mean() > GROSS_FEW or abs(fused).max() > GROSS
@@ -150,3 +165,73 @@ def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) ->
 
 def _finite(x: float) -> float:
     return LARGEST if math.isnan(x) else min(max(x, -LARGEST), LARGEST)
+
+
+def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Tensor:
+    """norm(r), with rows and features of r shuffled before and put back behind it.
+
+    Args:
+        norm: called with rows [M, N] and the order int64 [N] in which their features stand, which its weights have to follow.
+    """
+    rows = r.reshape(-1, r.shape[-1])
+    row_order, column_order = (_shuffled(n, r.device) for n in rows.shape)
+    y = norm(rows.index_select(0, row_order).index_select(1, column_order), column_order)
+    return y.index_select(1, column_order.argsort()).index_select(0, row_order.argsort()).view(r.shape)
+
+
+@lru_cache
+def _shuffled(n: int, device: torch.device) -> Tensor:
+    """Always the same order of n things, int64 [n]. Shuffled: a mere reversal would leave vector lanes with what they had."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu").to(device)
+
+
+def norms_of(model: nn.Module) -> dict[str, Formula]:
+    """The norms of a model by name, with their formula."""
+    return {
+        name: formula
+        for name, module in model.named_modules()
+        if may_be_a_norm(module) and isinstance(formula := recognise(module), Formula)
+    }
+
+
+def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
+    """A copy in a wider dtype, whose norms, which may round to fp32 inside, are computed from their formula."""
+    model = copy.deepcopy(model).to(dtype)
+    for name, formula in norms.items():
+        module = model.get_submodule(name)
+        _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
+    return model
+
+
+def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], own: Callable, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return own(*args, **kwargs)
+    return compute(formula, parameters, args[0]).to(args[0].dtype)
+
+
+def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
+    """A copy whose norms sum in another order."""
+    model = copy.deepcopy(model)
+    for name in norms:
+        module = model.get_submodule(name)
+        _patch(module, partial(_in_another_order, module))
+    return model
+
+
+def _in_another_order(module: nn.Module, own: Callable, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return own(*args, **kwargs)
+
+    def norm(rows: Tensor, order: Tensor) -> Tensor:
+        clone = object.__new__(type(module))
+        clone.__dict__.update(module.__dict__)
+        weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
+        clone.__dict__["_parameters"] = weights
+        return type(module).forward(clone, rows)
+
+    return in_another_order(norm, args[0])
+
+
+def _patch(module: nn.Module, forward: Callable) -> None:
+    """Puts forward(the module's own forward, its arguments …) in its place."""
+    module.forward = partial(forward, module.forward)

@@ -1,13 +1,13 @@
-"""How long calls take on the device: CUDA graphs over rotating inputs, contenders interleaved. The one place that times.
+"""How long calls take on the device: CUDA graphs over rotating inputs, with the contenders interleaved.
 
-On a GPU each contender is captured into a CUDA graph that calls it once on every set of inputs, so that the host's cost is out
-and no set is still in L2 when its turn comes again. Outputs stay alive until the capture ends: they rotate too. Contenders then
-take turns, in an order shuffled every round; a sample is the time of one call in one round.
+On a GPU each contender is captured into a CUDA graph that calls it once on every set of inputs. The host's cost is then not
+timed, and no set of inputs is still in L2 when it is used again. Outputs stay alive until the capture ends, so they rotate too.
+Contenders run one after the other, in an order that is shuffled every round. A sample is the time of one call in one round.
 
-Where in memory a kernel's tensors lie moves its time by up to 6 % at some widths. So a comparison can capture anew for every
-round, with all outputs elsewhere: then intervals hold for any place, not for the one that the allocator happened to give.
+The place of a kernel's tensors in memory changes its time by up to 6 % at some widths. So a comparison can capture again for
+every round, with all outputs at other addresses. The intervals then hold for any place.
 
-Without a GPU the same calls are timed by a clock; that is for trying the programs, not for numbers.
+Without a GPU a clock times the same calls. That is for trying the programs, not for numbers.
 """
 
 import gc
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
+from measure.statistics import LEAST_SAMPLES, paired_ratio, spread
 
 MOST_SETS = 512  # in a graph: below 0.5 MB a set, sets are not cold, and launches are what is timed
 
@@ -37,7 +37,7 @@ class Contender:
 
 @dataclass
 class Outcome:
-    """What became of a contender: one sample a round, or the reason why there is none."""
+    """The samples of a contender, one a round, or its error."""
 
     us: list[float] = field(default_factory=list)  # microseconds a call
     error: str | None = None
@@ -126,22 +126,27 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 1
 
 
 def rotating_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many sets of inputs and outputs it takes for none to be in L2 when its turn comes again: four times L2 in all."""
+    """The number of sets of inputs and outputs that fill L2 four times, so that no set is in L2 when it is used again."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return min(MOST_SETS, max(2, math.ceil(4 * l2 / bytes_per_set)))
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Everything, warm-ups included, runs on one stream that can be captured: autograd runs backward on forward's stream."""
+    """A stream that can be captured. Warm-ups run on it too, because autograd runs backward on the stream of forward."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def free_memory(device: torch.device) -> None:
-    """After a cell: its graphs, tensors and autograd graphs go before the next cell allocates."""
+    """Frees the CUDA graphs, tensors and autograd graphs of a cell before the next cell allocates."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def allocated_gb(device: torch.device) -> float:
+    """GiB of tensors on a GPU, 0 elsewhere."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def describe(error: BaseException) -> str:

@@ -153,7 +153,7 @@ def _environment(ablation: Ablation) -> str:
 
 
 def _step_times(cells: Sequence[Cell]) -> str:
-    header = ["cell", "arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "launches"]
+    header = ["cell", "arm", "median", "p10", "p90", "tokens/s", "peak GiB", "kernels"]
     rows = _rows(cells, lambda cell: [[_arm(name), *_arm_figures(cell, arm)] for name, arm in cell.arms.items()])
     if not rows:
         return ""

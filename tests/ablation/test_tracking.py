@@ -10,7 +10,7 @@ import pytest
 import wandb
 
 import ablate
-from ablation import serialize
+from ablation import records
 from tests.ablation import results
 from tests.wandb_server import WandbServer
 
@@ -51,7 +51,7 @@ def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tin
         {"mine", "ablation", "summary"},
     ]
     assert [run.config["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
-    found = serialize.load(folder)
+    found = records.load(folder)
     (cell,) = found.cells
     for run, times in zip(arms, cell.arms.values(), strict=True):
         logged = [(line["_step"], line["perf/step_ms"]) for line in run.history]

@@ -26,10 +26,6 @@ def test_minimum_bytes_are_those_of_the_anchors(case, direction, residual_bytes,
     assert minimum_bytes(CASES[case], direction, 32768, 768, 2, residual_bytes) == ELEMENTS * per_element
 
 
-def test_bytes_follow_the_dtype_of_x():
-    assert minimum_bytes(CASES["ln"], FORWARD, 10, 7, x_bytes=4) == 2 * minimum_bytes(CASES["ln"], FORWARD, 10, 7, x_bytes=2)
-
-
 def test_rows_are_fewer_only_where_elements_would_be_too_many():
     assert capped_rows(32768, 16384) == 32768
     assert capped_rows(32768, 65536) * 65536 == MAX_ELEMENTS

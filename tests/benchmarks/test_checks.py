@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from benchmarks.cases import CASES, Setting, make_inputs
-from benchmarks.checks import WrongResult, check_backward, check_forward
+from benchmarks.cases import CASES, Setting, WrongResult, check_backward, check_forward, make_inputs
 from benchmarks.providers import PROVIDERS
 
 CPU = torch.device("cpu")

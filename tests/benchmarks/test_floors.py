@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks import floors
+from benchmarks import norms
 
 from .records import norm
 
@@ -14,7 +14,7 @@ from .records import norm
     ],
 )  # fmt: skip
 def test_floors(direction, rows, width, least):
-    assert floors.floor(direction, rows, width) == least
+    assert norms.floor(direction, rows, width) == least
 
 
 def test_summary_names_cells_under_the_floor_and_those_behind():
@@ -29,7 +29,7 @@ def test_summary_names_cells_under_the_floor_and_those_behind():
         norm("rms", 2048, "before", 0.9, m=2**17, weights="fp32", times_ours_95=[1.0, 1.1]),
         norm("rms", 2048, "ours", 0.1, m=64),
     ]  # fmt: skip
-    assert floors.summary(records).splitlines() == [
+    assert norms.floors_summary(records).splitlines() == [
         "under the floor: 1 of 2 cells of 2^26 elements or more",
         "  RMS, forward 131072×1024: 0.89, floor 0.90",
         "more than 2% behind the fastest other: 1 of 3 cells",

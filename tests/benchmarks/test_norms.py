@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import memory, norms, providers, selection, warm
-from benchmarks.cases import CASES
-from benchmarks.results import ResultsError, load
+from benchmarks import memory, norms, providers
+from benchmarks.cases import CASES, Shape
+from benchmarks.command import ResultsError, load
 
 SMALL = ["--device", "cpu", "--rounds", "2"]
 
@@ -107,20 +107,6 @@ def test_plot_only_measures_nothing(run, tmp_path, monkeypatch, capfd):
     assert (tmp_path / "norms_forward.png").exists() and "RMS, forward 64×64" in capfd.readouterr().out
 
 
-def test_weight_dtype_is_part_of_the_cell(run):
-    run("--case", "ln", "--width", "64", "--provider", "ours")
-    records, _ = run("--case", "ln", "--width", "64", "--provider", "ours", "--weight-dtype", "fp32")
-    assert sorted(r["weight_dtype"] for r in records) == ["bf16", "bf16", "fp32", "fp32"]
-
-
-def test_invocations_add_up_and_fresh_starts_over(run):
-    run("--case", "ln", "--width", "64", "--provider", "torch")
-    records, _ = run("--case", "ln", "--width", "48", "--provider", "torch")
-    assert {r["N"] for r in records} == {48, 64}
-    records, _ = run("--case", "ln", "--width", "32", "--provider", "torch", "--fresh")
-    assert {r["N"] for r in records} == {32}
-
-
 def test_missing_measures_only_what_the_file_lacks(run, monkeypatch):
     run("--case", "ln", "--width", "64", "--provider", "torch", "--direction", "forward")
     measured = []
@@ -161,33 +147,19 @@ def test_another_revision_is_timed_beside_ours(run):
 @pytest.fixture
 def threads(monkeypatch):
     """Jobs of --warm run here instead of in processes, which take seconds to start."""
-    monkeypatch.setattr(warm, "pool", lambda processes, before: ThreadPoolExecutor(1))
+    monkeypatch.setattr(providers, "pool", lambda processes, before: ThreadPoolExecutor(1))
 
 
 def test_warm_compiles_every_shape_and_provider_first(run, monkeypatch, threads):
     ran = []
-    original = warm.compile_one
+    original = providers.compile_one
     monkeypatch.setattr(
-        warm, "compile_one", lambda s, name, d: ran.append((s.case.name, s.width, name)) or original(s, name, d)
+        providers, "compile_one", lambda s, name, d: ran.append((s.case.name, s.width, name)) or original(s, name, d)
     )
     arguments = ["--case", "ln", "add_ln", "--residual", "bf16", "--width", "32", "64", "--provider", "ours-seeded", "torch"]
     records, printed = run(*arguments, "--warm", "4")
     assert ran == [(case, width, "torch") for width in (64, 32) for case in ("ln", "add_ln")], "wide ones first"
     assert "compiling in 4 processes: 100%" in printed.err and len(records) == 8
-
-
-def test_compiling_runs_both_ways_on_few_rows(monkeypatch):
-    rows = []
-
-    def note(case, setting):
-        function = providers.plain_torch(case, setting)
-        return lambda inputs: rows.append(len(inputs.x)) or function(inputs)
-
-    for name in ("torch", "compile"):
-        monkeypatch.setitem(providers.PROVIDERS, name, providers.Provider(note))
-        shape = selection.Shape(CASES["ln"], None, "bf16", 5003, 16, 5003)
-        assert warm.compile_one(shape, name, torch.device("cpu")) is None
-    assert rows == [2048 + 5003 % 16, 5003]
 
 
 def test_failures_while_compiling_ahead_are_told_and_survived(run, monkeypatch, threads):
@@ -198,7 +170,7 @@ def test_failures_while_compiling_ahead_are_told_and_survived(run, monkeypatch, 
     def died(*of):
         raise BrokenProcessPool("a process died.")
 
-    monkeypatch.setattr(warm, "compile_one", died)
+    monkeypatch.setattr(providers, "compile_one", died)
     assert "BrokenProcessPool: a process died. The rest is compiled when measured" in run(*arguments)[1].err
 
 
@@ -207,17 +179,9 @@ def broken(inputs):
 
 
 def test_processes_compile(capfd):
-    shape = selection.Shape(CASES["ln"], None, "bf16", 16, 16, 16)
-    warm.compile_in_processes([shape], ["torch"], torch.device("cpu"), 1, None)
+    shape = Shape(CASES["ln"], None, "bf16", 16, 16, 16)
+    providers.compile_in_processes([shape], ["torch"], torch.device("cpu"), 1, None)
     assert capfd.readouterr().err.count("100%") == 1
-
-
-def test_minutes_run_out_by_the_clock(monkeypatch):
-    clock = iter([0.0, 59.0, 61.0])
-    monkeypatch.setattr(norms.command.time, "monotonic", lambda: next(clock))
-    budget = norms.command.Budget(1.0)
-    assert not budget.spent and budget.spent
-    assert not norms.command.Budget(None).spent
 
 
 def test_failing_provider_is_recorded_and_told(run, monkeypatch):
@@ -246,20 +210,6 @@ def test_library_asked_for_by_name_must_be_there(run, monkeypatch):
     monkeypatch.setattr(norms.command.providers, "missing", lambda names: {"apex": "ImportError: no apex"})
     with pytest.raises(SystemExit, match="--provider"):
         run("--case", "ln", "--width", "64", "--provider", "apex")
-
-
-def test_libraries_missing_from_all_are_told_and_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(norms.command.providers, "missing", lambda names: {"apex": "ImportError: no apex"})
-    assert norms.command.importable(None, ["ours", "apex"]) == ["ours"]
-    assert "missing: apex (ImportError: no apex)" in capsys.readouterr().err
-
-
-def test_results_of_other_code_are_refused(run, tmp_path, monkeypatch):
-    run("--case", "ln", "--width", "64", "--provider", "torch")
-    path = tmp_path / "norms.json"
-    path.write_text(path.read_text().replace('"torch": "', '"torch": "0.'))
-    with pytest.raises(SystemExit, match=r"recorded elsewhere.*--fresh"):
-        run("--case", "ln", "--width", "48", "--provider", "torch")
 
 
 def test_cells_of_another_revision_are_renewed_where_that_is_asked_for(run, monkeypatch):

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import command, host, memory, providers, seed_figures
-from benchmarks.results import load
+from benchmarks.command import load
 
 # Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
-from benchmarks.tutorial_norm import layer_norm
+from benchmarks.kernels import layer_norm
 
 CPU = ["--device", "cpu", "--rounds", "2"]
 
@@ -37,12 +37,6 @@ def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_p
     assert capsys.readouterr().out == printed
 
 
-def test_host_cases_can_be_chosen(tmp_path):
-    host.main([*CPU, "--output", str(tmp_path), "--provider", "torch", "--case", "ln", "dropout_add_ln"])
-    records = load(tmp_path / "host.json")["records"]
-    assert {(r["case"], r["residual_dtype"]) for r in records} == {("ln", None), ("dropout_add_ln", "bf16")}
-
-
 def test_host_waits_for_the_device_outside_what_it_times(monkeypatch):
     log = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
@@ -62,11 +56,6 @@ def test_memory_covers_cases_streams_and_providers(tmp_path, capsys):
     memory.main([*CPU, "--output", str(tmp_path), *arguments, "--case", "dropout_add_ln", "--residual", "fp32", "--fresh"])
     assert len(load(tmp_path / "memory.json")["records"]) == 2
     memory.main(["--plot-only", "--output", str(tmp_path)])
-
-
-def test_memory_defaults():
-    assert memory.options_of([])[1].width == [768, 4096]
-    assert memory.options_of(["--quick"])[1].width == [768]
 
 
 def test_chain_hands_both_streams_from_block_to_block():
@@ -115,24 +104,6 @@ def test_seed_figures_are_recorded_and_drawn(tmp_path, capsys, no_compiler):
     assert all(f"{figure}: " in printed for figure in "abcd")
     seed_figures.main(["--plot-only", "--output", str(tmp_path)])
     assert capsys.readouterr().out == printed
-
-
-def test_figures_can_be_chosen(tmp_path, no_compiler):
-    seed_figures.main([*CPU, "--output", str(tmp_path), "--rows", "16", "--width", "32", "--figure", "d"])
-    assert {r["figure"] for r in load(tmp_path / "seed_figures.json")["records"]} == {"d"}
-
-
-def test_figures_are_the_published_ones():
-    figures = seed_figures.FIGURES
-    assert list(figures["a"].widths) == [512 * i for i in range(2, 32)] and figures["a"].rows == 4096
-    assert figures["b"].rows == 128 * 1024 and (figures["b"].widths[0], figures["b"].widths[-1]) == (1024, 8192)
-    assert figures["c"].rows == 49152 and (figures["c"].widths[0], figures["c"].widths[-1]) == (32, 32768)
-
-
-def test_unknown_figure_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        seed_figures.main(["--figure", "e"])
-    assert "choose from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [64, 100])

@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import providers
-from benchmarks.cases import CASES, Setting, make_inputs
-from benchmarks.checks import check_backward, check_forward
-from benchmarks.contenders import contender
-from benchmarks.providers import PROVIDERS
+from benchmarks.cases import CASES, Setting, check_backward, check_forward, make_inputs
+from benchmarks.providers import PROVIDERS, contender
 
 CPU = torch.device("cpu")
 
@@ -45,17 +43,6 @@ def test_version_of_a_copied_library_is_its_own(library, monkeypatch):
     library("quack.rmsnorm")
     monkeypatch.setattr(sys.modules["quack"], "__version__", "9.9", raising=False)
     assert providers.versions(["ours", "quack-kernels"]) == {"quack-kernels": "9.9"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_torch_is_the_same_expression(name):
-    # Without Inductor, which needs a C++ compiler and half a minute: what is tested is the wiring.
-    case, setting = CASES[name], Setting(residual_dtype=torch.float32)
-    compiled = torch.compile(providers.torch_expression(case, setting), backend="eager", fullgraph=True, dynamic=False)
-    (i,) = make_inputs(case, setting, 16, 128, 1, CPU)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    check_forward(case, setting, i, compiled(i.x, i.residual, i.weight, i.bias))
 
 
 @pytest.mark.parametrize("name", CASES)

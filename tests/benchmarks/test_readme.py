@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from ablation import serialize
+from ablation import records
 from benchmarks import readme
-from benchmarks.results import ResultsError
+from benchmarks.command import ResultsError
 from tests.ablation import results
 
 from .records import ENVIRONMENT, norm
@@ -47,7 +47,7 @@ def test_recorded_ablations_have_a_row_for_each_cell(folder):
     with pytest.raises(ResultsError, match=r"no report\.json; record an ablation there"):
         readme.rewritten(marker, folder)
     found = results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager", "compiled"])
-    serialize.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
+    records.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
     text = readme.rewritten(marker, folder)
     rows = [line for line in text.splitlines() if "ablation/gpt2/report.md), " in line]
     assert [row.split("), ")[1].split(" |")[0] for row in rows] == ["eager, model.dropout=0.1", "compiled, model.dropout=0.1"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import results
-from benchmarks.plots import machine
-from benchmarks.results import Results, ResultsError, differences, environment, load, slug
+from benchmarks.command import Results, ResultsError, differences, environment, load, slug
+from measure.tables import machine
 
 KEY = ("case", "N", "provider")
 
@@ -42,12 +42,6 @@ def test_file_on_disk_is_whole_after_every_cell(tmp_path, facts):
         results.add([record(n)])
         assert len(json.loads(path.read_text())["records"]) == n + 1
     assert [p.name for p in tmp_path.iterdir()] == ["norms.json"]
-
-
-def test_a_command_given_twice_is_recorded_once(tmp_path, facts):
-    for _ in range(2):
-        Results(tmp_path / "norms.json", KEY, facts, "run").add([record(1)])
-    assert load(tmp_path / "norms.json")["command"] == "run"
 
 
 @pytest.mark.parametrize(
@@ -129,13 +123,6 @@ def test_only_another_clean_revision_can_be_renewed(tmp_path, facts, change):
     assert "--renew" not in str(error.value)
 
 
-def test_code_with_uncommitted_changes_is_no_revision_to_renew(tmp_path, facts):
-    path = tmp_path / "norms.json"
-    Results(path, KEY, facts | {"git": {"revision": "abc", "dirty": True}}, "run").add([record(1)])
-    with pytest.raises(ResultsError, match="git revision abc there, def here"):
-        Results(path, KEY, facts | {"git": {"revision": "def", "dirty": True}}, "run", renew=True)
-
-
 def test_a_renewal_that_was_cut_short_has_only_what_it_measured(tmp_path, facts):
     path = tmp_path / "norms.json"
     Results(path, KEY, at(facts, "abc"), "run").add([record(1), record(2)])
@@ -152,13 +139,6 @@ def test_a_library_that_only_one_run_had_does_not_separate_them(tmp_path, facts)
     assert differences(facts, fewer) == []
     Results(path, KEY, fewer, "run").add([record(2)])
     assert load(path)["environment"]["versions"] == {"torch": "2.11.0", "quack-kernels": "0.6", "apex": "1"}
-
-
-def test_has_knows_measured_and_failed_cells(tmp_path, facts):
-    found = Results(tmp_path / "norms.json", KEY, facts, "run")
-    found.add([record(1), {"case": "ln", "N": 2, "provider": "ours", "us": None, "error": "no"}])
-    assert found.has(case="ln", N=1, provider="ours") and found.has(case="ln", N=2, provider="ours")
-    assert not found.has(case="ln", N=3, provider="ours")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"records": []}'])

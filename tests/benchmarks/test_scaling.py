@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import configs
-from benchmarks import readme, scaling, scaling_rank, scaling_tables
-from benchmarks.results import load
+from benchmarks import readme, scaling, scaling_ranks, training_tables
+from benchmarks.command import load
 from benchmarks.scaling import Cell, Measured, records_of
-from benchmarks.scaling_job import Job, JobError
-from benchmarks.scaling_rank import measure
+from benchmarks.scaling_ranks import Job, JobError, measure
 from tests.benchmarks.records import ENVIRONMENT
 from tests.ranks import on_ranks
 from training.distributed import ALONE
@@ -142,13 +141,13 @@ def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(
 
 def _what_steps_are_given(world, on):
     """The class of the model, the rows of the batch and the size of the world, of each step by `parallel`."""
-    step, told = scaling_rank.training_step, {}
+    step, told = scaling_ranks.training_step, {}
 
     def watched(forward, state, batch, number, cfg, precision, within):
         told.setdefault(str(cfg.parallel), []).append([type(forward).__name__, len(batch[0]), within.size])
         return step(forward, state, batch, number, cfg, precision, within)
 
-    scaling_rank.training_step = watched  # of a process that ends after this
+    scaling_ranks.training_step = watched  # of a process that ends after this
     for parallel in ("auto", "ddp", "fsdp"):
         measure(configs.compose_only(overrides(f"parallel={parallel}")), 1, ALONE if parallel == "auto" else world)
     return told
@@ -160,13 +159,6 @@ def test_warm_up_is_not_counted():
     cfg = configs.compose_only(alone.overrides)
     assert cfg.train.steps == scaling.SIZES["tiny"].warm_up + 3, "so the schedule of learning rates covers all steps"
     assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
-
-
-def test_a_table_of_the_readme_has_no_empty_columns():
-    found = records_of({cell("ddp", 1): Measured([[10.0], [10.0]]), cell("ddp", 2): Measured([[12.5], [12.5]])})
-    header, _, one, two = scaling_tables.markdown({"records": found}).splitlines()[2:]
-    assert header == "|  | GPUs | ms | p10 | p90 | tokens/s | of one GPU | efficiency |"
-    assert one.endswith("| 1.000 |") and two.endswith("| 0.800 |")
 
 
 def test_settings_of_nccl_are_recorded_and_its_version_is_none(monkeypatch):
@@ -219,4 +211,4 @@ def test_readme_can_show_the_table(tmp_path):
     shown = readme.TABLES["scaling"]({"environment": ENVIRONMENT, "records": records})
     assert shown.startswith("tiny: 4 × 10 tokens a GPU, bf16, eager\n\n|") and "| ddp | 2 | 10.00 |" in shown
     assert "fsdp" not in shown, "what failed has no figures"
-    assert scaling_tables.plot({"environment": ENVIRONMENT, "records": records}, tmp_path) == tmp_path / "scaling.png"
+    assert training_tables.plot_scaling({"environment": ENVIRONMENT, "records": records}, tmp_path) == tmp_path / "scaling.png"

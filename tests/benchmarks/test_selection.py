@@ -1,7 +1,7 @@
 """Which shapes the options of `norms` choose."""
 
-from benchmarks import norms, selection
-from benchmarks.cases import CASES, MAX_ELEMENTS
+from benchmarks import norms
+from benchmarks.cases import CASES, MAX_ELEMENTS, MODEL_WIDTHS
 
 FIRST_OF_SEED_1 = [
     ("add_ln", "fp32", "bf16", 6567, 11784),
@@ -16,7 +16,7 @@ def parse(*arguments):
 
 def test_default_sweep_is_every_case_width_stream_and_provider():
     options = parse()
-    shapes = selection.shapes(options)
+    shapes = norms.shapes_of(options)
     assert {s.case.name for s in shapes} == set(CASES)
     assert {s.width for s in shapes} == {768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536}
     assert {s.residual for s in shapes if s.case.add} == {"bf16", "fp32"}
@@ -27,35 +27,31 @@ def test_default_sweep_is_every_case_width_stream_and_provider():
 
 def test_quick_is_a_small_part_but_what_is_asked_for_stays():
     options = parse("--quick")
-    assert len(selection.shapes(options)) == 2 and options.rounds == 7
+    assert len(norms.shapes_of(options)) == 2 and options.rounds == 7
     options = parse("--quick", "--width", "512", "--case", "ln", "--rounds", "9")
-    assert [(s.case.name, s.width) for s in selection.shapes(options)] == [("ln", 512)] and options.rounds == 9
-
-
-def test_small_widths():
-    assert {s.width for s in selection.shapes(parse("--small"))} == {32, 64, 128, 256, 512}
+    assert [(s.case.name, s.width) for s in norms.shapes_of(options)] == [("ln", 512)] and options.rounds == 9
 
 
 def test_rows_that_the_cap_makes_equal_are_measured_once():
     options = parse("--case", "ln", "--width", "65536", "--rows", "32768", "16384", "1024")
-    assert [(s.rows, s.asked_rows) for s in selection.shapes(options)] == [(8192, 32768), (1024, 1024)]
+    assert [(s.rows, s.asked_rows) for s in norms.shapes_of(options)] == [(8192, 32768), (1024, 1024)]
 
 
 def test_models_are_measured_as_they_train():
-    shapes = selection.shapes(parse("--models"))
-    assert {s.width for s in shapes} == set(selection.MODEL_WIDTHS) and {s.weights for s in shapes} == {"fp32"}
+    shapes = norms.shapes_of(parse("--models"))
+    assert {s.width for s in shapes} == set(MODEL_WIDTHS) and {s.weights for s in shapes} == {"fp32"}
     assert {(s.case.name, s.residual) for s in shapes} == {(n, r) for n, c in CASES.items() if c.add for r in ("bf16", "fp32")}
-    assert [s.width for s in selection.shapes(parse("--models", "--width", "2304", "--case", "rms"))] == [2304]
+    assert [s.width for s in norms.shapes_of(parse("--models", "--width", "2304", "--case", "rms"))] == [2304]
 
 
 def test_drawn_shapes_depend_on_the_seed_alone():
-    assert selection.drawn(3, 40, 20)[:5] == selection.drawn(3, 5) != selection.drawn(4, 5)
-    first = [(s.case.name, s.residual, s.weights, s.rows, s.width) for s in selection.drawn(1, 2, 1)]
+    assert norms.random_shapes(3, 40, 20)[:5] == norms.random_shapes(3, 5) != norms.random_shapes(4, 5)
+    first = [(s.case.name, s.residual, s.weights, s.rows, s.width) for s in norms.random_shapes(1, 2, 1)]
     assert first == FIRST_OF_SEED_1, "recorded results say the seed alone"
 
 
 def test_drawn_shapes_are_of_every_kind_within_bounds():
-    large, small = selection.drawn(0, 400), selection.drawn(0, 0, 400)
+    large, small = norms.random_shapes(0, 400), norms.random_shapes(0, 0, 400)
     assert len(large) == len(small) == 400
     for shapes, narrowest, least in ((large, 512, 2**26), (small, 256, 2**22)):
         assert all(narrowest <= s.width <= 16384 and s.width % 8 == 0 and s.rows * s.width >= least for s in shapes)

@@ -1,4 +1,4 @@
-from benchmarks import tables
+from benchmarks import memory, report, seed_figures
 
 from .records import failed, norm
 
@@ -10,7 +10,7 @@ def test_terminal_table_has_every_provider_the_fastest_and_ratios():
         norm("ln", 1024, "ours", 0.8), failed("ln", 1024, "torch"),
         norm("ln", 1024, "before", 0.9, times_ours=0.9, times_ours_95=None),
     ]  # fmt: skip
-    lines = tables.norms_text(records).splitlines()
+    lines = report.norms_text(records).splitlines()
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     ratios = ["fastest other", "its time / ours", "before / ours"]
     assert cells[0] == ["share of copy bandwidth", "ours", "ours-seeded", "before", "torch", "quack", *ratios]
@@ -25,7 +25,7 @@ def test_sweeps_of_different_rows_and_capped_rows_stay_apart():
         norm("ln", 65536, "ours", 0.7, m=8192, asked=32768),
         norm("ln", 1024, "ours", 0.6, m=4096),
     ]
-    sweeps = tables.by_rows(records)
+    sweeps = report.by_rows(records)
     assert {rows: [r["N"] for r in sweep] for rows, sweep in sweeps.items()} == {32768: [1024, 65536], 4096: [1024]}
 
 
@@ -36,7 +36,7 @@ def test_markdown_shows_ours_and_the_best_peer_bold_where_ours_is_faster_by_more
         norm("add_rms", 1024, "ours", 0.97, residual="bf16"), norm("add_rms", 1024, "torch", 0.5, residual="bf16"),
         norm("add_rms", 1024, "torch", 0.4, residual="bf16", m=4096), norm("ln", 768, "ours", 0.5, direction="backward"),
     ]  # fmt: skip
-    text = tables.norms_markdown(records)
+    text = report.norms_markdown(records)
     assert "| forward, N = | 768 | 1024 |" in text
     assert "| add+RMS, bf16 stream | 0.90 / 0.89 liger | **0.97** / 0.50 torch |" in text
     assert "| backward, N = | 768 |" in text and "| LN | 0.50 |" in text
@@ -48,7 +48,7 @@ def test_models_have_a_row_each_with_the_stream_of_training():
         *(norm("add_rms", n, "ours", 0.9, **where) for n in (4608, 2304)), norm("add_rms", 2304, "torch", 0.5, **where),
         norm("add_ln", 2304, "ours", 0.8, **where), norm("add_rms", 2304, "ours", 0.1, residual="bf16", weights="fp32"),
     ]  # fmt: skip
-    assert tables.models_markdown(records).splitlines() == [
+    assert report.models_markdown(records).splitlines() == [
         "| forward, N = | add+LN | add+RMS |",
         "| --- | ---: | ---: |",
         "| 2304, Gemma 2 2B | 0.80 | **0.90** / 0.50 torch |",
@@ -62,14 +62,14 @@ def test_host_and_memory_tables():
         for p, us in (("torch", 25.0), ("ours", 60.0), ("ours-compiled", 80.0))
         for d in ("forward", "forward+backward")
     ]
-    assert tables.host_rows(host[:5]) == [
+    assert host.host_rows(host[:5]) == [
         ["ours", "60 (59 to 61)", "60 (59 to 61)"],
         ["ours-compiled", "80 (79 to 81)", "–"],
         ["torch", "25 (24 to 26)", "25 (24 to 26)"],
     ]
 
     cell = {"case": "dropout_add_ln", "residual_dtype": "fp32", "M": 32768, "N": 768, "blocks": 8}
-    rows = tables.memory_rows([
+    rows = memory.memory_rows([
         {**cell, "provider": "ours", "kept": 8 * 96 * 2**20, "peak": 8 * 200 * 2**20},
         {**cell, "provider": "torch", "error": "no"},
         {**cell, "provider": "torch", "kept": None, "peak": None},
@@ -82,7 +82,7 @@ def test_seed_tables_show_bandwidth_for_a_and_time_for_others():
         return {"figure": figure, "M": 4096, "N": n, "provider": provider, "us": 12.34, **more}
 
     records = [cell("a", 1024, "ours", gb_per_s=3900.4), cell("a", 1024, "torch", us=None, error="no"), cell("d", 128, "ours")]
-    found = tables.seed_tables(records)
+    found = seed_figures.seed_tables(records)
     assert list(found) == ["a", "d"]
     assert found["a"][1:] == (["N", "ours", "torch"], [["1024", "3900", "failed"]])
     assert found["d"][2] == [["128", "12.3"]]

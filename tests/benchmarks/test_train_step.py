@@ -6,9 +6,9 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import nanogpt, readme, step_contenders, train_step
-from benchmarks.nanogpt import PeerError
-from benchmarks.results import load
+from benchmarks import contenders, readme, train_step
+from benchmarks.command import load
+from benchmarks.contenders import PeerError
 from model import GPT
 from tests.benchmarks.peer import checkout
 from tests.benchmarks.records import ENVIRONMENT
@@ -24,7 +24,7 @@ CPU = ["--device", "cpu", "--rounds", "2", "--common", *SMALL]
 
 def config(*overrides):
     options = train_step.options_of(["--device", "cpu", "--common", *SMALL, *overrides])[1]
-    return step_contenders.config_of(options, 0.0)
+    return contenders.config_of(options, 0.0)
 
 
 def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(tmp_path, capsys):
@@ -45,7 +45,7 @@ def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(
         assert statistics.median(itertools.chain(*r["blocks_ms"])) == pytest.approx(r["ms"], abs=1e-3)
         if "speedup" in r:
             assert r["versus"] == "nanoGPT" and "speedup_95" not in r, "two rounds are too few for an interval"
-    assert file["environment"]["versions"]["nanoGPT"] == nanogpt.fingerprint(nanogpt.load(peer))
+    assert file["environment"]["versions"]["nanoGPT"] == contenders.fingerprint(contenders.load_nanogpt(peer))
     assert (folder / "train_step.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert all(name in printed for name in names) and "number of parameters" not in printed
@@ -85,8 +85,8 @@ def test_a_model_that_computes_something_else_is_not_timed(tmp_path, change, mon
 @pytest.mark.parametrize("activation", ["nn.GELU()", "nn.GELU(approximate='tanh')"])
 @pytest.mark.parametrize("bias", ["true", "false"])
 def test_the_same_model_agrees_to_rounding_whatever_its_gelu(tmp_path, activation, bias):
-    module = nanogpt.load(checkout(tmp_path / "nanoGPT", activation))
-    assert nanogpt.check_same_model(module, config(f"model.bias={bias}")) < 1e-11
+    module = contenders.load_nanogpt(checkout(tmp_path / "nanoGPT", activation))
+    assert contenders.check_same_model(module, config(f"model.bias={bias}")) < 1e-11
 
 
 def test_a_contender_that_is_no_gpt2_is_refused_beside_nanogpt(tmp_path, monkeypatch):
@@ -97,13 +97,13 @@ def test_a_contender_that_is_no_gpt2_is_refused_beside_nanogpt(tmp_path, monkeyp
 
 
 def test_a_step_whose_first_loss_is_off_ends_the_program(tmp_path, monkeypatch):
-    real = step_contenders.training_step
+    real = contenders.training_step
 
     def wrong(forward, state, *rest):
         loss, norm = real(forward, state, *rest)
         return (1.01 * loss if state.model.norm.impl == "fused" else loss), norm
 
-    monkeypatch.setattr(step_contenders, "training_step", wrong)
+    monkeypatch.setattr(contenders, "training_step", wrong)
     with pytest.raises(SystemExit, match=r"ours: its first loss is .* further from the others' than rounding explains"):
         train_step.main([*CPU, "--output", str(tmp_path), "--nanogpt", str(checkout(tmp_path / "nanoGPT"))])
     assert not (tmp_path / "train_step.json").exists()
@@ -117,14 +117,14 @@ def test_without_a_checkout_ours_are_compared_and_nanogpt_is_said_to_be_missing(
 
 
 def test_a_contender_that_fails_is_a_record_and_the_others_are_timed(tmp_path, monkeypatch, capsys):
-    real = step_contenders.training_step
+    real = contenders.training_step
 
     def fails(forward, state, *rest):
         if state.model.norm.impl == "torch":
             raise RuntimeError("no room")
         return real(forward, state, *rest)
 
-    monkeypatch.setattr(step_contenders, "training_step", fails)
+    monkeypatch.setattr(contenders, "training_step", fails)
     train_step.main([*CPU, "--output", str(tmp_path), "--dropout", "0", "--no-profile"])
     records = {r["contender"]: r for r in load(tmp_path / "train_step.json")["records"]}
     assert records["ours"]["ms"] > 0 and records["ours, torch norms"]["error"] == "RuntimeError: no room"
@@ -167,7 +167,7 @@ def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_p
     (tmp_path / "broken" / "model.py").write_text("def")
     (tmp_path / "other" / "model.py").write_text("x = 1")
     with pytest.raises(PeerError, match=message):
-        nanogpt.load(tmp_path / path)
+        contenders.load_nanogpt(tmp_path / path)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_overrides_are_checked_before_anything_runs(tmp_path, arguments, message
 def test_defaults_are_the_published_sizes():
     options = train_step.options_of([])[1]
     assert (options.size, options.mode, options.dropout) == ("gpt2", ["eager", "compiled"], [0.0, 0.1])
-    cfg = step_contenders.config_of(train_step.options_of(["--device", "cpu", "--size", "gpt2"])[1], 0.1)
+    cfg = contenders.config_of(train_step.options_of(["--device", "cpu", "--size", "gpt2"])[1], 0.1)
     m = cfg.model
     assert (m.layers, m.heads, m.width, m.context, m.vocab_size, m.dropout) == (12, 12, 768, 1024, 50304, 0.1)
     assert cfg.train.batch_size == 32 and cfg.optim.clip_norm == 1.0
@@ -202,9 +202,9 @@ def test_defaults_are_the_published_sizes():
 
 
 def test_what_compiled_cells_alone_can_do_may_be_asked_for(monkeypatch):
-    monkeypatch.setattr(step_contenders.machine, "inspect", lambda _: step_contenders.machine.Machine("cuda"))
+    monkeypatch.setattr(contenders.machine, "inspect", lambda _: contenders.machine.Machine("cuda"))
     options = train_step.options_of(["--ours", "train.compile_mode=reduce-overhead"])[1]
-    found = step_contenders.lineup(options, 0.0)
+    found = contenders.lineup(options, 0.0)
     assert {name: cfg.train.compile_mode for name, cfg in found.items()} == {
         "ours": "default",
         "ours, torch norms": "default",

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from benchmarks import timing
-from benchmarks.timing import Contender, measure, rotating_sets
+from measure import timing
+from measure.timing import Contender, measure, rotating_sets
 
 CPU = torch.device("cpu")
 
@@ -21,16 +21,6 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
     assert all([s for _, s in turn] == [0, 1, 2] for turn in turns), "each turn goes through the sets in order"
     names = [turn[0][0] for turn in turns]
     assert all(sorted(names[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)), "both in every round"
-
-
-def test_order_of_turns_depends_on_the_seed_alone():
-    def order(seed):
-        log = []
-        contenders = [Contender(n, lambda n=n: [lambda: log.append(n)]) for n in "abcd"]
-        measure(contenders, CPU, rounds=5, round_ms=1e-9, seed=seed)
-        return log
-
-    assert order(1) == order(1) != order(2)
 
 
 def test_failure_of_one_contender_is_recorded_and_the_others_are_timed():
@@ -57,11 +47,6 @@ def test_inputs_that_calls_overwrite_are_restored_before_each_turn():
     assert x.item() <= 2
 
 
-def test_there_are_at_least_two_sets_and_never_thousands():
-    assert rotating_sets(10**12, CPU) == 2
-    assert rotating_sets(1, CPU) == 2
-
-
 def test_sets_together_are_several_times_l2(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"L2_cache_size": 60_000_000}))
     gpu = torch.device("cuda")
@@ -74,12 +59,6 @@ def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch):
         timing, "measure", lambda *a, **k: {"add": timing.Outcome([10.0] * 3), "copy": timing.Outcome([8.0] * 3)}
     )
     assert timing.copy_bandwidth(CPU, gigabytes=1e-3) == pytest.approx(2e6 / 8e-6 / 1e9)
-
-
-def test_copy_that_fails_stops_the_benchmark(monkeypatch):
-    monkeypatch.setattr(timing, "measure", lambda *a, **k: {"add": timing.Outcome(error="OutOfMemoryError: 2 GB")})
-    with pytest.raises(RuntimeError, match="OutOfMemoryError"):
-        timing.copy_bandwidth(CPU, gigabytes=1e-3)
 
 
 @pytest.mark.gpu

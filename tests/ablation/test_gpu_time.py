@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ablation.bound import attribute, norm_bytes
+from ablation.gpu_time import attribute, norm_bytes
 from configs.schema import BlockLayout, ResidualDtype
 from tests.runs import config, precision
 from training.attribution import Share
@@ -25,34 +25,26 @@ from training.attribution import Share
     ],
 )
 def test_norm_bytes_are_those_of_a_count_by_hand(model, dtype, per_element):
-    elements = 2 * 16 * 32
-    assert norm_bytes(config(**model), precision(dtype)) == elements * per_element
+    assert norm_bytes(config(**model), precision(dtype)) == 2 * 16 * 32 * per_element
 
 
-def share_table(norm_ms: float) -> list[Share]:
-    return [Share("GEMM", 60.0, 100), Share("norm", norm_ms, 50)]
-
-
-def test_bound_and_realised_part_are_amdahls():
-    # 16 GB at 4000 GB/s are 4 ms; a step of 100 ms with 24 ms of norms could take 80; fused norms of 9 ms save 15 of 20.
-    result = attribute(share_table(24.0), share_table(9.0), 100.0, 16 * 10**9, 4000.0)
-    assert result.bound == pytest.approx(100 / 80)
-    f, k = 24 / 100, 24 / 4
-    assert result.bound == pytest.approx(1 / ((1 - f) + f / k))
-    assert result.realised == pytest.approx(15 / 20)
-
-
-def test_norms_that_are_faster_than_a_copy_leave_nothing_to_gain():
-    result = attribute(share_table(3.0), share_table(2.0), 100.0, 16 * 10**9, 4000.0)
-    assert (result.bound, result.realised) == (1.0, 0.0)
-
-
-def test_a_profile_without_norms_or_with_more_norm_than_step_divides_by_nothing():
-    assert attribute([], [], 100.0, 16 * 10**9, 4000.0).bound == 1.0
-    assert attribute(share_table(24.0), share_table(9.0), 20.0, 16 * 10**9, 4000.0).bound == pytest.approx(20 / 4)
+@pytest.mark.parametrize(
+    ("torch_ms", "fused_ms", "step_ms", "bound", "realised"),
+    [
+        # 16 GB at 4000 GB/s are 4 ms; a step of 100 ms with 24 ms of norms could take 80; fused norms of 9 ms save 15 of 20.
+        (24.0, 9.0, 100.0, 1 / ((1 - 24 / 100) + 24 / 100 / (24 / 4)), 15 / 20),
+        (3.0, 2.0, 100.0, 1.0, 0.0),  # faster than a copy: nothing to gain
+        (0.0, 0.0, 100.0, 1.0, 0.0),
+        (24.0, 9.0, 20.0, 20 / 4, 15 / 20),  # more norm than step
+    ],
+)
+def test_bound_and_realised_part_are_amdahls(torch_ms, fused_ms, step_ms, bound, realised):
+    tables = [[Share("GEMM", 60.0, 100), *([Share("norm", ms, 50)] if ms else [])] for ms in (torch_ms, fused_ms)]
+    result = attribute(*tables, step_ms, 16 * 10**9, 4000.0)
+    assert (result.bound, result.realised) == pytest.approx((bound, realised))
 
 
 @pytest.mark.parametrize(("step", "moved", "bandwidth"), [(0.0, 1, 1.0), (1.0, 0, 1.0), (1.0, 1, 0.0), (float("nan"), 1, 1.0)])
 def test_what_is_not_positive_is_refused_by_name(step, moved, bandwidth):
     with pytest.raises(ValueError, match="must be more than 0, got"):
-        attribute(share_table(1.0), share_table(1.0), step, moved, bandwidth)
+        attribute([], [], step, moved, bandwidth)

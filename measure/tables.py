@@ -30,8 +30,9 @@ def compact_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], style: str, align: Sequence[str]) -> str:
-    # Cells are formatted already; tabulate would format a number anew.
-    return tabulate(list(rows), list(header), tablefmt=style, colalign=list(align), disable_numparse=True)
+    rows = list(rows)
+    # Cells are formatted already; tabulate would format a number anew. Without rows it knows no columns to align.
+    return tabulate(rows, list(header), tablefmt=style, colalign=list(align) if rows else None, disable_numparse=True)
 
 
 def _is_numeric(entry: str) -> bool:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import kernels, norms, report
+from benchmarks import kernels, norms
 from benchmarks.cases import CASES, DIRECTIONS, Setting, Shape, make_inputs, minimum_bytes
 
 STREAMS = [torch.bfloat16, torch.float32]
@@ -57,8 +57,3 @@ def test_a_cell_without_it_is_missing_on_a_gpu_and_whole_on_a_cpu():
     assert not norms.lacks(has, shape, "forward", ["torch"], options)
     options.device = "cuda"
     assert norms.lacks(has, shape, "forward", ["torch"], options)
-
-
-def test_it_is_no_peer():
-    of = {"ours": 10.0, "traffic": 7.0, "torch": 12.0}
-    assert report.best_peer({name: {"provider": name, "us": us} for name, us in of.items()})["provider"] == "torch"

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -22,29 +23,17 @@ WIDTH = 32
 QUICK = {"cycles": 6, "block_steps": 1, "warmup_steps": 0}
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out, self.resid_dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.resid_dropout(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.dropout(self.down(F.gelu(self.up(x))))
+def branch(dropout):
+    """Two products and a dropout, under the name that GPT-2's attention or MLP has for it."""
+    layers = {"up": nn.Linear(WIDTH, 64), "act": nn.GELU(), "down": nn.Linear(64, WIDTH), dropout: nn.Dropout(0.1)}
+    return nn.Sequential(OrderedDict(layers))
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), MLP()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(WIDTH), branch("resid_dropout"), nn.LayerNorm(WIDTH)
+        self.mlp = branch("dropout")
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))

@@ -45,14 +45,6 @@ def test_rows_are_fewer_only_where_elements_would_be_too_many():
     )
 
 
-def test_inputs_have_what_the_case_needs_and_share_weights():
-    first, second = make_inputs(CASES["dropout_add_ln"], Setting(residual_dtype=torch.float32), 4, 8, 2, CPU)
-    assert [t.dtype for t in first.leaves] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
-    assert all(t.requires_grad for t in first.leaves)
-    assert [t.dtype for t in first.upstream] == [torch.bfloat16, torch.float32]
-    assert first.weight is second.weight and not torch.equal(first.x, second.x)
-
-
 def run(name, provider, setting):
     (inputs,) = make_inputs(CASES[name], setting, 70, 256, 1, CPU)
     return inputs, PROVIDERS[provider].make(CASES[name], setting)(inputs)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import norms, providers
-from benchmarks.cases import CASES, MAX_ELEMENTS, MODEL_WIDTHS, Shape
-from benchmarks.command import ResultsError, load
+from benchmarks.cases import CASES, MAX_ELEMENTS, MODEL_WIDTHS
+from benchmarks.command import load
 
 from .records import norm
 
@@ -141,11 +141,6 @@ def test_missing_measures_only_what_the_file_lacks_and_each_selection_has_a_file
     assert {path.name for path in tmp_path.glob("*.json")} == {"norms.json", "norms_random.json"}
 
 
-def test_after_the_minutes_no_cell_is_started_and_what_is_left_is_told(run):
-    with pytest.raises(ResultsError, match="not there"):  # nothing was measured
-        run(*LN_64, "48", "--provider", "torch", "--minutes", "1e-9")
-
-
 def test_another_revision_is_timed_beside_ours(run):
     records, printed = run(*LN_64, "--provider", "ours", "--before", str(Path(providers.__file__).parents[1] / "ops"))
     assert {r["provider"] for r in records} == {"ours", "before"} and not any(r.get("error") for r in records)
@@ -182,11 +177,6 @@ def test_warm_compiles_every_shape_and_provider_first_and_survives_failures(run,
     assert "BrokenProcessPool: a process died. The rest is compiled" in run(*LN_64, "--provider", "torch", "--warm", "2")[1].err
 
 
-def test_processes_compile(capfd):
-    providers.compile_in_processes([Shape(CASES["ln"], None, "bf16", 16, 16, 16)], ["torch"], torch.device("cpu"), 1, None)
-    assert capfd.readouterr().err.count("100%") == 1
-
-
 @pytest.mark.parametrize(("rounds", "told"), [(5, False), (6, True)])
 def test_a_ratio_over_few_rounds_has_no_interval_to_call_it_faster_by(rounds, told):
     ours, peer = (norms.timing.Outcome(us=[us + 0.01 * i for i in range(rounds)]) for us in (10.0, 12.0))
@@ -200,24 +190,6 @@ def test_a_library_that_is_missing_is_told_and_refused_where_it_was_asked_for(ru
         run(*LN_64, "--provider", "apex")
     assert norms.command.importable(None, ["ours", "apex"]) == ["ours"]
     assert "missing: apex (ImportError: no apex)" in capfd.readouterr().err
-
-
-def test_cells_of_another_revision_are_renewed_where_that_is_asked_for(run, monkeypatch):
-    facts, both = norms.command.environment, ["--provider", "ours", "torch", "--direction", "forward"]
-
-    def at(revision):
-        git = {"revision": revision, "dirty": False}
-        monkeypatch.setattr(norms.command, "environment", lambda *of: facts(*of) | {"git": git})
-
-    at("abc")
-    before, _ = run(*LN_64, "48", *both)
-    at("def")
-    with pytest.raises(SystemExit, match=r"git revision abc there, def here.*--renew"):
-        run("--case", "ln", "--width", "48", *both)
-    records, _ = run("--case", "ln", "--width", "48", *both, "--renew")
-    assert {(r["N"], r.get("revision")) for r in records} == {(64, "abc"), (48, None)} and len(records) == len(before)
-    _, printed = run(*LN_64, "48", *both, "--missing", "--renew", "--minutes", "1e-9")
-    assert "1 of 1 shapes not started" in printed.out and "go on with --missing --renew" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,6 @@ def file(*records):
     return {"environment": ENVIRONMENT, "records": list(records)}
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that were drawn, left open."""
-    found = []
-    monkeypatch.setattr(report.pyplot, "close", found.append)
-    return found
-
-
 # ---- tables ------------------------------------------------------------------------------------------------------------------
 
 
@@ -99,62 +91,6 @@ def test_a_picture_for_each_direction_number_of_rows_and_dtype_of_weights(tmp_pa
     names = ["norms_forward.png", "norms_backward.png", "norms_forward_m4096.png", "norms_forward_weights_fp32.png"]
     assert [path.name for path in written] == names and all(min(size(path)) > 300 for path in written)
     assert report.plot_norms(file(failed("ln", 768, "ours")), tmp_path) == [], "failures alone make no picture"
-
-
-def test_title_and_legend_of_all_libraries_lie_inside_the_picture(tmp_path, figures):
-    report.plot_norms(file(*(norm("ln", n, name, 0.8) for name in report.STYLES for n in (64, 1024))), tmp_path)
-    (figure,) = figures
-    (legend,) = figure.legends
-    assert len(legend.get_texts()) == len(report.STYLES)
-    for part in (legend, next(text for text in figure.texts if "cold L2" in text.get_text())):
-        box = part.get_window_extent()
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y0 >= 0 and box.y1 <= figure.bbox.height
-
-
-def bars(axes):
-    """Label of a provider → how long its bars are, from the top down."""
-    drawn = [bars for bars in axes.containers if len(bars) and hasattr(bars, "patches")]
-    return {bars.get_label(): [bar.get_width() for bar in bars] for bars in drawn}
-
-
-def test_host_has_a_bar_for_each_provider_and_whiskers_from_the_10th_to_the_90th_percentile(tmp_path, figures):
-    cell = {"case": "add_rms", "M": 8, "N": 64}
-    records = [
-        {**cell, "direction": d, "provider": p, "us": us, "p10": us - 4, "p90": us + 10}
-        for d, times in (("forward", (45, 40, 23)), ("forward+backward", (190, 150, 120)))
-        for p, us in zip(("ours", "ours-compiled", "torch"), times, strict=True)
-    ]
-    records.append({**cell, "direction": "forward", "provider": "quack-kernels", "us": None, "error": "no"})
-    records.append({**records[0], "case": "ln"})  # of which backward has failed for all
-    assert [path.name for path in host.plot(file(*records), tmp_path)] == ["host.png"]
-    forward, both, ln, nothing = figures[0].axes
-    assert bars(ln) == {"ours": [45]} and bars(nothing) == {}
-    assert bars(forward) == {"ours": [45], "torch": [23], "ours-compiled": [40]}, "the failed one has none"
-    assert bars(both) == {"ours": [190], "torch": [120], "ours-compiled": [150]}
-    ours = next(drawn for drawn in forward.containers if hasattr(drawn, "patches") and drawn.get_label() == "ours")
-    ((left, right),) = [segment[:, 0] for segment in ours.errorbar.lines[2][0].get_segments()]
-    assert (left, right) == (41, 55)
-
-
-def test_memory_has_a_bar_for_each_block_and_provider_in_mib_a_block(tmp_path, figures):
-    records = [
-        {
-            "case": c, "residual_dtype": r, "M": 32768, "N": n, "blocks": 4, "provider": p,
-            "kept": 4 * kept * 2**20, "peak": 8 * kept * 2**20,
-        }
-        for n in (768, 4096)
-        for c in ("dropout_add_ln", "dropout_add_rms")
-        for r in ("bf16", "fp32")
-        for p, kept in (("ours", n / 16), ("torch", n / 8))
-    ]  # fmt: skip
-    records.append({**records[0], "provider": "compile", "error": "no", "kept": None, "peak": None})
-    records.append({**records[0], "blocks": 8})  # another chain
-    assert [path.name for path in memory.plot(file(*records), tmp_path)] == ["memory.png"]
-    kept, peak, _, wide, longer, _ = figures[0].axes
-    assert bars(longer) == {"ours": [24]} and "8 blocks of 32768 × 768" in longer.get_title(loc="left")
-    assert bars(kept) == {"ours": [48] * 4, "torch": [96] * 4} and bars(peak) == {"ours": [96] * 4, "torch": [192] * 4}
-    assert bars(wide) == {"ours": [512] * 4, "torch": [1024] * 4}
-    assert kept.get_yticklabels()[0].get_text() == "dropout+add+LN, bf16 stream" and kept.get_ylim()[0] > kept.get_ylim()[1]
 
 
 @pytest.mark.parametrize("plot", [host.plot, memory.plot])

@@ -1,7 +1,6 @@
 """Weak scaling: what is measured and recorded, its arithmetic, and ranks that fail."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -142,21 +141,6 @@ def _what_steps_are_given(world, on):
     for parallel in ("auto", "ddp", "fsdp"):
         measure(configs.compose_only(overrides(f"parallel={parallel}")), 1, ALONE if parallel == "auto" else world)
     return told
-
-
-def test_warm_up_is_not_counted():
-    alone = next(cell for cell in scaling.cells_of(scaling.options_of(CPU)[1]) if cell.parallel == "alone")
-    cfg = configs.compose_only(alone.overrides)
-    assert cfg.train.steps == scaling.SIZES["tiny"].warm_up + 3, "so the schedule of learning rates covers all steps"
-    assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
-
-
-def test_settings_of_nccl_are_recorded_and_its_version_is_none(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
-        monkeypatch.delenv(name)
-    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("NCCL_ALGO", "Ring"), ("NCCL_VERSION", "2.28.3-1")):
-        monkeypatch.setenv(name, value)
-    assert scaling.nccl_settings() == "NCCL_ALGO=Ring NCCL_NVLS_ENABLE=0"
 
 
 def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import kernels, norms
-from benchmarks.cases import CASES, DIRECTIONS, Setting, Shape, make_inputs, minimum_bytes
+from benchmarks import kernels
+from benchmarks.cases import CASES, DIRECTIONS, Setting, make_inputs, minimum_bytes
 
 STREAMS = [torch.bfloat16, torch.float32]
 
@@ -48,12 +47,3 @@ def test_what_needs_no_kernel_needs_no_triton():
     """Tables of recorded results are made on any machine."""
     code = "import sys; sys.modules['triton'] = None; import benchmarks.readme, benchmarks.norms, benchmarks.train_step"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_cell_without_it_is_missing_on_a_gpu_and_whole_on_a_cpu():
-    shape = Shape(CASES["ln"], None, "bf16", 8, 64, 8)
-    has = SimpleNamespace(has=lambda provider, **_: provider == "torch")
-    options = SimpleNamespace(device="cpu")
-    assert not norms.lacks(has, shape, "forward", ["torch"], options)
-    options.device = "cuda"
-    assert norms.lacks(has, shape, "forward", ["torch"], options)

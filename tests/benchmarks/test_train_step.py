@@ -194,13 +194,6 @@ def test_readme_can_show_the_table():
     assert "| eager, dropout 0.1 | ours | 8.00 (7.00 to 9.00) | 1,234 | – | 1.50 | 1.250 (1.200 to 1.300) |" in shown
 
 
-def test_times_are_the_median_of_all_counted_steps(monkeypatch):
-    monkeypatch.setattr(train_step, "peak_flops", lambda *_: 1e12)
-    found = train_step.times_of([[1.0, 2.0, 9.0], [2.0, 2.0, 30.0]], config(), 10**6, precision(torch.float32))
-    assert found["ms"] == 2.0 and found["tokens_per_s"] == 2 * 16 / 0.002
-    assert found["mfu"] == pytest.approx(16_000 * 1e6 / 1e12)
-
-
 @pytest.mark.gpu
 def test_on_a_gpu_memory_idle_time_and_launches_are_known(run):
     records = run("--mode", "eager", "--dropout", "0", device=())["records"]

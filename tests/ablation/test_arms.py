@@ -36,13 +36,6 @@ def weights(arm):
     return [parameter.detach().clone() for parameter in arm.state.model.parameters()]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_an_arm_runs_as_the_config_says_where_it_leaves_a_choice(wanted):
-    given = [f"{key}={str(wanted).lower()}" for key in ("train.recompute", "train.compile_loss")]
-    model = arms(load(*given))[0].state.model
-    assert (model.recompute, model.compile_loss) == (wanted, wanted)
-
-
 @pytest.mark.parametrize("options", [[], ["model.positions=rotary", "model.tie_embeddings=false", "norm.kind=rmsnorm"]])
 def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
     cfg = load(*options)

@@ -66,16 +66,6 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights(arms, ru
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 and arm.peak_gb is None and arm.launches is None
 
 
-def test_blocks_of_all_arms_have_the_number_of_steps_that_warm_up_settles(arms, monkeypatch):
-    for arm in arms.values():
-        arm.cfg.ablate.block_steps = None
-    seen = []
-    monkeypatch.setattr(timing, "block_length", lambda warm: seen.append(warm) or 3)
-    found = timing.time_arms(arms, Batches(), lambda: None)
-    assert [len(steps) for steps in seen[0]] == [1, 1, 1] and min(min(seen[0])) > 0
-    assert {len(block) for arm in found.values() for block in arm.blocks_ms} == {3}
-
-
 def test_arms_move_to_each_others_places_and_stay_there_while_they_train(arms):
     for arm in arms.values():
         timing.run(arm, Batches(), range(2))  # with an optimizer's state

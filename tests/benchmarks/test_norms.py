@@ -1,7 +1,6 @@
 """python -m benchmarks.norms: what its options choose, what it records, and what it says."""
 
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from benchmarks import norms, providers
 from benchmarks.cases import CASES, MAX_ELEMENTS, MODEL_WIDTHS
 from benchmarks.command import load
-
-from .records import norm
 
 LN_64 = ["--case", "ln", "--width", "64"]
 
@@ -170,12 +167,6 @@ def test_warm_compiles_every_shape_and_provider_first_and_survives_failures(run,
     ]  # fmt: skip
     assert "failed: torch, LN, forward 64×64: RuntimeError: no kernel" in printed.out
 
-    def died(*of):
-        raise BrokenProcessPool("a process died.")
-
-    monkeypatch.setattr(providers, "compile_one", died)
-    assert "BrokenProcessPool: a process died. The rest is compiled" in run(*LN_64, "--provider", "torch", "--warm", "2")[1].err
-
 
 @pytest.mark.parametrize(("rounds", "told"), [(5, False), (6, True)])
 def test_a_ratio_over_few_rounds_has_no_interval_to_call_it_faster_by(rounds, told):
@@ -201,23 +192,6 @@ def test_a_library_that_is_missing_is_told_and_refused_where_it_was_asked_for(ru
 )  # fmt: skip
 def test_floors(direction, rows, width, least):
     assert norms.floor(direction, rows, width) == least
-
-
-def test_cells_under_the_floor_and_those_behind_are_named():
-    def cell(n, ours, peer, interval, **more):
-        other = norm("rms", n, "torch", peer, m=2**17, times_ours=0.97, times_ours_95=interval, **more)
-        return [norm("rms", n, "ours", ours, m=2**17, **more), other]
-
-    before = norm("rms", 2048, "before", 0.9, m=2**17, weights="fp32", times_ours_95=[1.0, 1.1])
-    far = cell(2048, 0.94, 0.96, [0.95, 0.97], weights="fp32")
-    records = [*cell(1024, 0.89, 0.9, [0.96, 0.99]), *far, before, norm("rms", 2048, "ours", 0.1, m=64)]
-    assert norms.floors_summary(records).splitlines() == [
-        "under the floor: 1 of 2 cells of 2^26 elements or more",
-        "  RMS, forward 131072×1024: 0.89, floor 0.90",
-        "more than 2% behind the fastest other: 1 of 3 cells",
-        "  RMS, fp32 weights, forward 131072×2048: torch 0.970 (0.950 to 0.970)",
-        "more than 2% behind before: 0 of 3 cells",
-    ]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """host, memory and seed_figures on tiny sizes, and the tutorial's kernel."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

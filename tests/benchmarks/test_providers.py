@@ -51,22 +51,6 @@ def test_compiled_contenders_compute_the_case(name, make, monkeypatch):
     check_forward(case, setting, i, make(case, setting)(i))
 
 
-def test_shared_interface_gets_what_the_case_has(library):
-    calls = []
-
-    def norm(x, weight, bias, residual=None, dropout_p=0.0, prenorm=False, eps=0.0):
-        calls.append((bias is None, residual is None, dropout_p, prenorm, eps))
-        return (x, residual) if prenorm else x
-
-    library("flash_attn.ops.triton.layer_norm", layer_norm_fn=norm, rms_norm_fn=norm)
-    setting = Setting(residual_dtype=torch.bfloat16)
-    for name in ("ln", "add_rms", "dropout_add_ln"):
-        case = CASES[name]
-        (i,) = make_inputs(case, setting, 2, 8, 1, CPU)
-        assert len(PROVIDERS["flash-attn"].make(case, setting)(i)) == (2 if case.add else 1)
-    assert calls == [(False, True, 0.0, False, 1e-5), (True, False, 0.0, True, 1e-5), (False, False, 0.1, True, 1e-5)]
-
-
 @pytest.mark.parametrize(
     "provider, stream, weights, offered",
     [

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from ablation import records as ablations
-from benchmarks import host, memory, readme, report, seed_figures
+from benchmarks import host, memory, readme, report
 from benchmarks.command import ResultsError
 from tests.ablation import results
 
@@ -63,23 +63,6 @@ def test_models_have_a_row_each_with_the_stream_of_training():
         "| 2304, Gemma 2 2B | 0.80 | **0.90** / 0.50 torch |",
         "| 4608, Gemma 2 27B | – | 0.90 |",
     ]
-
-
-def test_host_memory_and_seed_tables():
-    rows = host.host_rows([
-        {"case": "add_rms", "direction": d, "provider": p, "us": us, "p10": us - 1, "p90": us + 1}
-        for p, us in (("torch", 25.0), ("ours", 60.0))
-        for d in ("forward", "forward+backward")
-    ])  # fmt: skip
-    assert rows == [["ours", *["60 (59 to 61)"] * 2], ["torch", *["25 (24 to 26)"] * 2]]
-    cell = {"case": "dropout_add_ln", "residual_dtype": "fp32", "M": 32768, "N": 768, "blocks": 8, "provider": "ours"}
-    measured = {"kept": 8 * 96 * 2**20, "peak": 8 * 200 * 2**20}
-    rows = memory.memory_rows([cell | measured, cell | {"error": "no"}, cell | {"kept": None, "peak": None}])
-    assert [row[4:] for row in rows] == [["96", "200"], ["failed", "failed"], ["–", "–"]]
-    cell = {"figure": "a", "M": 4096, "N": 1024, "provider": "ours", "us": 12.34, "gb_per_s": 3900.4}
-    failure = cell | {"provider": "torch", "us": None, "error": "no"}
-    found = seed_figures.seed_tables([cell, failure, cell | {"figure": "d", "N": 128}])
-    assert found["a"][1:] == (["N", "ours", "torch"], [["1024", "3900", "failed"]]) and found["d"][2] == [["128", "12.3"]]
 
 
 # ---- pictures ----------------------------------------------------------------------------------------------------------------

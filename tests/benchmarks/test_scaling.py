@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import configs
-from benchmarks import readme, scaling, scaling_ranks, training_tables
+from benchmarks import scaling, scaling_ranks
 from benchmarks.command import load
 from benchmarks.scaling import Cell, Measured, records_of
 from benchmarks.scaling_ranks import Job, JobError, measure
-from tests.benchmarks.records import ENVIRONMENT
 from tests.ranks import on_ranks
 from training.distributed import ALONE
 
@@ -158,26 +157,3 @@ def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         scaling.main(["--ranks", "4"])
     assert "--ranks 4: each rank needs a GPU of its own, and there are 2" in capsys.readouterr().err
-
-
-def test_by_default_gpt2_runs_both_ways_and_gpt2_xl_sharded_on_powers_of_two(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    options = scaling.options_of([])[1]
-    options.device = "cpu"
-    cells = scaling.cells_of(options)
-    assert [(c.model, c.parallel, c.ranks, c.batch_size) for c in cells] == [
-        ("gpt2", "alone", 1, 32),
-        *(("gpt2", how, ranks, 32) for how in ("ddp", "fsdp") for ranks in (1, 2, 4)),
-        *(("gpt2_xl", "fsdp", ranks, 32) for ranks in (1, 2, 4)),
-    ]
-    assert all(f"train.batch_size={c.batch_size * c.ranks}" in c.overrides for c in cells)
-
-
-def test_readme_can_show_the_table_without_empty_columns(tmp_path):
-    found = {cell("ddp", 1): Measured([[10.0], [10.0]]), cell("ddp", 2): Measured([[12.5], [12.5]])}
-    file = {"environment": ENVIRONMENT, "records": records_of(found | {cell("fsdp", 2): Measured(error="no")})}
-    title, _, header, _, one, two = readme.TABLES["scaling"](file).splitlines()
-    assert title == "tiny: 4 × 10 tokens a GPU, bf16, eager"
-    assert header == "|  | GPUs | ms | p10 | p90 | tokens/s | of one GPU | efficiency |"
-    assert one.endswith("| 1.000 |") and two.startswith("| ddp | 2 | 12.50 |") and two.endswith("| 0.800 |")
-    assert training_tables.plot_scaling(file, tmp_path) == tmp_path / "scaling.png"

@@ -6,12 +6,10 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import contenders, readme, train_step
+from benchmarks import contenders, train_step
 from benchmarks.command import load
 from benchmarks.contenders import PeerError
-from model import GPT
 from tests.benchmarks.peer import checkout
-from tests.benchmarks.records import ENVIRONMENT
 from tests.runs import precision
 from training.attribution import GROUPS
 
@@ -173,25 +171,6 @@ def test_overrides_are_checked_before_anything_runs(tmp_path, arguments, message
     peer = str(checkout(tmp_path / "nanoGPT"))
     with pytest.raises(SystemExit, match=message):
         train_step.main(["--device", "cpu", "--output", str(tmp_path), "--nanogpt", peer, *arguments])
-
-
-def test_defaults_are_the_published_sizes():
-    options = train_step.options_of([])[1]
-    assert (options.size, options.mode, options.dropout) == ("gpt2", ["eager", "compiled"], [0.0, 0.1])
-    cfg = contenders.config_of(train_step.options_of(["--device", "cpu", "--size", "gpt2"])[1], 0.1)
-    assert (cfg.train.batch_size, cfg.optim.clip_norm, cfg.model.context, cfg.model.dropout) == (32, 1.0, 1024, 0.1)
-    with torch.device("meta"):
-        assert GPT(cfg.model, cfg.norm, cfg.model.vocab_size).parameter_count() == 124_475_904
-
-
-def test_readme_can_show_the_table():
-    record = {"mode": "eager", "dropout": 0.1, "layers": 2, "width": 8, "batch_size": 4, "context": 16, "precision": "bf16"}
-    figures = {"ms": 8.0, "p10": 7.0, "p90": 9.0, "tokens_per_s": 1234.5, "mfu": None, "peak_gb": 1.5, "last_loss": 2.0}
-    ours = record | figures | {"contender": "ours", "versus": "nanoGPT", "speedup": 1.25, "speedup_95": [1.2, 1.3]}
-    records = [ours, record | figures | {"contender": "nanoGPT"}, record | {"contender": "broken", "ms": None, "error": "no"}]
-    shown = readme.TABLES["train_step"]({"environment": ENVIRONMENT, "records": records})
-    assert "times as fast as nanoGPT (95 %)" in shown.splitlines()[0] and "broken" not in shown
-    assert "| eager, dropout 0.1 | ours | 8.00 (7.00 to 9.00) | 1,234 | – | 1.50 | 1.250 (1.200 to 1.300) |" in shown
 
 
 @pytest.mark.gpu

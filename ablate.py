@@ -124,7 +124,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
 
 @contextmanager
 def unless_empty(folder: Path) -> Iterator[None]:
-    """Takes the folder away if there is no report in it: the data were refused, or the first cell was not finished."""
+    """Removes the folder afterwards if it has no report: the data were refused, or no cell was finished."""
     try:
         yield
     finally:
@@ -178,7 +178,7 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, d
 
 
 def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
-    """The kernels of a training step. Where eager, norm sites are marked; compiled code names what it fused."""
+    """The kernels of a training step. Eager models get marked norm sites; compiled kernels have the fused operators in their names."""
     return profile_step(step_of(arm, batches), arm.precision.device, arm.state.model if mode == EAGER else None)
 
 
@@ -205,7 +205,7 @@ def copy_gb_per_s(device: torch.device) -> float:
 
 
 def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
-    """What a step is made of: the smaller the vocabulary and the batch, the more the norms weigh."""
+    """The sizes of a step. A smaller vocabulary and a smaller batch give the norms a larger share of the time."""
     with torch.device("meta"), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
     prepare(model, cfg.train, machine.inspect(cfg.device))
@@ -218,7 +218,7 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
 
 
 def keep(found: Ablation, folder: Path, began: float, parts: int) -> None:
-    """Writes the report of what there is; short of `parts` cells and parities it says that it is not finished."""
+    """Writes the report so far. With fewer than `parts` cells and parities, the report says that it is not finished."""
     found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
     done = len(found.cells) + len(found.parity)
     if done < parts:
@@ -250,7 +250,7 @@ def calls_of(variant: Variant, device: torch.device) -> int:
 
 
 def variants_of(arguments: Sequence[str]) -> list[Variant]:
-    """The configurations that a command line asks for: key=A,B is two of them.
+    """The configurations of a command line. key=A,B gives two.
 
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.

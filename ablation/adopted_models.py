@@ -56,13 +56,13 @@ def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
 
 
 def check_autocast(caller: str, autocast: object) -> None:
-    """Raises ValueError: torch would refuse this dtype in other words, or warn and compute without autocast."""
+    """Raises ValueError for a dtype that torch would refuse less clearly, or ignore with a warning."""
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"{caller}: autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
 
 
 def scalar(caller: str, loss: Loss) -> Loss:
-    """The loss, which raises ValueError where it gives no scalar.
+    """Wraps the loss, so that it raises ValueError if its value is no scalar.
 
     Raises:
         TypeError: loss is no function.
@@ -117,7 +117,7 @@ def check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By the names that they have where nothing is compiled; the model itself by ''."""
+    """The modules by the names that they have without torch.compile. The model itself has the name ''."""
     return {
         ".".join(part for part in name.split(".") if part != _WRAPPED): module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -135,7 +135,7 @@ def _is_compiled(function: Any) -> bool:
 
 
 def _is_fused_norm(module: nn.Module) -> bool:
-    """Of `ops` or of another copy of it: `prenorm` as it is installed, a folder in somebody's tree."""
+    """Whether a module is a norm of `ops`, or of another copy of it: the installed `prenorm`, or a folder in somebody's project."""
     for cls in type(module).__mro__:
         package = sys.modules.get(cls.__module__.rpartition(".")[0])
         norms = [getattr(package, name, None) for name in ("LayerNorm", "RMSNorm")]
@@ -145,7 +145,7 @@ def _is_fused_norm(module: nn.Module) -> bool:
 
 
 def _same(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules compute the same by all that can be seen. In doubt they do not."""
+    """Whether two modules compute the same, as far as classes, hooks and attributes show. In doubt: no."""
     if type(a) is not type(b):
         return False
     if any([*getattr(a, hooks).values()] != [*getattr(b, hooks).values()] for hooks in _HOOKS):
@@ -183,7 +183,7 @@ def results_of(
     rows: dict[str, Tensor],
     batch: Any,
 ) -> dict[str, Tensor]:
-    """All that is compared, of one model and batch, by name. sites, rows: as for `row_scales`."""
+    """All tensors that are compared, by name, of one model and batch. `sites` and `rows` are those of `row_scales`."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if how.floats is not None:
         batch = tree_map(lambda x: x.to(how.floats) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
@@ -215,7 +215,7 @@ def results_of(
 
 
 def default_loss() -> Loss:
-    """A loss: the output's `loss`, a scalar in it, or a projection of its first tensor on a random one, which it keeps."""
+    """A loss: the output's `loss`, a scalar in the output, or a fixed random projection of its first tensor."""
     drawn: dict[tuple[torch.Size, torch.device], Tensor] = {}  # once: drawing takes longer than many a model's step
 
     def loss(output: Any) -> Tensor:
@@ -239,7 +239,7 @@ def default_loss() -> Loss:
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """The model's, or of one without parameters its batch's."""
+    """The device of the model, or of its batch if the model has no parameters."""
     tensors = [*model.parameters(), *(t for t in tree_leaves(batch) if isinstance(t, Tensor))]
     return tensors[0].device if tensors else torch.device("cpu")
 
@@ -256,7 +256,7 @@ def float_tensors(output: Any) -> list[Tensor]:
 
 @contextmanager
 def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[None]:
-    """Evaluation mode, or training mode with seeded generators; then modules and generators as they were."""
+    """Evaluation mode, or training mode with seeded generators. Restores modules and generators afterwards."""
     training = {module: module.training for module in model.modules()}
     model.train(seed is not None)
     elsewhere = device.type != "cpu"

@@ -111,7 +111,7 @@ def check_parity(
     autocast: torch.dtype | None = None,
     seed: int | None = None,
 ) -> ParityCheck:
-    """Whether model_b, which has other norms, is model_a but for rounding.
+    """Whether model_b, which has other norms, computes the same as model_a up to rounding.
 
     Compared with model_a in higher precision (fp64, or fp32 where the weights or autocast are bf16 or fp16), whose norms are
     computed from their formula: the output, the loss, every parameter's gradient, and the scale of every row that a norm puts
@@ -194,7 +194,7 @@ def measure(
     block_steps: int = 5,
     warmup_steps: int = 3,
 ) -> Timing:
-    """Times forward and backward of both models, in short blocks that take turns, with model_a against itself as the control.
+    """Times forward and backward of both models in short alternating blocks. The control is model_a against itself.
 
     The models run as they are, in training mode or not, compiled or not. Gradients are dropped after each step; those that
     were there before are there again afterwards.
@@ -278,7 +278,7 @@ def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Non
 
 
 def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
-    """A reference that computes something else makes every error look expected, and every norm right."""
+    """Refuses a reference that computes something else: beside it every error would look expected."""
     for name in (name for name in own if name.startswith("output") and name in reference):
         a, b = reference[name].double(), own[name].to(reference[name].device).double()
         error = float((b - a).norm() / a.norm().clamp_min(1e-300)) if a.shape == b.shape and a.isfinite().all() else 0.0
@@ -331,5 +331,5 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
 
 
 def _no_luck(distances: Distances) -> Distances:
-    """A reordered run that is nearer than expected is lucky, and no reason to expect more; a single number often is."""
+    """Takes a lucky reordered run as an average one: a single number is often nearer to the reference than expected."""
     return replace(distances, reordered=max(distances.reordered, 1.0))

@@ -48,7 +48,7 @@ def build(
     masks: DropoutMasks | None = None,
     like: Arm | None = None,
 ) -> Arm:
-    """A fresh arm: initial weights are a function of cfg.seed and cfg.model alone.
+    """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone.
 
     Args:
         impl: what runs at the norm sites.
@@ -76,7 +76,7 @@ def build(
 
 
 def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
-    """Gives a fresh arm the weights that cfg.init_from names, if it names any; arms that are built like it have them too.
+    """Loads the weights of cfg.init_from, if set, into a fresh arm. Arms that are built `like` it get them too.
 
     Raises:
         ConfigError: they can't be had, or belong to another model or to other tokens.
@@ -86,7 +86,7 @@ def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
 
 
 def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
-    """That arms can begin with the weights that cfg.init_from names, if it names any.
+    """Checks that arms can begin with the weights of cfg.init_from, if set.
 
     Raises:
         ConfigError: they can't.
@@ -100,7 +100,7 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def copy_values(source: nn.Module, target: nn.Module) -> None:
-    """Parameters and buffers, also those that a state_dict leaves out.
+    """Copies parameters and buffers, also those that a state_dict leaves out.
 
     Raises:
         AssertionError: their names differ.
@@ -128,7 +128,7 @@ def check_same(arms: Sequence[Arm]) -> None:
 
 
 def check_same_weights(arms: Sequence[Arm]) -> None:
-    """That parameters and buffers have the same names, dtypes and values.
+    """Checks that parameters and buffers have the same names, dtypes and values.
 
     Raises:
         AssertionError: they don't.
@@ -152,7 +152,7 @@ def _config(arm: Arm) -> dict:
 
 
 def _modules(arm: Arm) -> list[tuple]:
-    """Names, classes and every plain setting, training or evaluation among them; but for the operator of a norm site."""
+    """Names, classes and plain settings of all modules, with the training mode and without the operator of a norm site."""
     plain = (bool, int, float, str, tuple, type(None))
     return [
         (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
@@ -192,12 +192,12 @@ class Snapshot:
 
 
 def places_of(arms: Sequence[Arm]) -> list[list[Tensor]]:
-    """Where the weights and the optimizer state of each arm lie."""
+    """The memory of the weights and the optimizer state of each arm."""
     return [[tensor.data for tensor in _tensors(arm)] for arm in arms]
 
 
 def move(arms: Sequence[Arm], places: Sequence[list[Tensor]], order: Sequence[int]) -> None:
-    """Has weights and optimizer state of the i-th arm lie at places[order[i]], with the values that are there.
+    """Moves weights and optimizer state of the i-th arm to places[order[i]], where they take the values that are there.
 
     A step's time may depend on where its tensors lie, and an arm would keep that for as long as it lives: two equal arms then
     differ beyond what their intervals explain. Not for CUDA graphs, which have the addresses in them.
@@ -218,7 +218,7 @@ def _tensors(arm: Arm) -> list[Tensor]:
 
 
 def operators_elsewhere(model: nn.Module, precision: Precision, context: int) -> list[Operator]:
-    """Each operator with what it was given, tensors by dtype and shape, in the order in which they run.
+    """The operators in the order in which they run, each with its arguments; tensors as dtype and shape.
 
     From tokens to logits, in evaluation mode: masks are drawn at norm sites, or for them. Nothing is computed: weights and
     tokens are fake ones, and of the CPU, whatever the model's device, so that no kernel is compiled for it.

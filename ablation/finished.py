@@ -37,7 +37,7 @@ MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report of finished runs to --output and prints what it found; the exit code is 2 for folders it can't use.
+    """Writes the report of finished runs to --output and prints it. The exit code is 2 for folders that it can't use.
 
     Runs that did not finish are named and left out, unless nothing is left to compare.
     """
@@ -108,7 +108,7 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_
 
 
 def _ratio(runs: Sequence[FinishedRun]) -> Interval | None:
-    """Torch's step time over that of fused: of the medians of runs, and between the outer tenths of their windows."""
+    """Torch's step time over fused's: the ratio of the medians, with the range between the outer tenths of the windows."""
     torch, fused = ([spread(run.windows_ms) for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED))
     if not torch or not fused:
         return None
@@ -127,7 +127,7 @@ def _outcome(ratio: Interval | None) -> str:
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """The picture of each group's losses, and its name in `folder`; beside them one of all step times."""
+    """Draws the losses of each group, and one picture of all step times. Returns the file names of the losses."""
     timed = [
         (label(overrides), {i: [run.windows_ms for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED)})
         for overrides, runs in groups
@@ -176,7 +176,7 @@ def _losses(groups: Sequence[Group]) -> str:
 
 
 def _validation(runs: Sequence[FinishedRun]) -> str:
-    """Final validation loss of runs with the same seed, hence the same initial weights and batches: those are pairs."""
+    """The final validation loss in words. Runs with the same seed are pairs: they have the same initial weights and batches."""
     by, pairs = _final_losses(runs), _paired(runs)
     if not pairs:
         torch, fused = ([run.val_loss for run in runs if run.impl == impl] for impl in (TORCH, FUSED))
@@ -199,7 +199,7 @@ def _validation(runs: Sequence[FinishedRun]) -> str:
 
 
 def _final_losses(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[float]]:
-    """By operator and seed; more than one where a run was made again."""
+    """Final losses by operator and seed. A repeated run gives more than one."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for run in runs:
         found[run.impl, run.seed].append(run.val_loss)
@@ -207,7 +207,7 @@ def _final_losses(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[flo
 
 
 def _paired(runs: Sequence[FinishedRun]) -> dict[int, float]:
-    """Fused − torch of the final losses, by each seed that has both, in their order; of runs made again, the mean."""
+    """Fused − torch of the final losses, by seed, for seeds that have both. Repeated runs count by their mean."""
     by = _final_losses(runs)
     return {
         seed: fmean(by[FUSED, seed]) - fmean(by[TORCH, seed])
@@ -217,12 +217,12 @@ def _paired(runs: Sequence[FinishedRun]) -> dict[int, float]:
 
 
 def _again(runs: Sequence[FinishedRun]) -> list[float]:
-    """A/A: each run of an operator and a seed that have had one before, minus that first one."""
+    """A/A: each repeated run of an operator and a seed, minus the first one."""
     return [loss - first for first, *more in _final_losses(runs).values() for loss in more]
 
 
 def _apart(paired: Sequence[float], again: Sequence[float]) -> bool:
-    """Whether fused and torch may be called different: the interval leaves out 0, and A/A does not reach as far.
+    """Whether fused and torch may be called different: the interval leaves out 0, and the A/A interval is nearer to 0.
 
     What chance makes of a run is in the pairs' own scatter, but five pairs may agree by chance too.
     """

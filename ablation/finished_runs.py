@@ -82,7 +82,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def unfinished(folder: Path) -> str:
-    """Which file of a finished run is missing, in words; empty if none is."""
+    """Says which file of a finished run is missing. Empty if none is."""
     if (folder / "report.json").is_file():
         return f"{folder}: an ablation, whose report is {folder}/report.md."
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
@@ -93,7 +93,7 @@ def unfinished(folder: Path) -> str:
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """A run from its files; it has finished.
+    """Reads a finished run from its files.
 
     Raises:
         ValueError: a file is not what train.py writes.
@@ -119,7 +119,7 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
-    """Runs that differ in nothing but what is free, with the keys and values that set their group apart, as one types them.
+    """Groups of runs that differ in free keys alone, with the keys and values that distinguish the group.
 
     Raises:
         ValueError: a group with only one of the two operators.

@@ -19,7 +19,7 @@ AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi te
 
 
 def gpu_time(cells: Sequence[Cell]) -> str:
-    """The section, of cells that have an attribution; empty if there are none."""
+    """The section for cells that have an attribution. Empty without such cells."""
     note = (
         "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
         "Compiled kernels that fuse a norm with other work count as norm. "
@@ -29,7 +29,7 @@ def gpu_time(cells: Sequence[Cell]) -> str:
 
 
 def clocks(cells: Sequence[Cell]) -> str:
-    """Each reading of clocks and power, under its cell and arm; empty where nothing could be read."""
+    """A table of all readings of clocks and power. Empty if nothing could be read."""
     rows = []
     for cell in cells:
         for arm, readings in cell.gpu.items():
@@ -70,7 +70,7 @@ def _attribution(cell: Cell) -> str:
 
 
 def _bound(found: Attribution) -> str:
-    """The upper bound of any norm kernel, and how much of it was had."""
+    """The upper bound of any norm kernel, and the part of it that fused norms reach."""
     norms = [sum(s.ms for s in shares if s.group.lower().startswith("norm")) for shares in (found.torch, found.fused)]
     least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
     rates = [f"{100 * least / ms:.0f} %" if ms else "–" for ms in norms]
@@ -84,7 +84,7 @@ def _bound(found: Attribution) -> str:
 
 
 def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """Clocks and power under each arm; and what it means where the power limit sets the clocks."""
+    """Clocks and power under each arm, and what follows if the power limit sets the clocks."""
     told, limited, times = [], [], 0
     for name, readings in gpu.items():
         try:
@@ -114,7 +114,7 @@ def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
 
 
 def norm_bytes(cfg: Config, precision: Precision) -> int:
-    """The fewest bytes that all norm sites of one step move, forward and backward: each large tensor read or written once.
+    """The fewest bytes that all norm sites of a step must move, forward and backward: each large tensor once.
 
     With c bytes an element of the compute dtype, s of the residual stream, n branches that a site adds and feeds (2 in parallel
     blocks, else 1), and tokens · width elements:
@@ -153,7 +153,7 @@ def norm_bytes(cfg: Config, precision: Precision) -> int:
 def attribute(
     torch_shares: list[Share], fused_shares: list[Share], step_ms_torch: float, norm_bytes: int, copy_gb_per_s: float
 ) -> Attribution:
-    """What the profile says that norm kernels can gain, and how much of it the fused ones have gained.
+    """What norm kernels can gain by the profile, and how much of that the fused ones gain.
 
     With t the step and n its norm sites, both with PyTorch's norms, and m the time in which the sites' bytes pass at copy
     bandwidth:

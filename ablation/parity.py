@@ -96,7 +96,7 @@ class SeedRun:
 def parity(
     cfg: Config, precision: Precision, corpus: Corpus, *, overrides: dict[str, str], progress: Callable[[int], None]
 ) -> Parity:
-    """The protocol at the head of this file, over cfg.ablate.parity_seeds seeds from cfg.seed on.
+    """Runs the protocol at the head of this file over cfg.ablate.parity_seeds seeds, beginning with cfg.seed.
 
     Args:
         precision: of the run.
@@ -118,7 +118,7 @@ def parity(
 def measure_in_memory(
     cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None], cut: int
 ) -> SeedRun:
-    """`measure` with the micro-batches of all arms cut in `cut`, or in more where memory runs out.
+    """`measure` with the micro-batches of all arms cut into `cut` parts, or into more if memory runs out.
 
     The reference is what needs it: that of an fp32 run is in fp64, where no attention kernel spares it the [T, T] weights, and
     GPT-2's 32 sequences of 1024 tokens would take about 170 GB, by a count of its activations. All arms are cut alike, since
@@ -146,7 +146,7 @@ def steps_of(cfg: Config) -> int:
 
 
 def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None]) -> SeedRun:
-    """The four arms in lockstep for cfg.ablate.parity_steps steps, and how far apart they are."""
+    """Trains the four arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed = seed
     cfg.model = replace(cfg.model, attention_dropout=0.0)
@@ -211,14 +211,14 @@ def validate(arm: Arm, corpus: Corpus) -> float:
 
 
 def compare(values: Sequence[Sequence[float]]) -> Distances:
-    """Of numbers, one for each step, in the order of ARMS."""
+    """Distances of numbers, one a step, given in the order of ARMS."""
     sums = Sums()
     sums.add(*(torch.tensor(x, dtype=torch.float64) for x in values))
     return sums.distances()
 
 
 def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Sums]:
-    """Of tensors by parameter or module name, in the order of ARMS; by layer. Norms are apart: matrices would drown them."""
+    """Sums by layer, of tensors by name in the order of ARMS. Norms are layers of their own: matrices would hide them."""
     sums: dict[str, Sums] = {}
     for name in tensors[0]:
         sums.setdefault(layer_of(name), Sums()).add(*(arm[name] for arm in tensors))

@@ -56,7 +56,7 @@ def four_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer) -> list[A
 
 @contextmanager
 def unclipped_gradients(arm: Arm) -> Iterator[dict[str, Tensor]]:
-    """Gradients by parameter name, as the training step inside gathered them: before it clips them and sets them to None."""
+    """The gradients of the training step inside, by parameter name, before it clips them and sets them to None."""
     gradients: dict[str, Tensor] = {}
     scale = arm.state.scaler.get_scale()  # a power of two: dividing by it rounds nothing
 
@@ -80,7 +80,7 @@ def norm_sites(model: nn.Module) -> dict[str, PreNorm]:
 
 
 def reorder(model: nn.Module) -> None:
-    """From now on the sites of `model` sum their rows, and the gradients of their weights, in another order.
+    """Makes the norm sites of `model` sum their rows, and the gradients of their weights, in another order.
 
     A norm does not depend on the order of a row's features, nor of the rows; its rounding does. So this changes what PyTorch's
     norms give exactly as much as any other correct program for them may.
@@ -104,7 +104,7 @@ def double(model: nn.Module) -> None:
 
 
 def _drop_double(x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
-    """PreNorm._drop in fp64: the kernel that makes masks has none, and 1/(1-p) is to be the number that fp32 arms use."""
+    """PreNorm._drop in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
     if rowscale is not None:
         x = x * rowscale[..., None]
     if p:

@@ -271,7 +271,7 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
 
 
 def _folded(cell: Cell) -> str:
-    """The same, a line for each override: tick labels must leave room for what they label."""
+    """The label of a cell with a line for each override, so that tick labels leave room for the plot."""
     return "\n".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
 
 
@@ -284,7 +284,7 @@ def _arm(name: str) -> str:
 
 
 def _kind(group: str) -> str:
-    """Of a group's name, its key in GROUP_FILLS."""
+    """The key in GROUP_FILLS of a group's name."""
     lowered = group.lower()
     return next((kind for kind in GROUP_FILLS if lowered.startswith(kind)), "other")
 

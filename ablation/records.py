@@ -101,7 +101,7 @@ PARITY_FIELDS = {"losses": "loss", "gradient_norms": "gradient_norm", "gradient_
 
 
 def save(ablation: Ablation, folder: Path) -> None:
-    """Writes the four files, report.json last; each under another name first, so that none is ever seen half written.
+    """Writes the four files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
     report.json has the fields of records.py. In place of step times, kernels, losses and gradients it has how many there are:
     for each block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`;
@@ -198,7 +198,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, and what JSON has no number for as a string."""
+    """Dataclasses as dicts, and numbers that JSON lacks as strings."""
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

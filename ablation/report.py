@@ -85,7 +85,7 @@ def table(ablation: Ablation) -> str:
 
 
 def _verdicts(ablation: Ablation) -> str:
-    """A heading and two lines; hard line breaks, so that they stay lines when Markdown is rendered."""
+    """A heading and two lines, with hard line breaks for rendered Markdown."""
     parity = ablation.parity
     broken = [one for one in parity if not one.holds]
     agreement = "parity was not measured" if not parity else "parity FAILS" if broken else "parity holds"
@@ -137,7 +137,7 @@ def _timing(cells: Sequence[Cell]) -> str:
 
 
 def _setting(ablation: Ablation) -> str:
-    """What a reader has to know before any figure: what a step is made of, and on what it ran."""
+    """The sizes of a step and the machine: a reader needs them before the first figure."""
     known = flat(ablation.environment)
     libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
     machine = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
@@ -218,7 +218,7 @@ def _split(cells: Sequence[Cell]) -> str:
 
 
 def _compile(cells: Sequence[Cell]) -> str:
-    """Torch eager against torch compiled of the same overrides; cells run one after another, so this is not paired."""
+    """Torch eager against torch compiled. The cells run one after the other, so this comparison is unpaired."""
     pairs: dict[tuple[tuple[str, str], ...], dict[str, Cell]] = defaultdict(dict)
     for cell in cells:
         pairs[tuple(cell.overrides.items())][cell.mode] = cell
@@ -246,7 +246,7 @@ def _compile(cells: Sequence[Cell]) -> str:
 
 
 def _pictures(ablation: Ablation, folder: Path) -> str:
-    """Draws what there is; each picture stands with a sentence, for a reader who sees only text."""
+    """Draws the pictures. Each has a sentence, for a reader who sees only text."""
     shown = []
     if ablation.cells:
         plots.step_times(ablation.cells, folder / "step_times.png")

@@ -76,7 +76,7 @@ def parity_section(parity: Parity) -> str:
 
 
 def _quantities(title: str, quantities: Sequence[Quantity], by: str, nearness: Callable[[Quantity], float]) -> str:
-    """What failed and what came nearest to it, which is `by` in words; a deep model has more layers than anybody reads."""
+    """A table of the quantities that failed or came nearest to it; `by` says how that is measured."""
     worst = sorted(quantities, key=lambda one: (one.holds, -nearness(one)))[:MOST_QUANTITIES]
     rows = [
         [one.name, interval_text(one.fused, 2), interval_text(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst

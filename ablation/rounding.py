@@ -58,7 +58,7 @@ class Result:
 
 
 class Sums:
-    """Sums over elements from which the distances of a quantity are made, so that its tensors can come one after the other."""
+    """Sums over elements that give the distances of a quantity. Its tensors can be added one after the other."""
 
     def __init__(self) -> None:
         self.elements = 0
@@ -91,7 +91,7 @@ class Sums:
 def row_scales(
     sites: Mapping[str, nn.Module], rows: dict[str, Tensor], rounded_to: torch.dtype | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row that a norm site puts out in the forward pass inside (its last), by site.
+    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row of a norm site's output, by site, in the (last) forward pass inside.
 
     Args:
         rows: y_a by site; the first arm, the reference, fills it.
@@ -168,7 +168,7 @@ def _finite(x: float) -> float:
 
 
 def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Tensor:
-    """norm(r), with rows and features of r shuffled before and put back behind it.
+    """norm(r), with the rows and features of r shuffled before the norm and put back after it.
 
     Args:
         norm: called with rows [M, N] and the order int64 [N] in which their features stand, which its weights have to follow.
@@ -181,7 +181,7 @@ def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Ten
 
 @lru_cache
 def _shuffled(n: int, device: torch.device) -> Tensor:
-    """Always the same order of n things, int64 [n]. Shuffled: a mere reversal would leave vector lanes with what they had."""
+    """A fixed random order of n things, int64 [n]. A reversal would leave vector lanes with the same elements."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu").to(device)
 
 
@@ -195,7 +195,7 @@ def norms_of(model: nn.Module) -> dict[str, Formula]:
 
 
 def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
-    """A copy in a wider dtype, whose norms, which may round to fp32 inside, are computed from their formula."""
+    """A copy in a wider dtype. Its norms are computed from their formula, since modules may round to fp32 inside."""
     model = copy.deepcopy(model).to(dtype)
     for name, formula in norms.items():
         module = model.get_submodule(name)

@@ -86,7 +86,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
 
 
 def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:
-    """What the report's tables have of an arm, by the names that train.py's runs have in W&B."""
+    """The figures of an arm in the report, under the names that train.py logs to W&B."""
     steps = list(chain(*times.blocks_ms))
     whole = spread(steps)
     return {

@@ -46,7 +46,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all contenders of a cell."""
+    """Settings that all contenders of a cell share."""
 
     x_dtype: torch.dtype = torch.bfloat16  # of x, y and their gradients
     residual_dtype: torch.dtype | None = None  # of the residual stream; None where the case has none
@@ -69,7 +69,7 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What backward gives gradients of, in the order x, residual, weight, bias."""
+        """The tensors that get gradients, in the order x, residual, weight, bias."""
         return tuple(t for t in (self.x, self.residual, self.weight, self.bias) if t is not None)
 
     @property
@@ -137,7 +137,7 @@ def minimum_bytes(
 
 @dataclass(frozen=True)
 class Shape:
-    """What shares inputs and compiled functions: both directions of a case."""
+    """A case with its dtypes and sizes. Both directions share its inputs and compiled functions."""
 
     case: Case
     residual: str | None  # names of dtypes
@@ -170,7 +170,7 @@ class WrongResult(ValueError):
 
 
 def check_forward(case: Case, setting: Setting, inputs: Inputs, outputs: tuple[Tensor, ...]) -> Tensor | None:
-    """Raises WrongResult, or returns what dropout multiplied x by, [ROWS, width] (None without a residual stream)."""
+    """Returns the factor of dropout, [ROWS, width], or None without a residual stream. Raises WrongResult."""
     expected = 2 if case.add else 1
     if len(outputs) != expected:
         raise WrongResult(f"{len(outputs)} outputs, expected {expected}")
@@ -206,7 +206,7 @@ def check_backward(
     gradients: tuple[Tensor | None, ...],
     factor: Tensor | None,
 ) -> None:
-    """Raises WrongResult. The gradients of x and the residual are compared, of the weights only that they are finite."""
+    """Compares the gradients of x and the residual; those of the weights must be finite. Raises WrongResult."""
     for leaf, gradient in zip(inputs.leaves, gradients, strict=True):
         if gradient is None or gradient.shape != leaf.shape or not gradient[:ROWS].isfinite().all():
             raise WrongResult(f"the gradient of an input of shape {tuple(leaf.shape)} is missing, misshapen or not finite")

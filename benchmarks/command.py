@@ -72,7 +72,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[in
 
 
 def rows_on(device: str, rows: int) -> int:
-    """The rows of tensors by default, which on a GPU are `rows`."""
+    """The default number of rows: `rows` on a GPU, few on a CPU."""
     return rows if device == "cuda" else CPU_ROWS
 
 
@@ -84,14 +84,14 @@ def add_providers(parser: argparse.ArgumentParser) -> None:
 
 
 def pick_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """The device, or the end of the program with what to do."""
+    """The device. Without it the program ends and says what to do."""
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
     return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
 
 
 def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
-    """The providers that are here; says which are not. Those asked for by name must be; None: as many of the others as are."""
+    """The providers that can be imported. Prints those that can't; one that the user asked for ends the program."""
     names = list(otherwise if asked is None else asked)
     reasons = providers.missing(names)
     for name, reason in reasons.items():
@@ -112,7 +112,7 @@ def open_results(
     renew: bool | None = None,
     file: str | None = None,
 ) -> "Results":
-    """The file of results that this run adds to; ends the program where it must not.
+    """The file of results that this run adds to. Ends the program if it must not add to it.
 
     Args:
         names: of providers.
@@ -209,7 +209,7 @@ def revision_of(environment: dict[str, Any]) -> str | None:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], *, renew: bool = False) -> list[str]:
-    """What keeps two environments from sharing a file: GPU, toolkit, git revision, and versions that both have.
+    """The differences that keep two environments from sharing a file: GPU, toolkit, git revision, common versions.
 
     Args:
         renew: they may be of two revisions, as long as these say what the code was: both known, without uncommitted changes.
@@ -285,7 +285,7 @@ class Results:
         return tuple(record.get(name) for name in self.key)
 
     def comparison(self, record: Record) -> tuple[Any, ...]:
-        """The cell but for the provider: what shares it is measured side by side."""
+        """The cell without the provider. Records that share it were measured side by side."""
         return tuple(record.get(name) for name in self.key if name != "provider")
 
     @property
@@ -293,7 +293,7 @@ class Results:
         return list(self._records.values())
 
     def has(self, **cell: Any) -> bool:
-        """Whether the cell was measured, of this revision if cells are renewed; a failure counts."""
+        """Whether the cell was measured; at this revision, if cells are renewed. A failure counts as measured."""
         record = self._records.get(self.cell(cell))
         return record is not None and not (self.renew and "revision" in record)
 
@@ -309,7 +309,7 @@ class Results:
         self.save()
 
     def save(self) -> None:
-        """One record a line, so that a diff shows which cells changed. Replaced in one step: a kill leaves a whole file."""
+        """Writes one record a line, so that a diff shows the changed cells. The file is replaced in one step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.environment["git"] is not None:
             self.environment["git"].pop("others", None)

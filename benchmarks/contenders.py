@@ -95,7 +95,7 @@ def lineup(options: argparse.Namespace, dropout: float) -> dict[str, Config]:
 
 
 def check_models(module: ModuleType, found: dict[str, Config]) -> None:
-    """That every one of ours is nanoGPT's model. Raises PeerError."""
+    """Checks that each of our contenders is nanoGPT's model. Raises PeerError."""
     checked: list[dict[str, Any]] = []
     for name, cfg in found.items():
         plain = configs.to_dict(cfg)
@@ -219,7 +219,7 @@ def fingerprint(module: ModuleType) -> str:
 
 
 def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
-    """Its model in the sizes of ours, on the CPU with weights of its own.
+    """nanoGPT's model in our sizes, on the CPU, with its own weights.
 
     Raises:
         PeerError: it has other parameters than ours of this config.
@@ -250,7 +250,7 @@ def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
 
 @torch.no_grad()
 def copy_weights(ours: GPT, peer: nn.Module, cfg: Config) -> None:
-    """Our weights into its parameters. Its names are those of GPT-2 on the Hub, its matrices lie as ours."""
+    """Copies our weights into nanoGPT's parameters. They have the names of GPT-2 on the Hub and our layout."""
     mine, theirs = dict(ours.named_parameters()), dict(peer.named_parameters())
     for name, its in _names(cfg):
         if name in mine:
@@ -264,7 +264,7 @@ def _names(cfg: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_same_model(module: ModuleType, cfg: Config, seed: int = 0) -> float:
-    """That both compute the same from the same weights: mean loss and its gradient in fp64, without dropout.
+    """Checks that both compute the same from the same weights: mean loss and its gradient in fp64, without dropout.
 
     The weights are drawn wide, biases and norms too: at the initial ones a model hardly tells whether it has a bias, and its
     loss is that of a uniform guess. Our norms are PyTorch's here, since kernels have no fp64; that the fused ones agree with

@@ -50,7 +50,7 @@ def calls(function: Function, inputs: Inputs) -> dict[str, Callable[[], object]]
 
 
 def batch_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of CPU time a call, from the first call to the return of the last; the device is waited for before."""
+    """Microseconds of CPU time a call, from the first call to the return of the last, after a synchronisation."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -62,7 +62,7 @@ def batch_us(call: Callable[[], object], device: torch.device) -> float:
 def measure(
     functions: dict[str, Function], inputs: Inputs, direction: str, device: torch.device, rounds: int
 ) -> dict[str, timing.Outcome]:
-    """Contenders take turns of one batch, in an order shuffled every round."""
+    """Times the contenders one after the other, a batch of calls each, in an order that is shuffled every round."""
     outcomes = {name: timing.Outcome() for name in functions}
     ready: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():

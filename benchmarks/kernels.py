@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next t
 
 @triton.jit
 def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr, EARLY_START: tl.constexpr):
-    """y = z = a + b + c, of those that are there. Started as the norms are."""
+    """y = z = a + b + c; missing tensors are left out. It is launched as the norms are."""
     if EARLY_START:
         gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -61,7 +61,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
 
 
 def providers_of(options: argparse.Namespace) -> list[str]:
-    """With --models and --random, those that may be the fastest other; with --before, that copy besides."""
+    """All providers. With --models and --random only the fast ones; with --before that copy too."""
     most = (name for name in PROVIDERS if name != "before")
     names = command.importable(options.provider, most if options.name == SWEEP else ("ours", *PEERS))
     return names if options.before is None else [*names, "before"]
@@ -178,7 +178,7 @@ def lacks(results: Results, shape: Shape, direction: str, names: Sequence[str], 
 
 
 def show(file: dict[str, Any], options: argparse.Namespace, folder: Path) -> None:
-    """The table on the terminal with what is under its floor or behind; of the sweep, plots beside the JSON."""
+    """Prints the table and the cells under their floor. For the sweep it draws plots beside the JSON."""
     print(report.norms_text(file["records"]), floors_summary(file["records"]), sep="\n\n")
     if options.name == SWEEP:
         report.plot_norms(file, folder)
@@ -241,7 +241,7 @@ def settle_shapes(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """In the order in which they run: widths outermost, so that a run that ends early has whole columns."""
+    """The shapes in the order in which they run. Widths are outermost, so that a run that ends early has whole columns."""
     if options.random:
         found = random_shapes(options.seed, *options.random)
         return found if options.device == "cuda" else [replace(s, rows=min(s.rows, command.CPU_ROWS)) for s in found]
@@ -259,7 +259,7 @@ def shapes_of(options: argparse.Namespace) -> list[Shape]:
 
 
 def random_shapes(seed: int, large: int, small: int = 0) -> list[Shape]:
-    """Shapes by the seed alone; a larger number of them begins with those of a smaller one."""
+    """Random shapes that depend on the seed alone. A larger number of them begins with the smaller one's."""
     return [
         *_random_shapes(random.Random(f"{seed} large"), large, narrowest=512, elements=(26, math.log2(MOST_ELEMENTS))),
         *_random_shapes(random.Random(f"{seed} small"), small, narrowest=256, elements=(22, 26)),
@@ -267,7 +267,7 @@ def random_shapes(seed: int, large: int, small: int = 0) -> list[Shape]:
 
 
 def _random_shapes(draw: random.Random, count: int, narrowest: int, elements: tuple[float, float]) -> Sequence[Shape]:
-    """Widths and elements (of which the powers of two are given) are as likely in each octave."""
+    """Widths and numbers of elements are uniform in the logarithm. `elements` has the powers of two."""
     found = []
     for _ in range(count):
         width = 8 * round(2 ** draw.uniform(math.log2(narrowest), math.log2(WIDEST)) / 8)
@@ -300,7 +300,7 @@ def floor(direction: str, rows: int, width: int) -> float:
 
 
 def floors_summary(records: Sequence[Record]) -> str:
-    """The cells under their floor, and those where another is ahead with all of its interval."""
+    """The cells under their floor, and those where another library is faster by its whole interval."""
     cells = report.by_cell(records)
     low: list[str] = []
     behind: dict[str, list[str]] = {"the fastest other": [], "before": []}

@@ -53,7 +53,7 @@ def ours(case: Case, setting: Setting) -> Function:
 
 
 def ours_seeded(case: Case, setting: Setting) -> Function | None:
-    """Ours as a model calls it: handed a seed, of which the model draws all at once, instead of drawing its own."""
+    """Ours as a model calls it: with a seed, because a model draws the seeds of all sites at once."""
     if not case.dropout:
         return None
     norm, eps, p = rms_norm_fn if case.rms else layer_norm_fn, setting.eps, setting.dropout_p
@@ -104,7 +104,7 @@ def torch_compile(case: Case, setting: Setting) -> Function:
 
 
 def ours_compiled(case: Case, setting: Setting) -> Function:
-    """torch.compile of ours. On the device it is ours; what differs is how the host gets there, and only `host` measures it."""
+    """torch.compile of ours. The device runs the same kernels; only the host's cost differs, which `host` measures."""
     return _of_inputs(compiled(_fused_expression(layer_norm_fn, rms_norm_fn, case, setting)))
 
 
@@ -213,7 +213,7 @@ def functions_of(case: Case, setting: Setting, names: Sequence[str]) -> dict[str
 
 
 def missing(names: list[str]) -> dict[str, str]:
-    """Of the providers named, those that can't be imported here, and why."""
+    """The providers that can't be imported here, with the reason."""
     reasons = {}
     for name in names:
         module = PROVIDERS[name].module
@@ -227,7 +227,7 @@ def missing(names: list[str]) -> dict[str, str]:
 
 
 def versions(names: list[str]) -> dict[str, str]:
-    """Of the libraries behind the providers named. One that was copied rather than installed may still know its own."""
+    """The versions of the providers' libraries. A library that was copied and not installed may still have __version__."""
     found = {}
     for name in names:
         provider = PROVIDERS[name]
@@ -292,7 +292,7 @@ def pool(processes: int, before: Path | None) -> Executor:
 
 
 def prepare(before: Path | None) -> None:
-    """What each process starts with."""
+    """Prepares each process."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # not a pool of compilers in each of the processes
@@ -305,7 +305,7 @@ def prepare(before: Path | None) -> None:
 def compile_in_processes(
     shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int, before: Path | None
 ) -> None:
-    """A failure is told, and met again by the process that measures. `before`: the folder of that provider."""
+    """Compiles in parallel. A failure is printed, and occurs again where it is measured. `before` is that provider's folder."""
     jobs = [(shape, name) for shape in shapes for name in names if PROVIDERS[name].make(shape.case, shape.setting)]
     # flash-attn tries tiles that take minutes to compile for the widest rows: those go first, so that no process ends with one.
     jobs.sort(key=lambda job: (job[1] != "flash-attn", -job[0].width))

@@ -57,7 +57,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def rewritten(text: str, folder: Path = FOLDER) -> str:
-    """README's text with every marked block made anew.
+    """README's text with new contents of every marked block.
 
     Raises:
         ResultsError: a marker names a table or a file that is not there.

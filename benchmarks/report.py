@@ -22,7 +22,7 @@ def label(case: str, residual: str | None) -> str:
 
 
 def rows_label(rows: set[int]) -> str:
-    """Wide rows are fewer: 32768 rows, 8192 of the widest."""
+    """32768 rows; or with fewer of the wide ones: 32768 rows, 8192 of the widest."""
     return f"{max(rows)} rows" if len(rows) == 1 else f"{max(rows)} rows, {min(rows)} of the widest"
 
 
@@ -52,7 +52,7 @@ def bandwidth_share(record: Record | None) -> str:
 
 
 def best_peer(providers: dict[str, Record]) -> Record | None:
-    """The fastest of the libraries: neither ours nor the kernel that only moves the tensors."""
+    """The fastest library: not ours, and not the kernel that only moves the tensors."""
     peers = [r for name, r in providers.items() if name not in (*OURS, TRAFFIC) and r.get("us") is not None]
     return min(peers, key=lambda record: record["us"], default=None)
 
@@ -73,7 +73,7 @@ def cell_label(record: Record) -> str:
 
 
 def ratio(record: Record | None) -> str:
-    """Its time over ours, with the 95 % interval."""
+    """A provider's time over ours, with the 95 % interval."""
     if record is None or record.get("times_ours") is None:
         return NOTHING
     interval = record.get("times_ours_95")
@@ -301,6 +301,6 @@ def draw_bars(axes: Any, groups: dict[str, dict[str, float]], ranges: dict[str, 
 
 
 def _providers_of(groups: dict[str, dict[str, float]]) -> list[str]:
-    """The providers that are there: as in the other plots, then those that these alone have."""
+    """The providers in the order of the other plots, then those that only bars have."""
     present = dict.fromkeys(name for values in groups.values() for name in values)
     return [*(name for name in STYLES if name in present), *(name for name in present if name not in STYLES)]

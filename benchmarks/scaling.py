@@ -99,7 +99,7 @@ class Cell:
 
 @dataclass
 class Measured:
-    """What the turns of a cell gave."""
+    """The results of a cell's turns."""
 
     blocks_ms: list[list[float]] = field(default_factory=list)  # of each turn, the counted steps
     peak_gb: float | None = None
@@ -191,12 +191,12 @@ def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) 
 
 
 def nccl_settings() -> str:
-    """Those in the environment. NVIDIA's images have the version of their NCCL there too, which is not the one in use."""
+    """NCCL's settings in the environment, without NCCL_VERSION: NVIDIA's images set that, and it is not the version in use."""
     return " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and k != "NCCL_VERSION")
 
 
 def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -> None:
-    """All at once, since importing takes most of it. A job that does not start is the failure of all its cells."""
+    """Starts all jobs at once, because imports take most of the time. A job that does not start fails all its cells."""
     for job in jobs.values():
         job.start()
     for which, job in jobs.items():
@@ -209,7 +209,7 @@ def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -
 
 
 def take_turn(cell: Cell, measured: Measured, job: Job, steps: int) -> None:
-    """A cell that failed once gets no more turns."""
+    """Gives a cell a turn, unless it failed before."""
     if measured.error is not None:
         return
     try:

@@ -41,7 +41,7 @@ HOST = "127.0.0.1"
 
 
 def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:
-    """Milliseconds of each of the last `steps` of the steps, and the most GiB that one held on any rank (None but on CUDA).
+    """Milliseconds of each of the last `steps` steps, and the peak GiB of any rank (None except on CUDA).
 
     A step is train.py's, from the copy of the batch to the cleared gradients. The times are this rank's: ranks wait for one
     another in every step, so they are the slowest's.
@@ -84,7 +84,7 @@ def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:
 
 
 def tokens_of(cfg: Config, ranks: int) -> np.ndarray:
-    """As many tokens whatever the number of ranks: drawing them takes time, and what is in them does not matter."""
+    """Tokens for any number of ranks. They are drawn once, because drawing takes time and their values do not matter."""
     assert cfg.model.vocab_size is not None
     return _tokens(cfg.model.vocab_size, cfg.model.context, cfg.train.batch_size // ranks, cfg.seed)
 
@@ -102,7 +102,7 @@ def _composed(overrides: tuple[str, ...]) -> Config:
 
 
 def take_turns(store: dist.Store) -> World:
-    """Answers one turn after the other until an empty one."""
+    """Answers one turn after the other, until an empty one."""
     world = join()
     if world.leads:
         store.set(JOINED, "")
@@ -184,7 +184,7 @@ class Job:
             self._joined = self._idle = True
 
     def turn(self, overrides: Sequence[str], steps: int) -> dict[str, Any]:
-        """What `scaling_rank.measure` says of these overrides. Raises JobError; the processes are then gone."""
+        """The result of `measure` for these overrides. Raises JobError, after which the processes have ended."""
         self.join()
         number, self._idle = self._turns, False
         self._turns += 1
@@ -194,7 +194,7 @@ class Job:
         return json.loads(answer)
 
     def dismiss(self) -> None:
-        """Tells the processes to end, in the middle of a turn or not."""
+        """Tells the processes to end, also in the middle of a turn."""
         if self._process is None:
             return
         if self._idle:
@@ -203,7 +203,7 @@ class Job:
             self._process.terminate()
 
     def end(self) -> None:
-        """Waits until the processes, which were told to end, have done so."""
+        """Waits until the processes have ended, after `dismiss`."""
         if self._process is None:
             return
         for insist in (self._process.terminate, partial(os.killpg, self._process.pid, signal.SIGKILL)):
@@ -234,7 +234,7 @@ class Job:
         return self._store.get(key)
 
     def _failure(self) -> str:
-        """What the first rank that raised has told; and if it did so because another was killed, that."""
+        """The error of the first rank that raised, and the signal if another rank was killed by one."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(REPORTS_S)

@@ -72,7 +72,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
 
 
 def norm_function(provider: str) -> Function | None:
-    """LayerNorm of one contender; None where it is not here."""
+    """LayerNorm of one contender, or None if it is not here."""
     if provider == "tutorial":
         from benchmarks.kernels import layer_norm  # imports Triton, which a machine without a GPU may lack
 
@@ -155,7 +155,7 @@ def dropout_records(rows: int, width: int, names: Sequence[str], device: torch.d
 
 
 def kept_bytes(function: Callable[[Tensor], Tensor], x: Tensor, device: torch.device) -> int | None:
-    """What stands between forward and backward beside x and y; the CPU does not count."""
+    """Bytes that are held between forward and backward beside x and y. None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)

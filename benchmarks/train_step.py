@@ -167,7 +167,7 @@ def measure_cell(
 def block_of(
     contender: Contender, batches: Batches, todo: range, device: torch.device, lead_in: int = 0
 ) -> tuple[list[float], list[float], float | None]:
-    """Steps one by one: milliseconds of those after the lead-in, losses of the first and the last, peak of memory in GiB."""
+    """Takes steps one by one: milliseconds after the lead-in, losses of the first and the last step, peak GiB."""
     clock = StepClock(device, warmup=lead_in)
     drawn, losses = [batches[step] for step in todo], []
     for step, batch in zip(todo, drawn, strict=True):
@@ -178,7 +178,7 @@ def block_of(
 
 
 def check_losses(first: dict[str, float], tolerance: float) -> None:
-    """That what is timed computes the same, in its own precision. Raises PeerError."""
+    """Checks that all timed steps compute the same loss, in their own precision. Raises PeerError."""
     if not first:
         return
     middle = median(first.values())
@@ -192,7 +192,7 @@ def check_losses(first: dict[str, float], tolerance: float) -> None:
 
 
 def times_of(blocks: list[list[float]], cfg: Config, flops: int | None, precision: Precision) -> Record:
-    """Milliseconds a step over all counted blocks, and what follows from their median; `flops` are those of a token."""
+    """Milliseconds a step over all counted blocks, and the rates that follow from the median. `flops` are a token's."""
     times = spread([ms for block in blocks for ms in block])
     tokens_per_s = 1000 * cfg.train.batch_size * cfg.model.context / times.median
     peak = peak_flops(precision.device, precision.dtype)
@@ -208,7 +208,7 @@ def times_of(blocks: list[list[float]], cfg: Config, flops: int | None, precisio
 
 
 def breakdown_of(contender: Contender, batches: Batches, step: int, mode: str, device: torch.device, step_ms: float) -> Record:
-    """Milliseconds of a step by kind of work: of the GPU, or on a CPU of operators. `idle_ms` is what the GPU's leave of it.
+    """Milliseconds of a step by kind of work, of GPU kernels or of CPU operators. `idle_ms` is the rest of the step.
 
     Eager nanoGPT's dropouts and norms are known by their kernels' names; its residual adds, and the casts of what its norms
     give, run the same kernels as any other elementwise work and count as other.
@@ -245,7 +245,7 @@ def cell_of(cfg: Config, mode: str, name: str, precision: Precision) -> Record:
 
 
 def warm_libraries(precision: Precision) -> None:
-    """Products forward and backward, whose libraries then have the workspaces that the first contender would seem to hold."""
+    """Runs a product forward and backward, so that library workspaces do not count as the first contender's memory."""
     x = torch.zeros(64, 64, device=precision.device, requires_grad=True)
     with precision.autocast():
         y = nn.functional.linear(x, x, x[0])
@@ -253,7 +253,7 @@ def warm_libraries(precision: Precision) -> None:
 
 
 def work_of(contenders: int, rounds: int, profiled: bool) -> int:
-    """Units of work of a cell, as measure_cell tells them."""
+    """How often measure_cell calls `done`."""
     return contenders * (1 + 2 * (1 + rounds) + profiled)
 
 

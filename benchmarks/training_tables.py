@@ -116,7 +116,7 @@ def _breakdown(r: Record) -> list[str]:
 
 
 def _parts(r: Record) -> dict[str, float]:
-    """Of the step's bar, by kind of work; all in one where its profile does not tell. They sum to the median."""
+    """The parts of a step's bar by kind of work, or one part without a profile. They sum to the median."""
     if "breakdown_ms" not in r:
         return {"step": r["ms"]}
     parts = {**r["breakdown_ms"], IDLE: r["idle_ms"] or 0.0}
@@ -168,7 +168,7 @@ def scaling_text(records: Sequence[Record]) -> str:
 
 
 def scaling_markdown(file: dict[str, Any]) -> str:
-    """Without the columns that a table has nothing for."""
+    """The tables of README.md, without empty columns."""
     parts = []
     for name, of in scaling_cells(file["records"]).items():
         if rows := [scaling_row(r) for r in timed_records(of)]:

@@ -52,8 +52,8 @@ from training.tracking import settle
 EAGER, COMPILED = "eager", "compiled"
 OUT_OF_MEMORY = 3  # exit code
 COMPILED_LOSS = (
-    " Eager cells run their loss, and nothing else, through torch.compile (train.compile_loss), in all arms: their steps are "
-    "shorter for it, and the norms a larger part of them. train.compile_loss=false times the plain one."
+    " In eager cells torch.compile compiles the loss alone (train.compile_loss), in all arms. That makes steps shorter, and "
+    "norms a larger part of them. train.compile_loss=false times the plain loss."
 )
 SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
@@ -178,7 +178,7 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, d
 
 
 def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
-    """The kernels of a training step. Eager models get marked norm sites; compiled kernels have the fused operators in their names."""
+    """The kernels of a training step. Norm sites of eager models are marked; compiled kernels name what they fuse."""
     return profile_step(step_of(arm, batches), arm.precision.device, arm.state.model if mode == EAGER else None)
 
 

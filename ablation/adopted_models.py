@@ -43,7 +43,7 @@ def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
         )
     if fused := [name or "model_a itself" for name, module in a.items() if _is_fused_norm(module)]:
         raise ValueError(
-            f"{function}: model_a is to be the model as it was, and {len(fused)} of its norms are fused: {_listed(fused)}. "
+            f"{function}: model_a must be the model as it was, but {len(fused)} of its norms are fused: {_listed(fused)}. "
             "Copy it ahead of replace_norms (before = copy.deepcopy(model)), or restore_norms a copy of it; if it is model_b "
             "that is as it was, exchange the two. To see what one more step of adoption adds, compare the model as it was with "
             "each"
@@ -135,7 +135,7 @@ def _is_compiled(function: Any) -> bool:
 
 
 def _is_fused_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm of `ops`, or of another copy of it: the installed `prenorm`, or a folder in somebody's project."""
+    """Whether a module is a norm of `ops`, or of a copy of it: the installed `prenorm` or a folder."""
     for cls in type(module).__mro__:
         package = sys.modules.get(cls.__module__.rpartition(".")[0])
         norms = [getattr(package, name, None) for name in ("LayerNorm", "RMSNorm")]

@@ -1,10 +1,10 @@
 """Two versions of somebody's model: do they compute the same, and which is faster?
 
-    check_parity(before, after, batch)      what parity.py asks of a training run, of one forward and backward pass
-    measure(before, after, batch)           what timing.py does with training steps, on forward and backward
+    check_parity(before, after, batch)      compares one forward and backward pass, as parity.py compares training runs
+    measure(before, after, batch)           times forward and backward, as timing.py times training steps
 
-Statistics, planted order of summation, blocks in turn and verdicts are those of the ablation. They stand here and not in `ops`,
-which needs torch and triton alone.
+Statistics, the other order of summation, alternating blocks and conclusions are those of the ablation. They are here and not in
+`ops`, because `ops` needs torch and triton alone.
 """
 
 import math
@@ -113,16 +113,16 @@ def check_parity(
 ) -> ParityCheck:
     """Whether model_b, which has other norms, computes the same as model_a up to rounding.
 
-    Compared with model_a in higher precision (fp64, or fp32 where the weights or autocast are bf16 or fp16), whose norms are
-    computed from their formula: the output, the loss, every parameter's gradient, and the scale of every row that a norm puts
-    out. What error may be expected is measured: model_a in its own precision, and once more with the sums of its norms in
-    another order, as legitimate as the first. The statistic is that of `ablation/parity.py`, stated at its head, with batches
-    in the place of seeds. In mean over the batches, an error of more than ten times what is expected fails: for a single
-    number, such as the loss, rounding alone comes to that in one batch of 200. From 4 batches on, so does an error that is
-    larger by a quarter with confidence; 8 see one of twice the size.
+    The reference is model_a in higher precision: fp64, or fp32 if the weights or autocast are bf16 or fp16. Its norms are
+    computed from their formula. Compared are the output, the loss, every parameter's gradient, and the scale of every row of a
+    norm's output. The expected error is measured: from model_a in its own precision, and from model_a with the sums of its
+    norms in another order. `ablation/parity.py` states the statistic; here batches take the place of seeds. The check fails if
+    the mean error over the batches is more than ten times the expected one. (For a single number, such as the loss, rounding
+    alone does that in one batch of 200.) With 4 batches or more it also fails if a t-test shows that the error is larger by
+    more than a quarter. 8 batches find an error of twice the size.
 
-    Dropout is off: both models are in evaluation mode meanwhile, unless there is a seed. In bf16, mistakes below a rounding
-    step are below what can be seen; check in fp32 too.
+    Both models are in evaluation mode, without dropout, unless there is a seed. bf16 hides mistakes that are smaller than a
+    rounding step, so check in fp32 too.
 
     Args:
         model_a: as it was, none of its norms fused; e.g. a deepcopy made ahead of `replace_norms`. Four models' worth of memory

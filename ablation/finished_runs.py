@@ -1,10 +1,10 @@
-"""The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it.
+"""Finished training runs: what train.py left in their folders, and which of them can be compared.
 
-Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
-final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes
-and .keep, data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere
-(ablate). Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread
-writes beside the steps, and logging.every, the length of the windows that step times are of.
+Runs of one group differ in norm.impl, the seed, and keys that change neither a step, nor its time, nor the final validation
+loss: how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes and .keep, data.cache_dir,
+data.processes), what happens while the clock is stopped (eval.every, sample, profile), and keys of other programs (ablate). All
+other keys count. eval.batches sets the batches of the loss, checkpoint.background adds a thread beside the steps, and
+logging.every sets the length of the windows of step times.
 """
 
 import json

@@ -1,18 +1,18 @@
 """Loss parity: whether fused norms are wrong, or merely rounded elsewhere.
 
-No two correct programs give the same bits, so a tolerance is needed, and a tolerance that was tuned until tests pass proves
-nothing. Here it is measured. Four arms train from the same weights, on the same batches, with the same dropout masks:
+Two correct programs may give different bits, so a comparison needs a tolerance. A tolerance that was tuned until tests pass
+proves nothing; this one is measured. Four arms train from the same weights, on the same batches, with the same dropout masks:
 
     a   reference   PyTorch's norms; weights, products and residual stream in fp32 (in fp64 where the run itself is in fp32)
     b   torch       PyTorch's norms in the run's precision
     c   fused       the fused norms in the run's precision; where no kernel runs, their PyTorch reference
     d   reordered   as b, with the sums of its norms in another, just as legitimate order
 
-Compared are the loss, the gradient norm and the gradient of every layer, at every step. Judged are the loss and the gradient
-norm of all steps; of the first one, where all arms still have the same weights, the gradient of every layer and the scale
-⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the last. (The scale of a row is what its
-statistics decide. A mistake in them is the same all along the row, and would not be seen beside the rounding of single elements
-to bf16.) For each of these quantities, and each seed (other batches and masks, and other weights unless init_from gives them),
+The record has the loss, the gradient norm and the gradient of every layer, at every step. The tests are of these quantities:
+the loss and the gradient norm over all steps; at the first step, where all arms have the same weights, the gradient of every
+layer and the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y of a norm's output; and the parameters after the last step. (The
+statistics of a row decide its scale. A mistake in them is the same all along the row, and the rounding of single elements to
+bf16 would hide it.) Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and seed,
 over the elements of the quantity:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
@@ -20,7 +20,7 @@ over the elements of the quantity:
 
 (No D, and no allowed shift, is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.)
 
-`expected` is what the run's rounding and a change of order lead one to expect, so R is near 1 (or below) for a correct norm.
+`expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct norm.
 
 **Size.** The fused arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
 other places. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
@@ -33,10 +33,10 @@ Level: LEVEL for a run of the protocol, hence LEVEL / number of tests for each (
 common. A t-test and not a permutation or a bootstrap: five seeds have 2⁵ signs, so no permutation test could reach such a
 level. It takes log R to be near normal over seeds, which an rms over many elements is.
 
-Two guards without a level, since a t-test over few seeds can't see them. What fails at one seed of many hides in its own
-spread: a seed whose fused arm is GROSS times as far as the reordered one, or shifted by as much, fails. And the mean over seeds
-must stay below GROSS_FEW, however many they are: FEW seeds or less have no spread to speak of, and no t-test; a few more have
-one whose estimate is so rough that a t-test alone would let ten times the expected error pass.
+Two guards have no level, because a t-test over few seeds can't see their cases. First, a failure at one seed of many widens
+the spread that hides it: so a seed fails if its fused arm is GROSS times as far as the reordered one, or shifted by as much.
+Second, the mean over seeds must stay below GROSS_FEW: FEW seeds or fewer have no t-test, and with a few more the spread is
+estimated so roughly that a t-test alone would let ten times the expected error pass.
 
 **Outcome.** The 95 % t-interval of the mean difference fused − torch of final validation losses must lie within ± the standard
 deviation of torch's over seeds. With FEW seeds or less this is left out: of two, that deviation may be near 0 by chance, and

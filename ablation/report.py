@@ -172,10 +172,10 @@ def _blocks(cells: Sequence[Cell]) -> str:
         words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
     return (
         f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. A cycle has the arms in "
-        "some order and then in its reverse; every third order is drawn by seed, and in between the first goes last. A block "
-        "opens with a step that is not counted: it fills the GPU's queue, which copying weights back has emptied. Between "
-        "cycles the arms trade places: weights and optimizer state of each move to where another's lay in memory, but for CUDA "
-        "graphs, which have the addresses in them."
+        "some order and then in its reverse. The seed draws every third order; in between, the first arm moves to the end. The "
+        "first step of a block is not counted: it fills the GPU's queue, which is empty after the copy of the weights. Between "
+        "cycles the arms exchange their places in memory: weights and optimizer state of each arm move to the addresses of "
+        "another's. With CUDA graphs, which contain the addresses, they stay."
     )
 
 
@@ -192,13 +192,13 @@ def _comparisons(cells: Sequence[Cell]) -> str:
         return ""
     verdicts = "\n".join(wrapped(f"- {label(cell.overrides, cell.mode)}: {cell.verdict}.") for cell in cells)
     paired = (
-        "Both columns are paired: medians over cycles of each cycle's difference and ratio. They need not agree with the "
-        "medians above; where cycles scatter, not even in sign."
+        "Both columns are paired: they are medians over cycles of each cycle's difference and ratio. They may differ from the "
+        "ratio of the medians above, in sign too if cycles scatter."
     )
     rule = (
-        "The A/A control is a second arm with torch's norms in the same schedule: what the protocol makes of no difference. "
-        "No speed-up and no slow-down is claimed where the interval of fused contains 1, or where it is no further from 1 than "
-        "the far end of A/A's interval."
+        "The A/A control is a second arm with torch's norms in the same schedule. It shows what the protocol measures where "
+        "there is no difference. The report claims a speed-up or a slow-down only if the interval of fused leaves out 1 and "
+        "its median is further from 1 than both ends of A/A's interval."
     )
     return f"{markdown(header, rows)}\n\n{wrapped(paired)}\n\n{verdicts}\n\n{wrapped(rule)}"
 

@@ -21,12 +21,12 @@ SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign th
 MOST_QUANTITIES = 10
 
 PARITY_RULE = (
-    "Every arm runs eager, but for its loss where train.compile_loss compiles that, without dropout on attention weights, from "
-    "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
-    "everything in fp32 (in fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
+    "All arms have the same initial weights, batches and dropout masks, and no dropout on attention weights. They run eager; "
+    "train.compile_loss may compile their loss. Models that are compiled as a whole were not compared. reference: PyTorch's "
+    "norms, everything in fp32 (in fp64 if the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
     "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
-    "reference, over what the run's rounding leads one to expect; means over seeds, geometric ones of distances, with "
-    "Student's intervals. The statistic and its level are stated in ablation/parity.py."
+    "reference, divided by the error that rounding explains. They are means over seeds (geometric means of distances) with "
+    "Student's intervals. ablation/parity.py states the statistic and its level."
 )
 
 

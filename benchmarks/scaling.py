@@ -4,15 +4,15 @@ python -m benchmarks.scaling                                    GPT-2 both ways,
 python -m benchmarks.scaling --model gpt2 --parallel ddp --ranks 1 8 --compile     some of it; records add up in one file
 python -m benchmarks.scaling --device cpu                       to try it: the default run's model, ranks that talk over gloo
 
-For each model and number of ranks torchrun starts that many processes, once. All of them stay, and are given turns: in a turn
-one cell trains a fresh model for some uncounted and some counted steps, and everybody else waits without work. A round gives
-every cell two turns, in some order and then in its reverse. The step is train.py's; one rank is under torchrun too, so that
-only the number of ranks differs. `alone` is the plain step of one process: no wrapper, no other ranks.
+torchrun starts the processes of each model and number of ranks once. They stay until the end. In a turn, one cell trains a
+fresh model for some uncounted and some counted steps, and all other processes wait without work. A round gives every cell two
+turns, in some order and then in its reverse. The step is train.py's. A single rank runs under torchrun too, so that only the
+number of ranks differs. `alone` is the plain step of one process, without wrapper and other ranks.
 
-Efficiency is tokens/s of a GPU with N ranks over that with one: the geometric mean over rounds of the ratio within a round.
-Rounds are few, so its 95 % interval is Student's, of the logarithms. The one rank is on the first GPU, and measured anew in
-each run: measure all numbers of ranks together. Sharded, each of N GPUs has an Nth of the optimizer's work, so that efficiency
-may pass 1.
+Efficiency is tokens/s of a GPU with N ranks over that with one rank: the geometric mean over rounds of the ratio within a
+round. Rounds are few, so the 95 % interval is Student's, of the logarithms. The single rank runs on the first GPU and is
+measured again in each run, so measure all numbers of ranks together. With FSDP2 each of N GPUs does an Nth of the optimizer's
+work, so efficiency may be above 1.
 """
 
 import argparse

@@ -14,11 +14,10 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -28,17 +27,17 @@ import torch
 
 import configs
 import ops
-from ablation import parity, report, serialize, timing, tracking, turns
+from ablation import parity, records, report, timing, tracking
 from ablation.arms import Arm, build, check_initial_weights, check_same, load_initial_weights
-from ablation.bound import attribute, norm_bytes
-from ablation.compared import AGAIN, FUSED, TORCH
-from ablation.progress import Progress
+from ablation.gpu_time import attribute, norm_bytes
 from ablation.records import Ablation, Attribution, Cell
-from ablation.verdict import verdict_of
-from benchmarks.timing import copy_bandwidth, free_memory, side_stream
 from configs import Config, ConfigError, command_line, machine, rules
 from configs.schema import NormImpl
 from data import Batches, Corpus, load_corpus
+from measure.comparison import AGAIN, ARMS, FUSED, TORCH, compare_blocks, conclusion, cycle_times
+from measure.progress import progress
+from measure.tables import label
+from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.console import show, take_any_encoding
@@ -51,11 +50,10 @@ from training.storage import StorageError, relative, replace_text
 from training.tracking import settle
 
 EAGER, COMPILED = "eager", "compiled"
-PROFILES, PARITY = "profiles", "parity"  # kinds of work, beside those of timing
 OUT_OF_MEMORY = 3  # exit code
 COMPILED_LOSS = (
-    " Eager cells run their loss, and nothing else, through torch.compile (train.compile_loss), in all arms: their steps are "
-    "shorter for it, and the norms a larger part of them. train.compile_loss=false times the plain one."
+    " In eager cells torch.compile compiles the loss alone (train.compile_loss), in all arms. That makes steps shorter, and "
+    "norms a larger part of them. train.compile_loss=false times the plain loss."
 )
 SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
@@ -90,7 +88,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     for variant, corpus in zip(variants, corpora, strict=True):
         check_initial_weights(variant.cfg, corpus.tokenizer)
     if len(set(sizes)) > 1:
-        sizes = [f"{report.label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
+        sizes = [f"{label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
     began = time.monotonic()
     parts = sum(len(variant.modes) + (variant.cfg.ablate.parity_seeds > 0) for variant in variants)
     found = Ablation(
@@ -102,20 +100,19 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
         kernels=ops.backend_for(device) != "PyTorch reference",
         notes=[*([SWEPT] if len(variants) > 1 else []), *dict.fromkeys(sizes)],
     )
-    with Progress(work_of(variants, device)) as progress:
+    with progress(sum(calls_of(variant, device) for variant in variants), "ablate", "unit") as bar:
         try:
             for variant, corpus, precision in zip(variants, corpora, precisions, strict=True):
                 for mode in variant.modes:
-                    progress.now(variant.overrides, mode)
+                    bar.set_description(label(variant.overrides, mode))
                     free_memory(device)
-                    found.cells.append(measure(variant, mode, precision, corpus, progress))
+                    found.cells.append(measure(variant, mode, precision, corpus, bar.update))
                     keep(found, folder, began, parts)
                 if variant.cfg.ablate.parity_seeds:
-                    progress.now(variant.overrides, PARITY)
+                    bar.set_description(label(variant.overrides, "parity"))
                     free_memory(device)
-                    told = partial(progress.add, PARITY)
                     found.parity.append(
-                        parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=told)
+                        parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=bar.update)
                     )
                     keep(found, folder, began, parts)
         except torch.OutOfMemoryError:
@@ -127,7 +124,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
 
 @contextmanager
 def unless_empty(folder: Path) -> Iterator[None]:
-    """Takes the folder away if there is no report in it: the data were refused, or the first cell was not finished."""
+    """Removes the folder afterwards if it has no report: the data were refused, or no cell was finished."""
     try:
         yield
     finally:
@@ -137,28 +134,28 @@ def unless_empty(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, progress: Progress) -> Cell:
+def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, done: Callable[[], object]) -> Cell:
     """The cell of a variant, eager or compiled."""
     cfg = variant.cfg
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
     check_same(list(arms.values()))
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-    times = timing.time_arms(arms, batches, lambda kind: progress.add(f"{mode} {kind}"))
-    fused, control = timing.compare(times, FUSED), timing.compare(times, AGAIN)
+    times = timing.time_arms(arms, batches, done)
+    fused, control = (compare_blocks(times[TORCH].blocks_ms, times[name].blocks_ms) for name in (FUSED, AGAIN))
     attribution: Attribution | None = None
     gpu: dict[str, list[dict[str, str]]] = {}
     if on_gpu(precision.device):
         kernels = {}
         for name, arm in arms.items():
             kernels[name] = profiled(arm, batches, mode)
-            progress.add(f"{mode} {PROFILES}")
+            done()
         gpu = {name: [] for name in (TORCH, FUSED)}
         for name in (TORCH, FUSED, FUSED, TORCH):  # heat that gathers meanwhile is nobody's
             gpu[name].append(gpu_state_during(step_of(arms[name], batches), precision.device))
         counts = {name: launches(found) for name, found in kernels.items()}
         times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
-        torch_ms = statistics.median(turns.per_cycle(times[TORCH].blocks_ms))
+        torch_ms = statistics.median(cycle_times(times[TORCH].blocks_ms))
         attribution = attribute(
             shares(kernels[TORCH]),
             shares(kernels[FUSED]),
@@ -174,14 +171,14 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, p
         arms=times,
         fused=fused,
         control=control,
-        verdict=verdict_of(fused, control),
+        verdict=conclusion(fused, control),
         attribution=attribution,
         gpu=gpu,
     )
 
 
 def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
-    """The kernels of a training step. Where eager, norm sites are marked; compiled code names what it fused."""
+    """The kernels of a training step. Norm sites of eager models are marked; compiled kernels name what they fuse."""
     return profile_step(step_of(arm, batches), arm.precision.device, arm.state.model if mode == EAGER else None)
 
 
@@ -208,7 +205,7 @@ def copy_gb_per_s(device: torch.device) -> float:
 
 
 def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
-    """What a step is made of: the smaller the vocabulary and the batch, the more the norms weigh."""
+    """The sizes of a step. A smaller vocabulary and a smaller batch give the norms a larger share of the time."""
     with torch.device("meta"), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
     prepare(model, cfg.train, machine.inspect(cfg.device))
@@ -221,12 +218,12 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
 
 
 def keep(found: Ablation, folder: Path, began: float, parts: int) -> None:
-    """Writes the report of what there is; short of `parts` cells and parities it says that it is not finished."""
+    """Writes the report so far. With fewer than `parts` cells and parities, the report says that it is not finished."""
     found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
     done = len(found.cells) + len(found.parity)
     if done < parts:
         found = replace(found, unfinished=f"{done} of {parts} parts")
-    serialize.save(found, folder)
+    records.save(found, folder)
     report.write(found, folder)
 
 
@@ -246,19 +243,14 @@ def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -
     return arms
 
 
-def work_of(variants: Sequence[Variant], device: torch.device) -> Counter[str]:
-    """Units of work by kind, for the bar."""
-    work: Counter[str] = Counter()
-    for variant in variants:
-        for mode in variant.modes:
-            work.update({f"{mode} {kind}": units for kind, units in timing.work_of(variant.cfg.ablate.cycles).items()})
-            work[f"{mode} {PROFILES}"] += len(timing.LINEUP) if on_gpu(device) else 0
-        work[PARITY] += parity.steps_of(variant.cfg)
-    return work
+def calls_of(variant: Variant, device: torch.device) -> int:
+    """How often the bar moves for a variant."""
+    profiles = len(ARMS) if on_gpu(device) else 0
+    return len(variant.modes) * (timing.calls_of(variant.cfg.ablate.cycles) + profiles) + parity.steps_of(variant.cfg)
 
 
 def variants_of(arguments: Sequence[str]) -> list[Variant]:
-    """The configurations that a command line asks for: key=A,B is two of them.
+    """The configurations of a command line. key=A,B gives two.
 
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
@@ -282,7 +274,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         pairs = (override.partition("=")[::2] for override in job)
         found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
         if found[-1].overrides in [variant.overrides for variant in found[:-1]]:
-            raise ConfigError(f"{report.label(found[-1].overrides)} comes twice in {' '.join(arguments)}. Leave one.")
+            raise ConfigError(f"{label(found[-1].overrides)} comes twice in {' '.join(arguments)}. Leave one.")
     return found
 
 

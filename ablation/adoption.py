@@ -1,10 +1,10 @@
 """Two versions of somebody's model: do they compute the same, and which is faster?
 
-    check_parity(before, after, batch)      what parity.py asks of a training run, of one forward and backward pass
-    measure(before, after, batch)           what timing.py does with training steps, on forward and backward
+    check_parity(before, after, batch)      compares one forward and backward pass, as parity.py compares training runs
+    measure(before, after, batch)           times forward and backward, as timing.py times training steps
 
-Statistics, planted order of summation, blocks in turn and verdicts are those of the ablation. They stand here and not in `ops`,
-which needs torch and triton alone.
+Statistics, the other order of summation, alternating blocks and conclusions are those of the ablation. They are here and not in
+`ops`, because `ops` needs torch and triton alone.
 """
 
 import math
@@ -17,11 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation import turns, verdict
-from ablation.adopted_arms import exact_copy, norms_of, reordered_copy
-from ablation.adoption_checks import check_autocast, check_before_and_after, check_not_compiled, check_same_parameters, scalar
-from ablation.compared import AGAIN, FUSED, TORCH, Comparison
-from ablation.judgement import (
+from ablation.adopted_models import (
+    How,
+    Loss,
+    autocasting,
+    call,
+    check_autocast,
+    check_before_and_after,
+    check_not_compiled,
+    check_same_parameters,
+    default_loss,
+    device_of,
+    float_tensors,
+    results_of,
+    scalar,
+)
+from ablation.rounding import (
     FEW,
     GROSS_FEW,
     LEVEL,
@@ -29,12 +40,16 @@ from ablation.judgement import (
     REORDERED,
     Distances,
     Sums,
-    judge_sign,
-    judge_size,
+    exact_copy,
+    norms_of,
+    reordered_copy,
+    sign_test,
+    size_test,
 )
-from ablation.passes import How, Loss, autocasting, call, default_loss, device_of, float_tensors, results_of
-from ablation.statistics import LEAST_SAMPLES
-from ablation.text import aligned, number
+from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
+from measure.schedule import LEAD_IN, run_blocks
+from measure.statistics import LEAST_SAMPLES
+from measure.tables import aligned, number
 from ops.backend import runs_kernels
 from training.clock import StepClock
 
@@ -96,18 +111,18 @@ def check_parity(
     autocast: torch.dtype | None = None,
     seed: int | None = None,
 ) -> ParityCheck:
-    """Whether model_b, which has other norms, is model_a but for rounding.
+    """Whether model_b, which has other norms, computes the same as model_a up to rounding.
 
-    Compared with model_a in higher precision (fp64, or fp32 where the weights or autocast are bf16 or fp16), whose norms are
-    computed from their formula: the output, the loss, every parameter's gradient, and the scale of every row that a norm puts
-    out. What error may be expected is measured: model_a in its own precision, and once more with the sums of its norms in
-    another order, as legitimate as the first. The statistic is that of `ablation/parity.py`, stated at its head, with batches
-    in the place of seeds. In mean over the batches, an error of more than ten times what is expected fails: for a single
-    number, such as the loss, rounding alone comes to that in one batch of 200. From 4 batches on, so does an error that is
-    larger by a quarter with confidence; 8 see one of twice the size.
+    The reference is model_a in higher precision: fp64, or fp32 if the weights or autocast are bf16 or fp16. Its norms are
+    computed from their formula. Compared are the output, the loss, every parameter's gradient, and the scale of every row of a
+    norm's output. The expected error is measured: from model_a in its own precision, and from model_a with the sums of its
+    norms in another order. `ablation/parity.py` states the statistic; here batches take the place of seeds. The check fails if
+    the mean error over the batches is more than ten times the expected one. (For a single number, such as the loss, rounding
+    alone does that in one batch of 200.) With 4 batches or more it also fails if a t-test shows that the error is larger by
+    more than a quarter. 8 batches find an error of twice the size.
 
-    Dropout is off: both models are in evaluation mode meanwhile, unless there is a seed. In bf16, mistakes below a rounding
-    step are below what can be seen; check in fp32 too.
+    Both models are in evaluation mode, without dropout, unless there is a seed. bf16 hides mistakes that are smaller than a
+    rounding step, so check in fp32 too.
 
     Args:
         model_a: as it was, none of its norms fused; e.g. a deepcopy made ahead of `replace_norms`. Four models' worth of memory
@@ -179,7 +194,7 @@ def measure(
     block_steps: int = 5,
     warmup_steps: int = 3,
 ) -> Timing:
-    """Times forward and backward of both models, in short blocks that take turns, with model_a against itself as the control.
+    """Times forward and backward of both models in short alternating blocks. The control is model_a against itself.
 
     The models run as they are, in training mode or not, compiled or not. Gradients are dropped after each step; those that
     were there before are there again afterwards.
@@ -216,8 +231,8 @@ def measure(
             p.grad = None
 
     def block(name: str, _: int) -> list[float]:
-        clock = StepClock(device, warmup=turns.LEAD_IN)
-        for _step in range(turns.LEAD_IN + block_steps):
+        clock = StepClock(device, warmup=LEAD_IN)
+        for _step in range(LEAD_IN + block_steps):
             with clock.step():
                 step(models[name])
         return list(clock.steps_ms)
@@ -228,14 +243,14 @@ def measure(
         for model in models.values():
             for _ in range(warmup_steps):
                 step(model)
-        blocks = turns.in_turn(block, cycles, seed=0)
+        blocks = run_blocks(block, cycles, seed=0)
     finally:
         for p, grad in before.items():
             p.grad = grad
-    comparison, control = (turns.compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
-    a_ms, b_ms = (median(turns.per_cycle(blocks[name])) for name in (TORCH, FUSED))
-    words = verdict.verdict_of(comparison, control)
-    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {verdict.NO_KERNEL}")
+    comparison, control = (compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
+    a_ms, b_ms = (median(cycle_times(blocks[name])) for name in (TORCH, FUSED))
+    words = conclusion(comparison, control)
+    return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
 
 
 def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, wide: torch.dtype) -> dict[str, Tensor]:
@@ -263,7 +278,7 @@ def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Non
 
 
 def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
-    """A reference that computes something else makes every error look expected, and every norm right."""
+    """Refuses a reference that computes something else: beside it every error would look expected."""
     for name in (name for name in own if name.startswith("output") and name in reference):
         a, b = reference[name].double(), own[name].to(reference[name].device).double()
         error = float((b - a).norm() / a.norm().clamp_min(1e-300)) if a.shape == b.shape and a.isfinite().all() else 0.0
@@ -294,7 +309,7 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
     rows = []
     for name in names:
         distances = [_no_luck(sums[name].distances()) for sums in batches]
-        results = [judge_size(name, distances, level, exact), judge_sign(name, distances, level)]
+        results = [size_test(name, distances, level, exact), sign_test(name, distances, level)]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
         error = max(sums[name].errors()[FUSED] for sums in batches)
@@ -316,5 +331,5 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
 
 
 def _no_luck(distances: Distances) -> Distances:
-    """A reordered run that is nearer than expected is lucky, and no reason to expect more; a single number often is."""
+    """Takes a lucky reordered run as an average one: a single number is often nearer to the reference than expected."""
     return replace(distances, reordered=max(distances.reordered, 1.0))

@@ -3,20 +3,27 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from ablation.graph import Operator, operators_elsewhere
 from configs import Config, machine, to_dict
 from configs.schema import Device, DropoutMasks, NormImpl
 from data import Tokenizer
 from model import GPT
+from model.norm import PreNorm
 from training import pretrained
 from training.checkpoint import TrainState
 from training.optimizer import adamw
 from training.precision import Precision
 from training.step import compile_model, prepare
+
+Operator = tuple[str, tuple[Any, ...]]
 
 
 @dataclass
@@ -41,7 +48,7 @@ def build(
     masks: DropoutMasks | None = None,
     like: Arm | None = None,
 ) -> Arm:
-    """A fresh arm: initial weights are a function of cfg.seed and cfg.model alone.
+    """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone.
 
     Args:
         impl: what runs at the norm sites.
@@ -69,7 +76,7 @@ def build(
 
 
 def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
-    """Gives a fresh arm the weights that cfg.init_from names, if it names any; arms that are built like it have them too.
+    """Loads the weights of cfg.init_from, if set, into a fresh arm. Arms that are built `like` it get them too.
 
     Raises:
         ConfigError: they can't be had, or belong to another model or to other tokens.
@@ -79,7 +86,7 @@ def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
 
 
 def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
-    """That arms can begin with the weights that cfg.init_from names, if it names any.
+    """Checks that arms can begin with the weights of cfg.init_from, if set.
 
     Raises:
         ConfigError: they can't.
@@ -93,7 +100,7 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def copy_values(source: nn.Module, target: nn.Module) -> None:
-    """Parameters and buffers, also those that a state_dict leaves out.
+    """Copies parameters and buffers, also those that a state_dict leaves out.
 
     Raises:
         AssertionError: their names differ.
@@ -121,7 +128,7 @@ def check_same(arms: Sequence[Arm]) -> None:
 
 
 def check_same_weights(arms: Sequence[Arm]) -> None:
-    """That parameters and buffers have the same names, dtypes and values.
+    """Checks that parameters and buffers have the same names, dtypes and values.
 
     Raises:
         AssertionError: they don't.
@@ -145,7 +152,7 @@ def _config(arm: Arm) -> dict:
 
 
 def _modules(arm: Arm) -> list[tuple]:
-    """Names, classes and every plain setting, training or evaluation among them; but for the operator of a norm site."""
+    """Names, classes and plain settings of all modules, with the training mode and without the operator of a norm site."""
     plain = (bool, int, float, str, tuple, type(None))
     return [
         (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
@@ -185,12 +192,12 @@ class Snapshot:
 
 
 def places_of(arms: Sequence[Arm]) -> list[list[Tensor]]:
-    """Where the weights and the optimizer state of each arm lie."""
+    """The memory of the weights and the optimizer state of each arm."""
     return [[tensor.data for tensor in _tensors(arm)] for arm in arms]
 
 
 def move(arms: Sequence[Arm], places: Sequence[list[Tensor]], order: Sequence[int]) -> None:
-    """Has weights and optimizer state of the i-th arm lie at places[order[i]], with the values that are there.
+    """Moves weights and optimizer state of the i-th arm to places[order[i]], where they take the values that are there.
 
     A step's time may depend on where its tensors lie, and an arm would keep that for as long as it lives: two equal arms then
     differ beyond what their intervals explain. Not for CUDA graphs, which have the addresses in them.
@@ -205,3 +212,56 @@ def _tensors(arm: Arm) -> list[Tensor]:
     parameters = [p for group in arm.state.optimizer.param_groups for p in group["params"]]
     state = arm.state.optimizer.state
     return [*parameters, *(value for p in parameters for value in state[p].values() if isinstance(value, Tensor))]
+
+
+# ---- the graph outside the norm sites ----------------------------------------------------------------------------------------
+
+
+def operators_elsewhere(model: nn.Module, precision: Precision, context: int) -> list[Operator]:
+    """The operators in the order in which they run, each with its arguments; tensors as dtype and shape.
+
+    From tokens to logits, in evaluation mode: masks are drawn at norm sites, or for them. Nothing is computed: weights and
+    tokens are fake ones, and of the CPU, whatever the model's device, so that no kernel is compiled for it.
+    """
+    recorder = _Recorder()
+    sites = [module for module in model.modules() if isinstance(module, PreNorm)]
+    hooks = [site.register_forward_pre_hook(recorder.enter) for site in sites]
+    hooks += [site.register_forward_hook(recorder.leave) for site in sites]
+    training = model.training
+    model.eval()
+    try:
+        with FakeTensorMode(), torch.no_grad(), replace(precision, device=torch.device("cpu")).autocast():
+            named = chain(model.named_parameters(), model.named_buffers())
+            values = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in named}
+            tokens = torch.zeros(1, context, dtype=torch.int64)
+            with recorder:
+                torch.func.functional_call(model, values, (tokens,))
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return recorder.found
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Operator] = []
+        self.inside = False  # a norm site
+
+    def enter(self, *_) -> None:
+        self.inside = True
+
+    def leave(self, *_) -> None:
+        self.inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self.inside:
+            given = (_shown(value) for value in tree_leaves((args, kwargs)))
+            self.found.append((str(func), tuple(given)))
+        return func(*args, **kwargs)
+
+
+def _shown(value: Any) -> Any:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)

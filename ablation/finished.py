@@ -1,78 +1,43 @@
-"""The comparison from finished training runs: unpaired, since each ran by itself; `python -m ablation.report` prints it.
-
-Runs belong together that differ in nothing but norm.impl, seed, and keys that change neither a step, nor its time, nor the
-final validation loss: where and how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes
-and .keep, data.cache_dir, data.processes), and what happens while the clock stands (eval.every, sample, profile) or elsewhere
-(ablate). Every other key counts: also eval.batches, which the loss is taken over, checkpoint.background, by which a thread
-writes beside the steps, and logging.every, the length of the windows that step times are of.
-"""
+"""The unpaired report of finished training runs, which `python -m ablation.report` prints."""
 
 import argparse
-import json
 import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any
 
-from omegaconf import OmegaConf
-
-import configs
-from ablation.compared import FUSED, TORCH
-from ablation.plots import boxes_of, label, trained
-from ablation.statistics import Interval, mean_interval, spread
-from ablation.text import capital, environment, fact, flat, loss, markdown, number, section, signed, wrapped
-from ablation.verdict import NO_KERNEL, plain
-from configs import keys
+from ablation.finished_runs import FinishedRun, Group, grouped, read_run, run_folders, unfinished
+from ablation.plots import boxes_of, trained
 from configs.schema import DropoutMasks
+from measure.comparison import FUSED, NO_KERNEL, TORCH
+from measure.statistics import Interval, mean_interval, spread
+from measure.tables import (
+    NOTHING,
+    capital,
+    environment,
+    fact,
+    interval_text,
+    label,
+    loss,
+    markdown,
+    number,
+    section,
+    signed,
+    wrapped,
+)
 from training.console import take_any_encoding
-from training.plot import read_metrics, without_sweep_files
-from training.storage import go_on, replace_text
+from training.plot import without_sweep_files
+from training.storage import replace_text
 
-FREE = {
-    *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
-    *("checkpoint.every", "checkpoint.minutes", "checkpoint.keep"),
-    *(f"logging.{key}" for key in ("wandb", "without_key", "project", "entity", "group", "name", "tags")),
-    *("data.cache_dir", "data.processes", "eval.every", "profile"),
-}
-FREE_SECTIONS = {"sample", "ablate"}
 LEAST_SEEDS = 3  # that a difference of losses needs for an interval
 STEP_TIMES, COMMANDS = "step_times.png", "## Commands"
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """What train.py left in a folder."""
-
-    folder: Path
-    config: dict[str, Any]  # by dotted name
-    environment: dict[str, Any]  # by dotted name
-    windows_ms: list[float]  # medians of step time between two lines of metrics
-    tokens_per_s: float | None  # median over these windows
-    peak_gb: float | None  # GiB; None but on CUDA
-    val_loss: float  # the last one, nats per token
-    val_losses: list[tuple[int, float]]  # step and loss of every evaluation
-    yaml: str  # its config.yaml
-
-    @property
-    def impl(self) -> str:
-        return self.config["norm.impl"]
-
-    @property
-    def seed(self) -> int:
-        return self.config["seed"]
-
-
-Group = tuple[dict[str, str], list[FinishedRun]]  # what sets it apart, and its runs
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the report of finished runs to --output and prints what it found; the exit code is 2 for folders it can't use.
+    """Writes the report of finished runs to --output and prints it. The exit code is 2 for folders that it can't use.
 
     Runs that did not finish are named and left out, unless nothing is left to compare.
     """
@@ -104,60 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     replace_text(arguments.output / "report.md", text)
     print(f"{text.partition(COMMANDS)[0].rstrip()}\n\nreport: {arguments.output}/report.md")
     return 0
-
-
-def run_folders(folder: Path) -> list[Path]:
-    """The folder itself, or the runs in it.
-
-    Raises:
-        ValueError: neither is there.
-    """
-    if (folder / "config.yaml").is_file():
-        return [folder]
-    inside = sorted(path.parent for path in folder.glob("*/config.yaml"))
-    if not inside and any(folder.glob("*/*/config.yaml")):
-        raise ValueError(f"{folder}: no training run, but a folder of sweeps. Give those: {folder}/*.")
-    if not inside:
-        why = "has no config.yaml, nor has a folder in it" if folder.is_dir() else "is no folder"
-        raise ValueError(f"{folder}: no training run: it {why}. Give folders that train.py wrote, such as runs/….")
-    return inside
-
-
-def unfinished(folder: Path) -> str:
-    """Which file of a finished run is missing, in words; empty if none is."""
-    if (folder / "report.json").is_file():
-        return f"{folder}: an ablation, whose report is {folder}/report.md."
-    for name in ("metrics.jsonl", "environment.json", "summary.json"):
-        if not (folder / name).is_file():
-            resume = f" The run did not finish; to go on: {go_on(folder)}" if name == "summary.json" else ""
-            return f"{folder}: no {name}.{resume}"
-    return ""
-
-
-def read_run(folder: Path) -> FinishedRun:
-    """A run from its files; it has finished.
-
-    Raises:
-        ValueError: a file is not what train.py writes.
-    """
-    try:
-        yaml = (folder / "config.yaml").read_text(encoding="utf-8")
-        stored = OmegaConf.to_container(OmegaConf.create(yaml))
-        config = flat(configs.to_dict(configs.from_dict(stored)))  # type: ignore[arg-type]
-        environment, summary = (
-            json.loads((folder / name).read_text(encoding="utf-8")) for name in ("environment.json", "summary.json")
-        )
-        metrics = read_metrics(folder / "metrics.jsonl")
-        windows, rates, peaks = (
-            [float(line[name]) for line in metrics if line.get(name) is not None]
-            for name in ("perf/step_ms", "perf/tokens_per_s", "perf/peak_gb")
-        )
-        evaluated = [(int(line["step"]), float(line["val/loss"])) for line in metrics if line.get("val/loss") is not None]
-        rate, peak = median(rates) if rates else None, max(peaks, default=None)
-        final = float(summary["final"]["loss"])
-        return FinishedRun(folder, config, flat(environment), windows, rate, peak, final, evaluated, yaml)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}: not as train.py writes it: {type(error).__name__}: {error}") from error
 
 
 def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_out: Sequence[Path] = ()) -> str:
@@ -196,41 +107,8 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
-    """Runs that differ in nothing but what is free, with the keys and values that set their group apart, as one types them.
-
-    Raises:
-        ValueError: a group with only one of the two operators.
-    """
-    kept = [
-        {
-            key: keys.shown(value)
-            for key, value in run.config.items()
-            if key not in FREE and key.partition(".")[0] not in FREE_SECTIONS
-        }
-        for run in runs
-    ]
-    varied = [key for key in dict.fromkeys(chain(*kept)) if len({of.get(key) for of in kept}) > 1]
-    groups: dict[tuple[str, ...], list[FinishedRun]] = defaultdict(list)
-    for run, of in zip(runs, kept, strict=True):
-        groups[tuple(of.get(key, "not set") for key in varied)].append(run)
-    found = []
-    for values, members in groups.items():
-        overrides = dict(zip(varied, values, strict=True))
-        for impl in (TORCH, FUSED):
-            if all(run.impl != impl for run in members):
-                names = ", ".join(str(run.folder) for run in members)
-                which = f" with {label(overrides)}" if overrides else ""
-                raise ValueError(
-                    f"no run{which} has norm.impl={impl}, to compare with {names}. "
-                    "Runs are compared that differ in nothing but norm.impl and seed."
-                )
-        found.append((overrides, members))
-    return found
-
-
 def _ratio(runs: Sequence[FinishedRun]) -> Interval | None:
-    """Torch's step time over that of fused: of the medians of runs, and between the outer tenths of their windows."""
+    """Torch's step time over fused's: the ratio of the medians, with the range between the outer tenths of the windows."""
     torch, fused = ([spread(run.windows_ms) for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED))
     if not torch or not fused:
         return None
@@ -249,7 +127,7 @@ def _outcome(ratio: Interval | None) -> str:
 
 
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """The picture of each group's losses, and its name in `folder`; beside them one of all step times."""
+    """Draws the losses of each group, and one picture of all step times. Returns the file names of the losses."""
     timed = [
         (label(overrides), {i: [run.windows_ms for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED)})
         for overrides, runs in groups
@@ -266,9 +144,9 @@ def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interv
     rows = []
     for run in sorted(runs, key=lambda run: (run.impl != TORCH, run.seed)):
         windows = spread(run.windows_ms) if run.windows_ms else None
-        figures = [number(ms) for ms in (windows.median, windows.p10, windows.p90)] if windows else ["–"] * 3
-        rate = "–" if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}"
-        peak = "–" if run.peak_gb is None else f"{run.peak_gb:.2f}"
+        figures = [number(ms) for ms in (windows.median, windows.p10, windows.p90)] if windows else [NOTHING] * 3
+        rate = NOTHING if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}"
+        peak = NOTHING if run.peak_gb is None else f"{run.peak_gb:.2f}"
         rows.append([run.folder.name, run.impl, str(run.seed), *figures, rate, peak, loss(run.val_loss)])
     header = ["run", "norm.impl", "seed", "step ms", "p10", "p90", "tokens/s", "peak GiB", "final val loss"]
     lines = [markdown(header, rows), ""]
@@ -298,7 +176,7 @@ def _losses(groups: Sequence[Group]) -> str:
 
 
 def _validation(runs: Sequence[FinishedRun]) -> str:
-    """Final validation loss of runs with the same seed, hence the same initial weights and batches: those are pairs."""
+    """The final validation loss in words. Runs with the same seed are pairs: they have the same initial weights and batches."""
     by, pairs = _final_losses(runs), _paired(runs)
     if not pairs:
         torch, fused = ([run.val_loss for run in runs if run.impl == impl] for impl in (TORCH, FUSED))
@@ -311,16 +189,17 @@ def _validation(runs: Sequence[FinishedRun]) -> str:
         each = ", ".join(f"{signed(difference)} (seed {seed})" for seed, difference in pairs.items())
         return f"Final validation loss: fused − torch {each}{over}; too few seeds for an interval."
     apart, again = [*pairs.values()], _again(runs)
-    verdict = "" if _apart(apart, again) else "no difference found, "
-    control = f"; A/A, of {len(again)} runs made again, {plain(mean_interval(again), 5)}" if len(again) >= LEAST_SEEDS else ""
-    return (
-        f"Final validation loss: {verdict}fused − torch {plain(mean_interval(apart), 5)}, mean and 95 % t-interval, paired "
-        f"over {len(pairs)} seeds{control}{over}."
+    found = (
+        "" if _apart(apart, again) else "no difference found, "
+    ) + f"fused − torch {interval_text(mean_interval(apart), 5)}"
+    control = (
+        f"; A/A, of {len(again)} runs made again, {interval_text(mean_interval(again), 5)}" if len(again) >= LEAST_SEEDS else ""
     )
+    return f"Final validation loss: {found}, mean and 95 % t-interval, paired over {len(pairs)} seeds{control}{over}."
 
 
 def _final_losses(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[float]]:
-    """By operator and seed; more than one where a run was made again."""
+    """Final losses by operator and seed. A repeated run gives more than one."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for run in runs:
         found[run.impl, run.seed].append(run.val_loss)
@@ -328,7 +207,7 @@ def _final_losses(runs: Sequence[FinishedRun]) -> dict[tuple[str, int], list[flo
 
 
 def _paired(runs: Sequence[FinishedRun]) -> dict[int, float]:
-    """Fused − torch of the final losses, by each seed that has both, in their order; of runs made again, the mean."""
+    """Fused − torch of the final losses, by seed, for seeds that have both. Repeated runs count by their mean."""
     by = _final_losses(runs)
     return {
         seed: fmean(by[FUSED, seed]) - fmean(by[TORCH, seed])
@@ -338,12 +217,12 @@ def _paired(runs: Sequence[FinishedRun]) -> dict[int, float]:
 
 
 def _again(runs: Sequence[FinishedRun]) -> list[float]:
-    """A/A: each run of an operator and a seed that have had one before, minus that first one."""
+    """A/A: each repeated run of an operator and a seed, minus the first one."""
     return [loss - first for first, *more in _final_losses(runs).values() for loss in more]
 
 
 def _apart(paired: Sequence[float], again: Sequence[float]) -> bool:
-    """Whether fused and torch may be called different: the interval leaves out 0, and A/A does not reach as far.
+    """Whether fused and torch may be called different: the interval leaves out 0, and the A/A interval is nearer to 0.
 
     What chance makes of a run is in the pairs' own scatter, but five pairs may agree by chance too.
     """

@@ -1,20 +1,25 @@
-"""Where the GPU time of a step goes, under which clocks, and what any norm kernel could save of it: a section of the report."""
+"""Where the GPU time of a step goes, and what any norm kernel could save of it: the figures and a section of the report."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import median
 
-from ablation.compared import FUSED, TORCH
-from ablation.plots import label
+import torch
+
 from ablation.records import Attribution, Cell
-from ablation.text import capital, markdown, number, wrapped
+from configs import Config
+from configs.schema import BlockLayout, ResidualDtype
+from measure.comparison import FUSED, TORCH
+from measure.tables import capital, label, markdown, number, wrapped
+from training.attribution import Share
+from training.precision import Precision
 
 READ = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
 
 
 def gpu_time(cells: Sequence[Cell]) -> str:
-    """The section, of cells that have an attribution; empty if there are none."""
+    """The section for cells that have an attribution. Empty without such cells."""
     note = (
         "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
         "Compiled kernels that fuse a norm with other work count as norm. "
@@ -24,7 +29,7 @@ def gpu_time(cells: Sequence[Cell]) -> str:
 
 
 def clocks(cells: Sequence[Cell]) -> str:
-    """Each reading of clocks and power, under its cell and arm; empty where nothing could be read."""
+    """A table of all readings of clocks and power. Empty if nothing could be read."""
     rows = []
     for cell in cells:
         for arm, readings in cell.gpu.items():
@@ -65,7 +70,7 @@ def _attribution(cell: Cell) -> str:
 
 
 def _bound(found: Attribution) -> str:
-    """The upper bound of any norm kernel, and how much of it was had."""
+    """The upper bound of any norm kernel, and the part of it that fused norms reach."""
     norms = [sum(s.ms for s in shares if s.group.lower().startswith("norm")) for shares in (found.torch, found.fused)]
     least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
     rates = [f"{100 * least / ms:.0f} %" if ms else "–" for ms in norms]
@@ -79,7 +84,7 @@ def _bound(found: Attribution) -> str:
 
 
 def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """Clocks and power under each arm; and what it means where the power limit sets the clocks."""
+    """Clocks and power under each arm, and what follows if the power limit sets the clocks."""
     told, limited, times = [], [], 0
     for name, readings in gpu.items():
         try:
@@ -103,3 +108,77 @@ def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
             "is saved need not all be step time saved."
         )
     return words
+
+
+# ---- the bound -------------------------------------------------------------------------------------------------------------
+
+
+def norm_bytes(cfg: Config, precision: Precision) -> int:
+    """The fewest bytes that all norm sites of a step must move, forward and backward: each large tensor once.
+
+    With c bytes an element of the compute dtype, s of the residual stream, n branches that a site adds and feeds (2 in parallel
+    blocks, else 1), and tokens · width elements:
+
+                 forward                                         backward
+        first    x: s, y: n·c, with dropout r: s                 dy: n·c, r: s, dr: s, dx: s
+        others   x: n·c, residual: s, r: s, y: n·c               dy: n·c, r: s, dr: s, dresidual: s, dx: n·c or nothing
+        final    x: n·c, residual: s, y: c                       dy: c, r, dresidual: s, dx: n·c or nothing
+
+    The first site has no residual, and its x is the embeddings, which have the stream's dtype; without dropout they are the
+    stream. dx is dresidual itself where nothing is dropped and the dtypes are equal. The final norm returns no stream: its
+    backward gets no dr, and either reads an r that was kept for it (2·s in all) or x and residual again (n·c + s), whichever is
+    less. Norms of queries and keys move 5·c an element: x, y, dy, x, dx.
+
+    Weights, their gradients, statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
+    benchmarks.cases.minimum_bytes counts one site in the same way.
+    """
+    model = cfg.model
+    compute = precision.dtype.itemsize
+    stream = torch.float32.itemsize if model.residual_dtype == ResidualDtype.fp32 else compute
+    parallel = model.block == BlockLayout.parallel
+    branches = (2 if parallel else 1) * compute
+    dx = branches if model.dropout or model.drop_path or compute != stream else 0
+
+    first = (stream + branches + (stream if model.dropout else 0)) + (branches + 3 * stream)
+    other = (2 * branches + 2 * stream) + (branches + 3 * stream + dx)
+    final = (branches + stream + compute) + (compute + min(2 * stream, branches + stream) + stream + dx)
+    sites = model.layers * (1 if parallel else 2)  # and the final norm
+    per_token = model.width * (first + (sites - 1) * other + final)
+    if model.qk_norm:
+        heads = model.heads + (model.kv_heads or model.heads)
+        per_token += model.layers * heads * (model.width // model.heads) * 5 * compute
+    return cfg.train.batch_size * model.context * per_token
+
+
+def attribute(
+    torch_shares: list[Share], fused_shares: list[Share], step_ms_torch: float, norm_bytes: int, copy_gb_per_s: float
+) -> Attribution:
+    """What norm kernels can gain by the profile, and how much of that the fused ones gain.
+
+    With t the step and n its norm sites, both with PyTorch's norms, and m the time in which the sites' bytes pass at copy
+    bandwidth:
+
+        bound    = t / (t − (n − m))         Amdahl (AFIPS 1967): 1 / ((1 − f) + f / k) with f = n/t and k = n/m
+        realised = (n − n_fused) / (n − m)
+
+    Where n ≤ m (sites that stay in cache) there is nothing to gain: bound 1, realised 0. The bound supposes that a step waits
+    for the GPU. In a launch-bound step it does not: GPU time saved is then not step time saved, and fewer launches may save
+    more than the bound.
+
+    Args:
+        step_ms_torch: ms, measured without a profiler.
+        copy_gb_per_s: 10^9 bytes a second, read plus written.
+
+    Raises:
+        ValueError: a step time, byte count or bandwidth that is not positive.
+    """
+    for name, value in (("step_ms_torch", step_ms_torch), ("norm_bytes", norm_bytes), ("copy_gb_per_s", copy_gb_per_s)):
+        if not value > 0:
+            raise ValueError(f"attribute: {name} must be more than 0, got {value}")
+    norm, fused = (next((s.ms for s in table if s.group == "norm"), 0.0) for table in (torch_shares, fused_shares))
+    least = norm_bytes / copy_gb_per_s / 1e6
+    gain = max(0.0, norm - least)
+    # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its norm sites.
+    bound = step_ms_torch / max(step_ms_torch - gain, least) if gain else 1.0
+    realised = (norm - fused) / gain if gain else 0.0
+    return Attribution(torch_shares, fused_shares, norm_bytes, copy_gb_per_s, max(1.0, bound), realised)

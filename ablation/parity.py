@@ -1,18 +1,18 @@
 """Loss parity: whether fused norms are wrong, or merely rounded elsewhere.
 
-No two correct programs give the same bits, so a tolerance is needed, and a tolerance that was tuned until tests pass proves
-nothing. Here it is measured. Four arms train from the same weights, on the same batches, with the same dropout masks:
+Two correct programs may give different bits, so a comparison needs a tolerance. A tolerance that was tuned until tests pass
+proves nothing; this one is measured. Four arms train from the same weights, on the same batches, with the same dropout masks:
 
     a   reference   PyTorch's norms; weights, products and residual stream in fp32 (in fp64 where the run itself is in fp32)
     b   torch       PyTorch's norms in the run's precision
     c   fused       the fused norms in the run's precision; where no kernel runs, their PyTorch reference
     d   reordered   as b, with the sums of its norms in another, just as legitimate order
 
-Compared are the loss, the gradient norm and the gradient of every layer, at every step. Judged are the loss and the gradient
-norm of all steps; of the first one, where all arms still have the same weights, the gradient of every layer and the scale
-⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that a norm puts out; and the parameters after the last. (The scale of a row is what its
-statistics decide. A mistake in them is the same all along the row, and would not be seen beside the rounding of single elements
-to bf16.) For each of these quantities, and each seed (other batches and masks, and other weights unless init_from gives them),
+The record has the loss, the gradient norm and the gradient of every layer, at every step. The tests are of these quantities:
+the loss and the gradient norm over all steps; at the first step, where all arms have the same weights, the gradient of every
+layer and the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y of a norm's output; and the parameters after the last step. (The
+statistics of a row decide its scale. A mistake in them is the same all along the row, and the rounding of single elements to
+bf16 would hide it.) Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and seed,
 over the elements of the quantity:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
@@ -20,7 +20,7 @@ over the elements of the quantity:
 
 (No D, and no allowed shift, is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.)
 
-`expected` is what the run's rounding and a change of order lead one to expect, so R is near 1 (or below) for a correct norm.
+`expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct norm.
 
 **Size.** The fused arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
 other places. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
@@ -33,10 +33,10 @@ Level: LEVEL for a run of the protocol, hence LEVEL / number of tests for each (
 common. A t-test and not a permutation or a bootstrap: five seeds have 2⁵ signs, so no permutation test could reach such a
 level. It takes log R to be near normal over seeds, which an rms over many elements is.
 
-Two guards without a level, since a t-test over few seeds can't see them. What fails at one seed of many hides in its own
-spread: a seed whose fused arm is GROSS times as far as the reordered one, or shifted by as much, fails. And the mean over seeds
-must stay below GROSS_FEW, however many they are: FEW seeds or less have no spread to speak of, and no t-test; a few more have
-one whose estimate is so rough that a t-test alone would let ten times the expected error pass.
+Two guards have no level, because a t-test over few seeds can't see their cases. First, a failure at one seed of many widens
+the spread that hides it: so a seed fails if its fused arm is GROSS times as far as the reordered one, or shifted by as much.
+Second, the mean over seeds must stay below GROSS_FEW: FEW seeds or fewer have no t-test, and with a few more the spread is
+estimated so roughly that a t-test alone would let ten times the expected error pass.
 
 **Outcome.** The 95 % t-interval of the mean difference fused − torch of final validation losses must lie within ± the standard
 deviation of torch's over seeds. With FEW seeds or less this is left out: of two, that deviation may be near 0 by chance, and
@@ -47,44 +47,37 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ablation.arms import Arm, build, check_same, check_same_weights, load_initial_weights
-from ablation.compared import FUSED, TORCH
-from ablation.judgement import (
+from ablation.arms import Arm
+from ablation.parity_arms import ARMS, four_arms, norm_sites, unclipped_gradients
+from ablation.records import Parity
+from ablation.rounding import (
     FEW,
     LEVEL,
     REFERENCE,
-    REORDERED,
     Distances,
     Sums,
-    judge_sign,
-    judge_size,
     other_order,
     row_scales,
+    sign_test,
+    size_test,
 )
-from ablation.records import Parity
-from ablation.reordered import double, reorder
-from ablation.statistics import Interval, mean_interval
-from benchmarks.timing import free_memory
 from configs import Config
-from configs.schema import DropoutMasks, NormImpl, ResidualDtype
-from data import Batches, Corpus, Tokenizer
-from model.norm import PreNorm
+from data import Batches, Corpus
+from measure.comparison import FUSED, TORCH
+from measure.statistics import Interval, mean_interval
+from measure.timing import free_memory
 from training.evaluation import evaluate
 from training.precision import Precision
 from training.step import training_step
 
-ARMS = (REFERENCE, TORCH, FUSED, REORDERED)
-
 EVAL_BATCHES = 8  # unless the config says
-FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ class SeedRun:
 def parity(
     cfg: Config, precision: Precision, corpus: Corpus, *, overrides: dict[str, str], progress: Callable[[int], None]
 ) -> Parity:
-    """The protocol at the head of this file, over cfg.ablate.parity_seeds seeds from cfg.seed on.
+    """Runs the protocol at the head of this file over cfg.ablate.parity_seeds seeds, beginning with cfg.seed.
 
     Args:
         precision: of the run.
@@ -125,7 +118,7 @@ def parity(
 def measure_in_memory(
     cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None], cut: int
 ) -> SeedRun:
-    """`measure` with the micro-batches of all arms cut in `cut`, or in more where memory runs out.
+    """`measure` with the micro-batches of all arms cut into `cut` parts, or into more if memory runs out.
 
     The reference is what needs it: that of an fp32 run is in fp64, where no attention kernel spares it the [T, T] weights, and
     GPT-2's 32 sequences of 1024 tokens would take about 170 GB, by a count of its activations. All arms are cut alike, since
@@ -153,7 +146,7 @@ def steps_of(cfg: Config) -> int:
 
 
 def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None]) -> SeedRun:
-    """The four arms in lockstep for cfg.ablate.parity_steps steps, and how far apart they are."""
+    """Trains the four arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed = seed
     cfg.model = replace(cfg.model, attention_dropout=0.0)
@@ -169,7 +162,7 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
     for step in range(cfg.ablate.parity_steps):
         gradients: list[dict[str, Tensor]] = []  # four times the size of the model
         for arm in arms:
-            sites = norm_sites(arm) if step == 0 else {}
+            sites = norm_sites(arm.state.model) if step == 0 else {}
             with unclipped_gradients(arm) as unclipped, row_scales(sites, rows) as row_scale:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
             losses[arm.name].append(loss.item())
@@ -202,61 +195,6 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
     )
 
 
-# ---- arms --------------------------------------------------------------------------------------------------------------------
-
-
-def four_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer) -> list[Arm]:
-    """In the order of ARMS."""
-    # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
-    exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
-    wide = copy.deepcopy(cfg)
-    wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
-    vocab_size = tokenizer.vocab_size
-    torch_arm = build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared)
-    load_initial_weights(torch_arm, tokenizer)
-    arms = [
-        build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-        torch_arm,
-        build(FUSED, cfg, NormImpl.fused, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-        build(REORDERED, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-    ]
-    check_same(arms[1:])
-    if exact.device == precision.device:  # the reference also keeps its residual stream in fp32
-        check_same_weights(arms)
-    if precision.dtype is torch.float32:
-        double(arms[0].state.model)
-    if precision.dtype is torch.float16:
-        for arm in arms[1:]:
-            arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
-    reorder(arms[3].state.model)
-    return arms
-
-
-@contextmanager
-def unclipped_gradients(arm: Arm) -> Iterator[dict[str, Tensor]]:
-    """Gradients by parameter name, as the training step inside gathered them: before it clips them and sets them to None."""
-    gradients: dict[str, Tensor] = {}
-    scale = arm.state.scaler.get_scale()  # a power of two: dividing by it rounds nothing
-
-    def keep(name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradients[name] = parameter.grad / scale  # with accumulation the last micro-batch's call has the sum, and overwrites
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: keep(name, parameter))
-        for name, parameter in arm.state.model.named_parameters()
-    ]
-    try:
-        yield gradients
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def norm_sites(arm: Arm) -> dict[str, nn.Module]:
-    return {name: site for name, site in arm.state.model.named_modules() if isinstance(site, PreNorm)}
-
-
 def validate(arm: Arm, corpus: Corpus) -> float:
     """Nats per token."""
     return evaluate(
@@ -273,14 +211,14 @@ def validate(arm: Arm, corpus: Corpus) -> float:
 
 
 def compare(values: Sequence[Sequence[float]]) -> Distances:
-    """Of numbers, one for each step, in the order of ARMS."""
+    """Distances of numbers, one a step, given in the order of ARMS."""
     sums = Sums()
     sums.add(*(torch.tensor(x, dtype=torch.float64) for x in values))
     return sums.distances()
 
 
 def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Sums]:
-    """Of tensors by parameter or module name, in the order of ARMS; by layer. Norms are apart: matrices would drown them."""
+    """Sums by layer, of tensors by name in the order of ARMS. Norms are layers of their own: matrices would hide them."""
     sums: dict[str, Sums] = {}
     for name in tensors[0]:
         sums.setdefault(layer_of(name), Sums()).add(*(arm[name] for arm in tensors))
@@ -310,8 +248,8 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
     names = list(runs[0].distances)
     level = LEVEL / (2 * len(names) - 1)
-    tests = [judge_size(name, [run.distances[name] for run in runs], level, exact) for name in names]
-    tests += [judge_sign(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
+    tests = [size_test(name, [run.distances[name] for run in runs], level, exact) for name in names]
+    tests += [sign_test(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
 
     val_loss = {arm: [run.val_loss[arm] for run in runs] for arm in ARMS}
     difference = mean_interval(np.subtract(val_loss[FUSED], val_loss[TORCH]))

@@ -4,20 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # no display needed, and none opened
-from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
-from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.records import Cell, Parity
-from ablation.statistics import Interval, spread
+from measure.comparison import AGAIN, FUSED, TORCH
+from measure.plots import GREY, GROUP_FILLS, bare, pyplot
+from measure.statistics import spread
+from measure.tables import interval_text, label
 from training.plot import keep
 
 WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
-GREY, FILL = "#6b7280", {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
+FILL = {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
 HATCH = {TORCH: "", AGAIN: "....", FUSED: "////"}
 # Colours differ in lightness too; dash and width tell lines apart where colour does not.
 LINES: list[dict[str, Any]] = [
@@ -26,14 +24,6 @@ LINES: list[dict[str, Any]] = [
     {"color": "#111111", "linestyle": "-", "linewidth": 1.2},
     {"color": "#2563eb", "linestyle": ":", "linewidth": 1.8},
 ]
-GROUPS: dict[str, tuple[str, str]] = {  # fill and hatch; norms stand out, since they are what the arms differ in
-    "norm": ("#c2410c", ""),
-    "gemm": ("#d1d5db", ""),
-    "attention": ("#f3f4f6", "////"),
-    "loss": ("#9db8d2", "...."),
-    "optimizer": ("#ffffff", "xxxx"),
-    "other": ("#6b7280", ""),
-}
 
 
 def step_times(cells: Sequence[Cell], path: Path) -> None:
@@ -95,7 +85,7 @@ def speedups(cells: Sequence[Cell], path: Path) -> None:
             )
             axes.plot([median], [height], linestyle="", **marker, label=style["label"] if at == 0 else None)
             axes.text(
-                1.02, height, _short(comparison.speedup), transform=axes.get_yaxis_transform(), va="center", fontsize=8,
+                1.02, height, interval_text(comparison.speedup), transform=axes.get_yaxis_transform(), va="center", fontsize=8,
                 color=style["color"],
             )  # fmt: skip
     axes.set_yticks(range(len(cells)), [_folded(cell) for cell in cells])
@@ -261,7 +251,7 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
         for at, shares in enumerate(arms.values()):
             left = 0.0
             for share in sorted(shares, key=lambda share: _order(share.group)):
-                colour, hatch = GROUPS[_kind(share.group)]
+                colour, hatch = GROUP_FILLS[_kind(share.group)]
                 bar = axes.barh(at, share.ms, 0.66, left=left, color=colour, hatch=hatch, edgecolor="#374151", linewidth=0.8)
                 entries.setdefault(share.group, bar[0])
                 if share.group in wide:
@@ -280,20 +270,9 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
     return True
 
 
-def label(overrides: dict[str, str], mode: str = "") -> str:
-    """eager, model.dropout=0.1; or "this configuration", where nothing was swept and there is no mode."""
-    return (
-        ", ".join([*([mode] if mode else []), *(f"{key}={value}" for key, value in overrides.items())]) or "this configuration"
-    )
-
-
 def _folded(cell: Cell) -> str:
-    """The same, a line for each override: tick labels must leave room for what they label."""
+    """The label of a cell with a line for each override, so that tick labels leave room for the plot."""
     return "\n".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
-
-
-def _short(interval: Interval) -> str:
-    return f"{interval.median:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
 def _ms(ms: float) -> str:
@@ -305,13 +284,13 @@ def _arm(name: str) -> str:
 
 
 def _kind(group: str) -> str:
-    """Of a group's name, what GROUPS knows it by."""
+    """The key in GROUP_FILLS of a group's name."""
     lowered = group.lower()
-    return next((kind for kind in GROUPS if lowered.startswith(kind)), "other")
+    return next((kind for kind in GROUP_FILLS if lowered.startswith(kind)), "other")
 
 
 def _order(group: str) -> int:
-    return list(GROUPS).index(_kind(group))
+    return list(GROUP_FILLS).index(_kind(group))
 
 
 def _box(blocks: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -334,11 +313,7 @@ def _bare(axes: Any, grid: str) -> None:
     if axes.get_xscale() == "linear":
         axes.ticklabel_format(axis="x", useOffset=False, style="plain")
     axes.xaxis.label.set_size(9)
-    axes.set_axisbelow(True)
-    if grid:
-        axes.grid(axis=grid, color=GREY, alpha=0.2, linewidth=0.8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    bare(axes, grid)
 
 
 def _finish(figure: Any, title: str, path: Path) -> None:

@@ -1,12 +1,20 @@
-"""What an ablation finds, as plain data: timing, parity and attribution fill it, the report reads it, JSON keeps it."""
+"""What an ablation finds, as plain data, and on disk: report.json, steps.jsonl, parity.jsonl and kernels.jsonl."""
 
+import dataclasses
+import itertools
+import json
+import math
+import types
+import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ablation.compared import Comparison, Quantity
-from ablation.judgement import Distances
-from ablation.statistics import Interval
+from ablation.rounding import Distances, Quantity
+from measure.comparison import Comparison
+from measure.statistics import Interval, spread
 from training.attribution import Kernel, Share
+from training.storage import replace_text
 
 
 @dataclass(frozen=True)
@@ -14,7 +22,7 @@ class ArmTimes:
     """Step times of one arm of a cell."""
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
-    turns: list[int] | None  # of each block: how many counted ones, of all arms, had run before it; older records do not tell
+    positions: list[int] | None  # of each block: how many counted blocks, of all arms, ran before it; None in older records
     forward_ms: float  # medians of a window of its own, since marks inside a step cost time
     backward_ms: float
     optimizer_ms: float
@@ -82,3 +90,134 @@ class Ablation:
     kernels: bool  # whether fused ran kernels; else the PyTorch reference
     notes: list[str] = field(default_factory=list)  # what a reader must know beside the figures
     unfinished: str = ""  # how much there is of what was asked for, if not all
+
+
+# ---- on disk ---------------------------------------------------------------------------------------------------------------
+
+REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
+# Fields of Parity, and the keys of a line of parity.jsonl that they come from. Older records have losses alone, and the
+# reference has no gradient_error.
+PARITY_FIELDS = {"losses": "loss", "gradient_norms": "gradient_norm", "gradient_errors": "gradient_error"}
+
+
+def save(ablation: Ablation, folder: Path) -> None:
+    """Writes the four files, report.json last. Each is replaced in one step, so that no reader sees half a file.
+
+    report.json has the fields of records.py. In place of step times, kernels, losses and gradients it has how many there are:
+    for each block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`;
+    for each arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
+    """
+    report = _plain(ablation)
+    steps: list[dict[str, Any]] = []
+    losses: list[dict[str, Any]] = []
+    kernels: list[dict[str, Any]] = []
+    for cell in report["cells"]:
+        for name, arm in cell["arms"].items():
+            blocks, positions = arm.pop("blocks_ms"), arm.pop("positions")
+            arm["block_steps"] = [len(block) for block in blocks]
+            arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
+            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
+            for number, block in enumerate(blocks):
+                ran = of | {"block": number} | ({"turn": positions[number]} if positions else {})
+                steps += [ran | {"step": step, "ms": ms} for step, ms in enumerate(block)]
+        if attribution := cell["attribution"]:
+            profiles = attribution.pop("kernels")
+            attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
+            for name, found in profiles.items():
+                of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
+                kernels += [of | kernel for kernel in found]
+    for parity in report["parity"]:
+        arms = parity.pop("losses")
+        norms, errors = parity.pop("gradient_norms"), parity.pop("gradient_errors")
+        parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
+        for name, runs in arms.items():
+            for at, (seed, run) in enumerate(zip(parity["seeds"], runs, strict=True)):
+                of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
+                for step, loss in enumerate(run):
+                    line = of | {"step": step, "loss": loss}
+                    if norms:
+                        line["gradient_norm"] = norms[name][at][step]
+                    if name in errors:
+                        line["gradient_error"] = errors[name][at][step]
+                    losses.append(line)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in ((STEPS, steps), (PARITY, losses), (KERNELS, kernels)):
+        replace_text(folder / name, "".join(map(_line, lines)))
+    replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def load(folder: Path) -> Ablation:
+    """What `save` wrote.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the files are not of one ablation, or of another version of records.py.
+    """
+    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    steps, losses, kernels = (
+        iter([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()])
+        for name in (STEPS, PARITY, KERNELS)
+    )
+    try:
+        for cell in report["cells"]:
+            for arm in cell["arms"].values():
+                del arm["step_ms"]
+                blocks = [[next(steps) for _ in range(count)] for count in arm.pop("block_steps")]
+                arm["blocks_ms"] = [[line["ms"] for line in block] for block in blocks]
+                arm["positions"] = (
+                    [block[0]["turn"] for block in blocks] if any("turn" in block[0] for block in blocks) else None
+                )
+            if attribution := cell["attribution"]:
+                counts = attribution.pop("kernel_count")
+                fields = [field.name for field in dataclasses.fields(Kernel)]
+                attribution["kernels"] = {
+                    name: [{field: line[field] for field in fields} for line in itertools.islice(kernels, count)]
+                    for name, count in counts.items()
+                }
+        for parity in report["parity"]:
+            arms = parity.pop("loss_steps")
+            found = {name: [[next(losses) for _ in range(count)] for count in counts] for name, counts in arms.items()}
+            for field, key in PARITY_FIELDS.items():
+                parity[field] = {
+                    name: [[line[key] for line in run] for run in runs]
+                    for name, runs in found.items()
+                    if field == "losses" or all(key in line for run in runs for line in run)
+                }
+        whole = all(next(lines, None) is None for lines in (steps, losses, kernels))
+        ablation = _typed(Ablation, report)
+    except (KeyError, TypeError, StopIteration) as error:
+        raise ValueError(f"{folder}: not an ablation as this version writes it ({error!r}).") from error
+    if not whole:
+        raise ValueError(f"{folder}: {STEPS}, {PARITY} or {KERNELS} has lines that {REPORT} does not know of.")
+    return ablation
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, and numbers that JSON lacks as strings."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """The reverse of `_plain`, as the annotations of records.py say."""
+    if dataclasses.is_dataclass(kind):
+        kinds = typing.get_type_hints(kind)
+        return kind(**{name: _typed(kinds[name], entry) for name, entry in value.items()})  # type: ignore[operator]
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _typed(next(k for k in typing.get_args(kind) if k is not types.NoneType), value)
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin is dict:
+        return {key: _typed(of[1], entry) for key, entry in value.items()}
+    if origin is list:
+        return [_typed(of[0], entry) for entry in value]
+    return float(value) if kind is float else value

@@ -6,35 +6,32 @@ python -m ablation.report RUN_FOLDER…        folders that train.py wrote, or t
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
 from ablation import finished, plots
-from ablation.compared import AGAIN, FUSED, TORCH, Quantity
 from ablation.gpu_time import clocks, gpu_time
-from ablation.plots import label
-from ablation.records import Ablation, ArmTimes, Cell, Parity
-from ablation.statistics import Interval, spread
-from ablation.text import aligned, capital, environment, firsts, flat, loss, markdown, number, section, signed, wrapped
-from ablation.turns import per_cycle
-from ablation.verdict import NO_KERNEL, differs, plain
+from ablation.records import Ablation, ArmTimes, Cell
+from ablation.report_parity import parity_sections, parity_sentence
+from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, cycle_times, is_different
+from measure.statistics import Interval, spread, unpaired_ratio
+from measure.tables import (
+    NOTHING,
+    aligned,
+    capital,
+    environment,
+    flat,
+    interval_text,
+    label,
+    markdown,
+    number,
+    section,
+    wrapped,
+)
 from training.storage import replace_text
 
 MODES = ("eager", "compiled")
-SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
-MOST_QUANTITIES = 10
-PARITY_RULE = (
-    "Every arm runs eager, but for its loss where train.compile_loss compiles that, without dropout on attention weights, from "
-    "the same initial weights, batches and dropout masks; models compiled whole were not compared. reference: PyTorch's norms, "
-    "everything in fp32 (in fp64 where the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
-    "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
-    "reference, over what the run's rounding leads one to expect; means over seeds, geometric ones of distances, with "
-    "Student's intervals. The statistic and its level are stated in ablation/parity.py."
-)
 
 
 def write(ablation: Ablation, folder: Path) -> Path:
@@ -49,7 +46,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Forward, backward, optimizer", _split(cells)),
         section("What torch.compile buys, and what is left", _compile(cells)),
         section("Where the GPU time goes", gpu_time([cell for cell in cells if cell.attribution])),
-        section("Parity", "\n\n".join([*map(_parity, ablation.parity), wrapped(PARITY_RULE)]) if ablation.parity else ""),
+        section("Parity", parity_sections(ablation.parity)),
         section("Plots", _pictures(ablation, folder)),
         section("Environment", _environment(ablation)),
         section("Command", f"```\n{ablation.command}\n```"),
@@ -61,23 +58,26 @@ def write(ablation: Ablation, folder: Path) -> Path:
 
 
 def table(ablation: Ablation) -> str:
-    """The verdicts and the step times, as aligned text for a terminal."""
-    lines = [] if ablation.kernels else [f"{NO_KERNEL}.", ""]
+    """The step times and the conclusions, as text for a terminal."""
     header = ["", "median ms", "p10", "p90", "times as fast as torch (95 %)", "tokens/s", "peak GiB", "launches"]
-    rows = []
+    lines = [] if ablation.kernels else [f"{NO_KERNEL}.", ""]
     for cell in ablation.cells:
-        rows.append([label(cell.overrides, cell.mode), *[""] * 7])
-        speedups = {AGAIN: plain(cell.control.speedup), FUSED: plain(cell.fused.speedup)}
+        speedups = {AGAIN: interval_text(cell.control.speedup), FUSED: interval_text(cell.fused.speedup)}
+        rows = []
         for name, arm in cell.arms.items():
             figures = _arm_figures(cell, arm)
-            rows.append([f"  {_arm(name)}", *figures[:3], speedups.get(name, ""), *figures[3:]])
-    # What only a GPU tells has no column where there was none.
-    kept = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", "–") for row in rows)]
-    text = aligned([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
-    paired = "times as fast is paired: the median over cycles of each cycle's ratio, which need not be that of the medians."
-    lines += [text, *(["", paired] if rows else []), ""]
+            rows.append([_arm(name), *figures[:3], speedups.get(name, ""), *figures[3:]])
+        # What only a GPU tells has no column elsewhere.
+        kept = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", NOTHING) for row in rows)]
+        table = aligned([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+        lines += [label(cell.overrides, cell.mode), table, ""]
+    if ablation.cells:
+        lines += [
+            "times as fast is paired: the median over cycles of each cycle's ratio. The ratio of the medians may differ.",
+            "",
+        ]
     lines += [f"{label(cell.overrides, cell.mode)}: {cell.verdict}." for cell in ablation.cells]
-    lines += [_parity_sentence(parity, several=len(ablation.parity) > 1) for parity in ablation.parity]
+    lines += [parity_sentence(parity, several=len(ablation.parity) > 1) for parity in ablation.parity]
     return "\n".join(lines)
 
 
@@ -85,7 +85,7 @@ def table(ablation: Ablation) -> str:
 
 
 def _verdicts(ablation: Ablation) -> str:
-    """A heading and two lines; hard line breaks, so that they stay lines when Markdown is rendered."""
+    """A heading and two lines, with hard line breaks for rendered Markdown."""
     parity = ablation.parity
     broken = [one for one in parity if not one.holds]
     agreement = "parity was not measured" if not parity else "parity FAILS" if broken else "parity holds"
@@ -98,10 +98,10 @@ def _verdicts(ablation: Ablation) -> str:
         return f"{heading}\n{timing}  \nParity was not measured."
     if len(parity) == 1:
         one_of_several = bool(ablation.unfinished and parity[0].overrides)  # of a sweep that was stopped
-        return f"{heading}\n{timing}  \n{_parity_sentence(parity[0], several=one_of_several)}"
+        return f"{heading}\n{timing}  \n{parity_sentence(parity[0], several=one_of_several)}"
     if not broken:
         return f"{heading}\n{timing}  \nParity holds in each of {len(parity)} configurations."
-    fails = " ".join(_parity_sentence(one, several=True) for one in broken)
+    fails = " ".join(parity_sentence(one, several=True) for one in broken)
     return f"{heading}\n{timing}  \nParity FAILS in {len(broken)} of {len(parity)} configurations. {fails}"
 
 
@@ -111,7 +111,7 @@ def _headline(cells: Sequence[Cell]) -> str:
         return "step times were not measured"
     parts: list[str] = []
     for mode, of in _by_mode(cells).items():
-        found = [cell.fused.speedup.median for cell in of if differs(cell.fused, cell.control)]
+        found = [cell.fused.speedup.median for cell in of if is_different(cell.fused, cell.control)]
         low, high = (f"{extreme(found, default=0.0):.3f}" for extreme in (min, max))
         fast = "× as fast" if not any("fast" in part for part in parts) else "×"
         words = f"{low if low == high else f'{low} to {high}'} {fast} {mode}" if found else f"no difference found {mode}"
@@ -125,7 +125,7 @@ def _timing(cells: Sequence[Cell]) -> str:
         return "Step times were not measured."
     if len(cells) <= 2:
         return " ".join(f"{capital(label(cell.overrides, cell.mode))}: {cell.verdict}." for cell in cells)
-    found = [cell for cell in cells if differs(cell.fused, cell.control)]
+    found = [cell for cell in cells if is_different(cell.fused, cell.control)]
     slower = sum(cell.fused.speedup.median < 1 for cell in found)
     off = max(abs(end - 1) for cell in cells for end in (cell.control.speedup.low, cell.control.speedup.high))
     counts = {"faster": len(found) - slower, "slower": slower, "no difference found": len(cells) - len(found)}
@@ -133,22 +133,11 @@ def _timing(cells: Sequence[Cell]) -> str:
     return f"Fused norms in {len(cells)} cells: {words}. The 95 % interval of A/A reaches {100 * off:.2f} % from 1 at most."
 
 
-def _parity_sentence(parity: Parity, several: bool) -> str:
-    where = f"{capital(label(parity.overrides))}: p" if several else "P"
-    words = f"{where}arity {'holds' if parity.holds else 'FAILS'}"
-    said = parity.verdict.rstrip(".")
-    # The verdict may or may not begin with the words that are already here.
-    for opening in ("parity holds", "parity fails", "parity does not hold"):
-        if said.lower().startswith(opening):
-            said = said[len(opening) :].lstrip(" :,;.")
-    return f"{words}: {said}." if said else f"{words}."
-
-
 # ---- tables ----------------------------------------------------------------------------------------------------------------
 
 
 def _setting(ablation: Ablation) -> str:
-    """What a reader has to know before any figure: what a step is made of, and on what it ran."""
+    """The sizes of a step and the machine: a reader needs them before the first figure."""
     known = flat(ablation.environment)
     libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
     machine = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
@@ -164,12 +153,8 @@ def _environment(ablation: Ablation) -> str:
 
 
 def _step_times(cells: Sequence[Cell]) -> str:
-    header = ["cell", "arm", "median ms", "p10", "p90", "tokens/s", "peak GiB", "launches"]
-    rows = [
-        [name if first else "", _arm(arm), *_arm_figures(cell, of)]
-        for cell, name in zip(cells, _short_labels(cells), strict=True)
-        for first, arm, of in firsts(cell.arms.items())
-    ]
+    header = ["cell", "arm", "median", "p10", "p90", "tokens/s", "peak GiB", "kernels"]
+    rows = _rows(cells, lambda cell: [[_arm(name), *_arm_figures(cell, arm)] for name, arm in cell.arms.items()])
     if not rows:
         return ""
     note = f"Milliseconds a step; tokens/s from the mean; kernel launches a step. {_blocks(cells)}"
@@ -187,48 +172,53 @@ def _blocks(cells: Sequence[Cell]) -> str:
         words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
     return (
         f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. A cycle has the arms in "
-        "some order and then in its reverse; every third order is drawn by seed, and in between the first goes last. A block "
-        "opens with a step that is not counted: it fills the GPU's queue, which copying weights back has emptied. Between "
-        "cycles the arms trade places: weights and optimizer state of each move to where another's lay in memory, but for CUDA "
-        "graphs, which have the addresses in them."
+        "some order and then in its reverse. The seed draws every third order; in between, the first arm moves to the end. The "
+        "first step of a block is not counted: it fills the GPU's queue, which is empty after the copy of the weights. Between "
+        "cycles the arms exchange their places in memory: weights and optimizer state of each arm move to the addresses of "
+        "another's. With CUDA graphs, which contain the addresses, they stay."
     )
 
 
 def _comparisons(cells: Sequence[Cell]) -> str:
     header = ["cell", "arm", "ms over torch (95 %)", "times as fast (95 %)"]
-    rows = [
-        [name if first else "", arm, plain(comparison.difference_ms), plain(comparison.speedup)]
-        for cell, name in zip(cells, _short_labels(cells), strict=True)
-        for first, arm, comparison in firsts([(FUSED, cell.fused), ("A/A", cell.control)])
-    ]
+    rows = _rows(
+        cells,
+        lambda cell: [
+            [arm, interval_text(found.difference_ms), interval_text(found.speedup)]
+            for arm, found in ((FUSED, cell.fused), ("A/A", cell.control))
+        ],
+    )
     if not rows:
         return ""
     verdicts = "\n".join(wrapped(f"- {label(cell.overrides, cell.mode)}: {cell.verdict}.") for cell in cells)
     paired = (
-        "Both columns are paired: medians over cycles of each cycle's difference and ratio. They need not agree with the "
-        "medians above; where cycles scatter, not even in sign."
+        "Both columns are paired: they are medians over cycles of each cycle's difference and ratio. They may differ from the "
+        "ratio of the medians above, in sign too if cycles scatter."
     )
     rule = (
-        "The A/A control is a second arm with torch's norms in the same schedule: what the protocol makes of no difference. "
-        "No speed-up and no slow-down is claimed where the interval of fused contains 1, or where it is no further from 1 than "
-        "the far end of A/A's interval."
+        "The A/A control is a second arm with torch's norms in the same schedule. It shows what the protocol measures where "
+        "there is no difference. The report claims a speed-up or a slow-down only if the interval of fused leaves out 1 and "
+        "its median is further from 1 than both ends of A/A's interval."
     )
     return f"{markdown(header, rows)}\n\n{wrapped(paired)}\n\n{verdicts}\n\n{wrapped(rule)}"
 
 
 def _split(cells: Sequence[Cell]) -> str:
     header = ["cell", "arm", "forward ms", "backward ms", "optimizer ms"]
-    rows = [
-        [name if first else "", arm, *(number(ms) for ms in (of.forward_ms, of.backward_ms, of.optimizer_ms))]
-        for cell, name in zip(cells, _short_labels(cells), strict=True)
-        for first, arm, of in firsts((arm, cell.arms[arm]) for arm in (TORCH, FUSED) if arm in cell.arms)
-    ]
+    rows = _rows(
+        cells,
+        lambda cell: [
+            [name, *(number(ms) for ms in (arm.forward_ms, arm.backward_ms, arm.optimizer_ms))]
+            for name, arm in cell.arms.items()
+            if name != AGAIN
+        ],
+    )
     note = "Medians of short windows of their own: marks inside a step cost time, so the parts need not add up to the step."
     return f"{markdown(header, rows)}\n\n{note}" if rows else ""
 
 
 def _compile(cells: Sequence[Cell]) -> str:
-    """Torch eager against torch compiled of the same overrides; cells run one after another, so this is not paired."""
+    """Torch eager against torch compiled. The cells run one after the other, so this comparison is unpaired."""
     pairs: dict[tuple[tuple[str, str], ...], dict[str, Cell]] = defaultdict(dict)
     for cell in cells:
         pairs[tuple(cell.overrides.items())][cell.mode] = cell
@@ -237,12 +227,12 @@ def _compile(cells: Sequence[Cell]) -> str:
     sentences: list[str] = []
     names = _short_labels([eager for _, eager, _ in both], mode=False)
     for name, (overrides, eager, compiled) in zip(names, both, strict=True):
-        alone = _unpaired_ratio(eager.arms[TORCH], compiled.arms[TORCH])
-        together = _unpaired_ratio(eager.arms[TORCH], compiled.arms[FUSED])
+        alone = _unpaired(eager.arms[TORCH], compiled.arms[TORCH])
+        together = _unpaired(eager.arms[TORCH], compiled.arms[FUSED])
         left = compiled.fused.speedup
-        rows.append([name, *map(plain, (alone, left, together))])
+        rows.append([name, *map(interval_text, (alone, left, together))])
         gain = "no difference found" if alone.holds(1) else f"{alone.median:.3f} × as fast"
-        rest = f"{left.median:.3f} × as fast" if differs(compiled.fused, compiled.control) else "no difference found"
+        rest = f"{left.median:.3f} × as fast" if is_different(compiled.fused, compiled.control) else "no difference found"
         said = f"torch.compile alone: {gain}. What is left for fused norms after it: {rest}."
         sentences.append(wrapped(f"- {label(overrides)}: {said}"))
     if not rows:
@@ -255,52 +245,8 @@ def _compile(cells: Sequence[Cell]) -> str:
     return markdown(header, rows) + "\n\n" + "\n".join(sentences) + "\n\n" + wrapped(note)
 
 
-def _parity(parity: Parity) -> str:
-    size = [one for one in parity.quantities if not one.name.endswith(SHIFT)]
-    shift = [replace(one, name=one.name.removesuffix(SHIFT)) for one in parity.quantities if one.name.endswith(SHIFT)]
-    arms = list(parity.val_loss)
-    rows = [[str(seed), *(loss(parity.val_loss[arm][i]) for arm in arms)] for i, seed in enumerate(parity.seeds)]
-    if len(parity.seeds) > 1:
-        rows.append(["mean", *(loss(fmean(parity.val_loss[arm])) for arm in arms)])
-        spread_words = (
-            f"mean and 95 % t-interval, paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
-        )
-    else:
-        spread_words = "of one seed, so without an interval."
-    difference = plain(parity.val_difference, 6) if len(parity.seeds) > 1 else signed(parity.val_difference.median, 6)
-    parts = [
-        f"### {capital(label(parity.overrides))}",
-        wrapped(_parity_sentence(parity, several=False)),
-        _quantities(
-            "distance from reference",
-            size,
-            "fused over reordered",
-            lambda one: one.fused.median / max(one.reordered.median, 1e-9),
-        ),
-        _quantities("shift in one direction", shift, "the size of fused", lambda one: abs(one.fused.median)),
-        "Final validation loss, nats per token:",
-        markdown(["seed", *arms], rows),
-        wrapped(f"Fused − torch {difference}, {spread_words}"),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _quantities(title: str, quantities: Sequence[Quantity], by: str, nearness: Callable[[Quantity], float]) -> str:
-    """What failed and what came nearest to it, which is `by` in words; a deep model has more layers than anybody reads."""
-    worst = sorted(quantities, key=lambda one: (one.holds, -nearness(one)))[:MOST_QUANTITIES]
-    rows = [[one.name, plain(one.fused, 2), plain(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst]
-    if not rows:
-        return ""
-    kept = markdown([title, "fused (95 %)", "reordered (95 %)", "holds"], rows)
-    if len(worst) < len(quantities):
-        order = f"The first {len(worst)} of {len(quantities)}: what failed, then by {by}. report.json has all."
-    else:
-        order = f"In order: what failed, then by {by}."
-    return f"{kept}\n\n{order}"
-
-
 def _pictures(ablation: Ablation, folder: Path) -> str:
-    """Draws what there is; each picture stands with a sentence, for a reader who sees only text."""
+    """Draws the pictures. Each has a sentence, for a reader who sees only text."""
     shown = []
     if ablation.cells:
         plots.step_times(ablation.cells, folder / "step_times.png")
@@ -321,6 +267,15 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
     return "\n\n".join(f"![{words}]({name})" for name, words in shown)
 
 
+def _rows(cells: Sequence[Cell], of: Callable[[Cell], list[list[str]]]) -> list[list[str]]:
+    """The rows of every cell, with its name before the first of them."""
+    return [
+        [name if at == 0 else "", *row]
+        for cell, name in zip(cells, _short_labels(cells), strict=True)
+        for at, row in enumerate(of(cell))
+    ]
+
+
 def _arm_figures(cell: Cell, arm: ArmTimes) -> list[str]:
     """Median, p10 and p90 in ms, tokens/s, peak GiB, launches."""
     steps = list(chain(*arm.blocks_ms))
@@ -328,22 +283,18 @@ def _arm_figures(cell: Cell, arm: ArmTimes) -> list[str]:
     return [
         *(number(ms) for ms in (whole.median, whole.p10, whole.p90)),
         f"{1000 * cell.tokens_per_step / fmean(steps):,.0f}",  # from the mean: slow steps count
-        "–" if arm.peak_gb is None else f"{arm.peak_gb:.2f}",
-        "–" if arm.launches is None else f"{arm.launches:,}",
+        NOTHING if arm.peak_gb is None else f"{arm.peak_gb:.2f}",
+        NOTHING if arm.launches is None else f"{arm.launches:,}",
     ]
 
 
-def _unpaired_ratio(numerator: ArmTimes, denominator: ArmTimes, resamples: int = 2000) -> Interval:
-    """Of the medians over cycles of each, with a bootstrap 95 % interval that draws the cycles of each on their own.
+def _unpaired(numerator: ArmTimes, denominator: ArmTimes) -> Interval:
+    """Ratio of the medians over cycles.
 
-    Cycles, since what slows one slows both of its blocks: of GPT-2's on an H200 the two are correlated by up to 0.5. Where they
-    are by that, an interval that draws 20 blocks as if each were another measurement misses the truth 9 times in 100.
+    The bootstrap draws cycles, because what slows one block of a cycle slows the other too: on an H200 the two blocks of GPT-2
+    are correlated by up to 0.5. An interval that draws the 20 blocks one by one then misses the truth 9 times in 100.
     """
-    draw = np.random.default_rng(0)
-    cycles = [np.array(per_cycle(arm.blocks_ms)) for arm in (numerator, denominator)]
-    over, under = (np.median(of[draw.integers(0, len(of), (resamples, len(of)))], axis=1) for of in cycles)
-    low, high = np.percentile(over / under, (2.5, 97.5))
-    return Interval(float(np.median(cycles[0]) / np.median(cycles[1])), float(low), float(high))
+    return unpaired_ratio(*(cycle_times(arm.blocks_ms) for arm in (numerator, denominator)))
 
 
 def _by_mode(cells: Sequence[Cell]) -> dict[str, list[Cell]]:

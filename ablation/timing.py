@@ -1,48 +1,40 @@
-"""Step times of the arms of one cell: short blocks in turn, in one process, on the same weights and batches.
+"""Step times of the arms of one cell: short blocks that alternate, in one process, on the same weights and batches.
 
-A cycle gives every arm two blocks, in a random order and then in its reverse (ABBA): what drifts evenly through a cycle adds
-the same to all of them. Over three cycles every arm has stood first, second and third. Each block begins with the same weights
-and the same optimizer state, and takes the batches that the other arms take in that cycle. A first cycle brings clocks and
-caches to where they stay, and is not counted. There are two arms with PyTorch's norms: what they seem to differ by is what the
-protocol makes of no difference. Between cycles the arms trade places: weights and optimizer state of each move to where
-another's lay, through all orders of places, so that what a place is worth is spread over the arms. (Buffers and activations lie
-where the allocator puts them.) CUDA graphs, which have the addresses in them, keep theirs.
+measure/schedule.py has the order of the blocks. Each block begins with the same weights and the same optimizer state, and all
+arms of a cycle take the same batches. Two arms have PyTorch's norms: the difference between them is what the protocol measures
+where there is none (A/A). Between cycles the arms exchange their places in memory: weights and optimizer state of each arm move
+to the addresses of another's. So the effect of an address is spread over the arms. Buffers and activations lie where the
+allocator puts them. With CUDA graphs, which contain the addresses, the arms stay.
 
-Inside a block there are training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, copying
-the state back and reading the events are outside. They leave the GPU without work, so a block opens with a step that is not
-counted: it fills the queue, which in a training run seldom runs dry.
+A block contains training steps and CUDA events, and nothing that waits for the device. Warm-up, compilation, the copy of the
+state and the reading of the events are outside. They leave the GPU without work, so the first step of a block is not counted:
+it fills the queue, which is seldom empty in a training run.
 
-All blocks of a cell have the same number of steps: ablate.block_steps, or as many of the slowest arm's as make a quarter of a
-second. Five steps of a model that waits for its host are over in 25 ms, and what they show is the host's noise.
+All blocks of a cell have the same number of steps: ablate.block_steps, or what schedule.block_length says.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import chain
 from statistics import median
 
-import torch
-
 from ablation.arms import Arm, Snapshot, move, places_of
-from ablation.compared import TORCH, Comparison
 from ablation.records import ArmTimes
-from ablation.turns import LEAD_IN, LINEUP, compare_blocks, in_turn, placements, schedule, turns_of
 from configs.schema import CUDA_GRAPHS
 from data import Batches
+from measure.comparison import ARMS, TORCH
+from measure.schedule import LEAD_IN, block_length, block_orders, memory_orders, positions_of, run_blocks
+from measure.timing import allocated_gb
 from training.clock import PartClock, StepClock
 from training.step import training_step
 
-BLOCK_MS = 250.0  # of a block whose length is left to the protocol
-LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
-SPLIT_STEPS = 5  # of a window that tells forward, backward and optimizer apart; each arm has two, in some order and its reverse
-WARM_UP, BLOCKS = "warm-up", "blocks"  # kinds of work; a window that is split counts as a block
+SPLIT_STEPS = 5  # steps of a window that times forward, backward and optimizer apart; each arm has two such windows
 
 
-def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str], None]) -> dict[str, ArmTimes]:
+def time_arms(arms: Mapping[str, Arm], batches: Batches, done: Callable[[], object]) -> dict[str, ArmTimes]:
     """Times of the arms `torch`, `torch again` and `fused`, which have not taken a step.
 
     Args:
-        progress: told the kind of each unit of work that is done, in all those of `work_of`.
+        done: called after each warm-up and each block, `calls_of(cycles)` times in all.
     """
     cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
     plan = cfg.ablate
@@ -51,48 +43,48 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
         clock = StepClock(device, warmup=0)
         run(arm, batches, range(plan.warmup_steps), clock)
         warm.append(list(clock.steps_ms))
-        progress(WARM_UP)
-    block_steps = plan.block_steps or settled_steps(warm)
+        done()
+    block_steps = plan.block_steps or block_length(warm)
     start = Snapshot(arms[TORCH])
 
     graphs = cfg.train.compile and cfg.train.compile_mode in CUDA_GRAPHS
-    peaks: dict[str, list[float]] = {name: [] for name in LINEUP}
+    peaks: dict[str, list[float]] = {name: [] for name in ARMS}
 
     def block(name: str, cycle: int) -> list[float]:
         start.restore(arms[name])
         clock = StepClock(device, warmup=LEAD_IN)
-        before = allocated(device)
+        before = allocated_gb(device)
         first = plan.warmup_steps + cycle * (LEAD_IN + block_steps)
         run(arms[name], batches, range(first, first + LEAD_IN + block_steps), clock)
         times = list(clock.steps_ms)
         if cycle > 0 and clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
-            # Whatever else is held, other arms above all, is not this one's.
+            # Memory that was held before, above all by other arms, is not this arm's.
             peaks[name].append(clock.peak_gb - before + Snapshot.bytes_of(arms[name]) / 2**30)
-        progress(BLOCKS)
+        done()
         return times
 
-    listed = [arms[name] for name in LINEUP]
-    places, orders = places_of(listed), placements(1 + plan.cycles, cfg.seed, len(listed))
+    listed = [arms[name] for name in ARMS]
+    places, orders = places_of(listed), memory_orders(1 + plan.cycles, cfg.seed, len(listed))
 
     def before_cycle(cycle: int) -> None:
         if not graphs:
             move(listed, places, orders[cycle])
 
-    blocks = in_turn(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
-    splits: dict[str, dict[str, list[float]]] = {name: {} for name in LINEUP}
-    for name in chain.from_iterable(schedule(1, cfg.seed)):
+    blocks = run_blocks(block, plan.cycles, cfg.seed, before_cycle=before_cycle)
+    splits: dict[str, dict[str, list[float]]] = {name: {} for name in ARMS}
+    for name in chain.from_iterable(block_orders(1, cfg.seed)):
         start.restore(arms[name])
         parts = PartClock(device)
         run(arms[name], batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts=parts)
-        progress(BLOCKS)
+        done()
         for part, times in parts.read().items():
             splits[name].setdefault(part, []).extend(times[LEAD_IN:])
     found = {}
-    for name in LINEUP:
+    for name in ARMS:
         split = {part: median(times) for part, times in splits[name].items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
-            turns=turns_of(name, plan.cycles, cfg.seed),
+            positions=positions_of(name, plan.cycles, cfg.seed),
             forward_ms=split["forward"],
             backward_ms=split["backward"],
             optimizer_ms=split["optimizer"],
@@ -102,24 +94,13 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, progress: Callable[[str
     return found
 
 
-def settled_steps(warm_ms: Sequence[Sequence[float]]) -> int:
-    """Steps of a block, from the times of each arm's warm-up steps. An arm's quickest is the one that did not compile."""
-    slowest = max(min(steps) for steps in warm_ms)
-    return min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS)
-
-
-def work_of(cycles: int) -> dict[str, int]:
-    """Units of work of time_arms by kind."""
-    return {WARM_UP: len(LINEUP), BLOCKS: len(LINEUP) * 2 * (1 + cycles + 1)}
-
-
-def compare(times: Mapping[str, ArmTimes], name: str) -> Comparison:
-    """An arm with `torch`, a pair for each cycle."""
-    return compare_blocks(times[TORCH].blocks_ms, times[name].blocks_ms)
+def calls_of(cycles: int) -> int:
+    """How often time_arms calls `done`: for warm-up, two blocks in each cycle, and two windows that are split."""
+    return len(ARMS) * (1 + 2 * (1 + cycles + 1))
 
 
 def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None, parts: PartClock | None = None) -> None:
-    """Steps of training; with a clock, timed one by one. The batches are drawn before."""
+    """Takes training steps. A clock times them one by one. The batches are drawn before the first step."""
     drawn = [batches[step] for step in steps]
     for step, batch in zip(steps, drawn, strict=True):
         arguments = (arm.forward, arm.state, batch, step, arm.cfg, arm.precision)
@@ -131,8 +112,3 @@ def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None
                 training_step(*arguments, mark=parts.mark)
         else:
             training_step(*arguments)
-
-
-def allocated(device: torch.device) -> float:
-    """GiB of tensors on a GPU."""
-    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0

@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 
 import configs
-from ablation.compared import FUSED
-from ablation.plots import label
 from ablation.records import Ablation, ArmTimes, Cell, Parity
-from ablation.statistics import spread
 from configs import Config, ConfigError
 from configs.schema import NormImpl, WandbMode
+from measure.comparison import FUSED
+from measure.statistics import spread
+from measure.tables import label
 from training.tracking import Tracker, agent_job, described, settle
 
 # Of both intervals and their ends, in the order in which report.md has them.
@@ -26,7 +26,7 @@ CELL_COLUMNS: list[str | int] = [
 
 
 def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
-    """Logs nothing where W&B is disabled. A start that fails is the last: the other runs are kept as without a key.
+    """Logs the ablation, and nothing where W&B is disabled. After a start that fails, the other runs are kept offline.
 
     Args:
         variants: the configs by the items of their cells' overrides.
@@ -86,7 +86,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
 
 
 def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:
-    """What the report's tables have of an arm, by the names that train.py's runs have in W&B."""
+    """The figures of an arm in the report, under the names that train.py logs to W&B."""
     steps = list(chain(*times.blocks_ms))
     whole = spread(steps)
     return {
@@ -106,5 +106,4 @@ def parity_row(one: Parity) -> list:
 
 def row(cell: Cell) -> list:
     intervals = (cell.fused.speedup, cell.control.speedup, cell.fused.difference_ms, cell.control.difference_ms)
-    name = " ".join([*(f"{key}={value}" for key, value in cell.overrides.items()), cell.mode])
-    return [name, *(x for one in intervals for x in (one.median, one.low, one.high)), cell.verdict]
+    return [label(cell.overrides, cell.mode), *(x for one in intervals for x in (one.median, one.low, one.high)), cell.verdict]

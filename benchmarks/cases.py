@@ -1,12 +1,19 @@
-"""What is measured: the norm cases, their tensors, and the fewest bytes that each must move."""
+"""What is measured: the norm cases, their tensors, the fewest bytes that each must move, and the check of results."""
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FORWARD, BACKWARD = DIRECTIONS = ("forward", "backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+MODEL_WIDTHS = {  # of whose hidden state
+    1152: "Gemma 3 1B", 1536: "Qwen2.5 1.5B", 2304: "Gemma 2 2B", 2560: "Qwen3 4B", 2880: "gpt-oss", 3072: "Llama 3.2 3B",
+    3584: "Qwen2.5 7B", 4608: "Gemma 2 27B", 5120: "Qwen3 32B", 5376: "Gemma 3 27B", 6144: "Mixtral 8x22B",
+    7168: "DeepSeek-V3", 8192: "Llama 3 70B", 14336: "BLOOM 176B",
+}  # fmt: skip
 
 # Widest problem, in elements: above it, fewer rows. At 2^29 one bf16 tensor is 1 GiB, and the tensors that seven libraries
 # keep for backward, on two sets of inputs, still fit 140 GB.
@@ -39,7 +46,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all contenders of a cell."""
+    """Settings that all contenders of a cell share."""
 
     x_dtype: torch.dtype = torch.bfloat16  # of x, y and their gradients
     residual_dtype: torch.dtype | None = None  # of the residual stream; None where the case has none
@@ -62,7 +69,7 @@ class Inputs:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What backward gives gradients of, in the order x, residual, weight, bias."""
+        """The tensors that get gradients, in the order x, residual, weight, bias."""
         return tuple(t for t in (self.x, self.residual, self.weight, self.bias) if t is not None)
 
     @property
@@ -126,3 +133,110 @@ def minimum_bytes(
         separate_dx = case.dropout or residual_bytes != x_bytes
         per_element = x_bytes + 3 * residual_bytes + (x_bytes if separate_dx else 0)
     return rows * width * per_element
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A case with its dtypes and sizes. Both directions share its inputs and compiled functions."""
+
+    case: Case
+    residual: str | None  # names of dtypes
+    weights: str
+    rows: int
+    width: int
+    asked_rows: int  # before the cap on elements
+
+    @property
+    def setting(self) -> Setting:
+        residual = DTYPES[self.residual] if self.residual else None
+        return Setting(residual_dtype=residual, weight_dtype=DTYPES[self.weights])
+
+    def __str__(self) -> str:
+        stream = f" {self.residual} stream" if self.residual else ""
+        return f"{self.case.name} {self.rows}×{self.width}{stream}, {self.weights} weights"
+
+
+# ---- is the result right? ---------------------------------------------------------------------------------------------------
+
+
+ROWS = 64  # compared; the reference of a whole problem would not fit beside it
+# ‖out − reference‖ / ‖reference‖. Rounding to bf16 gives 2e-3, twice for libraries that round between add and norm; a wrong
+# mean, a forgotten weight or a missing gradient gives 1e-1 and more.
+TOLERANCE = 2e-2
+
+
+class WrongResult(ValueError):
+    """The contender is fast at something else."""
+
+
+def check_forward(case: Case, setting: Setting, inputs: Inputs, outputs: tuple[Tensor, ...]) -> Tensor | None:
+    """Returns the factor of dropout, [ROWS, width], or None without a residual stream. Raises WrongResult."""
+    expected = 2 if case.add else 1
+    if len(outputs) != expected:
+        raise WrongResult(f"{len(outputs)} outputs, expected {expected}")
+    _same("y", outputs[0], inputs.x)
+    if not case.add:
+        _near("y", outputs[0], _norm(case, setting, inputs, inputs.x[:ROWS].double()))
+        return None
+
+    assert inputs.residual is not None
+    _same("residual stream", outputs[1], inputs.residual)
+    x, residual, r = (t.detach()[:ROWS].double() for t in (inputs.x, inputs.residual, outputs[1]))
+    factor = torch.ones_like(x)
+    if case.dropout:
+        scale = 1 / (1 - setting.dropout_p)
+        # Beside a large residual a small x is rounded away, dropped or not: NaN for what forward can't tell.
+        clear = scale * x.abs() > 2**-6 * residual.abs()
+        kept = (r - residual).abs() > 0.5 * scale * x.abs()
+        factor = torch.where(clear, kept.double() * scale, torch.nan)
+        dropped, p = 1 - kept[clear].double().mean().item(), setting.dropout_p
+        slack = 6 * (p * (1 - p) / kept.numel()) ** 0.5 + 0.01  # six standard deviations, and p in steps of 1/65536 or coarser
+        if abs(dropped - p) > slack:
+            raise WrongResult(f"{dropped:.3f} of x was dropped, expected {p} ± {slack:.3f}")
+    _near("residual stream", r, residual + factor.nan_to_num(0) * x)
+    _near("y", outputs[0], _norm(case, setting, inputs, r))
+    return factor
+
+
+def check_backward(
+    case: Case,
+    setting: Setting,
+    inputs: Inputs,
+    outputs: tuple[Tensor, ...],
+    gradients: tuple[Tensor | None, ...],
+    factor: Tensor | None,
+) -> None:
+    """Compares the gradients of x and the residual; those of the weights must be finite. Raises WrongResult."""
+    for leaf, gradient in zip(inputs.leaves, gradients, strict=True):
+        if gradient is None or gradient.shape != leaf.shape or not gradient[:ROWS].isfinite().all():
+            raise WrongResult(f"the gradient of an input of shape {tuple(leaf.shape)} is missing, misshapen or not finite")
+    r = (outputs[1] if case.add else inputs.x).detach()[:ROWS].double().requires_grad_()
+    (dz,) = torch.autograd.grad(_norm(case, setting, inputs, r), r, inputs.dy[:ROWS].double())
+    if inputs.dr is not None:
+        dz = dz + inputs.dr[:ROWS].double()
+        _near("gradient of the residual", gradients[1], dz)
+    dx = gradients[0]
+    if factor is not None and dx is not None:
+        scale = 1 / (1 - setting.dropout_p)
+        dz = dz * torch.where(factor.isnan(), (dx[:ROWS] != 0) * scale, factor)
+    _near("gradient of x", dx, dz)
+
+
+def _norm(case: Case, setting: Setting, inputs: Inputs, r: Tensor) -> Tensor:
+    weight = inputs.weight.detach().double()
+    if case.rms or inputs.bias is None:
+        return F.rms_norm(r, weight.shape, weight, setting.eps)
+    return F.layer_norm(r, weight.shape, weight, inputs.bias.detach().double(), setting.eps)
+
+
+def _same(name: str, out: Tensor, like: Tensor) -> None:
+    if out.shape != like.shape or out.dtype != like.dtype:
+        raise WrongResult(f"{name} is {out.dtype} {tuple(out.shape)}, expected {like.dtype} {tuple(like.shape)}")
+
+
+def _near(name: str, out: Tensor | None, reference: Tensor) -> None:
+    assert out is not None
+    reference = reference.detach()
+    error = ((out.detach()[:ROWS].double() - reference).norm() / reference.norm()).item()
+    if not error <= TOLERANCE:
+        raise WrongResult(f"{name} is off by {error:.1e} of its norm, at most {TOLERANCE:.0e} is rounding")

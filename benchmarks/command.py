@@ -1,20 +1,31 @@
-"""What the programs share on their command lines: options, progress, the folder for results."""
+"""What the programs share: options, the devices and providers that are here, and the file of recorded results.
+
+Results are benchmarks/results/<gpu>/<name>.json = {"environment", "command", "records"}. Several runs may share a file: a
+record replaces the record of the same cell, and all others stay. That is right only for one code on one kind of machine.
+So a run refuses a file from elsewhere, unless it starts afresh (--fresh). With --renew it measures some cells again at another
+revision. The other records then say which revision they are of.
+"""
 
 import argparse
+import json
+import re
 import shlex
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks import providers
-from benchmarks.results import FOLDER, Results, ResultsError, environment, load, slug
 from training.console import take_any_encoding
+from training.environment import environment as facts_of
 
+FOLDER = Path(__file__).parent / "results"
+Record = dict[str, Any]
 # For what was measured in a hurry: it doesn't go among the results that are published.
 SCRATCH = Path(".cache/benchmarks")
 ROUNDS = (25, 7)  # by default; with --quick
@@ -61,7 +72,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[in
 
 
 def rows_on(device: str, rows: int) -> int:
-    """The rows of tensors by default, which on a GPU are `rows`."""
+    """The default number of rows: `rows` on a GPU, few on a CPU."""
     return rows if device == "cuda" else CPU_ROWS
 
 
@@ -73,14 +84,14 @@ def add_providers(parser: argparse.ArgumentParser) -> None:
 
 
 def pick_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """The device, or the end of the program with what to do."""
+    """The device. Without it the program ends and says what to do."""
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
     return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
 
 
 def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
-    """The providers that are here; says which are not. Those asked for by name must be; None: as many of the others as are."""
+    """The providers that can be imported. Prints those that can't; one that the user asked for ends the program."""
     names = list(otherwise if asked is None else asked)
     reasons = providers.missing(names)
     for name, reason in reasons.items():
@@ -100,8 +111,8 @@ def open_results(
     others: dict[str, str] | None = None,
     renew: bool | None = None,
     file: str | None = None,
-) -> Results:
-    """The file of results that this run adds to; ends the program where it must not.
+) -> "Results":
+    """The file of results that this run adds to. Ends the program if it must not add to it.
 
     Args:
         names: of providers.
@@ -137,16 +148,6 @@ def run(main: Callable[[], object]) -> None:
         raise SystemExit(130) from None
 
 
-def progress(total: int, what: str, unit: str = "cell") -> Any:
-    """A bar with the time left on a terminal; elsewhere a line every half minute, so that a log shows life."""
-    return tqdm(total=total, desc=what, unit=unit, mininterval=0.2 if sys.stderr.isatty() else 30.0, dynamic_ncols=True)
-
-
-def now(bar: Any, text: str) -> None:
-    """What is being measured, behind the bar."""
-    bar.set_postfix_str(text, refresh=sys.stderr.isatty())
-
-
 class Budget:
     """--minutes: when to start no more cells."""
 
@@ -156,3 +157,179 @@ class Budget:
     @property
     def spent(self) -> bool:
         return self._ends is not None and time.monotonic() >= self._ends
+
+
+# ---- recorded results -------------------------------------------------------------------------------------------------------
+
+
+class ResultsError(ValueError):
+    """A file of results that this run must not add to."""
+
+
+def slug(environment: dict[str, Any]) -> str:
+    """The machine as a folder name: nvidia-h200, or cpu."""
+    name = environment["gpu"]["name"] if environment["gpu"] else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def environment(device: torch.device, libraries: dict[str, str], revision: str | None = None) -> dict[str, Any]:
+    """The facts of this machine and code.
+
+    Args:
+        libraries: versions of the libraries compared.
+        revision: of the code, where it runs without its git repository.
+
+    Raises:
+        ResultsError: a revision is given and the repository is there, whose own revision counts.
+    """
+    facts = facts_of(device)
+    if revision and facts["git"] is not None:
+        raise ResultsError(
+            f"--revision {revision}: the code runs in its git repository, at {facts['git']['revision'][:8]}, which is what is "
+            "recorded. Leave the option out"
+        )
+    del facts["command"]  # recorded beside the environment, which several commands share
+    facts["versions"] = {name: v for name, v in {**facts["versions"], **libraries}.items() if v is not None}
+    if facts["git"] is not None:
+        facts["git"]["dirty"] = _code_is_dirty()
+    if revision:
+        facts["git"] = {"revision": revision, "dirty": False}
+    return facts
+
+
+def _code_is_dirty() -> bool:
+    """Whether tracked files differ from the revision; results and the README made from them are not code."""
+    paths = (".", ":!benchmarks/results", ":!README.md")
+    command = ["git", "-C", str(FOLDER.parent.parent), "status", "--porcelain", "--untracked-files=no", "--", *paths]
+    return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
+
+
+def revision_of(environment: dict[str, Any]) -> str | None:
+    return (environment["git"] or {}).get("revision")
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], *, renew: bool = False) -> list[str]:
+    """The differences that keep two environments from sharing a file: GPU, toolkit, git revision, common versions.
+
+    Args:
+        renew: they may be of two revisions, as long as these say what the code was: both known, without uncommitted changes.
+    """
+    clean = all(environment["git"] and not environment["git"].get("dirty") for environment in (old, new))
+    allowed = {"git revision"} if renew and clean else set()
+    found = []
+    for name, of in (
+        ("GPU", lambda e: (e["gpu"] or {}).get("name")),
+        ("CUDA", lambda e: e["cuda"]),
+        ("HIP", lambda e: e["hip"]),
+        ("git revision", revision_of),
+        ("uncommitted changes", lambda e: (e["git"] or {}).get("dirty", False)),
+    ):
+        if of(old) != of(new) and name not in allowed:
+            found.append(f"{name} {of(old)} there, {of(new)} here")
+    for name in sorted(old["versions"].keys() & new["versions"].keys()):
+        if old["versions"][name] != new["versions"][name]:
+            found.append(f"{name} {old['versions'][name]} there, {new['versions'][name]} here")
+    return found
+
+
+class Results:
+    """The records of one benchmark, kept on disk after every cell.
+
+    Args:
+        key: the fields of a record that name its cell.
+        fresh: forget what the file has.
+        renew: add to a file of another git revision too. Its records keep that one, as `revision`; those of a comparison that
+            is measured again go, so that nothing stands beside what it was not measured with. How many records come from
+            which other revision is in environment["git"]["others"]. None: the program does not offer that.
+
+    Raises:
+        ResultsError: the file is of another environment, or no such file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        key: Sequence[str],
+        environment: dict[str, Any],
+        command: str,
+        *,
+        fresh: bool = False,
+        renew: bool | None = None,
+    ) -> None:
+        self.path, self.key, self.environment, self.renew = path, tuple(key), environment, renew
+        self.commands = [command]
+        self._records: dict[tuple[Any, ...], Record] = {}
+        if not fresh and path.exists():
+            self._continue(load(path))
+
+    def _continue(self, file: dict[str, Any]) -> None:
+        differing = differences(file["environment"], self.environment, renew=bool(self.renew))
+        if differing:
+            ways = ["--fresh to start over"]
+            if self.renew is False and not differences(file["environment"], self.environment, renew=True):
+                ways.append("--renew to measure these cells again and keep the others")
+            raise ResultsError(
+                f"{self.path} was recorded elsewhere: {'; '.join(differing)}. Pass {', '.join(ways)}, or another --output."
+            )
+        self.environment["versions"] = {**file["environment"]["versions"], **self.environment["versions"]}
+        earlier = file["command"].split(" && ")
+        self.commands = [*(command for command in earlier if command not in self.commands), *self.commands]
+        here, there = revision_of(self.environment), revision_of(file["environment"])
+        for record in file["records"]:
+            measured_at = record.pop("revision", there)
+            if measured_at != here:
+                record["revision"] = measured_at
+            self._records[self.cell(record)] = record
+
+    def cell(self, record: Record) -> tuple[Any, ...]:
+        return tuple(record.get(name) for name in self.key)
+
+    def comparison(self, record: Record) -> tuple[Any, ...]:
+        """The cell without the provider. Records that share it were measured side by side."""
+        return tuple(record.get(name) for name in self.key if name != "provider")
+
+    @property
+    def records(self) -> list[Record]:
+        return list(self._records.values())
+
+    def has(self, **cell: Any) -> bool:
+        """Whether the cell was measured; at this revision, if cells are renewed. A failure counts as measured."""
+        record = self._records.get(self.cell(cell))
+        return record is not None and not (self.renew and "revision" in record)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Takes records in and saves."""
+        new = {self.cell(record): record for record in records}
+        measured = {self.comparison(record) for record in new.values()}
+        for cell, record in list(self._records.items()):
+            if "revision" in record and cell not in new and self.comparison(record) in measured:
+                print(f"dropped, as not measured again beside the others: {cell} of {record['revision']}", file=sys.stderr)
+                del self._records[cell]
+        self._records |= new
+        self.save()
+
+    def save(self) -> None:
+        """Writes one record a line, so that a diff shows the changed cells. The file is replaced in one step."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.environment["git"] is not None:
+            self.environment["git"].pop("others", None)
+            if others := Counter(record["revision"] for record in self.records if "revision" in record):
+                self.environment["git"]["others"] = dict(others)
+        head = json.dumps({"environment": self.environment, "command": " && ".join(self.commands)}, indent=1)
+        lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records)
+        temporary = self.path.with_suffix(".json.new")
+        temporary.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        temporary.replace(self.path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A file of results; its fields are checked here, once."""
+    try:
+        file = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ResultsError(f"{path} is not there: nothing was recorded in that folder") from error
+    except json.JSONDecodeError as error:
+        raise ResultsError(f"{path} is not JSON: {error}") from error
+    if not isinstance(file, dict) or not {"environment", "command", "records"} <= file.keys():
+        raise ResultsError(f"{path} is not a file of results: it needs environment, command and records")
+    return file

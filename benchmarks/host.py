@@ -10,17 +10,23 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import bar_plots, command, tables, timing
+from benchmarks import command, report
 from benchmarks.cases import CASES, Inputs, Setting, make_inputs
-from benchmarks.providers import PROVIDERS, Function, functions_of, ours_compiled
-from benchmarks.results import Record
+from benchmarks.command import Record
+from benchmarks.providers import OURS, PROVIDERS, Function, functions_of, ours_compiled
+from measure import timing
+from measure.progress import progress
+from measure.tables import NOTHING, aligned, compact_markdown
 
 KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
 DIRECTIONS = ("forward", "forward+backward")
 ROWS, WIDTH = 8, 64
+HEADER = ("CPU µs a call", "forward", "forward + backward")
 # Calls between two synchronisations. Each launches at most a dozen kernels, and the driver queues about a thousand launches
 # before it makes the host wait.
 BATCH = 20
@@ -44,7 +50,7 @@ def calls(function: Function, inputs: Inputs) -> dict[str, Callable[[], object]]
 
 
 def batch_us(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of CPU time a call, from the first call to the return of the last; the device is waited for before."""
+    """Microseconds of CPU time a call, from the first call to the return of the last, after a synchronisation."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -56,7 +62,7 @@ def batch_us(call: Callable[[], object], device: torch.device) -> float:
 def measure(
     functions: dict[str, Function], inputs: Inputs, direction: str, device: torch.device, rounds: int
 ) -> dict[str, timing.Outcome]:
-    """Contenders take turns of one batch, in an order shuffled every round."""
+    """Times the contenders one after the other, a batch of calls each, in an order that is shuffled every round."""
     outcomes = {name: timing.Outcome() for name in functions}
     ready: dict[str, Callable[[], object]] = {}
     for name, function in functions.items():
@@ -82,14 +88,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser, options = options_of(argv)
     if options.plot_only:
         file = command.recorded(options.output / "host.json")
-        bar_plots.host(file, options.output)
+        plot(file, options.output)
         show(file["records"])
         return
     device = command.pick_device(parser, options)
     names = command.importable(options.provider, [name for name in PROVIDERS if name != "before"])
     results = command.open_results("host", KEY, options, device, names, argv)
     setting = Setting(residual_dtype=torch.bfloat16)
-    with timing.side_stream(device), command.progress(len(options.case) * len(DIRECTIONS), "host") as bar:
+    with timing.side_stream(device), progress(len(options.case) * len(DIRECTIONS), "host") as bar:
         for case in (CASES[name] for name in options.case):
             torch._dynamo.reset()
             functions = functions_of(case, setting, names)
@@ -107,17 +113,58 @@ def main(argv: Sequence[str] | None = None) -> None:
                 }
                 results.add({**cell, "provider": name, **o.record(outcomes.get("ours"))} for name, o in outcomes.items())
                 bar.update()
-    bar_plots.host({"environment": results.environment, "records": results.records}, results.path.parent)
+    plot({"environment": results.environment, "records": results.records}, results.path.parent)
     show(results.records)
 
 
 def show(records: Sequence[Record]) -> None:
     for case in dict.fromkeys(record["case"] for record in records):
         print(f"{CASES[case].label}, {ROWS} × {WIDTH}, median (10th to 90th percentile)")
-        print(tables.aligned(tables.HOST_HEADER, tables.host_rows([r for r in records if r["case"] == case])), end="\n\n")
+        print(aligned(HEADER, host_rows([r for r in records if r["case"] == case])), end="\n\n")
     for record in records:
         if record.get("error"):
             print(f"failed: {record['provider']}, {record['case']} {record['direction']}: {record['error']}")
+
+
+def host_rows(records: Sequence[Record]) -> list[list[str]]:
+    """Provider, forward, forward+backward: median CPU microseconds a call and, in brackets, 10th to 90th percentile."""
+    found = {(record["provider"], record["direction"]): record for record in records}
+    order = dict.fromkeys((*OURS, "ours-compiled", *PROVIDERS))
+    names = [name for name in order if any(provider == name for provider, _ in found)]
+    return [[name, *(_host_cell(found.get((name, d))) for d in ("forward", "forward+backward"))] for name in names]
+
+
+def _host_cell(record: Record | None) -> str:
+    if record is None:
+        return NOTHING
+    return "failed" if record.get("error") else f"{record['us']:.0f} ({record['p10']:.0f} to {record['p90']:.0f})"
+
+
+def markdown(file: dict[str, Any]) -> str:
+    """The table of README.md: add+RMSNorm."""
+    return compact_markdown(HEADER, host_rows([record for record in file["records"] if record["case"] == "add_rms"]))
+
+
+def plot(file: dict[str, Any], folder: Path) -> list[Path]:
+    """host.png: CPU time of a call, a line of panels for each case; returns what it wrote."""
+    records = [record for record in file["records"] if record.get("us") is not None]
+    if not records:
+        return []
+    cases = list(dict.fromkeys(record["case"] for record in records))
+    directions = list(dict.fromkeys(record["direction"] for record in records))
+    figure, grid = report.bar_panels(len(cases), len(directions), groups=1)
+    for line, case in zip(grid, cases, strict=True):
+        for axes, direction in zip(line, directions, strict=True):
+            found = {r["provider"]: r for r in records if r["case"] == case and r["direction"] == direction}
+            values = {name: record["us"] for name, record in found.items()}
+            ranges = {name: (record["us"] - record["p10"], record["p90"] - record["us"]) for name, record in found.items()}
+            report.draw_bars(axes, {CASES[case].label: values}, ranges)
+            axes.set_title(direction.replace("+", " + "), loc="left", fontsize=10)
+            axes.set_xlabel("CPU microseconds a call, median, 10th to 90th percentile")
+    shape = f"{records[0]['M']} × {records[0]['N']} elements"
+    path = folder / "host.png"
+    report.finish(figure, list(grid.flat), f"host cost of one call, {shape}", file["environment"], path)
+    return [path]
 
 
 if __name__ == "__main__":

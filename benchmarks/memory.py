@@ -11,18 +11,24 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ablation.turns import collection_paused
-from benchmarks import bar_plots, command, tables, timing
+from benchmarks import command, report
 from benchmarks.cases import CASES, DTYPES, Case, Inputs, Setting, make_inputs
+from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS, compiled, torch_expression
-from benchmarks.results import Record
+from measure import timing
+from measure.progress import progress, show_current
+from measure.schedule import no_garbage_collection
+from measure.tables import NOTHING, aligned, compact_markdown
 
 KEY = ("case", "residual_dtype", "M", "N", "blocks", "provider")
 ROWS = 32768
+HEADER = ("block", "stream", "rows × width", "provider", "MiB kept for backward, a block", "MiB at the peak, a block")
 MEMORY_CASES = ("dropout_add_ln", "dropout_add_rms")
 Chain = Callable[[Inputs], tuple[Tensor, Tensor]]
 
@@ -73,7 +79,7 @@ def chain(provider: str, case: Case, setting: Setting, blocks: int) -> Chain | N
 def measure(run: Chain, inputs: Inputs, device: torch.device) -> dict[str, int | None]:
     """Bytes kept between forward and backward, and at the peak; the second of two passes, which compiles nothing."""
     for _ in range(2):
-        with collection_paused():  # else a tensor of somebody else's, freed on the way, would count as this chain's thrift
+        with no_garbage_collection():  # else a tensor of somebody else's, freed on the way, would count as this chain's thrift
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
@@ -95,16 +101,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser, options = options_of(argv)
     if options.plot_only:
         file = command.recorded(options.output / "memory.json")
-        bar_plots.memory(file, options.output)
+        plot(file, options.output)
         show(file["records"])
         return
     device = command.pick_device(parser, options)
     names = command.importable(options.provider, ("ours", "torch", "compile", "flash-attn"))
     results = command.open_results("memory", KEY, options, device, names, argv)
     cells = [(c, r, n, p) for n in options.width for c in options.case for r in options.residual for p in names]
-    with timing.side_stream(device), command.progress(len(cells), "memory") as bar:
+    with timing.side_stream(device), progress(len(cells), "memory") as bar:
         for case, residual, width, provider in cells:
-            command.now(bar, f"{case} {residual} {width} {provider}")
+            show_current(bar, f"{case} {residual} {width} {provider}")
             torch._dynamo.reset()
             setting = Setting(residual_dtype=DTYPES[residual])
             cell: Record = {"case": case, "residual_dtype": residual, "M": options.rows, "N": width, "blocks": options.blocks}
@@ -118,17 +124,67 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = inputs = None  # type: ignore[assignment]
             timing.free_memory(device)
             bar.update()
-    bar_plots.memory({"environment": results.environment, "records": results.records}, results.path.parent)
+    plot({"environment": results.environment, "records": results.records}, results.path.parent)
     show(results.records)
     if device.type == "cpu":
         print("No bytes: PyTorch counts those of a GPU alone. This shows that the program runs.")
 
 
 def show(records: Sequence[Record]) -> None:
-    print(tables.aligned(tables.MEMORY_HEADER, tables.memory_rows(records)))
+    print(aligned(HEADER, memory_rows(records)))
     for record in records:
         if record.get("error"):
             print(f"failed: {record['provider']}, {record['case']} {record['residual_dtype']}: {record['error']}")
+
+
+def memory_rows(records: Sequence[Record]) -> list[list[str]]:
+    """Case, stream, shape, provider: MiB at the peak, and kept between forward and backward, a block."""
+    return [
+        [
+            CASES[record["case"]].label,
+            record["residual_dtype"],
+            f"{record['M']} × {record['N']}",
+            record["provider"],
+            _mib_a_block(record, "kept"),
+            _mib_a_block(record, "peak"),
+        ]
+        for record in records
+    ]
+
+
+def _mib_a_block(record: Record, field: str) -> str:
+    if record.get("error"):
+        return "failed"
+    return NOTHING if record[field] is None else f"{record[field] / record['blocks'] / 2**20:.0f}"
+
+
+def markdown(file: dict[str, Any]) -> str:
+    """The table of README.md: the widest rows. LayerNorm alone, because RMSNorm's tensors are as large."""
+    widest = max(record["N"] for record in file["records"])
+    chosen = [r for r in file["records"] if r["N"] == widest and r["case"] == "dropout_add_ln"]
+    return compact_markdown(HEADER, memory_rows(chosen))
+
+
+def plot(file: dict[str, Any], folder: Path) -> list[Path]:
+    """memory.png: MiB a block, a line of panels for each chain; returns what it wrote."""
+    records = [record for record in file["records"] if record.get("peak") is not None]
+    if not records:
+        return []
+    chains = list(dict.fromkeys((record["M"], record["N"], record["blocks"]) for record in records))
+    groups = list(dict.fromkeys((record["case"], record["residual_dtype"]) for record in records))
+    figure, grid = report.bar_panels(len(chains), 2, len(groups))
+    for line, (rows, width, blocks) in zip(grid, chains, strict=True):
+        for axes, field, title in zip(line, ("kept", "peak"), ("kept for backward", "at the peak"), strict=True):
+            values: dict[str, dict[str, float]] = {report.label(*group): {} for group in groups}
+            for r in records:
+                if (r["M"], r["N"], r["blocks"]) == (rows, width, blocks):
+                    values[report.label(r["case"], r["residual_dtype"])][r["provider"]] = r[field] / blocks / 2**20
+            report.draw_bars(axes, values, {})
+            axes.set_title(f"{blocks} blocks of {rows} × {width}, {title}", loc="left", fontsize=10)
+            axes.set_xlabel("MiB a block")
+    path = folder / "memory.png"
+    report.finish(figure, list(grid.flat), "memory of chains of fused blocks and others, x in bf16", file["environment"], path)
+    return [path]
 
 
 if __name__ == "__main__":

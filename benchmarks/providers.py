@@ -6,11 +6,15 @@ library does not offer the case. Libraries are imported when they are asked for 
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import Case, Inputs, Setting
+from benchmarks.cases import FORWARD, Case, Inputs, Setting, Shape, check_backward, check_forward, make_inputs
+from measure.progress import progress
+from measure.timing import Call, Contender, describe, free_memory, side_stream
 from ops import layer_norm_fn, rms_norm_fn
 
 Function = Callable[[Inputs], tuple[Tensor, ...]]
@@ -47,7 +53,7 @@ def ours(case: Case, setting: Setting) -> Function:
 
 
 def ours_seeded(case: Case, setting: Setting) -> Function | None:
-    """Ours as a model calls it: handed a seed, of which the model draws all at once, instead of drawing its own."""
+    """Ours as a model calls it: with a seed, because a model draws the seeds of all sites at once."""
     if not case.dropout:
         return None
     norm, eps, p = rms_norm_fn if case.rms else layer_norm_fn, setting.eps, setting.dropout_p
@@ -98,7 +104,7 @@ def torch_compile(case: Case, setting: Setting) -> Function:
 
 
 def ours_compiled(case: Case, setting: Setting) -> Function:
-    """torch.compile of ours. On the device it is ours; what differs is how the host gets there, and only `host` measures it."""
+    """torch.compile of ours. The device runs the same kernels; only the host's cost differs, which `host` measures."""
     return _of_inputs(compiled(_fused_expression(layer_norm_fn, rms_norm_fn, case, setting)))
 
 
@@ -207,7 +213,7 @@ def functions_of(case: Case, setting: Setting, names: Sequence[str]) -> dict[str
 
 
 def missing(names: list[str]) -> dict[str, str]:
-    """Of the providers named, those that can't be imported here, and why."""
+    """The providers that can't be imported here, with the reason."""
     reasons = {}
     for name in names:
         module = PROVIDERS[name].module
@@ -221,7 +227,7 @@ def missing(names: list[str]) -> dict[str, str]:
 
 
 def versions(names: list[str]) -> dict[str, str]:
-    """Of the libraries behind the providers named. One that was copied rather than installed may still know its own."""
+    """The versions of the providers' libraries. A library that was copied and not installed may still have __version__."""
     found = {}
     for name in names:
         provider = PROVIDERS[name]
@@ -232,3 +238,106 @@ def versions(names: list[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = str(getattr(import_module(provider.module.partition(".")[0]), "__version__", "unknown"))
     return found
+
+
+# ---- calls that are timed ---------------------------------------------------------------------------------------------------
+
+
+def contender(
+    name: str, function: Function, case: Case, setting: Setting, direction: str, sets: Sequence[Inputs], overwrites_dy: bool
+) -> Contender:
+    """One direction of a provider's function on all sets of inputs.
+
+    Forward runs with gradients on, as in training: what backward needs is stored.
+    """
+    if direction == FORWARD:
+
+        def build() -> Sequence[Call]:
+            check_forward(case, setting, sets[0], function(sets[0]))
+            return [partial(function, inputs) for inputs in sets]
+
+        return Contender(name, build)
+
+    # A backward that overwrites dy would time the others on numbers that grow or vanish: it gets its own, fresh each turn.
+    own: list[Tensor] = []
+
+    def restore() -> None:
+        for dy, inputs in zip(own, sets, strict=True):
+            dy.copy_(inputs.dy)
+
+    def build_backward() -> Sequence[Call]:
+        own.extend(inputs.dy.clone() if overwrites_dy else inputs.dy for inputs in sets)
+        calls: list[Call] = []
+        for index, (inputs, dy) in enumerate(zip(sets, own, strict=True)):
+            outputs = function(inputs)
+            upstream = (dy, *inputs.upstream[1:])
+            call = partial(torch.autograd.grad, outputs, inputs.leaves, upstream, retain_graph=True, allow_unused=True)
+            if index == 0:
+                factor = check_forward(case, setting, inputs, outputs)
+                check_backward(case, setting, inputs, outputs, call(), factor)
+            calls.append(call)
+        return calls
+
+    return Contender(name, build_backward, restore if overwrites_dy else None)
+
+
+# ---- compiling ahead --------------------------------------------------------------------------------------------------------
+
+
+WARM_ROWS = 2048  # enough to compile by, but for torch.compile, whose code is for one number of rows
+
+
+def pool(processes: int, before: Path | None) -> Executor:
+    return ProcessPoolExecutor(processes, get_context("spawn"), prepare, (before,))
+
+
+def prepare(before: Path | None) -> None:
+    """Prepares each process."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # not a pool of compilers in each of the processes
+    # It would keep on disk which of its configurations was fastest, as seen on a device shared with other processes.
+    inductor.autotune_local_cache = False
+    if before is not None:
+        load_before(before)
+
+
+def compile_in_processes(
+    shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int, before: Path | None
+) -> None:
+    """Compiles in parallel. A failure is printed, and occurs again where it is measured. `before` is that provider's folder."""
+    jobs = [(shape, name) for shape in shapes for name in names if PROVIDERS[name].make(shape.case, shape.setting)]
+    # flash-attn tries tiles that take minutes to compile for the widest rows: those go first, so that no process ends with one.
+    jobs.sort(key=lambda job: (job[1] != "flash-attn", -job[0].width))
+    with (
+        pool(processes, before) as executor,
+        progress(len(jobs), f"compiling in {processes} processes", "kernel") as bar,
+    ):
+        try:
+            for done in as_completed([executor.submit(compile_one, *job, device) for job in jobs]):
+                if error := done.result():
+                    print(error, file=sys.stderr)
+                bar.update()
+        except BrokenProcessPool as error:
+            print(f"{describe(error)} The rest is compiled when measured", file=sys.stderr)
+        except KeyboardInterrupt:
+            executor.shutdown(cancel_futures=True)
+            raise
+
+
+def compile_one(shape: Shape, name: str, device: torch.device) -> str | None:
+    """Runs forward and backward once, so that both are compiled; returns what failed."""
+    torch._dynamo.reset()
+    if name != "compile":  # the remainder, because kernels are compiled apart for numbers that 16 divides
+        shape = replace(shape, rows=min(shape.rows, WARM_ROWS + shape.rows % 16))
+    try:
+        function = PROVIDERS[name].make(shape.case, shape.setting)
+        assert function is not None
+        with side_stream(device):
+            (inputs,) = make_inputs(shape.case, shape.setting, shape.rows, shape.width, 1, device)
+            torch.autograd.grad(function(inputs), inputs.leaves, inputs.upstream, allow_unused=True)
+            del inputs
+            free_memory(device)
+    except Exception as error:
+        return f"compiling {name}, {shape}: {describe(error)}"
+    return None

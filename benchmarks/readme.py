@@ -9,83 +9,55 @@ python -m benchmarks.readme --check    fails if README.md is not what the record
 """
 
 import argparse
-import itertools
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from ablation import serialize
-from ablation.compared import FUSED, TORCH
-from benchmarks import scaling_tables, step_tables, tables
-from benchmarks.plots import machine
-from benchmarks.results import FOLDER, ResultsError, load
+from benchmarks import host, memory, report, seed_figures, training_tables
+from benchmarks.command import FOLDER, ResultsError, load
+from measure.comparison import FUSED, TORCH
+from measure.statistics import Interval
+from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
 
 
-def norms(file: dict[str, Any]) -> str:
-    return tables.norms_markdown(file["records"])
-
-
-def norms_models(file: dict[str, Any]) -> str:
-    return tables.models_markdown(file["records"])
-
-
-def host(file: dict[str, Any]) -> str:
-    chosen = [record for record in file["records"] if record["case"] == "add_rms"]
-    return tables.markdown(tables.HOST_HEADER, tables.host_rows(chosen))
-
-
-def memory(file: dict[str, Any]) -> str:
-    widest = max(record["N"] for record in file["records"])
-    chosen = [r for r in file["records"] if r["N"] == widest and r["case"] == "dropout_add_ln"]  # RMSNorm's are as large
-    return tables.markdown(tables.MEMORY_HEADER, tables.memory_rows(chosen))
-
-
-def seed_figures(file: dict[str, Any]) -> str:
-    found = tables.seed_tables(file["records"])
-    return "\n\n".join(f"{title}\n\n{tables.markdown(header, rows)}" for title, header, rows in found.values())
-
-
 def ablation(folder: Path) -> str:
-    """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …"""
+    """A row for each cell of the ablations that are recorded in the folder: gpt2/, shakespeare_char/ …"""
     rows, machines = [], []
-    for name in sorted(path.parent.name for path in folder.glob("*/report.json")):
-        found = serialize.load(folder / name)
-        machines.append(machine(found.environment))
-        for cell in found.cells:
-            torch, fused = (median(itertools.chain(*cell.arms[arm].blocks_ms)) for arm in (TORCH, FUSED))
-            bound = "–" if cell.attribution is None else f"{cell.attribution.bound:.3f}"
-            speedups = [
-                f"{one.speedup.median:.3f} ({one.speedup.low:.3f} to {one.speedup.high:.3f})"
-                for one in (cell.fused, cell.control)
-            ]
-            what = ", ".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
+    for path in sorted(folder.glob("*/report.json")):
+        found, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+        machines.append(machine(found["environment"]))
+        for cell in found["cells"]:
+            torch, fused = (cell["arms"][arm]["step_ms"]["median"] for arm in (TORCH, FUSED))
+            bound = NOTHING if cell["attribution"] is None else f"{cell['attribution']['bound']:.3f}"
+            speedups = [interval_text(Interval(**cell[one]["speedup"])) for one in ("fused", "control")]
             link = f"[{name}](benchmarks/results/{folder.parent.name}/{folder.name}/{name}/report.md)"
+            what = label(cell["overrides"], cell["mode"])
             rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
     if not machines:
         raise ResultsError(f"README.md: {folder} has no report.json; record an ablation there, or remove the marker")
     header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
-    return f"{tables.markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
+    return f"{compact_markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
 
 
-TABLES = {
-    "norms_models": norms_models,
-    "norms": norms,
-    "host": host,
-    "memory": memory,
-    "seed_figures": seed_figures,
-    "scaling": scaling_tables.markdown,
-    "train_step": step_tables.markdown,
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "norms_models": lambda file: report.models_markdown(file["records"]),
+    "norms": lambda file: report.norms_markdown(file["records"]),
+    "host": host.markdown,
+    "memory": memory.markdown,
+    "seed_figures": seed_figures.markdown,
+    "scaling": training_tables.scaling_markdown,
+    "train_step": training_tables.steps_markdown,
 }
 
 
 def rewritten(text: str, folder: Path = FOLDER) -> str:
-    """README's text with every marked block made anew.
+    """README's text with new contents of every marked block.
 
     Raises:
         ResultsError: a marker names a table or a file that is not there.

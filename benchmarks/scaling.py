@@ -4,15 +4,15 @@ python -m benchmarks.scaling                                    GPT-2 both ways,
 python -m benchmarks.scaling --model gpt2 --parallel ddp --ranks 1 8 --compile     some of it; records add up in one file
 python -m benchmarks.scaling --device cpu                       to try it: the default run's model, ranks that talk over gloo
 
-For each model and number of ranks torchrun starts that many processes, once. All of them stay, and are given turns: in a turn
-one cell trains a fresh model for some uncounted and some counted steps, and everybody else waits without work. A round gives
-every cell two turns, in some order and then in its reverse. The step is train.py's; one rank is under torchrun too, so that
-only the number of ranks differs. `alone` is the plain step of one process: no wrapper, no other ranks.
+torchrun starts the processes of each model and number of ranks once. They stay until the end. In a turn, one cell trains a
+fresh model for some uncounted and some counted steps, and all other processes wait without work. A round gives every cell two
+turns, in some order and then in its reverse. The step is train.py's. A single rank runs under torchrun too, so that only the
+number of ranks differs. `alone` is the plain step of one process, without wrapper and other ranks.
 
-Efficiency is tokens/s of a GPU with N ranks over that with one: the geometric mean over rounds of the ratio within a round.
-Rounds are few, so its 95 % interval is Student's, of the logarithms. The one rank is on the first GPU, and measured anew in
-each run: measure all numbers of ranks together. Sharded, each of N GPUs has an Nth of the optimizer's work, so that efficiency
-may pass 1.
+Efficiency is tokens/s of a GPU with N ranks over that with one rank: the geometric mean over rounds of the ratio within a
+round. Rounds are few, so the 95 % interval is Student's, of the logarithms. The single rank runs on the first GPU and is
+measured again in each run, so measure all numbers of ranks together. With FSDP2 each of N GPUs does an Nth of the optimizer's
+work, so efficiency may be above 1.
 """
 
 import argparse
@@ -27,12 +27,14 @@ from typing import Any
 import torch
 
 import configs
-from ablation import turns
-from ablation.statistics import mean_interval, spread
-from benchmarks import command, scaling_tables
-from benchmarks.results import Record
-from benchmarks.scaling_job import Job, JobError
+from benchmarks import command, training_tables
+from benchmarks.command import Record
+from benchmarks.scaling_ranks import Job, JobError
 from configs import ConfigError, machine, rules
+from measure.comparison import cycle_times
+from measure.progress import progress, show_current
+from measure.schedule import block_orders
+from measure.statistics import mean_interval, spread
 from training.precision import Precision
 
 PROGRAM = "scaling"
@@ -97,7 +99,7 @@ class Cell:
 
 @dataclass
 class Measured:
-    """What the turns of a cell gave."""
+    """The results of a cell's turns."""
 
     blocks_ms: list[list[float]] = field(default_factory=list)  # of each turn, the counted steps
     peak_gb: float | None = None
@@ -189,12 +191,12 @@ def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) 
 
 
 def nccl_settings() -> str:
-    """Those in the environment. NVIDIA's images have the version of their NCCL there too, which is not the one in use."""
+    """NCCL's settings in the environment, without NCCL_VERSION: NVIDIA's images set that, and it is not the version in use."""
     return " ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("NCCL_") and k != "NCCL_VERSION")
 
 
 def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -> None:
-    """All at once, since importing takes most of it. A job that does not start is the failure of all its cells."""
+    """Starts all jobs at once, because imports take most of the time. A job that does not start fails all its cells."""
     for job in jobs.values():
         job.start()
     for which, job in jobs.items():
@@ -207,7 +209,7 @@ def start(jobs: Mapping[tuple[str, int], Job], found: Mapping[Cell, Measured]) -
 
 
 def take_turn(cell: Cell, measured: Measured, job: Job, steps: int) -> None:
-    """A cell that failed once gets no more turns."""
+    """Gives a cell a turn, unless it failed before."""
     if measured.error is not None:
         return
     try:
@@ -247,7 +249,7 @@ def ratio_of(name: str, base: Measured | None, measured: Measured) -> Record:
     """
     if base is None or base.error is not None:
         return {}
-    pairs = zip(turns.per_cycle(base.blocks_ms), turns.per_cycle(measured.blocks_ms), strict=True)
+    pairs = zip(cycle_times(base.blocks_ms), cycle_times(measured.blocks_ms), strict=True)
     logarithms = [math.log(base_ms / ms) for base_ms, ms in pairs]
     mean = mean_interval(logarithms)
     ratio, low, high = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
@@ -271,12 +273,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     by_name = {cell.name: cell for cell in cells}
     jobs = {cell.job: Job(cell.ranks, options.timeout) for cell in cells}
     try:
-        with command.progress(2 * options.rounds * len(cells), PROGRAM, "turn") as bar:
-            command.now(bar, "start")
+        with progress(2 * options.rounds * len(cells), PROGRAM, "turn") as bar:
+            show_current(bar, "start")
             start(jobs, found)
-            for order in turns.schedule(options.rounds, 0, list(by_name)):
+            for order in block_orders(options.rounds, 0, list(by_name)):
                 for name in order:
-                    command.now(bar, name)
+                    show_current(bar, name)
                     take_turn(by_name[name], found[by_name[name]], jobs[by_name[name].job], options.steps)
                     bar.update()
                 results.add(records_of(found))
@@ -289,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(file: dict[str, Any], folder: Path) -> None:
-    print(scaling_tables.text(file["records"]))
-    if picture := scaling_tables.plot(file, folder):
+    print(training_tables.scaling_text(file["records"]))
+    if picture := training_tables.plot_scaling(file, folder):
         print(f"\nplot: {picture}")
 
 

@@ -15,17 +15,23 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import command, seed_plots, tables, timing
-from benchmarks.cases import CASES, FORWARD, Inputs, Setting, make_inputs, minimum_bytes
-from benchmarks.checks import check_forward
+from benchmarks import command
+from benchmarks.cases import CASES, FORWARD, Inputs, Setting, check_forward, make_inputs, minimum_bytes
+from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS, Function, compiled
-from benchmarks.results import Record
-from benchmarks.timing import Call, Contender
+from benchmarks.report import STYLES, finish, line, rows_label, width_axis
+from measure import timing
+from measure.plots import pyplot
+from measure.progress import progress, show_current
+from measure.tables import NOTHING, aligned, compact_markdown
+from measure.timing import Call, Contender
 from ops import seeded_dropout
 
 KEY = ("figure", "M", "N", "provider")
@@ -48,6 +54,12 @@ FIGURES = {
 }
 HALF = Setting(x_dtype=torch.float16, weight_dtype=torch.float16)
 LN = CASES["ln"]
+SEED_TITLES = {
+    "a": "LayerNorm forward, fp16, GB/s",
+    "b": "LayerNorm forward + backward, fp16, µs",
+    "c": "LayerNorm forward, fp16, µs",
+    "d": "dropout forward + backward, bf16, µs",
+}
 
 
 def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -60,9 +72,9 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
 
 
 def norm_function(provider: str) -> Function | None:
-    """LayerNorm of one contender; None where it is not here."""
+    """LayerNorm of one contender, or None if it is not here."""
     if provider == "tutorial":
-        from benchmarks.tutorial_norm import layer_norm  # imports Triton, which a machine without a GPU may lack
+        from benchmarks.kernels import layer_norm  # imports Triton, which a machine without a GPU may lack
 
         def tutorial(inputs: Inputs) -> tuple[Tensor, ...]:
             assert inputs.bias is not None, "LayerNorm"
@@ -143,7 +155,7 @@ def dropout_records(rows: int, width: int, names: Sequence[str], device: torch.d
 
 
 def kept_bytes(function: Callable[[Tensor], Tensor], x: Tensor, device: torch.device) -> int | None:
-    """What stands between forward and backward beside x and y; the CPU does not count."""
+    """Bytes that are held between forward and backward beside x and y. None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -158,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.plot_only:
         file = command.recorded(options.output / "seed_figures.json")
         show(file["records"])
-        seed_plots.seed_figures(file, options.output)
+        plot(file, options.output)
         return
     device = command.pick_device(parser, options)
     wanted = list(dict.fromkeys(name for figure in options.figure for name in FIGURES[figure].providers))
@@ -171,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for figure in options.figure
         for width in options.width or (FIGURES[figure].quick if options.quick else FIGURES[figure].widths)
     ]
-    with timing.side_stream(device), command.progress(len(cells), "seed figures") as bar:
+    with timing.side_stream(device), progress(len(cells), "seed figures") as bar:
         for figure, rows, width in cells:
-            command.now(bar, f"{figure} {rows}×{width}")
+            show_current(bar, f"{figure} {rows}×{width}")
             torch._dynamo.reset()
             names = [name for name in FIGURES[figure].providers if name in here]
             if figure == "d":
@@ -183,17 +195,119 @@ def main(argv: Sequence[str] | None = None) -> None:
             timing.free_memory(device)
             bar.update()
     show(results.records)
-    seed_plots.seed_figures({"environment": results.environment, "records": results.records}, results.path.parent)
+    plot({"environment": results.environment, "records": results.records}, results.path.parent)
 
 
 def show(records: Sequence[Record]) -> None:
     """Microseconds a call, a block for each figure."""
-    for figure, (title, header, rows) in tables.seed_tables(records).items():
+    for figure, (title, header, rows) in seed_tables(records).items():
         print(f"{figure}: {title}")
-        print(tables.aligned(header, rows), end="\n\n")
+        print(aligned(header, rows), end="\n\n")
     for record in records:
         if record.get("error"):
             print(f"failed: {record['provider']}, figure {record['figure']} {record['M']}×{record['N']}: {record['error']}")
+
+
+def markdown(file: dict[str, Any]) -> str:
+    """The tables of README.md."""
+    found = seed_tables(file["records"])
+    return "\n\n".join(f"{title}\n\n{compact_markdown(header, rows)}" for title, header, rows in found.values())
+
+
+def seed_tables(records: Sequence[Record]) -> dict[str, tuple[str, list[str], list[list[str]]]]:
+    """Figure → title, header, rows: a line for each width, a column for each provider."""
+    found = {}
+    for figure, title in SEED_TITLES.items():
+        chosen = [record for record in records if record["figure"] == figure]
+        if not chosen:
+            continue
+        names = list(dict.fromkeys(record["provider"] for record in chosen))
+        cells = {(record["N"], record["provider"]): record for record in chosen}
+        field = "gb_per_s" if figure == "a" else "us"
+
+        def cell(record: Record | None, field: str = field) -> str:
+            if record is None:
+                return NOTHING
+            return (
+                "failed" if record.get("error") else f"{record[field]:.0f}" if record[field] >= 100 else f"{record[field]:.1f}"
+            )
+
+        widths = sorted({record["N"] for record in chosen})
+        rows = [[str(n), *(cell(cells.get((n, name))) for name in names)] for n in widths]
+        found[figure] = (f"{title}, {rows_label({r['M'] for r in chosen})}", ["N", *names], rows)
+    return found
+
+
+Value = Callable[[Record], float | None]
+
+
+def _us(record: Record) -> float | None:
+    return record["us"]
+
+
+def _ms(record: Record) -> float | None:
+    return record["us"] and record["us"] / 1000
+
+
+def _gb_per_s(record: Record) -> float | None:
+    return record.get("gb_per_s")
+
+
+def _kept(record: Record) -> float | None:
+    return None if record.get("kept") is None else record["kept"] / 2**20
+
+
+# Figure → title, panels: (axis label, value, logarithmic).
+PANELS: dict[str, tuple[str, list[tuple[str, Value, bool]]]] = {
+    "a": ("LayerNorm forward, fp16", [("GB/s", _gb_per_s, False)]),
+    "b": ("LayerNorm forward + backward, fp16", [("milliseconds", _ms, False)]),
+    "c": ("LayerNorm forward, fp16", [("microseconds", _us, True), ("GB/s", _gb_per_s, False)]),
+    "d": ("dropout forward + backward, bf16", [("microseconds", _us, True), ("MiB kept for backward", _kept, False)]),
+}
+
+
+LINEAR = ("a", "b")  # as they were published
+
+
+def plot(file: dict[str, Any], folder: Path) -> list[Path]:
+    """seed_a.png to seed_d.png, those that have records; returns what it wrote."""
+    written = []
+    for figure, (title, panels) in PANELS.items():
+        records = [r for r in file["records"] if r["figure"] == figure and r.get("us") is not None]
+        shown = [panel for panel in panels if any(panel[1](record) is not None for record in records)]
+        if records and shown:
+            path = folder / f"seed_{figure}.png"
+            _draw(figure, file["environment"], records, title, shown, path)
+            written.append(path)
+    return written
+
+
+def _draw(
+    figure_name: str,
+    environment: dict[str, Any],
+    records: Sequence[Record],
+    title: str,
+    panels: Sequence[tuple[str, Value, bool]],
+    path: Path,
+) -> None:
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(2.0 + 5.4 * len(panels), 4.8), dpi=110, layout="constrained", squeeze=False
+    )
+    present = {record["provider"] for record in records}
+    for axes, (label, value, logarithmic) in zip(grid.flat, panels, strict=True):
+        for name in (name for name in STYLES if name in present):
+            points = sorted((r["N"], v) for r in records if r["provider"] == name and (v := value(r)) is not None)
+            if points:
+                line(axes, name, points)
+        width_axis(axes, sorted({record["N"] for record in records}), linear=figure_name in LINEAR)
+        axes.set_xlabel("N, features in a row")
+        axes.set_ylabel(label)
+        if logarithmic:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+    rows = max(record["M"] for record in records)
+    finish(figure, list(grid.flat), f"{title}, {rows} rows, cold L2", environment, path)
 
 
 if __name__ == "__main__":

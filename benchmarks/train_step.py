@@ -6,7 +6,7 @@ python -m benchmarks.train_step --ours model.residual_dtype=compute          one
 python -m benchmarks.train_step --device cpu --nanogpt ../nanoGPT            the default run's model on a CPU
 
 All contenders of a cell have the same sizes, initial weights, batches and optimizer (fused AdamW, clipping, learning rates).
-They take turns in blocks as in `ablation.timing`: each cycle an order and its reverse; a first cycle, and the first step of
+They run in alternating blocks (measure/schedule.py): each cycle an order and its reverse. A first cycle, and the first step of
 each block, are not counted. A step is all from the copy of the batch to the cleared gradients. Each project does it its own
 way: ours by `training.step`, nanoGPT's by its model.py and optimizer, in the order of its train.py.
 
@@ -25,13 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ablation import timing as protocol
-from ablation import turns
-from ablation.statistics import LEAST_SAMPLES, paired_ratio, spread
-from benchmarks import command, nanogpt, step_tables
-from benchmarks.nanogpt import PeerError
-from benchmarks.results import Record
-from benchmarks.step_contenders import (
+from benchmarks import command, contenders, training_tables
+from benchmarks.command import Record
+from benchmarks.contenders import (
     COMPILED,
     EAGER,
     NANOGPT,
@@ -39,14 +35,19 @@ from benchmarks.step_contenders import (
     SIZES,
     TORCH_NORMS,
     Contender,
+    PeerError,
     built,
     check_models,
     lineup,
+    token_stream,
 )
-from benchmarks.timing import describe, free_memory
-from benchmarks.tokens import token_stream
 from configs import Config, ConfigError, machine
 from data import Batches
+from measure.comparison import cycle_times
+from measure.progress import progress, show_current
+from measure.schedule import LEAD_IN, block_length, run_blocks
+from measure.statistics import LEAST_SAMPLES, paired_ratio, spread
+from measure.timing import allocated_gb, describe, free_memory
 from model import GPT
 from training.attribution import by_name, launches, profile_step, shares
 from training.clock import StepClock
@@ -90,12 +91,12 @@ def measure_cell(
     mode: str,
     rounds: int,
     profiled: bool,
-    progress: Callable[[str], None],
+    done: Callable[[str], None],
 ) -> list[Record]:
     """A record for each contender.
 
     Args:
-        progress: told what is done after each unit of work, in all those of `work_of`.
+        done: told what is done after each unit of work, in all those of `work_of`.
 
     Raises:
         PeerError: the first steps' losses differ by more than rounding, without dropout.
@@ -105,57 +106,57 @@ def measure_cell(
     # one compiled model is one entry for the code of GPT.forward
     torch._dynamo.config.recompile_limit = max(8, 2 * len(found))
     warm_libraries(precision)
-    contenders, errors = built(found, module, precision, mode)
+    entrants, errors = built(found, module, precision, mode)
     batches = Batches(token_stream(cfg), context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     warm: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}  # of the first step, and of the last
-    for name in list(contenders):
-        before = protocol.allocated(device)
+    for name in list(entrants):
+        before = allocated_gb(device)
         try:
-            warm[name], losses[name] = block_of(contenders[name], batches, range(cfg.ablate.warmup_steps), device)[:2]
-            contenders[name].resident_gb += protocol.allocated(device) - before
+            warm[name], losses[name] = block_of(entrants[name], batches, range(cfg.ablate.warmup_steps), device)[:2]
+            entrants[name].resident_gb += allocated_gb(device) - before
         except Exception as error:  # a contender's failure is a result
             errors[name] = describe(error)
-            del contenders[name]
+            del entrants[name]
             free_memory(device)
-        progress(f"{mode}, {name}: warm-up")
+        done(f"{mode}, {name}: warm-up")
     if cfg.model.dropout == 0:
-        check_losses({name: losses[name][0] for name in contenders}, ROUNDING[precision.dtype])
-    steps = protocol.settled_steps(list(warm.values())) if warm else 0
+        check_losses({name: losses[name][0] for name in entrants}, ROUNDING[precision.dtype])
+    steps = block_length(list(warm.values())) if warm else 0
     steps = cfg.ablate.block_steps or steps
-    taken = dict.fromkeys(contenders, cfg.ablate.warmup_steps)
-    peaks: dict[str, list[float]] = {name: [] for name in contenders}
+    taken = dict.fromkeys(entrants, cfg.ablate.warmup_steps)
+    peaks: dict[str, list[float]] = {name: [] for name in entrants}
 
     def block(name: str, cycle: int) -> list[float]:
-        held = protocol.allocated(device)
-        todo = range(taken[name], taken[name] + turns.LEAD_IN + steps)
-        times, (_, losses[name][1]), peak_gb = block_of(contenders[name], batches, todo, device, turns.LEAD_IN)
+        held = allocated_gb(device)
+        todo = range(taken[name], taken[name] + LEAD_IN + steps)
+        times, (_, losses[name][1]), peak_gb = block_of(entrants[name], batches, todo, device, LEAD_IN)
         taken[name] = todo.stop
         if peak_gb is not None:
-            peaks[name].append(peak_gb - held + contenders[name].resident_gb)  # other contenders' memory is not its own
-        progress(f"{mode}, {name}: cycle {cycle} of {rounds}")
+            peaks[name].append(peak_gb - held + entrants[name].resident_gb)  # other contenders' memory is not its own
+        done(f"{mode}, {name}: cycle {cycle} of {rounds}")
         return times
 
-    blocks = turns.in_turn(block, rounds, cfg.seed, list(contenders))
+    blocks = run_blocks(block, rounds, cfg.seed, list(entrants))
     records = []
-    our_flops = next((c.model.flops_per_token() for c in contenders.values() if isinstance(c.model, GPT)), None)
-    versus = next((name for name in (NANOGPT, TORCH_NORMS) if name in contenders), None)
+    our_flops = next((c.model.flops_per_token() for c in entrants.values() if isinstance(c.model, GPT)), None)
+    versus = next((name for name in (NANOGPT, TORCH_NORMS) if name in entrants), None)
     for name in [*found, *([NANOGPT] if module is not None else [])]:
         record: Record = {**cell_of(found.get(name, cfg), mode, name, precision)}
-        if name in contenders:
-            model = contenders[name].model
+        if name in entrants:
+            model = entrants[name].model
             flops = model.flops_per_token() if isinstance(model, GPT) else our_flops
             record |= times_of(blocks[name], found[OURS], flops, precision)
             record |= {"peak_gb": round(max(peaks[name]), 6) if peaks[name] else None}
             record |= {"first_loss": round(losses[name][0], 6), "last_loss": round(losses[name][1], 6)}
             if versus is not None and name != versus:
-                ratio = paired_ratio(turns.per_cycle(blocks[versus]), turns.per_cycle(blocks[name]))
+                ratio = paired_ratio(cycle_times(blocks[versus]), cycle_times(blocks[name]))
                 record |= {"versus": versus, "speedup": round(ratio.median, 4)}
                 if rounds >= LEAST_SAMPLES:
                     record |= {"speedup_95": [round(ratio.low, 4), round(ratio.high, 4)]}
             if profiled:
-                record |= breakdown_of(contenders[name], batches, taken[name], mode, device, record["ms"])
-                progress(f"{mode}, {name}: profile")
+                record |= breakdown_of(entrants[name], batches, taken[name], mode, device, record["ms"])
+                done(f"{mode}, {name}: profile")
             record |= {"blocks_ms": [[round(ms, 4) for ms in times] for times in blocks[name]]}
         else:
             record |= {"ms": None, "error": errors[name]}
@@ -166,7 +167,7 @@ def measure_cell(
 def block_of(
     contender: Contender, batches: Batches, todo: range, device: torch.device, lead_in: int = 0
 ) -> tuple[list[float], list[float], float | None]:
-    """Steps one by one: milliseconds of those after the lead-in, losses of the first and the last, peak of memory in GiB."""
+    """Takes steps one by one: milliseconds after the lead-in, losses of the first and the last step, peak GiB."""
     clock = StepClock(device, warmup=lead_in)
     drawn, losses = [batches[step] for step in todo], []
     for step, batch in zip(todo, drawn, strict=True):
@@ -177,7 +178,7 @@ def block_of(
 
 
 def check_losses(first: dict[str, float], tolerance: float) -> None:
-    """That what is timed computes the same, in its own precision. Raises PeerError."""
+    """Checks that all timed steps compute the same loss, in their own precision. Raises PeerError."""
     if not first:
         return
     middle = median(first.values())
@@ -191,7 +192,7 @@ def check_losses(first: dict[str, float], tolerance: float) -> None:
 
 
 def times_of(blocks: list[list[float]], cfg: Config, flops: int | None, precision: Precision) -> Record:
-    """Milliseconds a step over all counted blocks, and what follows from their median; `flops` are those of a token."""
+    """Milliseconds a step over all counted blocks, and the rates that follow from the median. `flops` are a token's."""
     times = spread([ms for block in blocks for ms in block])
     tokens_per_s = 1000 * cfg.train.batch_size * cfg.model.context / times.median
     peak = peak_flops(precision.device, precision.dtype)
@@ -207,7 +208,7 @@ def times_of(blocks: list[list[float]], cfg: Config, flops: int | None, precisio
 
 
 def breakdown_of(contender: Contender, batches: Batches, step: int, mode: str, device: torch.device, step_ms: float) -> Record:
-    """Milliseconds of a step by kind of work: of the GPU, or on a CPU of operators. `idle_ms` is what the GPU's leave of it.
+    """Milliseconds of a step by kind of work, of GPU kernels or of CPU operators. `idle_ms` is the rest of the step.
 
     Eager nanoGPT's dropouts and norms are known by their kernels' names; its residual adds, and the casts of what its norms
     give, run the same kernels as any other elementwise work and count as other.
@@ -244,7 +245,7 @@ def cell_of(cfg: Config, mode: str, name: str, precision: Precision) -> Record:
 
 
 def warm_libraries(precision: Precision) -> None:
-    """Products forward and backward, whose libraries then have the workspaces that the first contender would seem to hold."""
+    """Runs a product forward and backward, so that library workspaces do not count as the first contender's memory."""
     x = torch.zeros(64, 64, device=precision.device, requires_grad=True)
     with precision.autocast():
         y = nn.functional.linear(x, x, x[0])
@@ -252,7 +253,7 @@ def warm_libraries(precision: Precision) -> None:
 
 
 def work_of(contenders: int, rounds: int, profiled: bool) -> int:
-    """Units of work of a cell, as measure_cell tells them."""
+    """How often measure_cell calls `done`."""
     return contenders * (1 + 2 * (1 + rounds) + profiled)
 
 
@@ -264,25 +265,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     device = command.pick_device(parser, options)
     try:
-        module = nanogpt.load(options.nanogpt) if options.nanogpt else None
+        module = contenders.load_nanogpt(options.nanogpt) if options.nanogpt else None
         if module is None:
             print("missing: nanoGPT (name a checkout of it by --nanogpt PATH)", file=sys.stderr)
         cells = [(dropout, lineup(options, dropout)) for dropout in options.dropout]
         if module is not None:
             check_models(module, {name: cfg for _, found in cells for name, cfg in found.items()})
         results = command.open_results(
-            PROGRAM, KEY, options, device, [], argv, {NANOGPT: nanogpt.fingerprint(module)} if module is not None else None
+            PROGRAM, KEY, options, device, [], argv, {NANOGPT: contenders.fingerprint(module)} if module is not None else None
         )
         count = len(options.ours) + 2 + (module is not None)
         units = len(cells) * len(options.mode) * work_of(count, options.rounds, not options.no_profile)
-        with command.progress(units, PROGRAM, "block") as bar:
+        with progress(units, PROGRAM, "block") as bar:
             for mode in options.mode:
                 for dropout, found in cells:
                     precision = Precision.settle(found[OURS].train.precision, machine.inspect(found[OURS].device))
 
                     def done(what: str, where: str = f"dropout {dropout:g}") -> None:
                         bar.update()
-                        command.now(bar, f"{where}, {what}")
+                        show_current(bar, f"{where}, {what}")
 
                     results.add(measure_cell(found, module, precision, mode, options.rounds, not options.no_profile, done))
                     free_memory(device)
@@ -292,8 +293,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(file: dict[str, Any], folder: Path) -> None:
-    print(step_tables.text(file["records"]))
-    if picture := step_tables.plot(file, folder):
+    print(training_tables.steps_text(file["records"]))
+    if picture := training_tables.plot_steps(file, folder):
         print(f"\nplot: {picture}")
 
 

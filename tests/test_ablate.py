@@ -6,14 +6,12 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.autograd import DeviceType
 
 import ablate
 import model.norm
-from ablation import serialize
-from ablation.compared import AGAIN, FUSED, TORCH
+from ablation import records
 from ablation.parity import ARMS
-from tests.ablation import results
+from measure.comparison import AGAIN, FUSED, TORCH
 from tests.runs import train_here
 from training import attribution
 
@@ -35,7 +33,7 @@ def here(tmp_path, monkeypatch):
 def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ran(tiny, here, capsys):
     assert ablate.main(tiny) == 0
     folder = here()
-    found = serialize.load(folder)
+    found = records.load(folder)
     (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
     assert parity.holds and parity.seeds == [1, 2]
@@ -61,12 +59,8 @@ def test_its_folder_can_be_named_as_that_of_a_run(tiny, tmp_path, monkeypatch, c
 
 
 def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
-    swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0,0.1", "ablate.parity_seeds=0"]
-    assert ablate.main([*tiny, *swept]) == 0
-    cells = serialize.load(here()).cells
-    assert [cell.overrides for cell in cells] == [
-        {"norm.kind": kind, "model.dropout": p} for kind in ("layernorm", "rmsnorm") for p in ("0.0", "0.1")
-    ]
+    assert ablate.main([*tiny, "norm.kind=layernorm,rmsnorm", "model.dropout=0.0", "ablate.parity_seeds=0"]) == 0
+    assert [cell.overrides for cell in records.load(here()).cells] == [{"norm.kind": kind} for kind in ("layernorm", "rmsnorm")]
 
 
 @pytest.fixture(scope="module")
@@ -88,31 +82,28 @@ def test_arms_begin_with_the_weights_of_a_run_and_the_report_says_so(tiny, here,
     assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
     stored = load_file(trained.folder / "last" / "model.safetensors")["embedding.weight"]
     assert timed.keys() == {TORCH, AGAIN, FUSED} and all(torch.equal(begun, stored) for begun in timed.values())
-    found = serialize.load(here())
+    found = records.load(here())
     (parity,) = found.parity
     for arm in ARMS:
         assert all(run[0] == pytest.approx(trained.final.loss, rel=0.1) for run in parity.losses[arm]), "of other weights"
     assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
 
 
-def test_weights_that_a_later_cell_refuses_are_refused_before_the_first_is_measured(
-    tiny, here, trained, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["init_from=RUN", "norm.kind=layernorm,rmsnorm"], "norm.kind=rmsnorm: it has layernorm."),
+        (["model.vocab_size=null,3"], "model.vocab_size is 3, less than the tokenizer's"),
+        (["data.files=[nowhere/*.txt]"], "nowhere"),
+    ],
+)
+def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_first_is_measured(
+    overrides, message, tiny, here, trained, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
-    assert ablate.main([*tiny, f"init_from={trained.folder}", "norm.kind=layernorm,rmsnorm"]) == 2
-    assert "norm.kind=rmsnorm: it has layernorm." in capsys.readouterr().err
+    assert ablate.main([*tiny, *(override.replace("RUN", str(trained.folder)) for override in overrides)]) == 2
+    assert message in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_what_a_step_is_made_of_is_said_for_each_configuration_where_it_differs(tiny, here, monkeypatch):
-    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cpu"))  # with a C++ compiler
-    monkeypatch.setattr(ablate, "measure", lambda variant, *_: results.cell(variant.overrides, kernels=False))
-    assert ablate.main([*tiny, "train.compile_loss=true,false", "ablate.parity_seeds=0"]) == 0
-    with_it, without = (note for note in serialize.load(here()).notes if "A model of" in note)
-    assert (
-        with_it.startswith("train.compile_loss=True: ") and "run their loss, and nothing else, through torch.compile" in with_it
-    )
-    assert without.startswith("train.compile_loss=False: ") and "torch.compile" not in without
 
 
 def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
@@ -144,26 +135,7 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.files=[nowhere/*.txt]", "nowhere"),
-        ("model.vocab_size=3", "model.vocab_size is 3, less than the tokenizer's"),
-    ],
-)
-def test_refused_data_leave_no_folder(override, message, tiny, here, tmp_path, capsys):
-    assert ablate.main([*tiny, override]) == 2
-    assert message in capsys.readouterr().err
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_size_that_only_a_later_cell_has_is_refused_before_the_first_is_measured(tiny, here, tmp_path, monkeypatch):
-    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
-    assert ablate.main([*tiny, "model.vocab_size=null,3"]) == 2
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
     number, code, tiny, here, tmp_path, monkeypatch, capsys
 ):
@@ -184,7 +156,7 @@ def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
     assert "stopped before the first cell was measured" in printed
     wanted = 1
     assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == code
-    assert len(serialize.load(here()).cells) == 1
+    assert len(records.load(here()).cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
 
@@ -196,7 +168,7 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch
     monkeypatch.setattr(ablate.parity, "parity", parity)
     assert ablate.main(tiny) == ablate.OUT_OF_MEMORY
     assert "ablate.parity_seeds=0" in capsys.readouterr().err
-    assert len(serialize.load(here()).cells) == 1
+    assert len(records.load(here()).cells) == 1
     text = (here() / "report.md").read_text(encoding="utf-8")
     assert "Out of memory" in text and "NOT FINISHED (1 of 2 parts)" in text.splitlines()[0]
 
@@ -213,8 +185,9 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
     monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
     steps = []
     monkeypatch.setattr(ablate, "gpu_state_during", lambda step, device: steps.append(step()) or {"clocks.sm": "1500 MHz"})
-    with ablate.Progress(ablate.work_of([variant], torch.device("cpu"))) as progress:
-        cell = ablate.measure(variant, "eager", precision, corpus_, progress)
+    done = []
+    cell = ablate.measure(variant, "eager", precision, corpus_, lambda: done.append(1))
+    assert len(done) == ablate.calls_of(variant, torch.device("cpu")) - 4 * 2 * 2, "but for the steps of parity"
     assert cell.gpu == {TORCH: [{"clocks.sm": "1500 MHz"}] * 2, FUSED: [{"clocks.sm": "1500 MHz"}] * 2} and len(steps) == 4
     assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
     assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
@@ -235,15 +208,10 @@ def test_ablate_compile_chooses_the_cells(override, device, modes, tiny, monkeyp
     assert variant.modes == modes
 
 
-def test_help_lists_its_own_keys(capsys):
-    assert ablate.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "ablate.cycles=12" in text and "at least 6" in text and "train.batch_size" not in text
-
-
 def test_help_says_where_the_report_goes_and_lists_every_key_that_is_refused(capsys):
     assert ablate.main(["--help"]) == 0
     text = capsys.readouterr().out
+    assert "ablate.cycles=12" in text and "at least 6" in text and "train.batch_size" not in text
     assert "runs/TIME_ablation/" in text and "folder=PATH" in text
     listed = [line.split()[0] for line in text.partition("which are refused")[2].splitlines() if line.startswith("  ")]
     refused = []
@@ -265,25 +233,19 @@ def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agent
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, monkeypatch):
-    profiles, windows = [], []
-    real_profiled, real_times = ablate.profiled, attribution.device_times
+    profiles, real = [], ablate.profiled
 
     def profiled(arm, *given):
-        profiles.append((arm.name, real_profiled(arm, *given)))
+        profiles.append((arm.name, real(arm, *given)))
         return profiles[-1][1]
 
-    def device_times(events, steps):
-        windows.append((busy_us(events) / steps, real_times(events, steps)))
-        return windows[-1][1]
-
     monkeypatch.setattr(ablate, "profiled", profiled)
-    monkeypatch.setattr(attribution, "device_times", device_times)
     small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "ablate.parity_seeds=3"]
     on_cpu = {"device=cpu", "ablate.block_steps=1", "ablate.parity_seeds=2"}
     given = [override for override in tiny if override not in on_cpu]
     assert ablate.main([*given, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
 
-    found = serialize.load(here())
+    found = records.load(here())
     eager, compiled = found.cells
     assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
     assert all(one.holds and one.verdict.startswith("Parity holds") for one in found.parity) and len(found.parity) == 1
@@ -297,10 +259,6 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
     assert eager.arms[FUSED].launches < eager.arms[TORCH].launches
     assert compiled.arms[TORCH].launches < eager.arms[TORCH].launches
 
-    # Nothing is lost and nothing counted twice: the groups are the time in which the GPU had something to do.
-    assert len(windows) == 6
-    for busy, kernels in windows:
-        assert sum(share.ms for share in attribution.shares(kernels)) == pytest.approx(busy / 1000, rel=1e-6)
     # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
     for arm, kernels in profiles:
         for name in ("norm_forward_kernel", "norm_backward_kernel"):
@@ -316,14 +274,3 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
     assert heading.startswith("# Fused norms against PyTorch's: ") and heading.endswith("; parity holds")
     assert timing.startswith("Eager: ") and " Compiled: " in timing and parity.startswith("Parity holds: ")
     assert "no kernel was measured" not in report.lower() and "attribution.png" in report
-
-
-def busy_us(events):
-    """The length of the union of all kernels, copies and fills."""
-    ranges = {e.name for e in events if e.is_user_annotation}
-    spans = [e.time_range for e in events if e.device_type == DeviceType.CUDA and e.name not in ranges]
-    total, until = 0.0, 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, until))
-        until = max(until, span.end)
-    return total

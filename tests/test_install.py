@@ -25,7 +25,7 @@ def installed(tmp_path_factory) -> Path:
     source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("ops", "model", "data", "configs", "training", "ablation", "benchmarks", "examples"):
+    for name in ("ops", "model", "data", "configs", "training", "ablation", "benchmarks", "measure", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     done = python(BUILD, source, arguments=(str(wheels),))
     assert done.returncode == 0, done.stderr

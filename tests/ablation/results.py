@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ablation.compared import AGAIN, FUSED, TORCH, Comparison, Quantity
-from ablation.judgement import Distances
 from ablation.records import Ablation, ArmTimes, Attribution, Cell, Kernel, Parity, Share
-from ablation.statistics import Interval, paired_difference, paired_ratio
-from ablation.verdict import verdict_of
+from ablation.rounding import Distances, Quantity
+from measure.comparison import AGAIN, FUSED, TORCH, Comparison, conclusion
+from measure.statistics import Interval, paired_difference, paired_ratio
 
 GPU = {"name": "NVIDIA H200", "memory_gb": 139.8, "capability": "9.0", "driver": "570.86.15", "power_limit_w": 700.0}
 ENVIRONMENT = {
@@ -59,7 +58,7 @@ def cell(overrides: dict[str, str], mode: str = "eager", speedup: float = 1.2, k
     arms = {
         name: ArmTimes(
             blocks_ms=times,
-            turns=[3 * block + at for block in range(12)],
+            positions=[3 * block + at for block in range(12)],
             forward_ms=0.32 * times[0][0],
             backward_ms=0.62 * times[0][0],
             optimizer_ms=0.06 * times[0][0],
@@ -75,7 +74,7 @@ def cell(overrides: dict[str, str], mode: str = "eager", speedup: float = 1.2, k
     )
     profile = attribution(torch_ms, speedup) if kernels else None
     gpu = {TORCH: [gpu_state(1710, 560.2)] * 2, FUSED: [gpu_state(1650, 571.9)] * 2} if kernels else {}
-    return Cell(overrides, mode, 32768, arms, fused, control, verdict_of(fused, control), profile, gpu)
+    return Cell(overrides, mode, 32768, arms, fused, control, conclusion(fused, control), profile, gpu)
 
 
 def gpu_state(clock: int, watts: float) -> dict[str, str]:

@@ -5,7 +5,6 @@ import importlib
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,22 +39,7 @@ class ByHand(Model):
 
 class BySwitch(Model):
     def forward(self, x):
-        switch = self.switch["fused"] if isinstance(self.switch, dict) else self.switch.fused
-        return ByHand.forward(self, x) if switch else super().forward(x)
-
-
-class Switch:
-    """Without an == of its own, as many a config is."""
-
-    def __init__(self, fused):
-        self.fused = fused
-
-
-class NoAnswer(Switch):
-    def __eq__(self, other):
-        return np.array([True, True])
-
-    __hash__ = None
+        return ByHand.forward(self, x) if self.switch["fused"] else super().forward(x)
 
 
 @pytest.fixture(params=[check_parity, measure])
@@ -66,6 +50,10 @@ def compare(request):
 def replaced(model):
     model = copy.deepcopy(model)
     ops.replace_norms(model, verbose=False)
+    return model
+
+
+def as_it_is(model):
     return model
 
 
@@ -85,26 +73,19 @@ def part_compiled(model):
     return model
 
 
-def as_it_is(model):
-    return model
+WRAPPINGS = pytest.mark.parametrize("wrap", [as_it_is, compiled, compiled_in_place, part_compiled])
 
 
-WRAPPINGS = [as_it_is, compiled, compiled_in_place, part_compiled]
-
-
-def test_what_is_no_module_is_refused_by_name(compare):
+def test_what_is_no_module_and_one_model_given_twice_are_refused(compare):
     with pytest.raises(TypeError, match=r"(check_parity|measure): model_b must be a torch\.nn\.Module, got Tensor"):
         compare(Model(), X)
-
-
-@pytest.mark.parametrize("wrap", [as_it_is, compiled])
-def test_one_model_given_twice_is_refused(compare, wrap):
     model = replaced(Model())
-    with pytest.raises(ValueError, match=r"one and the same model, .* \(before = copy\.deepcopy\(model\)\)"):
-        compare(model, wrap(model))
+    for same in (model, compiled(model)):
+        with pytest.raises(ValueError, match=r"one and the same model, .* \(before = copy\.deepcopy\(model\)\)"):
+            compare(model, same)
 
 
-@pytest.mark.parametrize("wrap", WRAPPINGS)
+@WRAPPINGS
 def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names(compare, wrap):
     """Copied behind replace_norms, or the arguments exchanged."""
     model = Model()
@@ -113,66 +94,54 @@ def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names(compar
             compare(wrap(before), after)
 
 
-@pytest.mark.parametrize("norm", [ops.LayerNorm, ops.RMSNorm])
-def test_norms_that_are_modules_of_ours_are_fused_ones(compare, norm):
+@pytest.mark.parametrize(("ours", "torchs"), [(ops.LayerNorm, nn.LayerNorm), (ops.RMSNorm, nn.RMSNorm)])
+def test_norms_that_are_modules_of_ours_are_fused_ones(compare, ours, torchs):
     with pytest.raises(ValueError, match="2 of its norms are fused"):
-        compare(Model(norm), Model({ops.LayerNorm: nn.LayerNorm, ops.RMSNorm: nn.RMSNorm}[norm]))
+        compare(Model(ours), Model(torchs))
     with pytest.raises(ValueError, match="1 of its norms are fused: model_a itself"):
-        compare(norm(WIDTH), nn.LayerNorm(WIDTH))
+        compare(ours(WIDTH), nn.LayerNorm(WIDTH))
 
 
 def test_norms_fused_by_another_copy_of_the_folder_are_found(compare, tmp_path, monkeypatch):
     """As the package is installed, beside the checkout that checks it."""
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "their_norms", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
-    theirs = importlib.import_module("their_norms")
     fused = Model()
-    theirs.replace_norms(fused, verbose=False)
+    importlib.import_module("their_norms").replace_norms(fused, verbose=False)
     assert not isinstance(fused.final, ops.LayerNorm)
     with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final"):
         compare(fused, Model())
 
 
-@pytest.mark.parametrize("wrap", WRAPPINGS)
+@WRAPPINGS
 def test_a_model_in_which_nothing_is_replaced_is_refused(compare, wrap):
-    model = Model(width=WIDTH, config={"layers": 1}, activation=F.gelu, none=None)
+    model = Model(width=WIDTH, config={"layers": 1}, activation=F.gelu, none=None, plain=torch.zeros(3))
     model.register_buffer("buffer", torch.zeros(3))
-    model.plain = torch.zeros(3)
     model.layers[2].forward = F.relu  # the same in the copy
     after = copy.deepcopy(model).eval()  # the mode is no difference
     with pytest.raises(ValueError, match=r"nothing is replaced in model_b: .* Call replace_norms"):
         compare(model, wrap(after))
 
 
-@pytest.mark.parametrize(
-    "switches", [({"fused": False}, {"fused": True}), (Switch(False), Switch(True)), (NoAnswer(False), NoAnswer(True))]
-)
-def test_a_model_fused_by_hand_is_told_by_its_class_or_by_any_attribute(compare, switches):
-    model, other = Model(), ByHand()
-    other.load_state_dict(model.state_dict())
-    assert compare(model, other).verdict
-    model, other = (BySwitch(switch=switch) for switch in switches)
-    other.load_state_dict(model.state_dict())
-    assert compare(model, other).verdict
+def test_a_model_fused_by_hand_is_told_by_its_class_or_by_any_attribute(compare):
+    for model, other in ((Model(), ByHand()), (BySwitch(switch={"fused": False}), BySwitch(switch={"fused": True}))):
+        other.load_state_dict(model.state_dict())
+        assert compare(model, other).verdict
 
 
 def another_forward(model):
     model.layers[1].forward = lambda x: F.layer_norm(x, (WIDTH,), model.layers[1].weight, model.layers[1].bias)
 
 
-def another_hook(model):
-    model.final.register_forward_hook(lambda module, args, y: y.clone())
-
-
-def another_attribute(model):
-    model.layers[0].fused = True
-
-
-def another_module(model):
-    model.layers.append(nn.Identity())
-
-
-@pytest.mark.parametrize("change", [another_forward, another_hook, another_attribute, another_module])
+@pytest.mark.parametrize(
+    "change",
+    [
+        another_forward,
+        lambda model: model.final.register_forward_hook(lambda module, args, y: y.clone()),
+        lambda model: setattr(model.layers[0], "fused", True),
+        lambda model: model.layers.append(nn.Identity()),
+    ],
+)
 def test_any_sign_of_a_change_is_enough(compare, change):
     model = Model()
     other = copy.deepcopy(model)
@@ -188,24 +157,13 @@ def test_any_sign_of_a_change_is_enough(compare, change):
         (part_compiled, r"MODEL\.layers is compiled, .* pass a model with MODEL\.layers\._orig_mod"),
     ],
 )
-def test_compiled_models_have_no_parity_check_and_the_error_says_what_to_pass(wrap, todo):
-    model = Model()
-    with pytest.raises(ValueError, match=todo.replace("MODEL", "model_a")):
-        check_parity(wrap(model), replaced(model), X)
-    with pytest.raises(ValueError, match=todo.replace("MODEL", "model_a")):
-        check_parity(wrap(model), wrap(replaced(model)), X)
-    with pytest.raises(ValueError, match=todo.replace("MODEL", "model_b")):
-        check_parity(model, wrap(replaced(model)), X)
-
-
-def test_a_forward_compiled_on_the_instance_is_seen_and_one_that_is_kept_from_it_is_none():
+def test_compiled_models_are_timed_and_have_no_parity_check_whose_error_says_what_to_pass(wrap, todo):
     model = Model()
     after = replaced(model)
-    after.forward = torch.compile(after.forward, backend="eager")
-    with pytest.raises(ValueError, match=r"model_b is compiled, .* \(del model_b\.forward\)"):
-        check_parity(model, after, X)
-    after.forward = torch.compiler.disable(type(after).forward.__get__(after))
-    assert check_parity(model, after, X).holds
+    for a, b, name in ((wrap(model), after, "model_a"), (model, wrap(after), "model_b")):
+        with pytest.raises(ValueError, match=todo.replace("MODEL", name)):
+            check_parity(a, b, X)
+    assert measure(wrap(model), wrap(after), X, cycles=6, block_steps=1).a_ms > 0
 
 
 def test_what_the_errors_say_to_pass_can_be_compared():
@@ -216,9 +174,8 @@ def test_what_the_errors_say_to_pass_can_be_compared():
     restored = copy.deepcopy(after)
     ops.restore_norms(restored, verbose=False)
     assert check_parity(restored, after, X).holds
-
-
-@pytest.mark.parametrize("wrap", [compiled, compiled_in_place, part_compiled])
-def test_compiled_models_are_timed(wrap):
-    model = Model()
-    assert measure(wrap(model), wrap(replaced(model)), X, cycles=6, block_steps=1).a_ms > 0
+    after.forward = torch.compile(after.forward, backend="eager")
+    with pytest.raises(ValueError, match=r"model_b is compiled, .* \(del model_b\.forward\)"):
+        check_parity(model, after, X)
+    after.forward = torch.compiler.disable(type(after).forward.__get__(after))
+    assert check_parity(model, after, X).holds

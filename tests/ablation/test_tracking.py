@@ -2,15 +2,12 @@
 
 import json
 import os
-import signal
-import threading
-import time
 
 import pytest
 import wandb
 
 import ablate
-from ablation import serialize
+from ablation import records
 from tests.ablation import results
 from tests.wandb_server import WandbServer
 
@@ -51,7 +48,7 @@ def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tin
         {"mine", "ablation", "summary"},
     ]
     assert [run.config["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
-    found = serialize.load(folder)
+    found = records.load(folder)
     (cell,) = found.cells
     for run, times in zip(arms, cell.arms.values(), strict=True):
         logged = [(line["_step"], line["perf/step_ms"]) for line in run.history]
@@ -98,26 +95,3 @@ def test_a_server_that_does_not_answer_is_asked_once_and_nothing_of_that_is_left
     assert len(said) == 1 and said[0].startswith("W&B: offline (online start failed: ") and "connection refused" in said[0]
     assert modes == ["online", *["offline"] * 4]
     assert [path.name.split("-")[0] for path in unreachable.glob("runs/*/wandb/*run-*")] == ["offline"] * 4
-
-
-def test_ctrl_c_while_the_server_is_waited_for_leaves_the_report_alone(tiny, unreachable, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "600")
-
-    def interrupt():
-        while not list(unreachable.glob("runs/*/wandb/run-*/logs/debug-internal.log")):
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    assert ablate.main([*tiny, "logging.wandb=online"]) == 130
-
-    assert "W&B does not have all of it" in capsys.readouterr().err
-    assert sorted(path.name for path in unreachable.glob("runs/*/*")) == ["config.yaml", "report.md"]
-
-
-def test_a_wrong_variable_is_refused_before_anything_is_measured(tiny, here, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "foo")
-    monkeypatch.setattr(ablate, "ablate", lambda *_: pytest.fail("measured"))
-    assert ablate.main([*tiny, *SHORT, "logging.wandb=null"]) == 2
-    assert capsys.readouterr().err.startswith("error: WANDB_MODE=foo: ")
-    assert not (here / "runs").exists()

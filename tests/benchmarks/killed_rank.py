@@ -3,15 +3,15 @@
 import os
 import signal
 
-from benchmarks import scaling_rank
+from benchmarks import scaling_ranks
 
 if __name__ == "__main__":
-    measure = scaling_rank.measure
+    measure = scaling_ranks.measure
 
     def dies(*arguments):
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return measure(*arguments)
 
-    scaling_rank.measure = dies
-    scaling_rank.main()
+    scaling_ranks.measure = dies
+    scaling_ranks.main()

@@ -1,7 +1,6 @@
 """A stand-in for nanoGPT's model.py, written from its public interface; as text, since the program reads a file."""
 
 MODEL = """
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,16 +19,6 @@ class GPTConfig:
     bias: bool = True
 
 
-class LayerNorm(nn.Module):
-    def __init__(self, width, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-
-    def forward(self, x):
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
-
-
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -40,20 +29,17 @@ class Attention(nn.Module):
     def forward(self, x):
         B, T, C = x.shape
         q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
-        weights = (q @ k.transpose(-2, -1)) / math.sqrt(C // self.heads)
-        ahead = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        weights = F.dropout(weights.masked_fill(ahead, -math.inf).softmax(-1), self.p, self.training)
-        y = (weights.to(v.dtype) @ v).transpose(1, 2).reshape(B, T, C)
-        return F.dropout(self.c_proj(y), self.p, self.training)
+        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(0)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
+        return F.dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)), self.p, self.training)
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.gelu = ACTIVATION
+        self.gelu, self.p = ACTIVATION, c.dropout
         self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
-        self.p = c.dropout
 
     def forward(self, x):
         return F.dropout(self.c_proj(self.gelu(self.c_fc(x))), self.p, self.training)
@@ -62,8 +48,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.attn = LayerNorm(c.n_embd, c.bias), Attention(c)
-        self.ln_2, self.mlp = LayerNorm(c.n_embd, c.bias), MLP(c)
+        self.ln_1, self.attn = nn.LayerNorm(c.n_embd, EPS, bias=c.bias), Attention(c)
+        self.ln_2, self.mlp = nn.LayerNorm(c.n_embd, EPS, bias=c.bias), MLP(c)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -78,7 +64,7 @@ class GPT(nn.Module):
             "wte": nn.Embedding(c.vocab_size, c.n_embd),
             "wpe": nn.Embedding(c.block_size, c.n_embd),
             "h": nn.ModuleList(Block(c) for _ in range(c.n_layer)),
-            "ln_f": LayerNorm(c.n_embd, c.bias),
+            "ln_f": nn.LayerNorm(c.n_embd, EPS, bias=c.bias),
         })
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
@@ -90,19 +76,17 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x)
         logits = self.lm_head(self.transformer.ln_f(x))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.view(-1), ignore_index=-1)
-        return logits, loss
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1), ignore_index=-1)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        decay = [p for p in self.parameters() if p.dim() >= 2]
-        rest = [p for p in self.parameters() if p.dim() < 2]
+        decay, rest = ([p for p in self.parameters() if (p.dim() >= 2) == matrix] for matrix in (True, False))
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
 """
 
 
 def checkout(folder, activation="nn.GELU()", eps="1e-5", **replaced):
-    """A folder with that file, some of its text replaced: {"old": "new"}."""
+    """A folder with that file, some of its text replaced: text={"old": "new"}."""
     text = MODEL.replace("ACTIVATION", activation).replace("EPS", eps)
     for old, new in replaced.get("text", {}).items():
         assert old in text

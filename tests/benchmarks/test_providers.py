@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import providers
-from benchmarks.cases import CASES, Setting, make_inputs
-from benchmarks.checks import check_backward, check_forward
-from benchmarks.contenders import contender
-from benchmarks.providers import PROVIDERS
+from benchmarks.cases import CASES, Setting, check_forward, make_inputs
+from benchmarks.providers import PROVIDERS, contender
 
 CPU = torch.device("cpu")
 
@@ -41,89 +39,34 @@ def test_missing_libraries_are_named_with_the_reason(monkeypatch):
     }
 
 
-def test_version_of_a_copied_library_is_its_own(library, monkeypatch):
-    library("quack.rmsnorm")
-    monkeypatch.setattr(sys.modules["quack"], "__version__", "9.9", raising=False)
-    assert providers.versions(["ours", "quack-kernels"]) == {"quack-kernels": "9.9"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_torch_is_the_same_expression(name):
-    # Without Inductor, which needs a C++ compiler and half a minute: what is tested is the wiring.
-    case, setting = CASES[name], Setting(residual_dtype=torch.float32)
-    compiled = torch.compile(providers.torch_expression(case, setting), backend="eager", fullgraph=True, dynamic=False)
-    (i,) = make_inputs(case, setting, 16, 128, 1, CPU)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    check_forward(case, setting, i, compiled(i.x, i.residual, i.weight, i.bias))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_ours_is_the_same_call(name, monkeypatch):
+@pytest.mark.parametrize("make", [providers.torch_compile, providers.ours_compiled])
+@pytest.mark.parametrize("name", ["rms", "dropout_add_ln"])
+def test_compiled_contenders_compute_the_case(name, make, monkeypatch):
+    """Without Inductor, which needs a C++ compiler and half a minute: what is tested is the wiring."""
     case, setting = CASES[name], Setting(residual_dtype=torch.float32)
     monkeypatch.setattr(providers, "compiled", lambda f: torch.compile(f, backend="eager", fullgraph=True, dynamic=False))
     (i,) = make_inputs(case, setting, 16, 128, 1, CPU)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    check_forward(case, setting, i, providers.ours_compiled(case, setting)(i))
-
-
-def test_shared_interface_gets_what_the_case_has(library):
-    calls = []
-
-    def norm(x, weight, bias, residual=None, dropout_p=0.0, prenorm=False, eps=0.0):
-        calls.append((bias is None, residual is None, dropout_p, prenorm, eps))
-        return (x, residual) if prenorm else x
-
-    library("flash_attn.ops.triton.layer_norm", layer_norm_fn=norm, rms_norm_fn=norm)
-    setting = Setting(residual_dtype=torch.bfloat16)
-    for name in ("ln", "add_rms", "dropout_add_ln"):
-        case = CASES[name]
-        (i,) = make_inputs(case, setting, 2, 8, 1, CPU)
-        assert len(PROVIDERS["flash-attn"].make(case, setting)(i)) == (2 if case.add else 1)
-    assert calls == [(False, True, 0.0, False, 1e-5), (True, False, 0.0, True, 1e-5), (False, False, 0.1, True, 1e-5)]
+    check_forward(case, setting, i, make(case, setting)(i))
 
 
 @pytest.mark.parametrize(
-    "provider, offered",
-    [("liger-kernel", {"ln", "rms", "add_rms"}), ("quack-kernels", {"rms", "add_rms"}), ("apex", {"ln", "rms"})],
+    "provider, stream, weights, offered",
+    [
+        ("liger-kernel", torch.bfloat16, torch.bfloat16, {"ln", "rms", "add_rms"}),
+        ("liger-kernel", torch.float32, torch.bfloat16, {"ln", "rms"}),
+        ("quack-kernels", torch.bfloat16, torch.bfloat16, {"rms", "add_rms"}),
+        ("apex", torch.bfloat16, torch.bfloat16, {"ln", "rms"}),
+        ("apex", torch.bfloat16, torch.float32, set()),
+    ],
 )
-def test_libraries_are_asked_only_for_what_they_offer(library, provider, offered):
-    function = SimpleNamespace(apply=None)
-    library("liger_kernel.ops.layer_norm", LigerLayerNormFunction=function)
-    library("liger_kernel.ops.rms_norm", LigerRMSNormFunction=function)
-    sys.modules["liger_kernel.ops.layer_norm"] = library("liger_kernel.ops.layer_norm", LigerLayerNormFunction=function)
-    library("liger_kernel.ops.fused_add_rms_norm", LigerFusedAddRMSNormFunction=function)
-    library("quack.rmsnorm", rmsnorm=None)
-    library("apex.normalization.fused_layer_norm")
-    setting = Setting(residual_dtype=torch.bfloat16)
+def test_libraries_are_asked_only_for_what_they_offer(monkeypatch, provider, stream, weights, offered):
+    names = ("LigerLayerNormFunction", "LigerRMSNormFunction", "LigerFusedAddRMSNormFunction")
+    anything = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(apply=None)))
+    monkeypatch.setattr(providers, "import_module", lambda name: anything)
+    setting = Setting(residual_dtype=stream, weight_dtype=weights)
     assert {name for name, case in CASES.items() if PROVIDERS[provider].make(case, setting) is not None} == offered
-
-
-def test_liger_keeps_no_fp32_stream_and_apex_no_fp32_weights(library):
-    library("liger_kernel.ops.fused_add_rms_norm", LigerFusedAddRMSNormFunction=SimpleNamespace(apply=None))
-    library("apex.normalization.fused_layer_norm")
-    assert PROVIDERS["liger-kernel"].make(CASES["add_rms"], Setting(residual_dtype=torch.float32)) is None
-    assert PROVIDERS["apex"].make(CASES["ln"], Setting(weight_dtype=torch.float32)) is None
-
-
-def test_quack_layer_norm_gets_autograd_for_fp32_weights(library):
-    def forward(x, weight, bias, eps, return_rstd, return_mean):
-        mean, rstd = x.float().mean(1), (x.float().var(1, correction=0) + eps).rsqrt()
-        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype), rstd, mean
-
-    def backward(x, weight, dy, rstd, mean):
-        xhat = (x.float() - mean[:, None]) * rstd[:, None]
-        wdy = weight * dy.float()
-        dx = (wdy - wdy.mean(1, keepdim=True) - xhat * (wdy * xhat).mean(1, keepdim=True)) * rstd[:, None]
-        return dx.to(x.dtype), (dy.float() * xhat).sum(0), dy.float().sum(0)
-
-    library("quack.rmsnorm", layernorm_fwd=forward, layernorm_bwd=backward)
-    case, setting = CASES["ln"], Setting(weight_dtype=torch.float32)
-    (i,) = make_inputs(case, setting, 16, 128, 1, CPU)
-    outputs = PROVIDERS["quack-kernels"].make(case, setting)(i)
-    check_forward(case, setting, i, outputs)
-    check_backward(case, setting, i, outputs, torch.autograd.grad(outputs, i.leaves, i.upstream), None)
 
 
 class InPlace(torch.autograd.Function):

@@ -1,18 +1,15 @@
 """Weak scaling: what is measured and recorded, its arithmetic, and ranks that fail."""
 
 import math
-import os
 
 import pytest
 import torch
 
 import configs
-from benchmarks import readme, scaling, scaling_rank, scaling_tables
-from benchmarks.results import load
+from benchmarks import scaling, scaling_ranks
+from benchmarks.command import load
 from benchmarks.scaling import Cell, Measured, records_of
-from benchmarks.scaling_job import Job, JobError
-from benchmarks.scaling_rank import measure
-from tests.benchmarks.records import ENVIRONMENT
+from benchmarks.scaling_ranks import Job, JobError, measure
 from tests.ranks import on_ranks
 from training.distributed import ALONE
 
@@ -34,8 +31,7 @@ def overrides(*more):
 
 def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, capsys):
     scaling.main([*CPU, "--output", str(tmp_path), "--rounds", "1"])
-    file = load(tmp_path / "scaling.json")
-    found = {(r["parallel"], r["ranks"]): r for r in file["records"]}
+    found = {(r["parallel"], r["ranks"]): r for r in load(tmp_path / "scaling.json")["records"]}
     assert list(found) == [("alone", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
     for (_, ranks), r in found.items():
         assert "error" not in r and [len(block) for block in r["blocks_ms"]] == [3] * 2, "two turns in a round"
@@ -87,26 +83,19 @@ def test_a_failure_is_recorded_and_the_other_cells_have_their_turns(tmp_path, ca
                 raise JobError("rank 1: OutOfMemoryError: no")
             return {"steps_ms": [10.0] * steps, "peak_gb": 2.0}
 
-        start = join = dismiss = end = lambda self: None
+        def join(self):
+            if self.ranks == 3:
+                raise JobError("no ranks")
+
+        start = dismiss = end = lambda self: None
 
     monkeypatch.setattr(scaling, "Job", FailsUnderFsdp)
-    scaling.main([*CPU, "--output", str(tmp_path), "--parallel", "ddp", "fsdp"])
-    records = load(tmp_path / "scaling.json")["records"]
-    assert [r.get("error") for r in records] == [None, None, None, "rank 1: OutOfMemoryError: no"]
+    scaling.main([*CPU, "--output", str(tmp_path), "--parallel", "ddp", "fsdp", "--ranks", "1", "2", "3"])
+    errors = {(r["parallel"], r["ranks"]): r.get("error") for r in load(tmp_path / "scaling.json")["records"]}
+    failed = {("fsdp", 2): "rank 1: OutOfMemoryError: no", ("ddp", 3): "no ranks", ("fsdp", 3): "no ranks"}
+    assert errors == dict.fromkeys(errors) | failed
     assert asked.count((2, True)) == 1 and all(asked.count(turn) == 4 for turn in ((1, False), (1, True), (2, False)))
     assert "failed: fsdp on 2: rank 1: OutOfMemoryError: no" in capsys.readouterr().out
-
-
-def test_ranks_that_do_not_start_are_the_failure_of_all_their_cells():
-    class Absent:
-        def start(self): ...
-
-        def join(self):
-            raise JobError("no ranks")
-
-    found = {cell("ddp", 2): Measured(), cell("fsdp", 2): Measured()}
-    scaling.start({("tiny", 2): Absent()}, found)
-    assert [measured.error for measured in found.values()] == ["no ranks"] * 2
 
 
 def test_an_error_of_a_rank_is_told_and_the_next_turn_starts_ranks_anew():
@@ -120,21 +109,20 @@ def test_an_error_of_a_rank_is_told_and_the_next_turn_starts_ranks_anew():
         job.end()
 
 
-def test_a_rank_that_is_killed_ends_the_turn_with_its_signal():
-    job = Job(2, timeout_s=120, program="tests.benchmarks.killed_rank")
-    with pytest.raises(JobError, match="SIGKILL"):
-        job.turn(overrides("parallel=ddp"), 1)
-
-
-def test_a_turn_that_takes_too_long_is_an_error():
-    job = Job(1, timeout_s=0)
-    with pytest.raises(JobError, match=r"no answer in 0 s \(--timeout\)"):
-        job.turn(overrides("parallel=ddp"), 1)
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (lambda: Job(2, timeout_s=120, program="tests.benchmarks.killed_rank"), "SIGKILL"),
+        (lambda: Job(1, timeout_s=0), r"no answer in 0 s \(--timeout\)"),
+    ],
+)
+def test_a_rank_that_is_killed_or_takes_too_long_ends_the_turn(job, message):
+    with pytest.raises(JobError, match=message):
+        job().turn(overrides("parallel=ddp"), 1)
 
 
 def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(tmp_path):
-    told = on_ranks(2, _what_steps_are_given, tmp_path / "turns")
-    for rank in told:
+    for rank in on_ranks(2, _what_steps_are_given, tmp_path / "turns"):
         assert rank["auto"] == [["GPT", 4, 1]] * STEPS
         assert rank["ddp"] == [["DistributedDataParallel", 2, 2]] * STEPS
         assert rank["fsdp"] == [["FSDPGPT", 2, 2]] * STEPS
@@ -142,51 +130,25 @@ def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(
 
 def _what_steps_are_given(world, on):
     """The class of the model, the rows of the batch and the size of the world, of each step by `parallel`."""
-    step, told = scaling_rank.training_step, {}
+    step, told = scaling_ranks.training_step, {}
 
     def watched(forward, state, batch, number, cfg, precision, within):
         told.setdefault(str(cfg.parallel), []).append([type(forward).__name__, len(batch[0]), within.size])
         return step(forward, state, batch, number, cfg, precision, within)
 
-    scaling_rank.training_step = watched  # of a process that ends after this
+    scaling_ranks.training_step = watched  # of a process that ends after this
     for parallel in ("auto", "ddp", "fsdp"):
         measure(configs.compose_only(overrides(f"parallel={parallel}")), 1, ALONE if parallel == "auto" else world)
     return told
 
 
-def test_warm_up_is_not_counted():
-    options = scaling.options_of(CPU)[1]
-    alone = next(cell for cell in scaling.cells_of(options) if cell.parallel == "alone")
-    cfg = configs.compose_only(alone.overrides)
-    assert cfg.train.steps == scaling.SIZES["tiny"].warm_up + 3, "so the schedule of learning rates covers all steps"
-    assert len(measure(cfg, 3, ALONE)["steps_ms"]) == 3
-
-
-def test_a_table_of_the_readme_has_no_empty_columns():
-    found = records_of({cell("ddp", 1): Measured([[10.0], [10.0]]), cell("ddp", 2): Measured([[12.5], [12.5]])})
-    header, _, one, two = scaling_tables.markdown({"records": found}).splitlines()[2:]
-    assert header == "|  | GPUs | ms | p10 | p90 | tokens/s | of one GPU | efficiency |"
-    assert one.endswith("| 1.000 |") and two.endswith("| 0.800 |")
-
-
-def test_settings_of_nccl_are_recorded_and_its_version_is_none(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("NCCL_")]:
-        monkeypatch.delenv(name)
-    assert scaling.nccl_settings() == ""
-    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("NCCL_ALGO", "Ring"), ("NCCL_VERSION", "2.28.3-1")):
-        monkeypatch.setenv(name, value)
-    assert scaling.nccl_settings() == "NCCL_ALGO=Ring NCCL_NVLS_ENABLE=0"
-
-
 def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):
-    for text in ("parallel=ddp", "train.batch_size=8", "train.compile=true", "device=cpu", "model=gpt2"):
-        with pytest.raises(SystemExit, match=rf"--common {text}: .* is set by --"):
+    refused = {f"{key}=1": rf"--common {key}=1: .* is set by --" for key in ("parallel", "train.batch_size", "model")}
+    for text, message in (
+        refused | {"train.accumulation=4": "train.batch_size=2 can't be cut .* train.accumulation=4"}
+    ).items():
+        with pytest.raises(SystemExit, match=message):
             scaling.main([*CPU, text, "--output", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"train.batch_size=2 can't be cut .* train.accumulation=4"):
-        scaling.main([*CPU, "train.accumulation=4", "--output", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        scaling.main([*CPU, "--parallel", "pipeline"])
-    assert "--parallel" in capsys.readouterr().err
     with monkeypatch.context() as by_torchrun, pytest.raises(SystemExit, match="Start it without torchrun"):
         by_torchrun.setenv("TORCHELASTIC_RUN_ID", "mine")
         by_torchrun.setenv("LOCAL_RANK", "0")
@@ -195,28 +157,3 @@ def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         scaling.main(["--ranks", "4"])
     assert "--ranks 4: each rank needs a GPU of its own, and there are 2" in capsys.readouterr().err
-
-
-def test_by_default_gpt2_runs_both_ways_and_gpt2_xl_sharded_on_powers_of_two(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    options = scaling.options_of([])[1]
-    assert options.model == ["gpt2", "gpt2_xl"] and options.ranks == [1, 2, 4]
-    options.device = "cpu"
-    cells = scaling.cells_of(options)
-    found = [(c.model, c.parallel, c.ranks, c.batch_size) for c in cells]
-    assert found == [
-        ("gpt2", "alone", 1, 32),
-        *(("gpt2", how, ranks, 32) for how in ("ddp", "fsdp") for ranks in (1, 2, 4)),
-        *(("gpt2_xl", "fsdp", ranks, 32) for ranks in (1, 2, 4)),
-    ]
-    assert all(f"train.batch_size={c.batch_size * c.ranks}" in c.overrides for c in cells)
-    assert all(f"train.steps={scaling.SIZES[c.model].warm_up + options.steps}" in c.overrides for c in cells)
-
-
-def test_readme_can_show_the_table(tmp_path):
-    one = Measured([[10.0], [10.0]] * 2, peak_gb=1.0)
-    records = records_of({cell("ddp", 1): one, cell("ddp", 2): one, cell("fsdp", 2): Measured(error="no")})
-    shown = readme.TABLES["scaling"]({"environment": ENVIRONMENT, "records": records})
-    assert shown.startswith("tiny: 4 × 10 tokens a GPU, bf16, eager\n\n|") and "| ddp | 2 | 10.00 |" in shown
-    assert "fsdp" not in shown, "what failed has no figures"
-    assert scaling_tables.plot({"environment": ENVIRONMENT, "records": records}, tmp_path) == tmp_path / "scaling.png"

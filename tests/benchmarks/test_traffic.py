@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import norms, selection, tables, traffic
+from benchmarks import kernels
 from benchmarks.cases import CASES, DIRECTIONS, Setting, make_inputs, minimum_bytes
 
 STREAMS = [torch.bfloat16, torch.float32]
@@ -24,7 +23,7 @@ def one_set(case, stream, device="cpu"):
 @pytest.mark.parametrize("name", CASES)
 def test_it_moves_the_fewest_bytes_that_a_norm_must_move(name, direction, stream):
     case = CASES[name]
-    read, written = traffic.tensors(case, direction, one_set(case, stream))
+    read, written = kernels.tensors_moved(case, direction, one_set(case, stream))
     residual_bytes = stream.itemsize if case.add else None
     assert sum(t.nbytes for t in (*read, *written)) == minimum_bytes(case, direction, 8, 64, residual_bytes=residual_bytes)
 
@@ -36,9 +35,9 @@ def test_it_moves_the_fewest_bytes_that_a_norm_must_move(name, direction, stream
 def test_it_reads_and_writes_every_element(name, direction, stream):
     case = CASES[name]
     inputs = one_set(case, stream, "cuda")
-    read, written = traffic.tensors(case, direction, inputs)
+    read, written = kernels.tensors_moved(case, direction, inputs)
     total = sum(t.float() for t in read)
-    outputs = traffic.move(case, direction, inputs)
+    outputs = kernels.move(case, direction, inputs)
     assert [t.dtype for t in outputs] == [t.dtype for t in written]
     for output in outputs:
         torch.testing.assert_close(output, total.to(output.dtype))
@@ -48,17 +47,3 @@ def test_what_needs_no_kernel_needs_no_triton():
     """Tables of recorded results are made on any machine."""
     code = "import sys; sys.modules['triton'] = None; import benchmarks.readme, benchmarks.norms, benchmarks.train_step"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_cell_without_it_is_missing_on_a_gpu_and_whole_on_a_cpu():
-    shape = selection.Shape(CASES["ln"], None, "bf16", 8, 64, 8)
-    has = SimpleNamespace(has=lambda provider, **_: provider == "torch")
-    options = SimpleNamespace(device="cpu")
-    assert not norms.lacks(has, shape, "forward", ["torch"], options)
-    options.device = "cuda"
-    assert norms.lacks(has, shape, "forward", ["torch"], options)
-
-
-def test_it_is_no_peer():
-    of = {"ours": 10.0, "traffic": 7.0, "torch": 12.0}
-    assert tables.best_peer({name: {"provider": name, "us": us} for name, us in of.items()})["provider"] == "torch"

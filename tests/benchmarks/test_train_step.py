@@ -6,32 +6,38 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import nanogpt, readme, step_contenders, train_step
-from benchmarks.nanogpt import PeerError
-from benchmarks.results import load
-from model import GPT
+from benchmarks import contenders, train_step
+from benchmarks.command import load
+from benchmarks.contenders import PeerError
 from tests.benchmarks.peer import checkout
-from tests.benchmarks.records import ENVIRONMENT
+from tests.runs import precision
 from training.attribution import GROUPS
-from training.precision import Precision
 
 SMALL = [
     *("model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "model.vocab_size=64", "tokenizer=char"),
     *("train.batch_size=2", "ablate.block_steps=2", "ablate.warmup_steps=2"),
 ]
-CPU = ["--device", "cpu", "--rounds", "2", "--common", *SMALL]
+QUICK = ["--dropout", "0", "--no-profile"]
 
 
 def config(*overrides):
-    options = train_step.options_of(["--device", "cpu", "--common", *SMALL, *overrides])[1]
-    return step_contenders.config_of(options, 0.0)
+    return contenders.config_of(train_step.options_of(["--device", "cpu", "--common", *SMALL, *overrides])[1], 0.0)
 
 
-def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(tmp_path, capsys):
-    peer, folder = checkout(tmp_path / "nanoGPT"), tmp_path / "results"
-    further = ["--ours", "model.residual_dtype=compute", "norm.impl=torch"]
-    train_step.main([*CPU, "--output", str(folder), "--nanogpt", str(peer), "--dropout", "0", "0.1", *further])
-    file = load(folder / "train_step.json")
+@pytest.fixture
+def run(tmp_path):
+    """Runs the program on tiny sizes, with a nanoGPT unless that is None; gives its file of results."""
+
+    def run(*arguments, device=("--device", "cpu"), **nanogpt):
+        peer = [] if nanogpt.get("peer", "") is None else ["--nanogpt", str(checkout(tmp_path / "nanoGPT", **nanogpt))]
+        train_step.main([*device, "--rounds", "2", "--common", *SMALL, "--output", str(tmp_path), *peer, *arguments])
+        return load(tmp_path / "train_step.json")
+
+    return run
+
+
+def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(run, tmp_path, capsys):
+    file = run("--dropout", "0", "0.1", "--ours", "model.residual_dtype=compute", "norm.impl=torch")
     names = ["ours", "ours, torch norms", "ours, model.residual_dtype=compute norm.impl=torch", "nanoGPT"]
     assert [(r["dropout"], r["contender"]) for r in file["records"]] == [(p, name) for p in (0.0, 0.1) for name in names]
     for r in file["records"]:
@@ -40,27 +46,24 @@ def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(
         assert r["mfu"] is None and r["peak_gb"] is None and r["idle_ms"] is None, "not on a CPU"
         assert tuple(r["breakdown_ms"]) == GROUPS and min(r["breakdown_ms"][g] for g in ("GEMM", "optimizer", "loss")) > 0
         assert (r["mode"], r["vocabulary"], r["batch_size"], r["precision"]) == ("eager", 64, 2, "fp32")
-        assert ("speedup" in r) == (r["contender"] != "nanoGPT")
         assert [len(times) for times in r["blocks_ms"]] == [2] * 4
         assert statistics.median(itertools.chain(*r["blocks_ms"])) == pytest.approx(r["ms"], abs=1e-3)
-        if "speedup" in r:
-            assert r["versus"] == "nanoGPT" and "speedup_95" not in r, "two rounds are too few for an interval"
-    assert file["environment"]["versions"]["nanoGPT"] == nanogpt.fingerprint(nanogpt.load(peer))
-    assert (folder / "train_step.png").stat().st_size > 10_000
+        assert r.get("versus") == (None if r["contender"] == "nanoGPT" else "nanoGPT") and ("speedup" in r) == ("versus" in r)
+        assert "speedup_95" not in r, "two rounds are too few for an interval"
+    module = contenders.load_nanogpt(tmp_path / "nanoGPT")
+    assert file["environment"]["versions"]["nanoGPT"] == contenders.fingerprint(module)
+    assert (tmp_path / "train_step.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert all(name in printed for name in names) and "number of parameters" not in printed
-    train_step.main(["--plot-only", "--output", str(folder)])
+    train_step.main(["--plot-only", "--output", str(tmp_path)])
     assert capsys.readouterr().out == printed
 
 
-def test_all_contenders_learn_the_same_without_dropout(tmp_path):
+def test_all_contenders_learn_the_same_without_dropout(run):
     """Same weights, batches, learning rates, decay and clipping: the losses of the last step, ten steps on, are still equal."""
-    peer = checkout(tmp_path / "nanoGPT", activation="nn.GELU(approximate='tanh')")
-    train_step.main([*CPU, "--output", str(tmp_path), "--nanogpt", str(peer), "--dropout", "0", "--no-profile"])
-    records = load(tmp_path / "train_step.json")["records"]
-    assert len(records) == 3
+    records = run(*QUICK, activation="nn.GELU(approximate='tanh')")["records"]
     losses = [r["last_loss"] for r in records]
-    assert max(losses) - min(losses) < 1e-4 * losses[0]
+    assert len(losses) == 3 and max(losses) - min(losses) < 1e-4 * losses[0]
     assert all(r["first_loss"] - r["last_loss"] > 0.01 for r in records), "they learn"
 
 
@@ -69,105 +72,86 @@ def test_all_contenders_learn_the_same_without_dropout(tmp_path):
     [
         {"eps": "1e-6"},
         {"activation": "nn.ReLU()"},
-        {"text": {"triu(1)": "triu(2)"}},  # sees one token ahead
+        {"text": {"tril(0)": "tril(1)"}},  # sees one token ahead
         {"text": {"return x + self.mlp(self.ln_2(x))": "return x + self.mlp(self.ln_1(x))"}},
         {"text": {"self.transformer.wte.weight = self.lm_head.weight": "pass"}},
         {"text": {"nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)": "nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)"}},
     ],
 )
-def test_a_model_that_computes_something_else_is_not_timed(tmp_path, change, monkeypatch):
-    peer = checkout(tmp_path / "nanoGPT", **change)
+def test_a_model_that_computes_something_else_is_not_timed(run, change, monkeypatch):
     monkeypatch.setattr(train_step, "measure_cell", lambda *_: pytest.fail("timed"))
     with pytest.raises(SystemExit, match=r"ours: nanoGPT's (model and ours differ|parameters are not those of ours)"):
-        train_step.main([*CPU, "--output", str(tmp_path), "--nanogpt", str(peer)])
+        run(**change)
 
 
 @pytest.mark.parametrize("activation", ["nn.GELU()", "nn.GELU(approximate='tanh')"])
 @pytest.mark.parametrize("bias", ["true", "false"])
 def test_the_same_model_agrees_to_rounding_whatever_its_gelu(tmp_path, activation, bias):
-    module = nanogpt.load(checkout(tmp_path / "nanoGPT", activation))
-    assert nanogpt.check_same_model(module, config(f"model.bias={bias}")) < 1e-11
+    module = contenders.load_nanogpt(checkout(tmp_path / "nanoGPT", activation))
+    assert contenders.check_same_model(module, config(f"model.bias={bias}")) < 1e-11
 
 
-def test_a_contender_that_is_no_gpt2_is_refused_beside_nanogpt(tmp_path, monkeypatch):
-    peer = checkout(tmp_path / "nanoGPT")
-    monkeypatch.setattr(train_step, "measure_cell", lambda *_: pytest.fail("timed"))
-    with pytest.raises(SystemExit, match=r"ours, norm.kind=rmsnorm: .*norm.kind=rmsnorm, the layout has layernorm"):
-        train_step.main([*CPU, "--output", str(tmp_path), "--nanogpt", str(peer), "--ours", "norm.kind=rmsnorm"])
-
-
-def test_a_step_whose_first_loss_is_off_ends_the_program(tmp_path, monkeypatch):
-    real = step_contenders.training_step
+def test_a_step_whose_first_loss_is_off_ends_the_program(run, tmp_path, monkeypatch):
+    real = contenders.training_step
 
     def wrong(forward, state, *rest):
         loss, norm = real(forward, state, *rest)
         return (1.01 * loss if state.model.norm.impl == "fused" else loss), norm
 
-    monkeypatch.setattr(step_contenders, "training_step", wrong)
+    monkeypatch.setattr(contenders, "training_step", wrong)
     with pytest.raises(SystemExit, match=r"ours: its first loss is .* further from the others' than rounding explains"):
-        train_step.main([*CPU, "--output", str(tmp_path), "--nanogpt", str(checkout(tmp_path / "nanoGPT"))])
+        run()
     assert not (tmp_path / "train_step.json").exists()
 
 
-def test_without_a_checkout_ours_are_compared_and_nanogpt_is_said_to_be_missing(tmp_path, capsys):
-    train_step.main([*CPU, "--output", str(tmp_path), "--dropout", "0", "--no-profile"])
-    records = load(tmp_path / "train_step.json")["records"]
+def test_without_a_checkout_ours_are_compared_and_a_contender_that_fails_is_a_record(run, monkeypatch, capsys):
+    records = run(*QUICK, peer=None)["records"]
     assert [(r["contender"], r.get("versus")) for r in records] == [("ours", "ours, torch norms"), ("ours, torch norms", None)]
     assert "missing: nanoGPT (name a checkout of it by --nanogpt PATH)" in capsys.readouterr().err
-
-
-def test_a_contender_that_fails_is_a_record_and_the_others_are_timed(tmp_path, monkeypatch, capsys):
-    real = step_contenders.training_step
+    real = contenders.training_step
 
     def fails(forward, state, *rest):
         if state.model.norm.impl == "torch":
             raise RuntimeError("no room")
         return real(forward, state, *rest)
 
-    monkeypatch.setattr(step_contenders, "training_step", fails)
-    train_step.main([*CPU, "--output", str(tmp_path), "--dropout", "0", "--no-profile"])
-    records = {r["contender"]: r for r in load(tmp_path / "train_step.json")["records"]}
-    assert records["ours"]["ms"] > 0 and records["ours, torch norms"]["error"] == "RuntimeError: no room"
+    monkeypatch.setattr(contenders, "training_step", fails)
+    ours, torch_norms = run(*QUICK, peer=None)["records"]
+    assert ours["ms"] > 0 and torch_norms["error"] == "RuntimeError: no room"
     assert "failed: ours, torch norms: RuntimeError: no room" in capsys.readouterr().out
 
 
-def test_contenders_take_the_same_batches_in_blocks_that_take_turns(monkeypatch):
-    taken = []
-    real = train_step.block_of
+def test_contenders_take_the_same_batches_in_alternating_blocks(monkeypatch):
+    taken, told, real = [], [], train_step.block_of
 
     def block_of(contender, batches, todo, *given):
         taken.append((contender.name, todo))
         return real(contender, batches, todo, *given)
 
     monkeypatch.setattr(train_step, "block_of", block_of)
-    cfg = config()
-    found = {"ours": cfg, "ours, torch norms": cfg}
-    precision, told = Precision(torch.device("cpu"), torch.float32), []
-    train_step.measure_cell(found, None, precision, "eager", 3, True, told.append)
+    found = dict.fromkeys(("ours", "ours, torch norms"), config())
+    train_step.measure_cell(found, None, precision(torch.float32), "eager", 3, True, told.append)
     assert len(told) == train_step.work_of(2, 3, True)
-    by_name = {name: [todo for who, todo in taken if who == name] for name in found}
-    assert by_name["ours"] == by_name["ours, torch norms"]
-    assert [step for todo in by_name["ours"] for step in todo] == list(range(2 + 8 * (1 + 2))), "none twice"
+    ours, other = ([todo for who, todo in taken if who == name] for name in found)
+    assert ours == other and [step for todo in ours for step in todo] == list(range(2 + 8 * (1 + 2))), "none twice"
     order = [name for name, _ in taken[2:]]
     assert all(order[i : i + 4] == order[i : i + 4][::-1] for i in range(0, len(order), 4))
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "text", "message"),
     [
-        ("nowhere", "there is no .*nowhere. Name the folder"),
-        ("empty", "there is no .*model.py. Name the folder"),
-        ("broken", "can't be imported: SyntaxError"),
-        ("other", "has no GPT and no GPTConfig. Name the folder"),
+        ("nowhere", None, "there is no .*nowhere. Name the folder"),
+        ("", None, "there is no .*model.py. Name the folder"),
+        ("", "def", "can't be imported: SyntaxError"),
+        ("", "x = 1", "has no GPT and no GPTConfig. Name the folder"),
     ],
 )
-def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_path, path, message):
-    for name in ("empty", "broken", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "broken" / "model.py").write_text("def")
-    (tmp_path / "other" / "model.py").write_text("x = 1")
+def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_path, path, text, message):
+    if text is not None:
+        (tmp_path / "model.py").write_text(text)
     with pytest.raises(PeerError, match=message):
-        nanogpt.load(tmp_path / path)
+        contenders.load_nanogpt(tmp_path / path)
 
 
 @pytest.mark.parametrize(
@@ -175,70 +159,22 @@ def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_p
     [
         (["--ours", "model.residal_dtype=compute"], "Did you mean model.residual_dtype"),
         (["--ours", "train.batch_size=4"], "train.batch_size is the same for all contenders"),
-        (["--ours", "model.dropout=0.3"], "model.dropout is the same for all contenders"),
-        (["--ours", "train.precision=bf16"], "train.precision is the same for all contenders"),
         (["--ours", "ablate.block_steps=9"], "ablate is the same for all contenders"),
         (["--common", "train.compile=true"], "compiled or not by --mode"),
-        (["--ours", "train.compile=true"], "compiled or not by --mode"),
         (["--mode", "compiled", "--ours", "train.compile_mode=reduce-overhead"], "needs a CUDA device"),
         (["--common", "model.heads=3"], "model.heads=3 does not divide"),
+        (["--ours", "norm.kind=rmsnorm"], r"ours, norm.kind=rmsnorm: .*norm.kind=rmsnorm, the layout has layernorm"),
     ],
 )
 def test_overrides_are_checked_before_anything_runs(tmp_path, arguments, message, monkeypatch):
     monkeypatch.setattr(train_step, "measure_cell", lambda *_: pytest.fail("timed"))
+    peer = str(checkout(tmp_path / "nanoGPT"))
     with pytest.raises(SystemExit, match=message):
-        train_step.main(["--device", "cpu", "--output", str(tmp_path), *arguments])
-
-
-def test_defaults_are_the_published_sizes():
-    options = train_step.options_of([])[1]
-    assert (options.size, options.mode, options.dropout) == ("gpt2", ["eager", "compiled"], [0.0, 0.1])
-    cfg = step_contenders.config_of(train_step.options_of(["--device", "cpu", "--size", "gpt2"])[1], 0.1)
-    m = cfg.model
-    assert (m.layers, m.heads, m.width, m.context, m.vocab_size, m.dropout) == (12, 12, 768, 1024, 50304, 0.1)
-    assert cfg.train.batch_size == 32 and cfg.optim.clip_norm == 1.0
-    with torch.device("meta"):
-        assert GPT(m, cfg.norm, m.vocab_size).parameter_count() == 124_475_904
-
-
-def test_what_compiled_cells_alone_can_do_may_be_asked_for(monkeypatch):
-    monkeypatch.setattr(step_contenders.machine, "inspect", lambda _: step_contenders.machine.Machine("cuda"))
-    options = train_step.options_of(["--ours", "train.compile_mode=reduce-overhead"])[1]
-    found = step_contenders.lineup(options, 0.0)
-    assert {name: cfg.train.compile_mode for name, cfg in found.items()} == {
-        "ours": "default",
-        "ours, torch norms": "default",
-        "ours, train.compile_mode=reduce-overhead": "reduce-overhead",
-    }
-
-
-def test_readme_can_show_the_table():
-    record = {
-        "mode": "eager", "dropout": 0.1, "layers": 2, "width": 8, "batch_size": 4, "context": 16,
-        "precision": "bf16", "ms": None,
-    }  # fmt: skip
-    figures = {"ms": 8.0, "p10": 7.0, "p90": 9.0, "tokens_per_s": 1234.5, "mfu": None, "peak_gb": 1.5, "last_loss": 2.0}
-    ours = record | figures | {"contender": "ours", "versus": "nanoGPT", "speedup": 1.25, "speedup_95": [1.2, 1.3]}
-    records = [ours, record | figures | {"contender": "nanoGPT"}, record | {"contender": "broken", "error": "no"}]
-    shown = readme.TABLES["train_step"]({"environment": ENVIRONMENT, "records": records})
-    assert "times as fast as nanoGPT (95 %)" in shown.splitlines()[0]
-    assert "| eager, dropout 0.1 | ours | 8.00 (7.00 to 9.00) | 1,234 | – | 1.50 | 1.250 (1.200 to 1.300) |" in shown
-    assert "| nanoGPT | 8.00 (7.00 to 9.00) | 1,234 | – | 1.50 | – |" in shown and "broken" not in shown
-
-
-def test_times_are_the_median_of_all_counted_steps(monkeypatch):
-    monkeypatch.setattr(train_step, "peak_flops", lambda *_: 1e12)
-    blocks = [[1.0, 2.0, 9.0], [2.0, 2.0, 30.0]]
-    found = train_step.times_of(blocks, config(), 10**6, Precision(torch.device("cpu"), torch.float32))
-    assert found["ms"] == statistics.median([*blocks[0], *blocks[1]]) == 2.0
-    assert found["tokens_per_s"] == 2 * 16 / 0.002 and found["mfu"] == pytest.approx(16_000 * 1e6 / 1e12)
+        train_step.main(["--device", "cpu", "--output", str(tmp_path), "--nanogpt", peer, *arguments])
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_memory_idle_time_and_launches_are_known(tmp_path):
-    peer = checkout(tmp_path / "nanoGPT")
-    arguments = ["--rounds", "2", "--mode", "eager", "--dropout", "0", "--common", *SMALL]
-    train_step.main([*arguments, "--nanogpt", str(peer), "--output", str(tmp_path)])
-    records = load(tmp_path / "train_step.json")["records"]
+def test_on_a_gpu_memory_idle_time_and_launches_are_known(run):
+    records = run("--mode", "eager", "--dropout", "0", device=())["records"]
     assert len(records) == 3 and {r["precision"] for r in records} <= {"bf16", "fp32"}
     assert all(0 < r["peak_gb"] < 1 and r["idle_ms"] >= 0 and r["launches"] > 50 for r in records)

@@ -1,0 +1,91 @@
+"""The section on parity of an ablation's report."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from ablation.records import Parity
+from ablation.rounding import Quantity
+from measure.tables import (
+    capital,
+    interval_text,
+    label,
+    loss,
+    markdown,
+    signed,
+    wrapped,
+)
+
+SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
+
+MOST_QUANTITIES = 10
+
+PARITY_RULE = (
+    "All arms have the same initial weights, batches and dropout masks, and no dropout on attention weights. They run eager; "
+    "train.compile_loss may compile their loss. Models that are compiled as a whole were not compared. reference: PyTorch's "
+    "norms, everything in fp32 (in fp64 if the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
+    "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
+    "reference, divided by the error that rounding explains. They are means over seeds (geometric means of distances) with "
+    "Student's intervals. ablation/parity.py states the statistic and its level."
+)
+
+
+def parity_sentence(parity: Parity, several: bool) -> str:
+    where = f"{capital(label(parity.overrides))}: p" if several else "P"
+    words = f"{where}arity {'holds' if parity.holds else 'FAILS'}"
+    said = parity.verdict.rstrip(".")
+    # The verdict may or may not begin with the words that are already here.
+    for opening in ("parity holds", "parity fails", "parity does not hold"):
+        if said.lower().startswith(opening):
+            said = said[len(opening) :].lstrip(" :,;.")
+    return f"{words}: {said}." if said else f"{words}."
+
+
+def parity_sections(found: Sequence[Parity]) -> str:
+    return "\n\n".join([*map(parity_section, found), wrapped(PARITY_RULE)]) if found else ""
+
+
+def parity_section(parity: Parity) -> str:
+    size = [one for one in parity.quantities if not one.name.endswith(SHIFT)]
+    shift = [replace(one, name=one.name.removesuffix(SHIFT)) for one in parity.quantities if one.name.endswith(SHIFT)]
+    arms = list(parity.val_loss)
+    rows = [[str(seed), *(loss(parity.val_loss[arm][i]) for arm in arms)] for i, seed in enumerate(parity.seeds)]
+    if len(parity.seeds) > 1:
+        rows.append(["mean", *(loss(fmean(parity.val_loss[arm])) for arm in arms)])
+        spread_words = (
+            f"mean and 95 % t-interval, paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
+        )
+    else:
+        spread_words = "of one seed, so without an interval."
+    difference = interval_text(parity.val_difference, 6) if len(parity.seeds) > 1 else signed(parity.val_difference.median, 6)
+    parts = [
+        f"### {capital(label(parity.overrides))}",
+        wrapped(parity_sentence(parity, several=False)),
+        _quantities(
+            "distance from reference",
+            size,
+            "fused over reordered",
+            lambda one: one.fused.median / max(one.reordered.median, 1e-9),
+        ),
+        _quantities("shift in one direction", shift, "the size of fused", lambda one: abs(one.fused.median)),
+        "Final validation loss, nats per token:",
+        markdown(["seed", *arms], rows),
+        wrapped(f"Fused − torch {difference}, {spread_words}"),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _quantities(title: str, quantities: Sequence[Quantity], by: str, nearness: Callable[[Quantity], float]) -> str:
+    """A table of the quantities that failed or came nearest to it; `by` says how that is measured."""
+    worst = sorted(quantities, key=lambda one: (one.holds, -nearness(one)))[:MOST_QUANTITIES]
+    rows = [
+        [one.name, interval_text(one.fused, 2), interval_text(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst
+    ]
+    if not rows:
+        return ""
+    kept = markdown([title, "fused (95 %)", "reordered (95 %)", "holds"], rows)
+    if len(worst) < len(quantities):
+        order = f"The first {len(worst)} of {len(quantities)}: what failed, then by {by}. report.json has all."
+    else:
+        order = f"In order: what failed, then by {by}."
+    return f"{kept}\n\n{order}"

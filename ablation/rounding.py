@@ -1,0 +1,237 @@
+"""What rounding explains: how far arms are apart in one quantity, and norms that sum in another order.
+
+The head of parity.py states the statistic. This module needs no model, corpus or config of ours, so that adoption.py can use it
+for other people's models.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from measure.comparison import FUSED, TORCH
+from measure.statistics import Interval, mean_interval, t_tail
+from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
+
+REFERENCE, REORDERED = "reference", "reordered"
+LEVEL = 0.01
+MARGIN = 1.25
+BIAS = 0.1
+# A loss or a norm over two steps has a ratio of up to 6 by chance (40 seeds, a model of width 32, bf16); more steps have less.
+GROSS, GROSS_FEW = 30.0, 10.0
+FEW = 3  # seeds
+LARGEST = 1e9  # ratios stop here, so that JSON can hold what was divided by nothing or is no number
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One thing that parity compares between the arms."""
+
+    name: str  # loss, gradient norm, gradient of a layer, parameters
+    fused: Interval  # the fused arm's distance from fp32 over the expected one; geometric mean over seeds
+    reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Distances:
+    """One quantity at one seed; see the head of parity.py."""
+
+    fused: float  # R_c
+    reordered: float  # R_d
+    fused_shift: float  # S_c
+    reordered_shift: float  # S_d
+
+
+@dataclass(frozen=True)
+class Result:
+    quantity: Quantity
+    excess: float  # how far beyond what is allowed; orders failures by how bad they are
+    failure: str  # in words
+
+
+class Sums:
+    """Sums over elements that give the distances of a quantity. Its tensors can be added one after the other."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.squares = np.zeros(5)  # of a, b − a, c − a, d − a, d − b
+        self.shifts = np.zeros(2)  # ⟨c − b, a⟩, ⟨d − b, a⟩
+
+    def add(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
+        a, b, c, d = (x.detach().to(a.device).double().flatten() for x in (a, b, c, d))
+        self.elements += a.numel()
+        self.squares += [float(x.dot(x)) for x in (a, b - a, c - a, d - a, d - b)]
+        self.shifts += [float(x.dot(a)) for x in (c - b, d - b)]
+
+    def distances(self) -> Distances:
+        size, torch_, fused, reordered, order = np.sqrt(self.squares / self.elements)
+        # No correct program need be nearer than one unit in the last place of fp32: two that differ by less are as good as the
+        # same bits, which a run may well have, and whose distance of 0 would have no logarithm.
+        unit = float(size) * torch.finfo(torch.float32).eps + 1e-30
+        expected = max(math.hypot(torch_, order), unit)
+        ratios = (max(fused, unit) / expected, max(reordered, unit) / expected)
+        shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
+        return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
+
+    def errors(self) -> dict[str, float]:
+        """rms(x − a) / rms(a) by arm, of b, c and d."""
+        found = np.sqrt(self.squares[1:4] / max(self.squares[0], 1e-300))
+        return {arm: _finite(float(error)) for arm, error in zip((TORCH, FUSED, REORDERED), found, strict=True)}
+
+
+@contextmanager
+def row_scales(
+    sites: Mapping[str, nn.Module], rows: dict[str, Tensor], rounded_to: torch.dtype | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """⟨y, y_a⟩ / ⟨y_a, y_a⟩ of each row of a norm site's output, by site, in the (last) forward pass inside.
+
+    Args:
+        rows: y_a by site; the first arm, the reference, fills it.
+        rounded_to: what the layers fed by the sites round y to; None: they don't.
+    """
+    scales: dict[str, Tensor] = {}
+    fills = not rows
+
+    @torch.no_grad()
+    def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
+        y = (output if isinstance(output, Tensor) else output[0]).detach()
+        if fills:
+            rows[name] = y
+        a = rows[name]
+        y = y.to(rounded_to or y.dtype).to(a.device, a.dtype)
+        scales[name] = (y * a).sum(-1) / (a * a).sum(-1).clamp_min(1e-30)
+
+    hooks = [site.register_forward_hook(lambda *call, name=name: keep(name, call[-1])) for name, site in sites.items()]
+    try:
+        yield scales
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
+    fused, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("fused", "reordered"))
+    excess = fused - reordered
+    fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
+    if len(seeds) > FEW:
+        fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
+    quantity = Quantity(name, _interval(fused, math.exp), _interval(reordered, math.exp), not bool(fails))
+    failure = f"{name} is {quantity.fused.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity)})"
+    return Result(quantity, float(excess.mean()), failure)
+
+
+def sign_test(name: str, seeds: Sequence[Distances], level: float) -> Result:
+    fused, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("fused_shift", "reordered_shift"))
+    towards = fused * np.sign(fused.mean())
+    fails = towards.mean() > GROSS_FEW or abs(fused).max() > GROSS
+    if len(seeds) > FEW:
+        deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
+        fails = fails or _p_above(towards, BIAS, deviation) < level / 2
+    quantity = Quantity(f"{name}, shift", _interval(fused), _interval(reordered), not bool(fails))
+    failure = (
+        f"{name} is shifted in one direction over the seeds, by {quantity.fused.median:+.2g} × what rounding explains "
+        f"({other_order(quantity)})"
+    )
+    # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
+    return Result(quantity, math.log(max(abs(float(fused.mean())), 1e-9)) - 100, failure)
+
+
+def other_order(quantity: Quantity) -> str:
+    return f"PyTorch's norms summed in another order: {quantity.reordered.median:.2g} ×"
+
+
+def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
+    """Chance of samples such as these if their mean is at most `bound`: Student's one-sided t-test."""
+    above = float(samples.mean()) - bound
+    if deviation == 0.0:
+        return 0.0 if above > 0 else 1.0
+    return t_tail(above / deviation * math.sqrt(len(samples)), len(samples) - 1)
+
+
+def _interval(samples: np.ndarray, inverse: Callable[[float], float] = float) -> Interval:
+    """Mean over seeds and its interval, taken back by `inverse`."""
+    found = mean_interval(samples)
+    most = math.log(LARGEST) if inverse is math.exp else LARGEST
+    return Interval(*(inverse(min(x, most)) for x in (found.median, found.low, found.high)))
+
+
+def _finite(x: float) -> float:
+    return LARGEST if math.isnan(x) else min(max(x, -LARGEST), LARGEST)
+
+
+def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Tensor:
+    """norm(r), with the rows and features of r shuffled before the norm and put back after it.
+
+    Args:
+        norm: called with rows [M, N] and the order int64 [N] in which their features stand, which its weights have to follow.
+    """
+    rows = r.reshape(-1, r.shape[-1])
+    row_order, column_order = (_shuffled(n, r.device) for n in rows.shape)
+    y = norm(rows.index_select(0, row_order).index_select(1, column_order), column_order)
+    return y.index_select(1, column_order.argsort()).index_select(0, row_order.argsort()).view(r.shape)
+
+
+@lru_cache
+def _shuffled(n: int, device: torch.device) -> Tensor:
+    """A fixed random order of n things, int64 [n]. A reversal would leave vector lanes with the same elements."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu").to(device)
+
+
+def norms_of(model: nn.Module) -> dict[str, Formula]:
+    """The norms of a model by name, with their formula."""
+    return {
+        name: formula
+        for name, module in model.named_modules()
+        if may_be_a_norm(module) and isinstance(formula := recognise(module), Formula)
+    }
+
+
+def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
+    """A copy in a wider dtype. Its norms are computed from their formula, since modules may round to fp32 inside."""
+    model = copy.deepcopy(model).to(dtype)
+    for name, formula in norms.items():
+        module = model.get_submodule(name)
+        _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
+    return model
+
+
+def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], own: Callable, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return own(*args, **kwargs)
+    return compute(formula, parameters, args[0]).to(args[0].dtype)
+
+
+def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
+    """A copy whose norms sum in another order."""
+    model = copy.deepcopy(model)
+    for name in norms:
+        module = model.get_submodule(name)
+        _patch(module, partial(_in_another_order, module))
+    return model
+
+
+def _in_another_order(module: nn.Module, own: Callable, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+        return own(*args, **kwargs)
+
+    def norm(rows: Tensor, order: Tensor) -> Tensor:
+        clone = object.__new__(type(module))
+        clone.__dict__.update(module.__dict__)
+        weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
+        clone.__dict__["_parameters"] = weights
+        return type(module).forward(clone, rows)
+
+    return in_another_order(norm, args[0])
+
+
+def _patch(module: nn.Module, forward: Callable) -> None:
+    """Puts forward(the module's own forward, its arguments …) in its place."""
+    module.forward = partial(forward, module.forward)

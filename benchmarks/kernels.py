@@ -1,0 +1,110 @@
+"""Two Triton kernels that ours are compared with: one that only moves the tensors, and the LayerNorm of Triton's tutorial.
+
+Copy bandwidth is that of one long copy between two tensors. A cell has two to five tensors, which compete in memory, and may
+end after 25 microseconds, whose first and last move little. The traffic kernel reads and writes the tensors of a cell and
+computes almost nothing: its time is what there is to reach.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from benchmarks.cases import FORWARD, Case, Inputs
+from benchmarks.providers import TRAFFIC
+from measure.timing import Contender
+from ops.launch import device_facts
+
+BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next to it, whatever the cell
+
+
+@triton.jit
+def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr, EARLY_START: tl.constexpr):
+    """y = z = a + b + c; missing tensors are left out. It is launched as the norms are."""
+    if EARLY_START:
+        gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < elements
+    total = tl.load(p_a + at, inside).to(tl.float32)
+    if p_b is not None:
+        total += tl.load(p_b + at, inside)
+    if p_c is not None:
+        total += tl.load(p_c + at, inside)
+    tl.store(p_y + at, total, inside)
+    if p_z is not None:
+        tl.store(p_z + at, total, inside)
+
+
+def traffic_contender(case: Case, direction: str, sets: Sequence[Inputs]) -> Contender:
+    return Contender(TRAFFIC, lambda: [partial(move, case, direction, inputs) for inputs in sets])
+
+
+def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
+    """Moves the bytes of `cases.minimum_bytes` and no others. Returns what it wrote, for outputs to rotate."""
+    read, written = tensors_moved(case, direction, inputs)
+    outputs = tuple(torch.empty_like(t) for t in written)
+    elements = inputs.x.numel()
+    a, b, c = (*read, None, None)[:3]
+    y, z = (*outputs, None)[:2]
+    early = device_facts(inputs.x.device).since_sm_90
+    options = {"num_warps": WARPS} | ({"launch_pdl": True} if early else {})
+    traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, EARLY_START=early, **options)
+    return outputs
+
+
+def tensors_moved(case: Case, direction: str, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+    """What is read, and tensors like those that are written: the new stream is as large as the old one, its gradient too."""
+    x, residual, dy, dr = (None if t is None else t.detach() for t in (inputs.x, inputs.residual, inputs.dy, inputs.dr))
+    assert x is not None and dy is not None
+    if residual is None or dr is None:
+        return ([x], [x]) if direction == FORWARD else ([dy, x], [x])
+    if direction == FORWARD:
+        return [x, residual], [x, residual]
+    separate_dx = case.dropout or residual.dtype != x.dtype
+    return [dy, residual, dr], [residual, x] if separate_dx else [residual]
+
+
+# ---- the tutorial's LayerNorm -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _layer_norm_rows(p_x, p_y, p_weight, p_bias, stride, N, eps, BLOCK_N: tl.constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    p_x += i_row * stride
+    p_y += i_row * stride
+
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        o_col = start + tl.arange(0, BLOCK_N)
+        total += tl.load(p_x + o_col, mask=o_col < N, other=0.0).to(tl.float32)
+    mean = tl.sum(total, axis=0) / N
+
+    squares = tl.zeros([BLOCK_N], dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        o_col = start + tl.arange(0, BLOCK_N)
+        b_x = tl.load(p_x + o_col, mask=o_col < N, other=0.0).to(tl.float32)
+        b_x = tl.where(o_col < N, b_x - mean, 0.0)
+        squares += b_x * b_x
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / N + eps)
+
+    for start in range(0, N, BLOCK_N):
+        o_col = start + tl.arange(0, BLOCK_N)
+        m_col = o_col < N
+        b_x = tl.load(p_x + o_col, mask=m_col, other=0.0).to(tl.float32)
+        b_weight = tl.load(p_weight + o_col, mask=m_col, other=0.0).to(tl.float32)
+        b_bias = tl.load(p_bias + o_col, mask=m_col, other=0.0).to(tl.float32)
+        tl.store(p_y + o_col, (b_x - mean) * rstd * b_weight + b_bias, mask=m_col)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x [M, N], contiguous. A block holds a whole row as long as that is at most 64 KB, as in the tutorial."""
+    rows, width = x.shape
+    block_n = min(65536 // x.element_size(), triton.next_power_of_2(width))
+    warps = min(max(block_n // 256, 1), 8)
+    y = torch.empty_like(x)
+    _layer_norm_rows[(rows,)](x, y, weight, bias, x.stride(0), width, eps, BLOCK_N=block_n, num_warps=warps)
+    return y

@@ -1,0 +1,36 @@
+"""The style of all pictures: no display, few lines, the same fill for the same kind of work."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # needs and opens no display
+from matplotlib import pyplot
+
+__all__ = ["GREY", "GROUP_FILLS", "bare", "pyplot", "save"]
+
+GREY = "#6b7280"
+GROUP_FILLS: dict[str, tuple[str, str]] = {  # colour and hatch; norms stand out, because only they differ between arms
+    "norm": ("#c2410c", ""),
+    "gemm": ("#d1d5db", ""),
+    "attention": ("#f3f4f6", "////"),
+    "loss": ("#9db8d2", "...."),
+    "optimizer": ("#ffffff", "xxxx"),
+    "other": (GREY, ""),
+}
+
+
+def bare(axes: Any, grid: str = "both") -> None:
+    """A faint grid ("x", "y", "both" or none) behind the data, and no frame at the top and the right."""
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color=GREY, alpha=0.2, linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes the picture and closes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,94 @@
+"""The order in which contenders run: short blocks of steps that alternate, so that drift reaches all of them alike.
+
+A cycle gives every contender two blocks: in some order and then in its reverse (ABBA). Whatever drifts evenly through a cycle
+adds the same to all of them. Every contender stands at every place of a cycle equally often.
+"""
+
+import gc
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from measure.comparison import ARMS
+
+# Steps that open a block and are not counted. The first finds the GPU's queue empty and waits for the host to fill it: 1 to 3
+# of GPT-2's 62 to 78 ms on an H200. In training that happens after a line of metrics or an evaluation, not at every fifth step.
+LEAD_IN = 1
+BLOCK_MS = 250.0  # of a block whose length the protocol chooses
+LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
+
+
+def run_blocks(
+    block: Callable[[str, int], list[float]],
+    cycles: int,
+    seed: int,
+    names: Sequence[str] = ARMS,
+    before_cycle: Callable[[int], None] = lambda cycle: None,
+) -> dict[str, list[list[float]]]:
+    """The step times that block(name, cycle) returned, by name, in the order in which the blocks ran.
+
+    Cycle 0 is not counted: it brings clocks and caches to where they stay. It has the order of the last cycle, so that the
+    counted cycles begin a round.
+    """
+    blocks: dict[str, list[list[float]]] = {name: [] for name in names}
+    counted = list(block_orders(cycles, seed, names))
+    with no_garbage_collection():
+        for cycle, order in enumerate([*counted[-1:], *counted]):
+            before_cycle(cycle)
+            for name in order:
+                times = block(name, cycle)
+                if cycle > 0:
+                    blocks[name].append(times)
+    return blocks
+
+
+def block_orders(cycles: int, seed: int, names: Sequence[str] = ARMS) -> Iterator[Sequence[str]]:
+    """For each cycle the names in the order of their blocks.
+
+    A new order is drawn once in as many cycles as there are names. In between, the first name moves to the end.
+    """
+    shuffle = random.Random(seed).shuffle
+    order = list(names)
+    for cycle in range(cycles):
+        if cycle % len(order):
+            order = [*order[1:], order[0]]
+        else:
+            shuffle(order)
+        yield [*order, *reversed(order)]
+
+
+def positions_of(name: str, cycles: int, seed: int, names: Sequence[str] = ARMS) -> list[int]:
+    """For each counted block of `name` in run_blocks: how many counted blocks, of all names, ran before it."""
+    return [at for at, ran in enumerate(itertools.chain(*block_orders(cycles, seed, names))) if ran == name]
+
+
+def memory_orders(cycles: int, seed: int, arms: int) -> list[tuple[int, ...]]:
+    """For each cycle the place in memory of every arm. All permutations take turns, so no arm has the better places."""
+    orders = list(itertools.permutations(range(arms)))
+    random.Random(seed).shuffle(orders)
+    return [orders[cycle % len(orders)] for cycle in range(cycles)]
+
+
+def block_length(warm_up_ms: Sequence[Sequence[float]]) -> int:
+    """Steps of a block, from the warm-up steps of each arm: a quarter of a second of the slowest arm's.
+
+    Five steps of a model that waits for its host end after 25 ms, and show the noise of the host. The fastest warm-up step of
+    an arm is one that did not compile.
+    """
+    slowest = max(min(steps) for steps in warm_up_ms)
+    return min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python collects its garbage once before, and not inside."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,111 @@
+"""Tables, numbers and words of reports, for a terminal and for Markdown."""
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from measure.statistics import Interval
+
+NOTHING = "–"  # where a table has no figure
+
+
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table for a terminal: the first `left` columns are flush left, the others flush right."""
+    return _table(header, rows, "plain", ["left" if i < left else "right" for i in range(len(header))])
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose source is aligned too, since a pager shows the source. Columns of numbers are flush right."""
+    rows = list(rows)
+    words = [i == 0 or not any(_is_numeric(row[i]) for row in rows) for i in range(len(header))]
+    return _table(header, rows, "pipe", ["left" if is_words else "right" for is_words in words])
+
+
+def compact_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table without padding, for README.md: no reader sees its source, and padding would double its size."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], style: str, align: Sequence[str]) -> str:
+    rows = list(rows)
+    # Cells are formatted already; tabulate would format a number anew. Without rows it knows no columns to align.
+    return tabulate(rows, list(header), tablefmt=style, colalign=list(align) if rows else None, disable_numparse=True)
+
+
+def _is_numeric(entry: str) -> bool:
+    return entry[:1].isdigit() or entry[:1] in ("−", NOTHING)
+
+
+def section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def environment(facts: dict[str, Any]) -> str:
+    """All known facts, a line each, in the order in which they were noted."""
+    known = [(name, fact(value)) for name, value in flat(facts).items() if value is not None]
+    return "```\n" + tabulate(known, tablefmt="plain", disable_numparse=True) + "\n```"
+
+
+def wrapped(words: str) -> str:
+    """Lines of at most 100 characters. The lines of a list item are indented."""
+    indent = "  " if words.startswith("- ") else ""
+    return textwrap.fill(words, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def fact(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def number(ms: float) -> str:
+    """About four digits: 131.70, 12.31, 1.234."""
+    return f"{ms:.1f}" if ms >= 1000 else f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}"
+
+
+def loss(nats: float) -> str:
+    return f"{nats:.5f}"
+
+
+def signed(value: float, digits: int = 5) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−")
+
+
+def interval_text(interval: Interval, digits: int = 3) -> str:
+    """1.000 (0.999 to 1.001), never −0.000."""
+    median, low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (interval.median, interval.low, interval.high))
+    return f"{median} ({low} to {high})".replace("-", "−")
+
+
+def label(overrides: dict[str, str], mode: str = "") -> str:
+    """ "eager, model.dropout=0.1"; "this configuration" without a mode and overrides."""
+    return ", ".join([*([mode] if mode else []), *(f"{k}={v}" for k, v in overrides.items())]) or "this configuration"
+
+
+def capital(words: str) -> str:
+    """With a capital letter, unless the first word is the name of a key."""
+    return words if "=" in words.partition(",")[0] else words[:1].upper() + words[1:]
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """GPU, versions and revision in one line. Other revisions that records are of are named with their counts."""
+    gpu = environment["gpu"]["name"] if environment["gpu"] else "CPU"
+    known = ("torch", "triton", "flash-attn", "liger-kernel", "quack-kernels", "apex")
+    versions = [f"{name} {environment['versions'][name]}" for name in known if name in environment["versions"]]
+    git = environment["git"]
+    revision = [f"git {git['revision'][:8]}"] if git else []
+    if git and git.get("others"):
+        counts = (f"{count} records of {other[:8]}" for other, count in git["others"].items())
+        revision = [f"{revision[0]} ({', '.join(counts)})"]
+    return ", ".join([gpu, *versions, *revision])

@@ -1,0 +1,223 @@
+"""How long calls take on the device: CUDA graphs over rotating inputs, with the contenders interleaved.
+
+On a GPU each contender is captured into a CUDA graph that calls it once on every set of inputs. The host's cost is then not
+timed, and no set of inputs is still in L2 when it is used again. Outputs stay alive until the capture ends, so they rotate too.
+Contenders run one after the other, in an order that is shuffled every round. A sample is the time of one call in one round.
+
+The place of a kernel's tensors in memory changes its time by up to 6 % at some widths. So a comparison can capture again for
+every round, with all outputs at other addresses. The intervals then hold for any place.
+
+Without a GPU a clock times the same calls. That is for trying the programs, not for numbers.
+"""
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from measure.statistics import LEAST_SAMPLES, paired_ratio, spread
+
+MOST_SETS = 512  # in a graph: below 0.5 MB a set, sets are not cold, and launches are what is timed
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    build: Callable[[], Sequence[Call]]  # one call for each set of inputs; whatever fails here is the contender's failure
+    before: Call | None = None  # run before each turn, untimed: restores inputs that the calls overwrite
+
+
+@dataclass
+class Outcome:
+    """The samples of a contender, one a round, or its error."""
+
+    us: list[float] = field(default_factory=list)  # microseconds a call
+    error: str | None = None
+
+    def record(self, ours: "Outcome | None") -> dict[str, Any]:
+        """Median and spread; `times_ours` is this time over ours of the same round, above 1 where ours is faster.
+
+        Its interval is `times_ours_95`; fewer rounds than LEAST_SAMPLES have none.
+        """
+        if self.error is not None:
+            return {"us": None, "error": self.error}
+        times = spread(self.us)
+        record: dict[str, Any] = {"us": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
+        if ours is not None and ours is not self and ours.us:
+            ratio = paired_ratio(self.us, ours.us)
+            record["times_ours"] = round(ratio.median, 4)
+            if len(ours.us) >= LEAST_SAMPLES:
+                record["times_ours_95"] = [round(ratio.low, 4), round(ratio.high, 4)]
+        return record
+
+
+def measure(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    *,
+    rounds: int = 25,
+    round_ms: float = 2.0,
+    move_outputs: bool = False,
+    seed: int = 0,
+) -> dict[str, Outcome]:
+    """Times the contenders against each other.
+
+    Args:
+        round_ms: a contender's turn lasts about this long, at least one pass over all sets of inputs.
+        move_outputs: put the outputs of all contenders elsewhere in memory for each round.
+        seed: of the order in which they take turns, and of the places in memory.
+    """
+    timer = _GraphTimer(device) if device.type == "cuda" else _ClockTimer()
+    outcomes = {contender.name: Outcome() for contender in contenders}
+    befores = {contender.name: contender.before for contender in contenders}
+    # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
+    held: dict[str, Sequence[Call]] = {}
+    passes: dict[str, Any] = {}
+    try:
+        for contender in contenders:
+            try:
+                held[contender.name], passes[contender.name] = _prepared(contender, timer)
+            except Exception as error:  # a library's failure is a result, not the end of the sweep
+                outcomes[contender.name].error = describe(error)
+        repeats = {
+            name: max(1, math.ceil(round_ms / max(timer.time_ms(prepared, 1), 1e-6))) for name, prepared in passes.items()
+        }
+        order, draw = list(passes), random.Random(seed)
+        for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
+            if move_outputs:
+                last = passes  # held until the new ones have memory, which is then another
+                with timer.elsewhere(draw.randrange(1, 64)):
+                    passes = {name: timer.prepare(held[name]) for name in order}
+                timer.release(last)
+            draw.shuffle(order)
+            for name in order:
+                if (before := befores[name]) is not None:
+                    before()
+                elapsed = timer.time_ms(passes[name], repeats[name])
+                if round_ >= 0:
+                    outcomes[name].us.append(1000 * elapsed / (repeats[name] * len(held[name])))
+    finally:
+        timer.release(passes)
+    return outcomes
+
+
+def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 15) -> float:
+    """GB/s (10^9 bytes, read plus written) of an elementwise copy of `gigabytes`: the better of two ways to write one."""
+    x = torch.randn(int(gigabytes * 1e9) // 2, device=device, dtype=torch.bfloat16)
+    y = torch.empty_like(x)
+    contenders = [
+        Contender("add", lambda: [lambda: torch.add(x, 1, out=y)]),
+        Contender("copy", lambda: [lambda: y.copy_(x)]),
+    ]
+    outcomes = measure(contenders, device, rounds=rounds, round_ms=5.0)
+    failures = [outcome.error for outcome in outcomes.values() if outcome.error]
+    if failures:
+        raise RuntimeError(f"the copy that all shares refer to failed: {failures[0]}")
+    best = min(sorted(outcome.us)[len(outcome.us) // 2] for outcome in outcomes.values())
+    return 2 * x.nbytes / best / 1000
+
+
+def rotating_sets(bytes_per_set: int, device: torch.device) -> int:
+    """The number of sets of inputs and outputs that fill L2 four times, so that no set is in L2 when it is used again."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+    return min(MOST_SETS, max(2, math.ceil(4 * l2 / bytes_per_set)))
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream that can be captured. Warm-ups run on it too, because autograd runs backward on the stream of forward."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees the CUDA graphs, tensors and autograd graphs of a cell before the next cell allocates."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def allocated_gb(device: torch.device) -> float:
+    """GiB of tensors on a GPU, 0 elsewhere."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _prepared(contender: Contender, timer: Any) -> tuple[Sequence[Call], Any]:
+    """A function of its own, so that after a failure nothing holds on to the contender's tensors."""
+    calls = contender.build()
+    for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
+        call()
+    return calls, timer.prepare(calls)
+
+
+class _GraphTimer:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
+
+    @contextmanager
+    def elsewhere(self, blocks: int) -> Iterator[None]:
+        """What is captured meanwhile gets new memory, behind so many blocks of 12 MiB that nobody uses."""
+        torch.cuda.empty_cache()
+        self._pool = None
+        # In small blocks, because a large one would leave the gap in which the outputs were before the last.
+        taken = [torch.empty(6 << 21, dtype=torch.uint8, device=self.device) for _ in range(blocks)]
+        yield
+        del taken
+
+    def prepare(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
+            outputs = [call() for call in calls]
+        del outputs
+        self._pool = self._pool or graph.pool()
+        graph.replay()
+        torch.cuda.synchronize(self.device)
+        return graph
+
+    def time_ms(self, graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def release(self, graphs: dict[str, torch.cuda.CUDAGraph]) -> None:
+        for graph in graphs.values():
+            graph.reset()
+        graphs.clear()
+
+
+class _ClockTimer:
+    @contextmanager
+    def elsewhere(self, blocks: int) -> Iterator[None]:
+        yield
+
+    def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:
+        return calls
+
+    def time_ms(self, calls: Sequence[Call], repeats: int) -> float:
+        began = time.perf_counter()
+        for _ in range(repeats):
+            for call in calls:
+                call()
+        return 1000 * (time.perf_counter() - began)
+
+    def release(self, prepared: dict[str, Sequence[Call]]) -> None:
+        prepared.clear()

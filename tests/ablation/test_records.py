@@ -1,0 +1,90 @@
+"""An ablation on disk: what is saved is what is loaded, and what is torn or older."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from ablation import records
+from measure.comparison import FUSED, TORCH
+from tests.ablation import results
+from training.attribution import GROUPS
+
+FILES = ["kernels.jsonl", "parity.jsonl", "report.json", "steps.jsonl"]
+
+
+@pytest.fixture
+def small():
+    return results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager"], seeds=2)
+
+
+def with_parity(found, **changed):
+    return dataclasses.replace(found, parity=[dataclasses.replace(found.parity[0], **changed)])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_what_is_saved_is_what_is_loaded_and_numbers_that_json_lacks_survive(tmp_path, kernels):
+    found = results.ablation(kernels=kernels)
+    parity = found.parity[0]
+    for losses in (parity.losses, parity.losses | {FUSED: [[float("inf")] * parity.steps] * len(parity.seeds)}):
+        found = with_parity(found, losses=losses)
+        records.save(found, tmp_path)
+        assert records.load(tmp_path) == found
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+
+
+def test_raw_files_have_a_line_for_each_step_and_the_report_has_none_of_them(tmp_path, small):
+    records.save(small, tmp_path)
+    (cell,), (parity,) = small.cells, small.parity
+    kernels, losses, steps = (lines(tmp_path / name) for name in FILES if name.endswith("jsonl"))
+    where = {"overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH}
+    assert steps[1] == where | {"block": 0, "turn": 0, "step": 1, "ms": cell.arms[TORCH].blocks_ms[0][1]}
+    assert len(steps) == sum(len(block) for arm in cell.arms.values() for block in arm.blocks_ms)
+    assert len(losses) == len(results.PARITY_ARMS) * 2 * parity.steps
+    line = next(one for one in losses if (one["arm"], one["seed"], one["step"]) == (FUSED, parity.seeds[1], 3))
+    for key, of in (
+        ("loss", parity.losses),
+        ("gradient_norm", parity.gradient_norms),
+        ("gradient_error", parity.gradient_errors),
+    ):
+        assert line[key] == of[FUSED][1][3]
+    assert "gradient_error" not in losses[0], "the reference is what errors are from"
+    assert {(line["arm"], line["group"]) for line in kernels} == {(arm, group) for arm in (TORCH, FUSED) for group in GROUPS}
+    kept = json.loads((tmp_path / "report.json").read_text())
+    assert kept["cells"][0]["arms"][TORCH].keys() >= {"step_ms", "block_steps"} and "positions" not in str(kept)
+    assert not {"blocks_ms", *records.PARITY_FIELDS} & {*kept["cells"][0]["arms"][TORCH], *kept["parity"][0]}
+    assert kept["parity"][0]["distances"]["loss"][0] == dataclasses.asdict(parity.distances["loss"][0])
+
+
+def test_records_of_before_gradients_and_turns_were_kept_are_still_read(tmp_path, small):
+    old = with_parity(small, gradient_norms={}, gradient_errors={}, distances={})
+    records.save(old, tmp_path)
+    kept = json.loads((tmp_path / "report.json").read_text())
+    del kept["parity"][0]["distances"]
+    (tmp_path / "report.json").write_text(json.dumps(kept))
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text(re.sub(r'"turn": \d+, ', "", steps.read_text()))
+    loaded = records.load(tmp_path)
+    assert loaded.parity == old.parity and all(arm.positions is None for arm in loaded.cells[0].arms.values())
+    records.save(loaded, tmp_path)
+    assert "turn" not in steps.read_text() and records.load(tmp_path) == loaded
+
+
+@pytest.mark.parametrize(
+    ("file", "tear"),
+    [
+        ("steps.jsonl", lambda text: text[: text.rstrip().rindex("\n") + 1]),
+        ("steps.jsonl", lambda text: text + text.splitlines()[-1] + "\n"),
+        ("parity.jsonl", lambda text: text.replace('"loss":', '"lost":', 1)),
+    ],
+)
+def test_torn_or_changed_raw_files_are_refused_by_folder(tmp_path, small, file, tear):
+    records.save(small, tmp_path)
+    (tmp_path / file).write_text(tear((tmp_path / file).read_text()))
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        records.load(tmp_path)

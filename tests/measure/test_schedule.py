@@ -1,0 +1,102 @@
+"""Who runs when, and what a comparison of the step times may claim."""
+
+import re
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from configs.schema import AblateConfig
+from measure import schedule
+from measure.comparison import AGAIN, ARMS, FUSED, TORCH, Comparison, compare_blocks, conclusion, is_different
+from measure.statistics import Interval
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("names", [ARMS, ("a", "b"), ("a", "b", "c", "d", "e")])
+def test_every_cycle_is_an_order_and_its_reverse_and_every_arm_has_every_place_equally_often(seed, names):
+    orders = [list(order) for order in schedule.block_orders(3 * len(names), seed, names)]
+    assert all(order == order[::-1] and sorted(order[: len(names)]) == sorted(names) for order in orders)
+    for place in range(2 * len(names)):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(names, 3)
+
+
+def test_the_order_depends_on_the_seed_alone_and_the_first_cycle_is_not_counted():
+    assert list(schedule.block_orders(20, 1)) == list(schedule.block_orders(20, 1)) != list(schedule.block_orders(20, 2))
+    cycles, ran = AblateConfig().cycles, []
+    blocks = schedule.run_blocks(lambda name, cycle: ran.append((cycle, name)) or [1.0], cycles, seed=3)
+    orders = [[name for at, name in ran if at == cycle] for cycle in range(cycles + 1)]
+    assert orders == [
+        list(order) for order in [*list(schedule.block_orders(cycles, 3))[-1:], *schedule.block_orders(cycles, 3)]
+    ]
+    assert {name: len(of) for name, of in blocks.items()} == dict.fromkeys(ARMS, 2 * cycles)
+    counted = [name for order in orders[1:] for name in order]
+    assert all([counted[at] for at in schedule.positions_of(name, cycles, 3)] == [name] * 2 * cycles for name in ARMS)
+
+
+def test_any_two_arms_are_in_any_two_places_equally_often():
+    orders = schedule.memory_orders(12, seed=1, arms=3)
+    for first, second in combinations(range(3), 2):
+        pairs = Counter((order[first], order[second]) for order in orders)
+        assert len(pairs) == 6 and set(pairs.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("warm_ms", "steps"),
+    [
+        ([[900, 5.0, 5.5], [6.0, 5.0, 4.9], [30_000, 4.0, 4.0]], 50),  # compilation is no step time
+        ([[9, 4.9], [6, 4.9], [9, 8.1]], 31),  # of the slowest arm: 250 / 8.1, rounded up
+        ([[60, 61]] * 3, 5),
+        ([[1.5]] * 3, 100),
+    ],
+)
+def test_a_block_lasts_a_quarter_of_a_second_between_5_and_100_steps(warm_ms, steps):
+    assert schedule.block_length(warm_ms) == steps
+
+
+def test_drift_through_a_cycle_cancels_and_one_slow_step_moves_nothing():
+    order = list(next(iter(schedule.block_orders(1, seed=3))))  # each block is 1 ms slower than the one before it
+    blocks = {name: [[10.0 + at] * 3 for at, who in enumerate(order) if who == name] for name in ARMS}
+    assert all(compare_blocks(blocks[TORCH], blocks[name]).difference_ms.median == 0 for name in (AGAIN, FUSED))
+    found = compare_blocks([[10, 10, 10], [10, 10, 10]], [[8, 8, 500], [8, 8, 8]])
+    assert found.speedup.median == 1.25 and found.difference_ms.median == -2
+
+
+def test_a_real_difference_is_found_and_equal_arms_are_seldom_called_different():
+    """Steps of 10 ms that vary by 5 %: of 200 ablations at the default number of cycles, few claim a difference."""
+    draw, claims = np.random.default_rng(0), 0
+    for _ in range(200):
+        torch, again, fused = draw.normal(10, 0.5, (3, 2 * AblateConfig().cycles, 5)).tolist()
+        claims += is_different(compare_blocks(torch, fused), compare_blocks(torch, again))
+    assert claims <= 10
+    torch, again, fused = (draw.normal(ms, 0.1, (20, 5)).tolist() for ms in (10, 10, 9))
+    found = compare_blocks(torch, fused)
+    assert is_different(found, compare_blocks(torch, again)) and found.speedup.median == pytest.approx(10 / 9, abs=0.01)
+
+
+def comparison(low, median, high):
+    return Comparison(Interval(0.0, 0.0, 0.0), Interval(median, low, high))
+
+
+CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
+
+
+@pytest.mark.parametrize(
+    ("fused", "control", "said"),
+    [
+        (comparison(1.19, 1.20, 1.21), CONTROL, r"^fused norms 1.200 × \(95 % 1.190 to 1.210\) as fast as PyTorch's; A/A"),
+        (comparison(0.94, 0.95, 0.96), CONTROL, "^fused norms 0.950 × .* as fast as PyTorch's, that is slower; A/A"),
+        (comparison(0.99, 1.05, 1.11), CONTROL, "no difference found: fused norms 1.050 × .*, and its interval contains 1"),
+        (comparison(1.00, 1.05, 1.11), CONTROL, "no difference found"),
+        (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found: .*, and A/A shows as much"),
+        (comparison(0.997, 0.9985, 0.9995), CONTROL, "no difference found: .*, and A/A shows as much"),
+        (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found: .* leaves out 1: intervals here"),
+        (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused norms 1.150 .* leaves out 1: intervals here"),
+        (NAN, CONTROL, "no conclusion"),
+        (comparison(1.19, 1.20, 1.21), NAN, "no difference found"),
+    ],
+)
+def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, control, said):
+    assert re.search(said, conclusion(fused, control))
+    assert is_different(fused, control) == said.startswith("^fused norms")

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with timing.side_stream(device), progress(len(options.case) * len(DIRECTIONS), "host") as bar:
         for case in (CASES[name] for name in options.case):
             torch._dynamo.reset()
-            functions = functions_of(case, setting, names)
+            functions = functions_of(case, setting, names, WIDTH)
             if "ours" in functions:
                 functions["ours-compiled"] = ours_compiled(case, setting)
             (inputs,) = make_inputs(case, setting, ROWS, WIDTH, 1, device)

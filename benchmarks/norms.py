@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             show_current(bar, str(shape))
             torch._dynamo.reset()
-            functions = functions_of(shape.case, shape.setting, names)
+            functions = functions_of(shape.case, shape.setting, names, shape.width)
             for records in measure_shape(shape, directions, functions, device, options.rounds, copy_gb_per_s):
                 results.add(records)
                 failures += [record for record in records if record.get("error")]
@@ -174,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def lacks(results: Results, shape: Shape, direction: str, names: Sequence[str], options: argparse.Namespace) -> bool:
     cell = cell_of(shape, direction)
     moved = [TRAFFIC] if options.device == "cuda" else []
-    return not all(results.has(**cell, provider=name) for name in [*functions_of(shape.case, shape.setting, names), *moved])
+    return not all(
+        results.has(**cell, provider=name) for name in [*functions_of(shape.case, shape.setting, names, shape.width), *moved]
+    )
 
 
 def show(file: dict[str, Any], options: argparse.Namespace, folder: Path) -> None:

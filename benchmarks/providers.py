@@ -189,6 +189,7 @@ class Provider:
     module: str | None = None  # what has to be importable
     package: str | None = None  # what carries its version
     overwrites_dy: tuple[str, ...] = ()  # cases whose backward stores dx over dy
+    widest: int | None = None  # columns that it is measured at
 
 
 PROVIDERS = {
@@ -197,7 +198,8 @@ PROVIDERS = {
     "before": Provider(before, BEFORE, BEFORE),
     "torch": Provider(plain_torch),
     "compile": Provider(torch_compile),
-    "flash-attn": Provider(flash_attn, "flash_attn.ops.triton.layer_norm", "flash-attn"),
+    # Above this width, its autotuning compiles variants of one warp for minutes each.
+    "flash-attn": Provider(flash_attn, "flash_attn.ops.triton.layer_norm", "flash-attn", widest=8192),
     "liger-kernel": Provider(liger, "liger_kernel.ops.rms_norm", "liger-kernel", overwrites_dy=("rms",)),
     "quack-kernels": Provider(quack, "quack.rmsnorm", "quack-kernels"),
     "apex": Provider(apex, "apex.normalization.fused_layer_norm", "apex"),
@@ -207,8 +209,9 @@ PEERS = ("compile", "flash-attn", "liger-kernel", "quack-kernels")  # who may be
 TRAFFIC = "traffic"  # beside them in norms: a kernel that moves the same tensors and computes nothing
 
 
-def functions_of(case: Case, setting: Setting, names: Sequence[str]) -> dict[str, Function]:
-    made = {name: PROVIDERS[name].make(case, setting) for name in names}
+def functions_of(case: Case, setting: Setting, names: Sequence[str], width: int) -> dict[str, Function]:
+    """Those of the named providers that offer the case and are measured at this width."""
+    made = {name: PROVIDERS[name].make(case, setting) for name in names if width <= (PROVIDERS[name].widest or width)}
     return {name: function for name, function in made.items() if function is not None}
 
 
@@ -306,8 +309,8 @@ def compile_in_processes(
     shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int, before: Path | None
 ) -> None:
     """Compiles in parallel. A failure is printed, and occurs again where it is measured. `before` is that provider's folder."""
-    jobs = [(shape, name) for shape in shapes for name in names if PROVIDERS[name].make(shape.case, shape.setting)]
-    # flash-attn tries tiles that take minutes to compile for the widest rows: those go first, so that no process ends with one.
+    jobs = [(shape, name) for shape in shapes for name in functions_of(shape.case, shape.setting, names, shape.width)]
+    # flash-attn tries tiles that take long to compile for its widest rows: those go first, so that no process ends with one.
     jobs.sort(key=lambda job: (job[1] != "flash-attn", -job[0].width))
     with (
         pool(processes, before) as executor,

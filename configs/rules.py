@@ -3,9 +3,9 @@
 `check` is a pure function of a config and a `Machine`; each message names the keys, what was given and what to change.
 """
 
-import math
 import os
 from collections.abc import Iterator, Sequence
+from math import inf
 from operator import attrgetter
 
 from configs import keys
@@ -127,49 +127,10 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    """Bounds of single numbers."""
-
-    def bound(
-        key: str, low: float, high: float = math.inf, *, open_low: bool = False, closed_high: bool = False
-    ) -> Iterator[str]:
-        section, _, leaf = key.rpartition(".")
-        value = getattr(getattr(cfg, section) if section else cfg, leaf)
-        if value is None:
-            return
-        above = value > low if open_low else value >= low
-        below = value <= high if closed_high else value < high
-        if not (above and below):  # NaN and inf fail here too
-            text = f"in {'(' if open_low else '['}{low:g}, {high:g}{']' if closed_high else ')'}"
-            if high == math.inf:
-                text = f"{'more than' if open_low else 'at least'} {low:g}" + (
-                    " and finite" if isinstance(value, float) else ""
-                )
-            yield f"{key}={value}: must be {text}."
-
-    for key in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size"):
-        yield from bound(f"model.{key}", 1)
-    for key in ("dropout", "attention_dropout", "drop_path"):
-        yield from bound(f"model.{key}", 0, 1)
-    for key in ("optim.beta1", "optim.beta2"):
-        yield from bound(key, 0, 1)
-    for key in ("optim.lr", "optim.eps", "norm.eps", "model.rotary_base"):
-        yield from bound(key, 0, open_low=True)
-    for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm"):
-        yield from bound(key, 0)
-    for key in ("eval.every", "checkpoint.every", "checkpoint.minutes", "sample.tokens", "sample.temperature"):
-        yield from bound(key, 0)
-    for key in ("train.steps", "train.batch_size", "train.accumulation", "eval.batches", "logging.every", "sample.top_k"):
-        yield from bound(key, 1)
-    for key in ("data.max_documents", "data.processes", "checkpoint.keep"):
-        yield from bound(key, 1)
-    for key in ("ablate.block_steps", "ablate.warmup_steps", "ablate.parity_steps"):
-        yield from bound(key, 1)
-    yield from bound("ablate.cycles", 6)  # below, a bootstrap's 95 % interval misses the truth one time in ten and more
-    yield from bound("ablate.parity_seeds", 0)
-    if not 0 <= cfg.seed < 2**63:
-        yield f"seed={cfg.seed}: must be at least 0 and less than 2**63."
-    yield from bound("data.val_fraction", 0, 1, open_low=True)
-    yield from bound("optim.decay_fraction", 0, 1, open_low=True, closed_high=True)
+    """Ranges of single numbers, as the schema has them."""
+    for key in keys.schema().values():
+        if message := key.refused(attrgetter(key.name)(cfg)):
+            yield message
 
 
 def _model(cfg: Config) -> Iterator[str]:
@@ -253,7 +214,7 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
             f"arrive. Use optim.warmup_steps=null for a twentieth of the steps, or more steps."
         )
-    if optim.schedule is not Schedule.constant and 0 < optim.lr < (optim.min_lr or 0) < math.inf:
+    if optim.schedule is not Schedule.constant and 0 < optim.lr < (optim.min_lr or 0) < inf:
         yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr=null for a tenth of it."
     if cfg.logging.without_key is WandbMode.online:
         yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."

@@ -37,8 +37,11 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 
 def compose_only(overrides: Sequence[str]) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
+    sections = {"hydra", *keys.groups(), *(key.partition(".")[0] for key in keys.schema())}
     for override in parse(overrides):
         name, option = override.key_or_group, override.value()
+        if re.split("[./]", name)[0] not in sections:  # Hydra's error would have the section alone, without the key
+            raise keys.unknown_key(name)
         option = getattr(option, "text", option)  # of a quoted string
         if name in keys.groups() and option not in keys.groups()[name]:
             more = f" Several options make several runs: -m {name}=A,B." if isinstance(option, list) else ""

@@ -3,22 +3,7 @@
 import random
 
 LETTERS = [*"aio", "—", "!", "日本", "42"]
-WORDS = [
-    *LETTERS,
-    "the",
-    "king",
-    "queen",
-    "night",
-    "morning",
-    "forest",
-    "sea",
-    "walks",
-    "sings",
-    "sleeps",
-    "über",
-    "naïve",
-    "don't",
-]
+WORDS = [*LETTERS, *"the king queen night morning forest sea walks sings sleeps über naïve don't".split()]
 
 
 def text_of(seed: int, words: int) -> str:

@@ -29,12 +29,16 @@ class GPT(nn.Module):
         vocab_size: the tokenizer's; model.vocab_size may enlarge it.
 
     Raises:
-        ValueError: options that do not fit together, by name.
+        ValueError: model.vocab_size is smaller than the tokenizer's vocabulary. configs.rules checks the other options.
     """
 
     def __init__(self, cfg: ModelConfig, norm: NormConfig, vocab_size: int) -> None:
         super().__init__()
-        check(cfg, vocab_size)
+        if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
+            raise ValueError(
+                f"model.vocab_size is {cfg.vocab_size}, less than the tokenizer's {vocab_size}. "
+                f"Use {vocab_size} or more, or null to take it from the tokenizer."
+            )
         self.cfg, self.norm, self.tokenizer_vocab_size = cfg, norm, vocab_size
         # A multiple of 64 keeps the largest matrix product of a small model on the fast tensor-core path.
         self.vocab_size = cfg.vocab_size or -(-vocab_size // 64) * 64
@@ -208,25 +212,3 @@ class GPT(nn.Module):
                 f"GPT: seeds has shape {tuple(seeds.shape)} and dtype {seeds.dtype}, "
                 f"expected int64 of shape ({self.dropout_sites},): one for each norm site (model.dropout_sites)"
             )
-
-
-def check(cfg: ModelConfig, vocab_size: int) -> None:
-    """Raises ValueError, by key, for options that do not fit together."""
-    if cfg.width % cfg.heads:
-        raise ValueError(f"model.width must be a multiple of model.heads, got {cfg.width} and {cfg.heads}")
-    if cfg.heads % (cfg.kv_heads or cfg.heads):
-        raise ValueError(f"model.heads must be a multiple of model.kv_heads, got {cfg.heads} and {cfg.kv_heads}")
-    if cfg.positions == Positions.rotary and cfg.width // cfg.heads % 2:
-        raise ValueError(
-            "model.positions=rotary turns pairs of features: model.width / model.heads must be even, "
-            f"got {cfg.width // cfg.heads}"
-        )
-    if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {cfg.vocab_size}, less than the tokenizer's {vocab_size}. "
-            f"Use {vocab_size} or more, or null to take it from the tokenizer."
-        )
-    for key in ("dropout", "attention_dropout", "drop_path"):
-        p = getattr(cfg, key)
-        if p is not None and not 0 <= p < 1:
-            raise ValueError(f"model.{key} must be in [0, 1), got {p}")

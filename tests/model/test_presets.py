@@ -10,7 +10,6 @@ from configs.schema import Config
 from model import GPT
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
-PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 GPT2_VOCABULARY = 50257
 
 
@@ -48,9 +47,3 @@ def test_llama_is_llama_style():
 def test_tiny_is_the_default():
     assert load("tiny").model == Config().model
     assert 1.0e6 < on_meta(load("tiny"), 2048).parameter_count() < 1.1e6
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_begin_with_their_command(preset):
-    lines = (FOLDER / f"{preset}.yaml").read_text().splitlines()
-    assert lines[lines[0].startswith("# @package")].startswith("# python train.py ")

@@ -44,7 +44,7 @@ def check(arguments: Sequence[str]) -> None:
             elif sweep and (Path(cfg.resume) / "checkpoints").is_dir():  # the config is that of the resumed run
                 if (run := Path(cfg.resume).resolve()) in resumed:
                     raise ConfigError(
-                        f"resume={cfg.resume}: several runs of this sweep would go on in that folder. Resume its checkpoint "
+                        f"resume={cfg.resume}: several jobs of this sweep would go on in that folder. Resume its checkpoint "
                         f"instead; each run then has its own folder: {compose.as_typed('resume', Path(cfg.resume) / 'last')}."
                     )
                 resumed.add(run)
@@ -102,17 +102,15 @@ def register_resolvers(arguments: Sequence[str] = (), started: str | None = None
     """
     when, swept = started or now(), _swept(arguments)
 
-    def run_folder(*, _root_: Any) -> str:
-        return _chosen(_root_) or f"runs/{when}_{run_name(_root_)}"
+    def folder(kind: str, *, _root_: Any) -> str:
+        if kind == "job":
+            return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
+        if _root_.folder:
+            return str(machine.expanded(_root_.folder))
+        return f"runs/{when}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
 
-    def sweep_folder(*, _root_: Any) -> str:
-        return _chosen(_root_) or f"runs/{when}_sweep"
-
-    def job_folder(*, _root_: Any) -> str:
-        return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
-
-    for resolver in (run_folder, sweep_folder, job_folder, describe_keys):
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    OmegaConf.register_new_resolver("folder", folder, replace=True)
+    OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
 
 
 def now() -> str:
@@ -155,10 +153,6 @@ def job_name(number: int, overrides: Sequence[str], swept: set[str]) -> str:
 def _safe(name: str) -> str:
     """A name that a file may have and that resume= takes without quotes."""
     return re.sub(r"[^\w.+-]+", "-", name)[:120]
-
-
-def _chosen(config: DictConfig) -> str | None:
-    return str(machine.expanded(config.folder)) if config.folder else None
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], bool]:

@@ -119,18 +119,13 @@ def _nearest(name: str) -> str | None:
     section, _, leaf = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in _siblings(section)}
     choices = {choice: f"{key}={choice}" for key in siblings.values() for choice in schema()[key].choices}
-    same = [key for key in schema() if key.rpartition(".")[2] == leaf]
     leaves = {key.rpartition(".")[2]: key for key in schema()}
-    if near := get_close_matches(leaf, siblings, n=1):
-        return siblings[near[0]]
-    if near := get_close_matches(leaf, choices, n=1, cutoff=0.7):  # norm.fusd: a value in place of a key
-        return choices[near[0]]
-    if same:
-        return " or ".join(same)
-    if near := get_close_matches(name, [*schema(), *groups()], n=1):
-        return near[0]
-    near = get_close_matches(leaf, leaves, n=1, cutoff=0.7)
-    return leaves[near[0]] if near else None
+    anywhere = {key: key for key in [*schema(), *groups()]}
+    # norm.fusd is a choice in place of a key
+    for word, among, cutoff in ((leaf, siblings, 0.6), (leaf, choices, 0.7), (leaf, leaves, 1), (name, anywhere, 0.6)):
+        if near := get_close_matches(word, among, n=1, cutoff=cutoff):
+            return among[near[0]]
+    return None
 
 
 def _walk(cls: typing.Any, prefix: str = "") -> Iterator[Key]:

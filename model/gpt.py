@@ -20,8 +20,8 @@ COLDEST = 1e-30  # a lower temperature would sample the same, and logits divided
 class GPT(nn.Module):
     """A decoder-only transformer with the options of ModelConfig; NormConfig picks the operator at its norm sites.
 
-    Two models that differ only in `norm` have the same parameter names and shapes (RMSNorm lacks the biases of LayerNorm) and
-    the same initial values for the same torch seed.
+    Two models that differ only in `norm` have the same parameter names and shapes, and the same initial values for the same
+    torch seed. RMSNorm has no biases.
 
     Args:
         cfg: sizes and options.
@@ -61,8 +61,8 @@ class GPT(nn.Module):
 
         self.sites_per_block = Block.sites
         self.dropout_sites = cfg.layers * Block.sites + 1  # and the final norm
-        self.recompute = False  # train.recompute: blocks keep their inputs alone for backward, and are computed again in it
-        self.compile_loss = False  # train.compile_loss: where the model runs eager, its loss runs compiled
+        self.recompute = False  # train.recompute: backward computes each block again from its inputs
+        self.compile_loss = False  # train.compile_loss: torch.compile for the loss of an eager model
         self.initialize()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, seeds: Tensor | None = None) -> Tensor:
@@ -71,8 +71,8 @@ class GPT(nn.Module):
         Args:
             tokens: [B, T] int64, T ≤ model.context.
             targets: [B, T] int64, the token that follows each; -100 where there is none to predict.
-            seeds: [dropout_sites] int64 on the device of tokens: one seed of dropout masks a norm site. None: drawn from
-                torch's generator for that device, if the model is in training mode and has masks to draw. Unused in evaluation.
+            seeds: [dropout_sites] int64 on the device of tokens, one seed of dropout masks per norm site. None: in training,
+                torch's generator for that device draws them if they are needed.
 
         Returns:
             [B, T, vocab_size] in the dtype of the head's product (autocast's where it is on), or a scalar in fp32.
@@ -88,7 +88,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             inputs = (x, x1, residual, rotary, site_seeds[layer * self.sites_per_block :])
             if self.recompute and self.training:
-                # the same masks: those with seeds by their seeds, torch's own by the generator's state, which is put back
+                # the same masks come from the same seeds, or from the state of torch's generator, which checkpoint restores
                 x, x1, residual = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x, x1, residual = block(*inputs)
@@ -105,14 +105,14 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
         if self.cfg.residual_dtype == ResidualDtype.compute:
-            x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32, and the stream starts in the dtype of x
+            x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32
         return x
 
     @torch.no_grad()
     def initialize(self) -> None:
         """GPT-2's initialisation: normal(0, 0.02), and 1/√(2·layers) of it for the projections that feed the residual stream.
 
-        Norms have ones and zeros from construction and draw nothing, so the draws are the same for every norm.
+        Norms start with ones and zeros and draw nothing, so that the draws are the same for every norm.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -155,7 +155,7 @@ class GPT(nn.Module):
         try:
             for _ in range(new_tokens):
                 logits = self(tokens[:, -self.cfg.context :])[:, -1].float()
-                logits = logits[:, : self.tokenizer_vocab_size]  # the rest is padding, which the tokenizer cannot decode
+                logits = logits[:, : self.tokenizer_vocab_size]  # the rest is padding without a token
                 if temperature == 0:
                     token = logits.argmax(dim=-1, keepdim=True)
                 else:

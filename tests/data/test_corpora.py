@@ -1,7 +1,6 @@
 import json
 import os
 import re
-import threading
 
 import datasets
 import numpy as np
@@ -88,18 +87,13 @@ def test_tokens_decode_to_the_documents_and_are_mapped(text_config, notes, proce
     assert corpus.tokenizer.vocab_size <= 300 and corpus.name == "notes"
     for split in (corpus.train, corpus.val):
         assert isinstance(split.tokens, np.memmap) and split.tokens.dtype == np.uint16 and not split.tokens.flags.writeable
-
-
-@pytest.mark.parametrize("tokenizer", [BPE, CHAR], ids=["bpe", "char"])
-def test_bytes_are_those_of_the_decoded_tokens(text_config, tokenizer):
-    corpus = load(text_config, tokenizer)
-    for split in (corpus.train, corpus.val):
         assert split.bytes == len(corpus.tokenizer.decode(split.tokens.tolist()).encode())
         assert split.bytes_per_token == split.bytes / len(split.tokens)
 
 
 def test_characters_join_documents_with_a_newline(text_config, notes):
     corpus = load(text_config, CHAR)
+    assert corpus.val.bytes == len(corpus.tokenizer.decode(corpus.val.tokens.tolist()).encode())
     text = corpus.tokenizer.decode(corpus.train.tokens.tolist())
     inside = [path.read_text() for path in notes.iterdir() if path.read_text() + "\n" in text]
     assert sum(len(document) + 1 for document in inside) == len(text) == len(corpus.train.tokens)
@@ -152,25 +146,16 @@ def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_c
 # ---- the cache ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_load_makes_nothing_even_if_the_files_have_moved(text_config, notes, no_build):
+def test_the_second_load_makes_nothing_even_if_the_files_have_moved(text_config, notes, no_build, tmp_path):
     first = load(text_config)
+    [folder] = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "train.bin", "val.bin", "corpus.json"}
     text_config.files = [f"{notes.rename(notes.parent / 'moved')}/*.txt"]
     no_build()
     second = load(text_config)
     assert (first.train.tokens == second.train.tokens).all()
     assert first.train.documents == second.train.documents and first.identity == second.identity
     assert first.tokenizer.encode("the king") == second.tokenizer.encode("the king")
-
-
-def test_two_caches_of_one_corpus_have_the_same_bytes(text_config, tmp_path):
-    files = []
-    for cache in ("one", "two"):
-        text_config.cache_dir = str(tmp_path / cache)
-        load(text_config)
-        [folder] = [path for path in (tmp_path / cache).iterdir() if path.is_dir()]
-        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert files[0] == files[1]
-    assert set(files[0]) == {"tokenizer.json", "train.bin", "val.bin", "corpus.json"}  # nothing temporary
 
 
 def test_a_changed_file_makes_the_corpus_anew_even_with_its_old_time(text_config, notes):
@@ -196,17 +181,6 @@ def test_settings_that_change_tokens_have_caches_of_their_own(text_config, tmp_p
     folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     facts = [json.loads((folder / "corpus.json").read_text()) for folder in folders]
     assert sorted(fact["settings"]["tokenizer"] for fact in facts) == ["bpe", "bpe", "bpe", "char"]
-
-
-def test_processes_that_load_at_once_get_the_same_corpus(text_config):
-    corpora = []
-    threads = [threading.Thread(target=lambda: corpora.append(load(text_config))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(corpora) == 4
-    assert len({corpus.train.tokens.tobytes() for corpus in corpora}) == 1
 
 
 def test_a_damaged_cache_is_noticed(text_config, tmp_path):
@@ -244,14 +218,11 @@ def test_null_and_empty_rows_are_no_documents_and_max_documents_bounds_what_a_st
 
 
 def test_rows_that_are_lines_become_articles(hub_config):
-    lines = [
-        line
-        for i in range(6)
-        for line in (f" = Title {i} = \n", "", f" {text_of(i, 30)[:100]} \n".replace("\n", " "), " = = Part = = \n")
-    ]
+    lines = [line for i in range(6) for line in ("", f" = Title {i} = \n", "", " text , " * 20, " = = Part = = \n")]
     train, val = decoded(load(hub_config("parquet", {"text": lines}, document_start="^ = [^=].* = $")))
+    # blank lines before the first title belong to the first article
     assert len(train + val) == 6
-    assert all(re.match(r" = Title \d = \n\n .* \n = = Part = = \n$", article) for article in train + val)
+    assert all(re.match(r"\n? = Title \d = \n\n( text , )+\n = = Part = = \n\n?$", article) for article in train + val)
 
 
 def test_a_changed_local_data_set_makes_the_corpus_anew(hub_config, no_build):

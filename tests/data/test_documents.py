@@ -1,5 +1,4 @@
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig, Source
-from data.documents import PIECE, cut, find_documents, fingerprint, join_lines, read_pieces
+from data.documents import PIECE, cut, find_documents, fingerprint, read_pieces
 from data.tokenizer import train_bpe
 from tests.data.texts import text_of
 
@@ -124,9 +123,3 @@ def test_small_files_are_known_by_content_and_large_ones_by_time(notes, monkeypa
     before = fingerprint([moved])
     os.utime(moved, ns=(0, moved.stat().st_mtime_ns + 1))
     assert fingerprint([moved]) != before
-
-
-def test_lines_are_joined_into_articles():
-    lines = ["", " = One = \n", "", " text , text \n", " = = Section = = \n", " more \n", " = Two = \n", " text \n"]
-    articles = ["".join(article) for article in join_lines(lines, re.compile("^ = [^=].* = $"))]
-    assert articles == ["\n = One = \n\n text , text \n = = Section = = \n more \n", " = Two = \n text \n"]

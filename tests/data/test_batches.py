@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -44,14 +45,12 @@ def test_an_epoch_visits_each_window_once_and_leaves_out_less_than_two_contexts(
 
 def test_epochs_and_seeds_differ_in_order_and_in_offset():
     orders, offsets = set(), set()
-    for seed in range(5):
+    for seed, epoch in itertools.product(range(5), range(5)):
         batches = Batches(numbered(1000), context=10, batch_size=1, seed=seed)
-        for epoch in range(5):
-            visited = starts(batches, range(epoch * batches.windows, (epoch + 1) * batches.windows))
-            offsets.add(min(visited))
-            orders.add(tuple((start - min(visited)) // 10 for start in visited))
-    assert len(orders) == 25
-    assert len(offsets) > 5 and offsets <= set(range(10))
+        visited = starts(batches, range(epoch * batches.windows, (epoch + 1) * batches.windows))
+        offsets.add(min(visited))
+        orders.add(tuple(start // 10 for start in visited))
+    assert len(orders) == 25 and len(offsets) > 5 and offsets <= set(range(10))
 
 
 def test_batches_stay_the_same_from_version_to_version_and_leave_the_global_generators_alone():

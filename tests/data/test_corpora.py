@@ -35,11 +35,9 @@ def hub_config(tmp_path):
         splits = datasets.DatasetDict({name: datasets.Dataset.from_dict(of) for name, of in given.items()})
         if format == "save_to_disk":
             splits.save_to_disk(folder)
-        for name, split in splits.items():
-            if format == "parquet":
-                split.to_parquet(folder / f"{name}-00000-of-00001.parquet")
-            if format == "jsonl":
-                split.to_json(folder / f"{name}.jsonl")
+        else:
+            for name, split in splits.items():
+                getattr(split, f"to_{format}")(folder / f"{name}.{format}")
         config = DataConfig(name="hub", source=Source.hub, path=str(folder), val_fraction=0.2, cache_dir=f"{tmp_path}/cache")
         return changed(config, settings)
 
@@ -194,7 +192,7 @@ def test_a_damaged_cache_is_noticed(text_config, tmp_path):
 # ---- data sets as on the Hub -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("format", "streaming"), [("parquet", False), ("jsonl", True)])
+@pytest.mark.parametrize(("format", "streaming"), [("parquet", False), ("json", True)])
 def test_a_split_of_its_own_is_the_validation_split(hub_config, format, streaming):
     config = hub_config(format, {"text": TEXTS[:30]}, {"text": TEXTS[30:]}, val_split="validation", streaming=streaming)
     assert decoded(load(config)) == [TEXTS[:30], TEXTS[30:]]
@@ -226,8 +224,8 @@ def test_rows_that_are_lines_become_articles(hub_config):
 
 
 def test_a_changed_local_data_set_makes_the_corpus_anew(hub_config, no_build):
-    first = load(hub_config("jsonl", {"text": TEXTS[:20]}))
-    config = hub_config("jsonl", {"text": TEXTS[:30]})
+    first = load(hub_config("json", {"text": TEXTS[:20]}))
+    config = hub_config("json", {"text": TEXTS[:30]})
     assert load(config).train.documents > first.train.documents
     no_build()
     load(config)
@@ -262,7 +260,7 @@ def test_the_revision_is_what_is_asked_of_the_hub(text_config, monkeypatch):
     ],
 )
 def test_what_the_data_set_lacks_is_named(hub_config, settings, message, streaming):
-    config = hub_config("jsonl", {"id": list(range(40)), "text": TEXTS}, streaming=streaming, **settings)
+    config = hub_config("json", {"id": list(range(40)), "text": TEXTS}, streaming=streaming, **settings)
     with pytest.raises(FileNotFoundError if "path" in settings else ValueError, match=message):
         load(config)
 

@@ -73,9 +73,11 @@ def test_dropout_is_at_every_site_and_drop_path_rises_linearly_over_the_sublayer
 def test_each_site_uses_its_own_seed(build, batch, impl):
     model = build(dropout=0.5, attention_dropout=0.0, norm_impl=impl, norm_dropout_masks="shared")
     seeds = torch.zeros(model.dropout_sites, dtype=torch.int64)
+    assert model(*batch, seeds=seeds).item() == model(*batch, seeds=seeds).item()
     losses = {model(*batch, seeds=seeds).item()}
     for site in range(model.dropout_sites):
         changed = seeds.clone()
         changed[site] = 1
         losses.add(model(*batch, seeds=changed).item())
     assert len(losses) == model.dropout_sites + 1
+    assert model.eval()(*batch, seeds=seeds).item() == model(*batch).item()

@@ -35,7 +35,7 @@ def main() -> None:
     tokens = torch.randint(config.vocab_size, (8, 1024) if gpu else (2, 32), device=device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
-    # Weights and stream in bf16, as Llamas are fine-tuned. transformers rounds x̂ before the weight too, the fused norm does not.
+    # Weights and stream in bf16, as Llamas are fine-tuned. transformers also rounds x̂ before the weight.
     model = LlamaForCausalLM(config).to(device, torch.bfloat16)
 
     fused = copy.deepcopy(model)

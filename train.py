@@ -226,7 +226,7 @@ def job(composed: DictConfig, world: World) -> int:
     os.chdir(context.runtime.cwd)  # also with hydra.job.chdir=true: paths on the command line and in hints are from there
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
-        cfg = configs.typed(composed)
+        cfg = configs.from_dict(composed)
         chosen = command_line.chooses_folder(cfg, context.overrides.hydra)
         world.highest(0)  # on every rank Hydra has made the folder
         origin = world.first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))

@@ -1,16 +1,16 @@
 """Typed configuration: `load` composes overrides into a checked `Config`, as `python train.py <overrides>` does.
 
-schema        every key, its type, default, unit and meaning
-*.yaml        what differs from those defaults, by group
-keys          names: which exist, which is nearest, what each accepts
-compose       Hydra composition, and the way from its result to `Config`
-rules         checks that span several keys
+schema        every key: its type, default, meaning and range
+*.yaml        values that differ from those defaults, by group
+keys          which names exist, which name is nearest to a wrong one, what each key accepts
+compose       composition by Hydra, and conversion to `Config` and back
+rules         checks of numbers, of several keys together, and against the machine
 machine       what the rules need to know about this machine
-command_line  every job of a command, checked before Hydra starts the first
+command_line  check of every run of a command before Hydra starts the first; names of run folders
 """
 
-from configs.compose import compose_only, from_dict, load, parse, to_dict, to_yaml, typed
+from configs.compose import compose_only, from_dict, load, parse, to_dict, to_yaml
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "load", "parse", "to_dict", "to_yaml", "typed"]
+__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "load", "parse", "to_dict", "to_yaml"]

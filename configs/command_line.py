@@ -1,75 +1,76 @@
-"""The command line of train.py, checked whole before Hydra starts: every job of a sweep, so that none fails after the first."""
+"""The command line of train.py. `check` checks every run of a command before Hydra starts the first."""
 
+import argparse
 import itertools
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from hydra._internal.utils import get_args_parser  # the parser of @hydra.main; there is no public name for it
-from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import Override, ValueType
+from omegaconf import DictConfig, OmegaConf
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
-from configs.schema import Config, DataConfig, Source
+from configs.schema import Config
 
-EXIT_CODE = 2  # of an error in the configuration, as of argparse
-HYDRAS_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # keys of Hydra's that name a folder, as `folder` does
-MOST_JOBS_CHECKED = 64  # composing takes 0.1 s a job; what a larger sweep gets wrong, it almost surely gets wrong here
+EXIT_CODE = 2  # of an error in the configuration, as in argparse
+HYDRAS_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # Hydra's own keys for the folder of a run
+# Options of Hydra with which there is no run, or a configuration from elsewhere.
+NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion"}
+NO_RUN |= {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "--experimental-rerun"}
+MOST_RUNS_CHECKED = 64  # of a sweep: composing one takes 0.1 s
 
 
 def check(arguments: Sequence[str]) -> None:
-    """Returns if every job that `arguments` ask for can start; otherwise says why and ends the process with EXIT_CODE."""
-    args, unknown = get_args_parser().parse_known_args(arguments)
-    if args.help or args.hydra_help or args.info or args.shell_completion or args.config_dir or args.config_name:
-        return  # no run, or somebody else's configuration: what it becomes is checked again when its job starts
-    sweep = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    """Returns if every run that `arguments` ask for can start. Else it prints why and ends the process with EXIT_CODE."""
+    if NO_RUN & {argument.partition("=")[0] for argument in arguments}:
+        return
     checked: list[str] | None = None
     resumed: set[Path] = set()  # folders of runs
     try:
-        if compose.parse(unknown):  # keys that argparse left over, as it takes them in one piece
-            raise ConfigError(f"{unknown[0]}: options such as -m stand before all of key=value, or behind, not between them.")
-        for overrides in itertools.islice(jobs(args.overrides, sweep), MOST_JOBS_CHECKED):
-            checked = overrides if sweep else None
-            cfg = compose.compose_only(overrides)
-            theirs = [override for override in compose.parse(args.overrides) if override.key_or_group in HYDRAS_FOLDERS]
-            if cfg.folder and theirs:
-                raise ConfigError(f"{theirs[0].input_line} and folder={cfg.folder} both name the run's folder. Leave one.")
-            folders = [str(override.value()) for override in theirs] or [cfg.folder or "runs"]
-            for folder in folders:
-                if "$" not in folder:  # else Hydra has to fill it in
-                    check_writable(Path(folder))
-            named = cfg.resume not in ("never", "auto", "")  # the rules refuse the last
-            if sweep and named and (path := Path(cfg.resume) / "checkpoints").is_dir():
-                if path.resolve() in resumed:
-                    raise ConfigError(
-                        f"resume={cfg.resume}: several jobs of this sweep would go on in that folder, one after the other. "
-                        f"Resume one of its checkpoints, and each job goes on from there in a folder of its own: "
-                        f"{compose.as_typed('resume', Path(cfg.resume) / 'last')}."
-                    )
-                resumed.add(path.resolve())
-            if not named:  # else the config is the resumed run's, checked once it is read
+        overrides, sweep = _split(arguments)
+        for one in itertools.islice(jobs(overrides, sweep), MOST_RUNS_CHECKED):
+            checked = one if sweep else None
+            cfg = compose.compose_only(one)
+            _check_folder(cfg, one)
+            if cfg.resume in ("never", "auto", ""):
                 rules.check(cfg, machine.inspect(cfg.device))
+            elif sweep and (Path(cfg.resume) / "checkpoints").is_dir():  # the config is that of the resumed run
+                if (run := Path(cfg.resume).resolve()) in resumed:
+                    raise ConfigError(
+                        f"resume={cfg.resume}: several jobs of this sweep would go on in that folder. Resume its checkpoint "
+                        f"instead; each run then has its own folder: {compose.as_typed('resume', Path(cfg.resume) / 'last')}."
+                    )
+                resumed.add(run)
     except ConfigError as error:
         raise SystemExit(refuse(error, checked)) from None
 
 
 def jobs(overrides: Sequence[str], sweep: bool) -> Iterator[list[str]]:
-    """The overrides of each run that a command asks for."""
-    parsed = compose.parse(overrides)
-    for override in parsed:
-        if override.is_sweep_override() and not sweep:
+    """The overrides of each run that a command asks for: all combinations of the values of a sweep."""
+    values = []
+    for override in compose.parse(overrides):
+        if not override.is_sweep_override():
+            values.append([str(override.input_line)])
+        elif not sweep:
             raise ConfigError(f"{override.input_line}: several values make several runs; add -m. A list is written [a,b].")
-    for job in itertools.product(*map(_values, parsed)):
+        elif override.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
+            key = override.get_key_element()
+            raise ConfigError(f"{override.input_line}: a sweep needs its values: {key}=A,B, or for numbers {key}=range(1,4).")
+        else:
+            values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+    for job in itertools.product(*values):
         yield list(job)
 
 
 def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
-    """Prints an error as its message alone, with the job of a sweep that has these overrides; HYDRA_FULL_ERROR=1 raises it."""
+    """Prints the message of an error, and the overrides of the run in a sweep. With HYDRA_FULL_ERROR=1 it raises the error."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
     text = f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else "")
@@ -78,110 +79,115 @@ def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
     return EXIT_CODE
 
 
-class as_config_errors:
-    """What the data or the model find wrong with the config, as a ConfigError."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ValueError | FileNotFoundError) and not isinstance(error, ConfigError):
-            raise ConfigError(str(error)) from error
-
-
-def check_writable(folder: Path) -> None:
-    """Before Hydra makes it. Raises ConfigError: a run's folder can't be made or written there."""
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Raises what the data or the model refuse as a ConfigError."""
     try:
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    except OSError as error:  # a name that is too long, for one
-        raise ConfigError(f"a run can't be kept in {folder}: {error.strerror}. Use another folder=PATH.") from None
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is no folder" if not there.is_dir() else "is not writable"
-        raise ConfigError(f"a run can't be kept in {folder}: {there} {why}. Choose another place with folder=PATH.")
-    try:
-        tempfile.TemporaryFile(dir=there).close()  # /proc seems to be writable
-    except OSError as error:
-        raise ConfigError(f"a run can't be kept in {folder}: {error.strerror}. Use another folder=PATH.") from None
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 
 
 def chooses_folder(cfg: Config, hydra_overrides: Sequence[str]) -> bool:
     """Whether a command says where its run is kept."""
-    return cfg.folder is not None or any(
-        override.lstrip("+").startswith(tuple(f"{key}=" for key in HYDRAS_FOLDERS)) for override in hydra_overrides
-    )
+    return cfg.folder is not None or any(text.lstrip("+").partition("=")[0] in HYDRAS_FOLDERS for text in hydra_overrides)
 
 
 def register_resolvers(arguments: Sequence[str] = (), started: str | None = None) -> None:
-    """What config.yaml interpolates, in a command with these arguments.
+    """Registers what config.yaml interpolates: names of folders, and the keys in --help.
 
     Args:
-        started: when the command was given, as `now` has it, the same on all ranks; None: now.
+        arguments: of the command; a run of a sweep is named by the keys that they sweep.
+        started: the time of the command, the same on all ranks. None: now.
     """
-    swept, when = _swept(arguments), started or now()
-    OmegaConf.register_new_resolver("started", lambda: when, replace=True)
-    OmegaConf.register_new_resolver("or", lambda path, default: str(machine.expanded(path)) if path else default, replace=True)
-    OmegaConf.register_new_resolver("corpus_name", _corpus_name, replace=True)
-    OmegaConf.register_new_resolver("folder_name", _folder_name, replace=True)
-    OmegaConf.register_new_resolver("job_folder", lambda number, overrides: _job_folder(number, overrides, swept), replace=True)
+    when, swept = started or now(), _swept(arguments)
+
+    def folder(kind: str, *, _root_: Any) -> str:
+        if kind == "job":
+            return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
+        if _root_.folder:
+            return str(machine.expanded(_root_.folder))
+        return f"runs/{when}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
+
+    OmegaConf.register_new_resolver("folder", folder, replace=True)
     OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
 
 
 def now() -> str:
-    """As folders of runs are named."""
+    """The time, as in the names of run folders."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def describe_keys() -> str:
-    """Every key with what a plain run gets and what stands beside it in schema.py; the values of an enum below the first."""
-    lines, section, values, listed = [], "", compose.defaults(), set[type]()
+    """Every key with its value in a plain run and its meaning; under a key with choices, each choice and its meaning."""
+    lines, section, plain, described = [], "", compose.composed(), set[type]()
     for key in keys.schema().values():
         if section != (section := key.name.rpartition(".")[0]):
             lines.append("")
-        value = repr(values[key.name]) if values[key.name] == "\n" else keys.shown(values[key.name])
-        lines.append(f"  {f'{key.name}={value}':<34} {key.meaning}".rstrip())
-        if key.type not in listed:
+        value = OmegaConf.select(plain, key.name)
+        lines.append(f"  {key.name + '=' + (repr(value) if value == chr(10) else keys.shown(value)):<34} {key.meaning}")
+        if key.type not in described:
             wide = max(map(len, key.choices), default=0)
-            lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}".rstrip() for choice, meaning in key.choices.items()]
-        listed.add(key.type)
+            lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in key.choices.items()]
+        described.add(key.type)
     return "\n".join(lines) + "\n"
 
 
-def _values(override: Override) -> list[str]:
-    """The single-valued overrides that one override stands for."""
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+def run_name(config: DictConfig) -> str:
+    """The name of a run's folder after the time: logging.name, the run that it resumes, or what it trains."""
+    if config.logging.name:
+        return _safe(config.logging.name)
+    if config.resume in ("never", "auto"):
+        data: Any = OmegaConf.to_object(config.data)
+        return _safe(f"{data.called}_{config.hydra.runtime.choices.model}_{config.norm.impl}")
+    path = Path(config.resume)  # runs/NAME, runs/NAME/last or runs/NAME/checkpoints/step_00000200
+    run = path.parent if path.name in ("last", "best") else path.parent.parent if path.name.startswith("step_") else path
+    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run.name).removeprefix("resumed_"))
 
 
-def _corpus_name(name: str | None, source: str, path: str | None) -> str:
-    return DataConfig(name=name, source=Source(source), path=path).called
+def job_name(number: int, overrides: Sequence[str], swept: set[str]) -> str:
+    """The folder of a run in a sweep, such as 0_norm.impl-fused_seed-1: its number and what sets it apart."""
+    return _safe("_".join([str(number), *(text for text in overrides if text.partition("=")[0] in swept)]))
 
 
-def _folder_name(name: str | None, resume: str, *what: object) -> str:
-    """A run's folder after the time: logging.name, the run that it goes on from, or what it trains."""
-    if name or resume in ("never", "auto"):
-        return _safe(name or "_".join(map(str, what)))
-    path = Path(resume)
-    if path.name in ("last", "best"):
-        former = path.parent.name
-    else:  # runs/NAME/checkpoints/step_00000200, or runs/NAME
-        former = path.parent.parent.name if path.name.startswith("step_") else path.name
-    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", former).removeprefix("resumed_"))
+def _safe(name: str) -> str:
+    """A name that a file may have and that resume= takes without quotes."""
+    return re.sub(r"[^\w.+-]+", "-", name)[:120]
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """The overrides, and whether they are a sweep."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-r", "--run", "--resolve", action="store_true")
+    parser.add_argument("-c", "--cfg")
+    parser.add_argument("-p", "--package")
+    args, rest = parser.parse_known_args(arguments)
+    if compose.parse(rest):  # argparse takes the overrides in one piece
+        raise ConfigError(f"{rest[0]}: options such as -m stand before all of key=value, or behind, not between them.")
+    return args.overrides, args.multirun or "hydra.mode=MULTIRUN" in args.overrides
 
 
 def _swept(arguments: Sequence[str]) -> set[str]:
     """The keys that have several values."""
     try:
-        overrides = compose.parse(get_args_parser().parse_known_args(arguments)[0].overrides)
+        overrides: list[Override] = compose.parse(_split(arguments)[0])
     except ConfigError:
-        return set()  # Hydra has its own message
+        return set()  # of a command that runs nothing, such as --help
     return {override.get_key_element() for override in overrides if override.is_sweep_override()}
 
 
-def _job_folder(number: int, overrides: Sequence[str], swept: set[str]) -> str:
-    """0_norm.impl-fused_seed-1: what sets the job apart, in what a file name and an unquoted resume= may hold."""
-    what = "_".join(override for override in overrides if override.partition("=")[0] in swept)
-    return _safe(f"{number}_{what}" if what else number)
-
-
-def _safe(name: object) -> str:
-    return re.sub(r"[^\w.+-]+", "-", str(name))[:120]
+def _check_folder(cfg: Config, overrides: Sequence[str]) -> None:
+    """Raises ConfigError if two keys name the run's folder, or if it can't be made or written."""
+    hydras = [override for override in compose.parse(overrides) if override.key_or_group in HYDRAS_FOLDERS]
+    if cfg.folder and hydras:
+        raise ConfigError(f"{hydras[0].input_line} and folder={cfg.folder} both name the run's folder. Leave one out.")
+    for folder in [Path(str(override.value())) for override in hydras] or [Path(cfg.folder or "runs")]:
+        if "$" in str(folder):
+            continue  # only Hydra can fill it in
+        try:
+            there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None

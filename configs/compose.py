@@ -1,19 +1,17 @@
-"""From overrides to a checked `Config`: Hydra composes, the schema types it, the rules pass it."""
+"""From overrides to a checked `Config`: Hydra composes, the schema types, the rules check."""
 
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import reduce
-from operator import getitem
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -22,16 +20,12 @@ from configs import keys, machine, rules
 from configs.keys import ConfigError
 from configs.schema import Config
 
-# config.yaml starts from this node, so that whatever it and the groups set is checked against the dataclasses.
+# config.yaml starts from this node, so that OmegaConf checks all that it and the groups set against the dataclasses.
 ConfigStore.instance().store(name="schema", node=Config)
 
 
 def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Config:
-    """The config of `python train.py <overrides>`.
-
-    Args:
-        overrides: as on the command line, such as ["model=gpt2", "train.steps=10"].
-        on: the machine to check against; None: this one.
+    """The config of `python train.py <overrides>`, checked against the machine `on` (default: this one).
 
     Raises:
         ConfigError: a name, a value or a combination that can't be used.
@@ -42,27 +36,34 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 
 
 def compose_only(overrides: Sequence[str]) -> Config:
-    """`load` without the rules: names and types are checked, values not yet against each other and the machine."""
-    parse(overrides)
+    """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
+    sections = {"hydra", *keys.groups(), *(key.partition(".")[0] for key in keys.schema())}
+    for override in parse(overrides):
+        name, option = override.key_or_group, override.value()
+        if re.split("[./]", name)[0] not in sections:  # Hydra's error would have the section alone, without the key
+            raise keys.unknown_key(name)
+        option = getattr(option, "text", option)  # of a quoted string
+        if name in keys.groups() and option not in keys.groups()[name]:
+            more = f" Several options make several runs: -m {name}=A,B." if isinstance(option, list) else ""
+            raise ConfigError(f"{keys.unknown_option(name, option)}{more}")
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-            return typed(compose(config_name="config", overrides=list(overrides)))
+        return from_dict(composed(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise _explained(error) from error
 
 
-def defaults() -> dict[str, Any]:
-    """What each key is in a plain run: the schema's default, or what the groups that config.yaml picks make of it."""
-    started = GlobalHydra.instance().is_initialized()  # by @hydra.main, of whose help this is a part
-    with nullcontext() if started else initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-        composed = OmegaConf.to_container(compose(config_name="config"), enum_to_str=True)
-    return {name: reduce(getitem, name.split("."), composed) for name in keys.schema()}  # type: ignore[arg-type]
+def composed(overrides: Sequence[str] = ()) -> DictConfig:
+    """What Hydra makes of the groups and the overrides."""
+    started = GlobalHydra.instance().is_initialized()  # by @hydra.main, whose --help needs this
+    with nullcontext() if started else hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
+        return hydra.compose("config", overrides=list(overrides))
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, once their names are known to exist. Values are left to the schema.
+    """The overrides, as Hydra reads them.
 
-    Hydra takes any key after `+`; here a key that the schema lacks is an error however it is written.
+    Raises:
+        ConfigError: an argument that is no override.
     """
     parsed = []
     for text in overrides:
@@ -74,16 +75,18 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             key, equals, value = text.partition("=")
             known = keys.schema().get(key.lstrip("+"))
             if equals and known and known.type in (str, list):
-                why = "Hydra has a use of its own for an unquoted ~ (it takes keys away). " if "~" in value else ""
                 quoted = as_typed(key, value, known.type)
-                raise ConfigError(f"{text}: {why}This value needs quotes, and the shell some around them: {quoted}.") from None
+                raise ConfigError(
+                    f"{text}: Hydra needs quotes around this value, and the shell around those: {quoted}."
+                ) from None
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100 or model=gpt2.") from None
-        _check_names(parsed[-1])
+        if parsed[-1].is_delete():
+            raise ConfigError(f"{text}: no key can be taken away. Give it another value, or null where it accepts that.")
     return parsed
 
 
 def as_typed(key: str, value: object, kind: type = str) -> str:
-    """`key=value` as a user types it, for texts that may need quotes: Hydra's, and around them the shell's."""
+    """`key=value` as a user types it, with Hydra's quotes and the shell's quotes where they are needed."""
     return shlex.quote(f"{key}={_quoted(str(value), kind)}")
 
 
@@ -93,115 +96,52 @@ def _quoted(text: str, kind: type) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9_./+-]+", text) else json.dumps(text.strip("\"'"), ensure_ascii=False)
 
 
-def typed(composed: DictConfig) -> Config:
-    """What Hydra composed, as dataclasses.
+def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The config in a dict or in Hydra's DictConfig, with single values overridden. A key that it lacks gets its default.
 
     Raises:
         ConfigError: a key that the schema lacks, or a value of the wrong type.
     """
-    known, parts = set(keys.schema()), set(keys.sections())
-    for name in _names(OmegaConf.to_container(composed)):
-        if name not in known and name not in parts:
-            raise keys.unknown_key(name)
-    for name in sorted(OmegaConf.missing_keys(composed)):  # OmegaConf would take the default
-        raise keys.bad_value(name, "???")
     try:
-        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        given = OmegaConf.to_container(OmegaConf.create(plain), throw_on_missing=True)
+        config = OmegaConf.merge(OmegaConf.structured(Config), given)
+        for override in parse(overrides):
+            name = override.get_key_element().lstrip("+")
+            if name in keys.groups():
+                raise ConfigError(f"{override.input_line}: a resumed run keeps its {name}. Override single keys instead.")
+            if not name.startswith("hydra"):
+                OmegaConf.update(config, name, override.value())
+        cfg = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise _explained(error) from error
     assert isinstance(cfg, Config)
-    if cfg.optim.warmup_steps is None:  # settled here, so that a resumed run with more steps keeps its warm-up
+    if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
     cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
     cfg.resume = cfg.resume and str(machine.expanded(cfg.resume))
-    cfg.data.name = cfg.data.called  # for all who read the config.yaml of a run
+    cfg.data.name = cfg.data.called  # the config.yaml of a run then has the name
     return cfg
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
-    """Plain containers and plain strings, for YAML, checkpoints and W&B."""
-    plain = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
-
-
-def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The reverse of `to_dict`, with single values overridden. Keys that an older `plain` lacks take their defaults."""
-    base = OmegaConf.create(plain)
-    for override in parse(overrides):
-        name = override.get_key_element().lstrip("+")
-        if name in keys.groups():
-            raise ConfigError(f"{override.input_line}: a resumed run keeps its {name}. Override single keys instead.")
-        if not name.startswith("hydra"):
-            OmegaConf.update(base, name, override.value(), force_add=True)
-    assert isinstance(base, DictConfig)
-    return typed(base)
+    """Plain containers and plain strings, for YAML, checkpoints and W&B. `from_dict` is the reverse."""
+    return OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)  # type: ignore[return-value]
 
 
 def to_yaml(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
 
 
-def _check_names(override: Override) -> None:
-    name, text = override.key_or_group, override.input_line
-    if name.split(".")[0].split("/")[0] == "hydra":
-        return  # Hydra's own settings, which it checks itself
-    if override.is_delete():
-        raise ConfigError(f"{text}: no key can be taken away. Give it another value, or null where it accepts that.")
-    if override.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
-        known = keys.schema().get(name)
-        numbers = f" or {name}=range(1,4)" if known and known.type in (int, float) else ""
-        raise ConfigError(f"{text}: a sweep needs its values, one after the other: {name}=A,B{numbers}.")
-    added = override.is_add() and not override.is_force_add()
-    if name in keys.groups():
-        if override.is_add() or override.is_force_add():
-            raise ConfigError(f"{text}: drop the +, {name} has a choice already.")
-        for option in override.sweep_iterator() if override.is_sweep_override() else [override.value()]:
-            if isinstance(option, list | dict):
-                raise ConfigError(f"{text}: {name} takes one option. Several make several runs: -m {name}=A,B.")
-            option = getattr(option, "text", option)  # of a quoted string
-            if option not in keys.groups()[name]:
-                raise keys.unknown_option(name, "null" if option is None else str(option))
-    elif name in keys.schema():
-        if added:
-            raise ConfigError(f"{text}: drop the +, the key exists already.")
-    elif name not in keys.sections():
-        raise keys.unknown_key(name)
-    else:
-        values = None if override.is_sweep_override() else override.value()
-        if not isinstance(values, dict):
-            siblings = ", ".join(key for key in keys.schema() if key.startswith(f"{name}."))
-            raise ConfigError(f"{text}: {name} is a group of keys. Set one of them: {siblings}.")
-        for key, value in values.items():
-            if value == "???":  # OmegaConf would pass over it
-                raise keys.bad_value(f"{name}.{key}", "???")
-
-
-def _names(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all leaves."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _names(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
 def _explained(error: BaseException) -> ConfigError:
-    """OmegaConf's complaint about a key, in the words of the schema."""
+    """An error of Hydra or OmegaConf, with the key, what it accepts, and the nearest valid name."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
     if cause is None:
         return ConfigError(str(error))
-    name, value = cause.full_key or "", getattr(cause, "value", None)
-    if isinstance(cause, InterpolationResolutionError):  # names what could not be found, such as an environment variable
+    name = cause.full_key or ""
+    if isinstance(cause, InterpolationResolutionError):  # the message names what is missing, such as an environment variable
         return ConfigError(f"{name}: {str(cause.msg).splitlines()[0]}.")
-    if name in keys.schema():
-        return keys.bad_value(name, _given(str(cause.msg)) if value is None else value)
+    if name in keys.schema() or name in keys.sections():
+        return keys.bad_value(name, getattr(cause, "value", None))
     return keys.unknown_key(name) if name else ConfigError(str(cause))
-
-
-def _given(message: str) -> str | None:
-    """The value in OmegaConf's message, which puts it in quotes."""
-    parts = message.split("'")
-    return parts[1] if len(parts) > 2 and message.startswith(("Value '", "Invalid value '")) else None

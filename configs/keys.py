@@ -1,17 +1,15 @@
-"""Names of the configuration: which keys exist, what each accepts, and which one a misspelt name was meant to be."""
+"""Names of the configuration: which keys exist, what each accepts, and which key a misspelt name means."""
 
-import difflib
-import re
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
-from inspect import getsource
+from math import inf
 from pathlib import Path
 
-from configs.schema import Config
+from configs.schema import Choice, Config
 
 FOLDER = Path(__file__).parent
 
@@ -22,30 +20,41 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the configuration."""
+    """One value of the configuration."""
 
     name: str  # dotted, as on the command line
     type: type  # of the value when it is not null
     optional: bool  # null is accepted
     default: object
-    meaning: str  # the comment beside the field
-    choices: dict[str, str]  # of an enum: each value and the comment beside it
+    meaning: str
+    range: tuple[float, float, float, float]  # at_least, above, at_most, below
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The values of an enum, with their meanings."""
+        return {choice.value: choice.meaning for choice in self.type} if issubclass(self.type, Choice) else {}
 
     @property
     def accepts(self) -> str:
-        if issubclass(self.type, Enum):
-            what = "one of " + ", ".join(self.choices)
-        else:
-            what = {bool: "true or false", int: "a whole number", float: "a number", list: "a list [a,b]"}.get(
-                self.type, "text"
-            )
+        names = {bool: "true or false", int: "a whole number", float: "a number", list: "a list [a,b]", str: "text"}
+        what = "one of " + ", ".join(self.choices) if self.choices else names[self.type]
         return what + (" or null" if self.optional else "")
+
+    def refused(self, value: object) -> str | None:
+        """The error for a number out of range."""
+        at_least, above, at_most, below = self.range
+        if not isinstance(value, int | float) or (at_least <= value <= at_most and above < value < below):  # not NaN
+            return None
+        limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
+        bounds = [f"{words} {limit}" for words, limit in limits.items() if abs(limit) != inf]
+        finite = ["finite"] if self.type is float and min(at_most, below) == inf else []
+        return f"{self.name}={value}: must be {' and '.join(bounds + finite)}."
 
 
 @cache
 def schema() -> dict[str, Key]:
-    """Every key of the schema by its dotted name, in the order of declaration."""
-    return {key.name: key for key in _walk(Config, "")}
+    """Every key by its dotted name, in the order of declaration."""
+    return {key.name: key for key in _walk(Config)}
 
 
 def sections() -> list[str]:
@@ -54,7 +63,7 @@ def sections() -> list[str]:
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """Config groups and their options: the folders of YAML files beside this file."""
+    """Config groups and their options, which are the YAML files in a group's folder."""
     options: dict[str, list[str]] = {}
     for path in sorted(FOLDER.glob("*/*.yaml")):
         options.setdefault(path.parent.name, []).append(path.stem)
@@ -63,34 +72,34 @@ def groups() -> dict[str, list[str]]:
 
 def unknown_key(name: str) -> ConfigError:
     """The error for a key that does not exist, with the name that was probably meant."""
-    section, _, leaf = name.rpartition(".")
-    siblings = [key for key in schema() if key.rpartition(".")[0] == section]
-    message = f"{name}: no such key."
-    if guess := _nearest(name, leaf, siblings):
-        message += f" Did you mean {guess}?"
-    if section and siblings:
-        message += f" Keys of {section}: {', '.join(key.rpartition('.')[2] for key in siblings)}."
+    section = name.rpartition(".")[0]
+    guess, siblings = _nearest(name), ", ".join(key.rpartition(".")[2] for key in _siblings(section))
     program, which = ("ablate.py", "its own keys") if section == "ablate" else ("train.py", "all keys")
-    return ConfigError(message + f" `python {program} --help` lists {which}.")
+    return ConfigError(
+        f"{name}: no such key."
+        + (f" Did you mean {guess}?" if guess else "")
+        + (f" Keys of {section}: {siblings}." if section and siblings else "")
+        + f" `python {program} --help` lists {which}."
+    )
 
 
-def unknown_option(group: str, option: str) -> ConfigError:
+def unknown_option(group: str, option: object) -> ConfigError:
     """The error for a file that a group does not have."""
-    near = difflib.get_close_matches(option, groups()[group], n=1, cutoff=0.5)
+    near = get_close_matches(str(option), groups()[group], n=1, cutoff=0.5)
     hint = f" Did you mean {group}={near[0]}?" if near else ""
-    return ConfigError(f"{group}={option}: no such option.{hint} Options of {group}: {', '.join(groups()[group])}.")
+    return ConfigError(f"{group}={shown(option)}: no such option.{hint} Options of {group}: {', '.join(groups()[group])}.")
 
 
 def bad_value(name: str, value: object = None) -> ConfigError:
-    """The error for a value that a key's type refuses."""
-    key = schema()[name]
-    hint = ""
-    if issubclass(key.type, Enum):
-        near = difflib.get_close_matches(str(value), list(key.choices), n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else ""
+    """The error for a value that the type of a key, or a section, refuses."""
+    given = name if value is None else f"{name}={value}"
+    if name in sections():
+        return ConfigError(f"{given}: {name} is a group of keys. Set one of them: {', '.join(_siblings(name))}.")
+    key, hint = schema()[name], ""
+    if near := get_close_matches(str(value), key.choices, n=1, cutoff=0.5):
+        hint = f" Did you mean {near[0]}?"
     elif key.type is list and isinstance(value, str | int | float):
         hint = f" Use {name}=[{shown(value)}]."
-    given = name if value is None else f"{name}={value}"
     return ConfigError(f"{given}: must be {key.accepts}.{hint}")
 
 
@@ -98,46 +107,33 @@ def shown(value: object) -> str:
     """A value as the command line takes it."""
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
-    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
-def _nearest(name: str, leaf: str, siblings: list[str]) -> str | None:
-    """First among the neighbours, then the same leaf elsewhere (`lr` → `optim.lr`), then any key or group that looks alike."""
-    if near := difflib.get_close_matches(leaf, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6):
-        return next(key for key in siblings if key.rpartition(".")[2] == near[0])
-    # norm.fusd: a value taken for a key
-    values = {member.name: key for key in siblings if issubclass(schema()[key].type, Enum) for member in schema()[key].type}  # type: ignore[attr-defined]
-    if near := difflib.get_close_matches(leaf, values, n=1, cutoff=0.7):
-        return f"{values[near[0]]}={near[0]}"
-    if elsewhere := [key for key in schema() if key.rpartition(".")[2] == leaf]:
-        return " or ".join(elsewhere)
-    if near := difflib.get_close_matches(name, [*schema(), *groups()], n=1, cutoff=0.6):
-        return near[0]
+def _siblings(section: str) -> list[str]:
+    return [key for key in schema() if key.rpartition(".")[0] == section]
+
+
+def _nearest(name: str) -> str | None:
+    """Looks among the keys of the section, then for the same last name elsewhere (`lr` → `optim.lr`), then everywhere."""
+    section, _, leaf = name.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in _siblings(section)}
+    choices = {choice: f"{key}={choice}" for key in siblings.values() for choice in schema()[key].choices}
     leaves = {key.rpartition(".")[2]: key for key in schema()}
-    if near := difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7):
-        return leaves[near[0]]
+    anywhere = {key: key for key in [*schema(), *groups()]}
+    # norm.fusd is a choice in place of a key
+    for word, among, cutoff in ((leaf, siblings, 0.6), (leaf, choices, 0.7), (leaf, leaves, 1), (name, anywhere, 0.6)):
+        if near := get_close_matches(word, among, n=1, cutoff=cutoff):
+            return among[near[0]]
     return None
 
 
-def _walk(cls: type, prefix: str) -> Iterator[Key]:
-    hints, comments = typing.get_type_hints(cls), _comments(cls)
-    instance = cls()
+def _walk(cls: typing.Any, prefix: str = "") -> Iterator[Key]:
     for field in fields(cls):
-        hint, name = hints[field.name], prefix + field.name
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            yield from _walk(hint, f"{name}.")
+        if is_dataclass(field.type):
+            yield from _walk(field.type, f"{prefix}{field.name}.")
             continue
-        optional = False
-        if isinstance(hint, types.UnionType):
-            optional = True
-            hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-        leaf = typing.get_origin(hint) or hint
-        choices = {member.name: _comments(leaf).get(member.name, "") for member in leaf} if issubclass(leaf, Enum) else {}
-        yield Key(name, leaf, optional, getattr(instance, field.name), comments.get(field.name, ""), choices)
-
-
-def _comments(cls: type) -> dict[str, str]:
-    """What stands beside each field, or each value of an enum, in schema.py: the one place where its meaning is written."""
-    found = (re.match(r"    (\w+)(?:: | = )[^#]*?#\s*(.*)", line) for line in getsource(cls).splitlines())
-    return {match[1]: match[2] for match in found if match}
+        optional = isinstance(field.type, types.UnionType)
+        kind: typing.Any = typing.get_args(field.type)[0] if optional else field.type
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Key(prefix + field.name, typing.get_origin(kind) or kind, optional, default, **field.metadata)

@@ -17,17 +17,17 @@ from configs.schema import Device
 @dataclass(frozen=True)
 class Machine:
     device: str  # cuda, mps or cpu
-    bf16: bool = True  # computes in bf16 without emulating it, as far as is known
+    bf16: bool = True  # has bf16 arithmetic, as far as is known
     triton: bool = True  # can be imported
-    cpp_compiler: bool = True  # torch.compile needs one on the CPU
-    gpus: int = 1  # of this process's node that it may use
+    cpp_compiler: bool = True  # is there; torch.compile needs it on the CPU
+    gpus: int = 1  # on this node, for this process to use
     ranks: int = 1  # processes that train together
     local_rank: int = 0  # of this process on its node
-    by_torchrun: bool = False  # which then started them, be it only one
+    by_torchrun: bool = False  # torchrun started this process
 
     @property
     def compiles_loss(self) -> bool:
-        """What train.compile_loss=null is: where copies of the logits cost most. A C++ compiler stands for a C compiler too."""
+        """The value of train.compile_loss=null. A machine with a C++ compiler is taken to have a C compiler."""
         return self.device == "cuda" and self.triton and self.cpp_compiler
 
 
@@ -57,16 +57,16 @@ def inspect(device: Device) -> Machine:
 
 
 def _computes_bf16(device: str) -> bool:
-    """Before Ampere, and on CPUs without instructions for it, bf16 is emulated: correct, and slower than fp32."""
+    """GPUs before Ampere and CPUs without bf16 instructions emulate bf16, which is slower than fp32."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    # Not every version of torch can tell.
+    # Some versions of torch can't tell.
     known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
     return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) or not known
 
 
 def expanded(path: str) -> Path:
-    """A path with the home folder for ~; the home of nobody stays as it is, where Path.expanduser would raise."""
+    """A path with the home folder for ~. A ~name without a home stays, where Path.expanduser would raise."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
@@ -80,17 +80,17 @@ def refuse_ranks(program: str) -> None:
 
 
 def leads() -> bool:
-    """Whether this is the process of all that torchrun started that talks to the user."""
+    """Whether this process talks to the user: rank 0, or a process without torchrun."""
     return not by_torchrun() or os.environ.get("RANK", "0") == "0"
 
 
 def tell_torchrun(why: str) -> None:
-    """Has the report with which torchrun ends, behind its traceback, say why this rank did. Without torchrun, does nothing."""
+    """Writes why this rank ends into torchrun's final report. Without torchrun it does nothing."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         facts = {"py_callstack": why, "timestamp": str(int(time.time()))}
         Path(file).write_text(json.dumps({"message": {"message": why, "extraInfo": facts}}), encoding="utf-8")
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun started this process, by what it leaves in the environment; other launchers leave WORLD_SIZE too."""
+    """Whether torchrun started this process. WORLD_SIZE alone does not tell, as other launchers set it too."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "LOCAL_RANK" in os.environ

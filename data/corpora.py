@@ -1,8 +1,8 @@
-"""A corpus: documents → split → tokenizer → tokens on disk, done once and found again by content and settings."""
+"""A corpus: documents → split → tokenizer → tokens on disk. A cache finds it again by content and settings."""
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,17 +15,11 @@ from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
 from data.split import TRAIN, Pieces, split_documents, whole_documents
-from data.tokenizer import (
-    Tokenizer,
-    char_tokenizer,
-    pretrained_file,
-    pretrained_tokenizer,
-    train_bpe,
-)
+from data.tokenizer import Tokenizer, char_tokenizer, pretrained_file, pretrained_tokenizer, train_bpe
 from data.tokens import write_tokens
 
-FORMAT = 2  # of the cache; a change here makes every corpus anew
-BPE_CHARACTERS = 2**28  # of training text that BPE learns from, beyond which its merges hardly change
+FORMAT = 2  # of the cache; another number makes every corpus anew
+BPE_CHARACTERS = 2**28  # of training text that BPE learns from; more text hardly changes the merges
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class Split:
     """One side of a corpus, as token ids."""
 
     tokens: np.ndarray  # [tokens] uint16 or uint32, a read-only memmap: pages are read when used
-    bytes: int  # of UTF-8 text behind the tokens; an end-of-text token has none
+    bytes: int  # of the UTF-8 text; an end-of-text token has no bytes
     documents: int
 
     @property
@@ -48,14 +42,14 @@ class Corpus:
     tokenizer: Tokenizer
     train: Split
     val: Split
-    identity: str  # equal for equal tokens: of the documents' content and of all settings that the tokens depend on
+    identity: str  # hash of the documents' content and of all settings that the tokens depend on
 
 
 def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -> Corpus:
-    """The corpus of `data`, tokenised by `tokenizer`; from the cache if it has been made before.
+    """The corpus of `data`, tokenised by `tokenizer`, from the cache if it is there.
 
-    Raises FileNotFoundError or ValueError, naming the key, for anything about the data or the tokenizer that would stop a run
-    with this context.
+    Raises FileNotFoundError or ValueError, with the key, for all in the data or the tokenizer that would stop a run with this
+    context.
     """
     rules.check_data(data, tokenizer)
     documents = find_documents(data)
@@ -90,13 +84,11 @@ def _settings(data: DataConfig, tokenizer: TokenizerConfig, documents: Documents
 
 
 def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: Documents, settings: dict[str, Any]) -> None:
-    """Fill a cache folder: tokenizer.json, train.bin, val.bin and corpus.json."""
+    """Writes tokenizer.json, train.bin, val.bin and corpus.json into a cache folder."""
     scratch = folder / "scratch"
     scratch.mkdir()
-    # A pretrained tokenizer comes first: should it be missing, that is known before the documents are read.
-    pretrained = (
-        pretrained_tokenizer(config.pretrained) if config.kind == TokenizerKind.pretrained and config.pretrained else None
-    )
+    # A pretrained tokenizer is loaded first, so that its absence is known before the documents are read.
+    pretrained = pretrained_tokenizer(str(config.pretrained)) if config.kind == TokenizerKind.pretrained else None
     pieces = split_documents(documents.open(scratch), data)
     tokenizer = pretrained or _train_tokenizer(config, pieces)
     if not tokenizer.takes_pieces:
@@ -113,17 +105,19 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
 
 def _train_tokenizer(config: TokenizerConfig, pieces: Pieces) -> Tokenizer:
     if config.kind == TokenizerKind.char:
-        # Of both splits: which characters exist says nothing about the text, and the validation text must have tokens.
+        # Characters of both splits, as the validation text must have tokens too.
         return char_tokenizer(set().union(*(piece.text for piece in pieces())))
-    return train_bpe(_head((piece.text for piece in pieces() if piece.split == TRAIN), BPE_CHARACTERS), config.vocab_size)
 
+    def texts() -> Iterator[str]:
+        left = BPE_CHARACTERS
+        for piece in pieces():
+            if piece.split == TRAIN:
+                yield piece.text
+                left -= len(piece.text)
+                if left <= 0:
+                    return
 
-def _head(texts: Iterable[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        characters -= len(text)
-        if characters <= 0:
-            return
+    return train_bpe(texts(), config.vocab_size)
 
 
 def _open(folder: Path, name: str) -> Corpus:
@@ -132,12 +126,12 @@ def _open(folder: Path, name: str) -> Corpus:
     def split(key: str) -> Split:
         counts = facts["splits"][key]
         path = folder / f"{key}.bin"
-        if not counts["tokens"]:  # an empty file can't be mapped; the check of lengths has the message
+        if not counts["tokens"]:  # an empty file can't be mapped; _check_length has the message
             return Split(np.zeros(0, facts["dtype"]), 0, 0)
         tokens = np.memmap(path, dtype=facts["dtype"], mode="r")
         if len(tokens) != counts["tokens"]:
             raise ValueError(
-                f"{path} has {len(tokens)} tokens, expected {counts['tokens']}: delete the folder, it will be made again"
+                f"{path} has {len(tokens)} tokens, expected {counts['tokens']}: delete the folder; the next start remakes it"
             )
         return Split(tokens, counts["bytes"], counts["documents"])
 

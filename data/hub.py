@@ -1,4 +1,4 @@
-"""The Hugging Face Hub, asked once whether it answers."""
+"""A check that the Hugging Face Hub answers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +6,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def from_the_hub() -> Iterator[str]:
-    """For what the Hub's libraries load in the block. They would retry for half a minute where the Hub can't be reached.
+    """Asks the Hub once before the block. If it does not answer, the Hub's libraries use their caches alone in the block.
+
+    Without this the libraries would retry for half a minute.
 
     Yields:
-        Why it can't be reached, for a message; the libraries then look in their caches alone. Empty: it answers, or it was not
-        asked, as HF_HUB_OFFLINE=1 already says so.
+        Why the Hub can't be reached, for a message. Empty: it answers, or HF_HUB_OFFLINE=1 forbids to ask.
     """
     import datasets
     from huggingface_hub import constants
@@ -21,7 +22,7 @@ def from_the_hub() -> Iterator[str]:
     if not offline and not offline_datasets:
         try:
             get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except Exception as error:  # of the HTTP library that this version uses
+        except Exception as error:  # its type depends on the HTTP library
             problem = f"{constants.ENDPOINT} does not answer ({error}), and what it has is not in the cache here"
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:

@@ -1,9 +1,8 @@
-"""Which text is trained on and which is held out."""
+"""The split of a corpus into text to train on and text to validate on."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -27,30 +26,29 @@ Pieces = Callable[[], Iterator[Piece]]  # each call reads the corpus from the st
 def split_documents(opened: Opened, data: DataConfig) -> Pieces:
     """The pieces of all documents, each marked with its split.
 
-    - With data.val_split the two are the source's own.
-    - Otherwise whole documents are held out, in the order of a hash of their content, as long as that brings their share of
-      the bytes closer to data.val_fraction: neither file names nor the order of reading matter, and copies of a document stay
-      together.
-    - A single document is cut: its end is held out.
-    - A stream is to be read once, before its size is known, so there each document is held out with probability
-      data.val_fraction, decided by the same hash.
+    - With data.val_split the source has both splits.
+    - Without it, whole documents are held out in the order of a hash of their content, until their bytes are closest to
+      data.val_fraction. File names and the order of reading do not matter. Copies of a document stay together.
+    - A single document is cut, and its end is held out.
+    - A stream is read once and its size is not known. Each of its documents is held out with probability data.val_fraction,
+      by the same hash.
     """
-    train = _numbered(opened.train, data.max_documents)
+    train = _pieces(opened.train, data.max_documents)
     if opened.val is not None:
-        val = _numbered(opened.val, data.max_documents)
-        return lambda: _one_after_the_other(train, val)
+        val = _pieces(opened.val, data.max_documents)
+        return lambda: chain(train(), (piece._replace(split=VAL) for piece in val()))
     if opened.streaming:
         return lambda: _split_by_hash(train, data.val_fraction)
-    survey = _survey(train)
-    if len(np.unique(survey.hashes)) > 1:
-        held_out = hold_out(survey.hashes, survey.bytes, data.val_fraction)
+    hashes, sizes = _hashes_and_sizes(train)
+    if len(np.unique(hashes)) > 1:
+        held_out = hold_out(hashes, sizes, data.val_fraction)
         return lambda: (piece._replace(split=VAL if held_out[piece.document] else TRAIN) for piece in train())
-    position = int(survey.bytes.sum() * (1 - data.val_fraction))
+    position = int(sizes.sum() * (1 - data.val_fraction))
     return lambda: _split_by_position(train, position)
 
 
 def whole_documents(pieces: Pieces) -> Pieces:
-    """The same text with one piece a document (two where its end is held out), for tokenizers that need it in one."""
+    """The same text with one piece per document and split, for tokenizers that need whole documents."""
 
     def joined() -> Iterator[Piece]:
         for (split, document), parts in groupby(pieces(), key=attrgetter("split", "document")):
@@ -60,9 +58,9 @@ def whole_documents(pieces: Pieces) -> Pieces:
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are held out, bool [documents]; at least one is, and at least one is not.
+    """Which documents are held out, bool [documents]. At least one is held out and at least one is not.
 
-    `hashes` uint64 and `sizes` int64 are [documents], with two different hashes among them.
+    `hashes` uint64 and `sizes` int64 are [documents]. At least two hashes differ.
     """
     order, group = np.unique(hashes, return_inverse=True)  # equal documents form a group
     group_sizes = np.bincount(group, weights=sizes).astype(np.int64)
@@ -80,8 +78,8 @@ def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     return chosen[group]
 
 
-def _numbered(documents: Callable[[], Iterator[Document]], limit: int | None) -> Pieces:
-    """Pieces of the documents that have text, all marked TRAIN."""
+def _pieces(documents: Callable[[], Iterator[Document]], limit: int | None) -> Pieces:
+    """The pieces of documents that have text, all marked TRAIN."""
 
     def pieces() -> Iterator[Piece]:
         number = 0
@@ -96,18 +94,8 @@ def _numbered(documents: Callable[[], Iterator[Document]], limit: int | None) ->
     return pieces
 
 
-def _one_after_the_other(train: Pieces, val: Pieces) -> Iterator[Piece]:
-    yield from train()
-    yield from (piece._replace(split=VAL) for piece in val())
-
-
-@dataclass(frozen=True)
-class _Survey:
-    hashes: np.ndarray  # uint64 [documents]
-    bytes: np.ndarray  # int64 [documents], of UTF-8
-
-
-def _survey(pieces: Pieces) -> _Survey:
+def _hashes_and_sizes(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Of each document's UTF-8 text: uint64 and int64 [documents]."""
     hashes, sizes = [], []
     for _, document in groupby(pieces(), key=attrgetter("document")):
         digest, size = blake2b(digest_size=8), 0
@@ -117,19 +105,19 @@ def _survey(pieces: Pieces) -> _Survey:
             size += len(utf8)
         hashes.append(int.from_bytes(digest.digest()))
         sizes.append(size)
-    return _Survey(np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64))
+    return np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64)
 
 
 def _split_by_hash(pieces: Pieces, fraction: float) -> Iterator[Piece]:
     for _, document in groupby(pieces(), key=attrgetter("document")):
-        whole = list(document)  # a streamed document is a row, which is in memory anyway
+        whole = list(document)  # a row of the stream, which is in memory
         digest = blake2b("".join(piece.text for piece in whole).encode(), digest_size=8).digest()
         split = VAL if int.from_bytes(digest) < fraction * 2**64 else TRAIN
         yield from (piece._replace(split=split) for piece in whole)
 
 
 def _split_by_position(pieces: Pieces, position: int) -> Iterator[Piece]:
-    """The first `position` bytes of all the text train; the piece there is cut at a line end, or else between characters."""
+    """The first `position` bytes are for training. The piece there is cut at a line end, or between characters."""
     read = 0
     for piece in pieces():
         utf8 = piece.text.encode()

@@ -1,6 +1,6 @@
-"""One tokenizer class for all kinds: byte-level BPE and characters learnt from a corpus, and pretrained ones.
+"""One tokenizer class for all kinds: byte-level BPE and characters from a corpus, and pretrained tokenizers.
 
-Whatever the kind, a tokenizer is a `tokenizer.json`: `Tokenizer.load(path)` needs nothing else.
+Each kind is stored as a `tokenizer.json`, and `Tokenizer.load(path)` needs nothing else.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,29 +19,29 @@ END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>")  # what some pretra
 class Tokenizer:
     """Text to ids and back.
 
-    Text is only ever text: a document that contains the characters "<|endoftext|>" gets the tokens of those characters, never
-    the special token. (Added tokens of a pretrained tokenizer that are not marked special are matched in text, as in training.)
+    A document that contains the characters "<|endoftext|>" gets the tokens of those characters, not the special token. Added
+    tokens of a pretrained tokenizer that are not marked special are matched in text, as in its training.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        tokenizer.encode_special_tokens = True  # the characters of a special token are not the token
+        tokenizer.encode_special_tokens = True  # the characters of a special token stay text
         tokenizer.no_truncation()  # a pretrained tokenizer.json may cut at its model's context
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1  # not the count: ids may have holes
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1  # ids may have holes
         names = (name for name in (END_OF_TEXT, *END_OF_TEXT_ELSEWHERE) if name in vocabulary)
-        self.end_of_text: int | None = next((vocabulary[name] for name in names), None)  # None: characters have none
+        self.end_of_text: int | None = next((vocabulary[name] for name in names), None)  # None: a char tokenizer
         self._alphabet: set[str] | None = None
         if tokenizer.pre_tokenizer is None and all(len(token) == 1 for token in vocabulary):
             self._alphabet = set(vocabulary)  # one token a character
 
     @property
     def takes_pieces(self) -> bool:
-        """Whether a text cut at the seams of `documents.cut` has the tokens of the whole.
+        """Whether a text that `documents.cut` has cut has the tokens of the whole.
 
-        Known of characters and of byte-level BPE with GPT-2's splitting. Others may add a prefix to each text (Metaspace),
-        merge across words or strip spaces.
+        This holds for characters and for byte-level BPE with GPT-2's splitting. Other tokenizers may add a prefix to each text
+        (Metaspace), merge across words or strip spaces.
         """
         if self._alphabet is not None:
             return True
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @property
     def separator(self) -> list[int]:
-        """What ends a document: the end-of-text token, or a newline where the vocabulary has no such token."""
+        """The tokens that end a document: end-of-text, or a newline if the vocabulary has no such token."""
         return self.encode("\n") if self.end_of_text is None else [self.end_of_text]
 
     def encode(self, text: str) -> list[int]:
@@ -59,7 +59,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text; `tokenizers` spreads them over the cores."""
+        """`encode` of each text, on all cores."""
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         if self._alphabet is not None:
             for text, ids in zip(texts, rows, strict=True):
@@ -72,16 +72,16 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def save(self, path: str | Path) -> None:
-        """Write the tokenizer.json."""
+        """Writes the tokenizer.json."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """Text of the tokenizer.json."""
+        """The text of the tokenizer.json."""
         return self._tokenizer.to_str(pretty=True)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.json. FileNotFoundError where there is none, ValueError where it is none."""
+        """Reads a tokenizer.json. Raises FileNotFoundError or ValueError if `path` is no such file."""
         text = Path(path).read_text(encoding="utf-8")
         try:
             return cls(tokenizers.Tokenizer.from_str(text))
@@ -102,9 +102,9 @@ class Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of `vocab_size` tokens, end-of-text and all 256 bytes among them; fewer if no pair repeats any more.
+    """Byte-level BPE of `vocab_size` tokens, with end-of-text and all 256 bytes. It has fewer tokens if no pair repeats.
 
-    As its alphabet is the bytes, it encodes any text and decodes it exactly.
+    It encodes any text and decodes it exactly.
     """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -121,7 +121,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def char_tokenizer(alphabet: Iterable[str]) -> Tokenizer:
-    """One token a character, ids in code-point order; a newline, which ends documents, is always one of them."""
+    """One token per character, ids in code-point order. A newline, which ends documents, always has a token."""
     vocabulary = {character: i for i, character in enumerate(sorted({*alphabet, "\n"}))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))  # BPE without merges: fast, needs no splitting
     tokenizer.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Token files: ids one after another, written as they are made, so that a corpus larger than memory can be tokenised."""
+"""Files of token ids. They are written while the text is tokenised, so that a corpus may be larger than memory."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -26,9 +26,9 @@ class _Counts:
 def write_tokens(
     folder: Path, pieces: Pieces, tokenizer: Tokenizer, *, dtype: np.dtype, processes: int, scratch: Path
 ) -> dict[str, dict[str, int]]:
-    """Write train.bin and val.bin: each document's tokens and the separator. Returns each split's counts."""
+    """Writes train.bin and val.bin: each document's tokens and a separator. Returns the counts of each split."""
     counts = [_Counts() for _ in SPLITS]
-    last = [-1 for _ in SPLITS]  # the document a split is in
+    last = [-1 for _ in SPLITS]  # number of the document that each split is writing
     separator = np.array(tokenizer.separator, dtype)
     separator_bytes = len(tokenizer.decode(tokenizer.separator).encode())
 
@@ -42,7 +42,6 @@ def write_tokens(
             counts[split].documents += 1
 
         rows = _tokenised(pieces, tokenizer, dtype, processes, scratch)
-        # Shows only if this takes a while.
         bar = stack.enter_context(tqdm(desc="writing tokens", unit="B", unit_scale=True, delay=3, leave=False))
         for row in rows:
             split, document, size = int(row["split"]), int(row["document"]), int(row["bytes"])
@@ -66,8 +65,8 @@ def _tokenised(
 ) -> Iterable[dict[str, Any]]:
     """Rows of split, document, bytes and ids, in the order of the pieces.
 
-    With one process they pass by as they are read, `tokenizers` using a thread a core. With more, the text is first laid down
-    as Arrow in `scratch`, which is what the processes share.
+    One process tokenises the rows as it reads them; `tokenizers` uses a thread per core. Several processes share the text as
+    Arrow files in `scratch`.
     """
     import datasets
 
@@ -83,17 +82,17 @@ def _tokenised(
         return stream.map(encode, batched=True, batch_size=BATCH, remove_columns=["text"])
 
     if next(pieces(), None) is None:
-        return ()  # `datasets` refuses to lay down nothing, and would not say what has no text
+        return ()  # `datasets` refuses to store nothing; load_corpus has the message
 
     ids = datasets.List(datasets.Value(dtype.name))
     columns = {"split": datasets.Value("int8"), "document": datasets.Value("int64")}
-    laid_down = datasets.Dataset.from_generator(
+    stored = datasets.Dataset.from_generator(
         rows,
         features=datasets.Features({**columns, "text": datasets.Value("string")}),
         cache_dir=str(scratch / "text"),
-        fingerprint="text",  # of nothing: the folder is new, and hashing the generator would hash all that it holds
+        fingerprint="text",  # the folder is new; the default would hash all that the generator holds
     )
-    return laid_down.map(
+    return stored.map(
         encode,
         batched=True,
         batch_size=BATCH,

@@ -1,7 +1,7 @@
 """transformers' GPT-2 with fused norms, then with fused blocks. Random weights: nothing is downloaded.
 
 pip install 'transformers>=5.20'
-python -m examples.hf_gpt2
+python examples/hf_gpt2.py
 """
 
 import copy
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_gpt2.py`
 
 from ablation.adoption import check_parity, measure
 from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, replace_norms
@@ -25,7 +25,7 @@ def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     if not gpu:
-        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
+        torch.set_num_threads(1)  # more threads make so small a model slower
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     config = GPT2Config() if gpu else GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=4)
     effort = (6, 2) if gpu else (6, 1)
@@ -36,8 +36,8 @@ def main() -> None:
 
     fused = copy.deepcopy(model)
     replace_norms(fused)
-    # From here on a block hands on what it has not added yet. transformers' loop over blocks passes that on as it is, so
-    # generate, caches and gradient checkpointing (not the reentrant kind) work; output_hidden_states would show the parts.
+    # A fused block returns its last output and the stream, and the next block adds them. transformers' loop over blocks passes
+    # both on, so generate, caches and gradient checkpointing (not reentrant) work. output_hidden_states does not.
     fuse_prenorm_block(fused.transformer.h, GPT2_BLOCK)
 
     print(f"\nfused norms run as: {backend_for(device)}")

@@ -1,7 +1,7 @@
 """transformers' Llama with fused norms, then with fused blocks. Random weights: nothing is downloaded.
 
     pip install 'transformers>=5.20'
-    python -m examples.hf_llama
+    python examples/hf_llama.py
 
 Mistral, Qwen2, Qwen3 and Gemma 1 have the same block, and norms that `replace_norms` recognises too.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_llama.py`
 
 from ablation.adoption import check_parity, measure
 from ops import LLAMA_BLOCK, backend_for, fuse_prenorm_block, replace_norms
@@ -27,7 +27,7 @@ def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     if not gpu:
-        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
+        torch.set_num_threads(1)  # more threads make so small a model slower
     device = "cuda" if gpu else "cpu"
     large = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8, num_attention_heads=16)
     tiny = LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -35,7 +35,7 @@ def main() -> None:
     tokens = torch.randint(config.vocab_size, (8, 1024) if gpu else (2, 32), device=device)
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
-    # Weights and stream in bf16, as Llamas are fine-tuned. Theirs rounds x̂ to bf16 before the weight, ours rounds once.
+    # Weights and stream in bf16, as Llamas are fine-tuned. transformers also rounds x̂ before the weight.
     model = LlamaForCausalLM(config).to(device, torch.bfloat16)
 
     fused = copy.deepcopy(model)
@@ -44,7 +44,7 @@ def main() -> None:
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch))
-    print(check_parity(copy.deepcopy(model).float(), copy.deepcopy(fused).float(), batch))  # sees what bf16 hides
+    print(check_parity(copy.deepcopy(model).float(), copy.deepcopy(fused).float(), batch))  # fp32 shows errors that bf16 hides
     print(measure(model, fused, batch, cycles=effort[0], block_steps=effort[1]))
 
 

@@ -1,6 +1,6 @@
 """A GPT written the usual way, adopted step by step.
 
-    python -m examples.nanogpt_block
+    python examples/nanogpt_block.py
 
     0   the model as it was: nn.LayerNorm, dropout and + in every block
     1   replace_norms: the same model, its norms fused; nothing else in the code changes
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/nanogpt_block.py`
 
 from ablation.adoption import check_parity, measure
 from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, layer_norm_fn, replace_norms
@@ -91,15 +91,15 @@ class GPT(nn.Module):
 
 
 class BlockByHand(Block):
-    """hidden: what the last sublayer put out, not dropped and not added yet. residual: the stream that it will be added to."""
+    """hidden: the output of the last sublayer, before dropout and add. residual: the stream to which it will be added."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__(width, heads, dropout=0.0)  # the norm that follows drops
+        super().__init__(width, heads, dropout=0.0)  # the next norm has the dropout
         self.dropout_p = dropout
 
     def forward(self, hidden: Tensor, residual: Tensor | None, seeds: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         p = self.dropout_p if self.training else 0.0
-        # The embeddings open the stream, and were dropped before.
+        # The embeddings start the stream and have had their dropout.
         y, residual = norm(self.ln_1, hidden, residual, 0.0 if residual is None else p, seeds[0])
         y, residual = norm(self.ln_2, self.attn(y), residual, p, seeds[1])
         return self.mlp(y), residual
@@ -108,7 +108,7 @@ class BlockByHand(Block):
 class GPTByHand(GPT):
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         hidden, residual = self.drop(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]), None
-        # Drawn once a forward, one for each norm: in a compiled graph a seed that is not given is a launch of its own.
+        # One draw for all norms. In a compiled graph each seed that is not given costs a launch.
         seeds = torch.randint(2**63 - 1, (2 * len(self.blocks) + 1, 1), device=tokens.device)
         for i, block in enumerate(self.blocks):
             hidden, residual = block(hidden, residual, seeds[2 * i : 2 * i + 2])
@@ -119,7 +119,7 @@ class GPTByHand(GPT):
 
 def norm(ln: nn.LayerNorm, hidden: Tensor, residual: Tensor | None, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Dropout, add and norm in one kernel: y, and the new stream."""
-    # y in the dtype that the next Linear computes in: under autocast it would cast y in a kernel of its own.
+    # y in the dtype of the next Linear. Autocast would need another kernel to convert y.
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     return layer_norm_fn(  # type: ignore[return-value]
@@ -131,7 +131,7 @@ def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     if not gpu:
-        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
+        torch.set_num_threads(1)  # more threads make so small a model slower
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     # vocabulary, context, width, heads, layers, dropout; cycles of the measurement, and steps in their blocks
     sizes, effort = (GPT2_SMALL, (6, 2)) if gpu else (TINY, (6, 1))

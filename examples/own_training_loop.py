@@ -1,6 +1,6 @@
 """The fused op in a training loop of one's own: torch.compile, AdamW, decay groups done right.
 
-python -m examples.own_training_loop
+python examples/own_training_loop.py
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/own_training_loop.py`
 
 from ablation.adoption import check_parity, measure
 from ops import RMSNorm
@@ -37,16 +37,16 @@ class Fused(Textbook):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, stream = self.norms[0](x, prenorm=True)
         for layer, norm in zip(self.layers, self.norms[1:], strict=True):
-            y, stream = norm(F.gelu(layer(y)), stream, prenorm=True)  # adds what the layer put out, in its kernel
+            y, stream = norm(F.gelu(layer(y)), stream, prenorm=True)  # one kernel adds the layer's output and normalises
         return y
 
 
 def train(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[float]:
-    # By shape, not by class: isinstance(m, nn.LayerNorm) misses norms that are somebody's own class.
+    # Groups by shape: isinstance(m, nn.LayerNorm) would miss norms of other classes.
     decay, rest = ([p for p in model.parameters() if (p.dim() >= 2) == matrices] for matrices in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
-    # Without a GPU there may be no compiler for what inductor writes; the graph is captured all the same, in one piece.
+    # Inductor may find no compiler without a GPU. aot_eager captures the same graph and needs none.
     step = torch.compile(model, fullgraph=True, backend="inductor" if x.is_cuda else "aot_eager")
     for _ in range(steps):
         loss = F.mse_loss(step(x), x.flip(-1))
@@ -59,7 +59,7 @@ def train(model: nn.Module, x: torch.Tensor, steps: int) -> Iterator[float]:
 def main() -> None:
     torch.manual_seed(0)
     rows, width, device = (16384, 1024, "cuda") if torch.cuda.is_available() else (256, 64, "cpu")
-    torch.set_num_threads(1)  # on a CPU it is too small for more, which would crawl beside other programs
+    torch.set_num_threads(1)  # more threads make so small a model slower on a CPU
     x = torch.randn(rows, width, device=device)
     textbook, fused = Textbook(width).to(device), Fused(width).to(device)
     fused.load_state_dict(textbook.state_dict())

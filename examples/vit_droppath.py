@@ -1,9 +1,9 @@
 """A vision transformer's block with drop path, whose factors go into the norm's kernel as `rowscale`.
 
-    python -m examples.vit_droppath
+    python examples/vit_droppath.py
 
-Drop path leaves out the whole branch of a sample, with probability p, and scales the others by 1 / (1 − p). As modules it is a
-multiplication of [B, T, width] and an addition for each branch. The kernel takes one factor for each row of x instead, so
+Drop path skips the branch of a sample with probability p, and scales the branches of other samples by 1 / (1 − p). As modules,
+each branch needs a multiplication of [B, T, width] and an addition. The kernel takes one factor per row of x:
 factor [B] → rowscale [B, T].
 """
 
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, where this is started as a file
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/vit_droppath.py`
 
 from ablation.adoption import check_parity, measure
 from ops import backend_for, layer_norm_fn
 
 
 def path_factors(x: Tensor, p: float, training: bool) -> Tensor | None:
-    """One for each sample of x [B, T, width]: 0, or 1 / (1 − p); [B, 1]."""
+    """One factor for each sample of x [B, T, width]: 0 or 1 / (1 − p); [B, 1]."""
     if not training or p == 0.0:
         return None
     return torch.bernoulli(torch.full((x.shape[0], 1), 1.0 - p, device=x.device)) / (1.0 - p)
@@ -54,7 +54,7 @@ class Before(Block):
 
 class After(Block):
     def forward(self, pending: tuple[Tensor, Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the last branch put out, the stream that it will be added to, and its factors."""
+        """`pending`: the output of the last branch, the stream to which it will be added, and its factors."""
         y, stream = add_norm(self.norm1, *pending)
         branch = self.attention(y)
         y, stream = add_norm(self.norm2, branch, stream, path_factors(branch, self.p, self.training))
@@ -96,14 +96,14 @@ def main() -> None:
     torch.manual_seed(0)
     gpu = torch.cuda.is_available()
     if not gpu:
-        torch.set_num_threads(1)  # too small for more, which would crawl beside other programs
+        torch.set_num_threads(1)  # more threads make so small a model slower
     device, autocast = ("cuda", torch.bfloat16) if gpu else ("cpu", None)
     sizes, effort = ((768, 12, 12), (9, 2)) if gpu else ((32, 4, 3), (6, 1))
     before, after = (ViT(block, *sizes).to(device) for block in (Before, After))
     after.load_state_dict(before.state_dict())
     patches = torch.randn(192 if gpu else 8, 196 if gpu else 32, 48, device=device)
     print(f"fused norms run as: {backend_for(device)}")
-    # With a seed: in training mode. Both draw the same factors in the same order.
+    # A seed means training mode. Both models draw the same factors in the same order.
     print(check_parity(before, after, patches, seed=1, autocast=autocast))
     print(measure(before, after, patches, autocast=autocast, cycles=effort[0], block_steps=effort[1]))
 

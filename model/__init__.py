@@ -1,6 +1,6 @@
-"""A GPT whose norm sites run either the fused op or PyTorch's norms, everything else being equal.
+"""A GPT whose norm sites run the fused op or PyTorch's norms. All else is equal.
 
-Read gpt.py first (the path from tokens to loss), then block.py (the reordered prenorm block), then norm.py (the switch).
+Read gpt.py first (from tokens to loss), then block.py (the prenorm block), then norm.py (the choice of the norm).
 """
 
 from model.gpt import GPT

@@ -1,7 +1,7 @@
-"""The reordered prenorm block.
+"""The prenorm block, cut so that Dropout, Add and Norm stand together.
 
-A textbook prenorm block is Norm → sublayer → Dropout → Add. Cut between sublayers and norms instead, and Dropout → Add → Norm
-stand together; they are all bound by memory traffic, and one kernel can do them:
+A textbook prenorm block is Norm → sublayer → Dropout → Add. This block is Dropout → Add → Norm → sublayer. The first three are
+bound by memory traffic, and one kernel computes them:
 
                           ┌─ norm site ─────────┐                ┌─ norm site ─────────┐
     residual stream  ─────┼──────────── + ──┬───┼────────────────┼──────────── + ──┬───┼──────────────── … ──  residual stream
@@ -9,12 +9,12 @@ stand together; they are all bound by memory traffic, and one kernel can do them
     sublayer output  ─────┼── Dropout ──┘  Norm ┼── Attention ───┼── Dropout ──┘  Norm ┼── MLP ────────── … ──  sublayer output
                           └─────────────────────┘                └─────────────────────┘
 
-So a block does not take one tensor but two: the stream, and the last sublayer's output that has not been added to it yet. The
-first site takes the embeddings as if they were a sublayer's output, with no stream; after the last block one more site, the
-final norm, adds what is left. The numbers are those of the textbook order: only the brackets are drawn elsewhere.
+A block takes two tensors: the residual stream, and the output of the last sublayer. The next norm site adds that output to the
+stream. The first site takes the embeddings as the output of a sublayer, and no stream. After the last block, the final norm
+adds the last output. The results are those of the textbook order.
 
-A parallel block (GPT-J, PaLM) has one site. Attention and MLP read the same stream, each through its own weight, and the next
-site adds both: x is attention's output and x1 the MLP's.
+A parallel block (GPT-J, PaLM) has one site. Attention and MLP read the same stream through two norm weights. The next site adds
+both outputs: x of attention and x1 of the MLP.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class SequentialBlock(nn.Module):
     def forward(
         self, x: Tensor, x1: None, residual: Tensor | None, rotary: Tensor | None, seeds: Sequence[Tensor | None]
     ) -> tuple[Tensor, None, Tensor]:
-        """The last sublayer's output x and the stream, both [B, T, width], one block on. `seeds` begins with this block's."""
+        """Returns the output x of the MLP and the stream, both [B, T, width]. `seeds` begins with the seeds of this block."""
         y, residual = self.attention_norm(x, residual, seed=seeds[0])
         x = self.attention(y, rotary)
         y, residual = self.mlp_norm(x, residual, seed=seeds[1])
@@ -64,7 +64,7 @@ class ParallelBlock(nn.Module):
     def forward(
         self, x: Tensor, x1: Tensor | None, residual: Tensor | None, rotary: Tensor | None, seeds: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention's output x, the MLP's x1 and the stream, all [B, T, width], one block on. `seeds` begins with its own."""
+        """Returns attention's output, the MLP's output and the stream, all [B, T, width]. `seeds` begins with its own seed."""
         y, y1, residual = self.norm(x, residual, x1=x1, seed=seeds[0])
         return self.attention(y, rotary), self.mlp(y1), residual
 
@@ -72,10 +72,10 @@ class ParallelBlock(nn.Module):
 def norm_site(
     cfg: ModelConfig, norm: NormConfig, adds: tuple[int, int | None], parallel: bool = False, prenorm: bool = True
 ) -> PreNorm:
-    """The norm site that adds the outputs of these sublayers (x, x1) to the stream; a negative one is the embeddings.
+    """The norm site that adds the outputs of the sublayers `adds` (x, x1) to the stream. A negative number is the embeddings.
 
-    Sublayers count attention and MLP, 0 … 2·layers-1. Drop path rises linearly along them, from 0 to model.drop_path, in both
-    layouts (stochastic depth, arXiv:1603.09382); the embeddings are never dropped whole.
+    Sublayers are attention and MLP of each block, 0 … 2·layers-1. Drop path rises linearly along them from 0 to model.drop_path
+    (stochastic depth, arXiv:1603.09382). It never drops the embeddings.
     """
     x, x1 = (0.0 if s is None or s < 0 else cfg.drop_path * s / (2 * cfg.layers - 1) for s in adds)
     return PreNorm(

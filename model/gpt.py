@@ -20,8 +20,8 @@ COLDEST = 1e-30  # a lower temperature would sample the same, and logits divided
 class GPT(nn.Module):
     """A decoder-only transformer with the options of ModelConfig; NormConfig picks the operator at its norm sites.
 
-    Two models that differ only in `norm` have the same parameter names and shapes (RMSNorm lacks the biases of LayerNorm) and
-    the same initial values for the same torch seed.
+    Two models that differ only in `norm` have the same parameter names and shapes, and the same initial values for the same
+    torch seed. RMSNorm has no biases.
 
     Args:
         cfg: sizes and options.
@@ -29,12 +29,16 @@ class GPT(nn.Module):
         vocab_size: the tokenizer's; model.vocab_size may enlarge it.
 
     Raises:
-        ValueError: options that do not fit together, by name.
+        ValueError: model.vocab_size is smaller than the tokenizer's vocabulary. configs.rules checks the other options.
     """
 
     def __init__(self, cfg: ModelConfig, norm: NormConfig, vocab_size: int) -> None:
         super().__init__()
-        check(cfg, vocab_size)
+        if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
+            raise ValueError(
+                f"model.vocab_size is {cfg.vocab_size}, less than the tokenizer's {vocab_size}. "
+                f"Use {vocab_size} or more, or null to take it from the tokenizer."
+            )
         self.cfg, self.norm, self.tokenizer_vocab_size = cfg, norm, vocab_size
         # A multiple of 64 keeps the largest matrix product of a small model on the fast tensor-core path.
         self.vocab_size = cfg.vocab_size or -(-vocab_size // 64) * 64
@@ -57,8 +61,8 @@ class GPT(nn.Module):
 
         self.sites_per_block = Block.sites
         self.dropout_sites = cfg.layers * Block.sites + 1  # and the final norm
-        self.recompute = False  # train.recompute: blocks keep their inputs alone for backward, and are computed again in it
-        self.compile_loss = False  # train.compile_loss: where the model runs eager, its loss runs compiled
+        self.recompute = False  # train.recompute: backward computes each block again from its inputs
+        self.compile_loss = False  # train.compile_loss: torch.compile for the loss of an eager model
         self.initialize()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, seeds: Tensor | None = None) -> Tensor:
@@ -67,8 +71,8 @@ class GPT(nn.Module):
         Args:
             tokens: [B, T] int64, T ≤ model.context.
             targets: [B, T] int64, the token that follows each; -100 where there is none to predict.
-            seeds: [dropout_sites] int64 on the device of tokens: one seed of dropout masks a norm site. None: drawn from
-                torch's generator for that device, if the model is in training mode and has masks to draw. Unused in evaluation.
+            seeds: [dropout_sites] int64 on the device of tokens, one seed of dropout masks per norm site. None: in training,
+                torch's generator for that device draws them if they are needed.
 
         Returns:
             [B, T, vocab_size] in the dtype of the head's product (autocast's where it is on), or a scalar in fp32.
@@ -84,7 +88,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(self.blocks):
             inputs = (x, x1, residual, rotary, site_seeds[layer * self.sites_per_block :])
             if self.recompute and self.training:
-                # the same masks: those with seeds by their seeds, torch's own by the generator's state, which is put back
+                # the same masks come from the same seeds, or from the state of torch's generator, which checkpoint restores
                 x, x1, residual = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x, x1, residual = block(*inputs)
@@ -101,14 +105,14 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
         if self.cfg.residual_dtype == ResidualDtype.compute:
-            x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32, and the stream starts in the dtype of x
+            x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32
         return x
 
     @torch.no_grad()
     def initialize(self) -> None:
         """GPT-2's initialisation: normal(0, 0.02), and 1/√(2·layers) of it for the projections that feed the residual stream.
 
-        Norms have ones and zeros from construction and draw nothing, so the draws are the same for every norm.
+        Norms start with ones and zeros and draw nothing, so that the draws are the same for every norm.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -151,7 +155,7 @@ class GPT(nn.Module):
         try:
             for _ in range(new_tokens):
                 logits = self(tokens[:, -self.cfg.context :])[:, -1].float()
-                logits = logits[:, : self.tokenizer_vocab_size]  # the rest is padding, which the tokenizer cannot decode
+                logits = logits[:, : self.tokenizer_vocab_size]  # the rest is padding without a token
                 if temperature == 0:
                     token = logits.argmax(dim=-1, keepdim=True)
                 else:
@@ -208,25 +212,3 @@ class GPT(nn.Module):
                 f"GPT: seeds has shape {tuple(seeds.shape)} and dtype {seeds.dtype}, "
                 f"expected int64 of shape ({self.dropout_sites},): one for each norm site (model.dropout_sites)"
             )
-
-
-def check(cfg: ModelConfig, vocab_size: int) -> None:
-    """Raises ValueError, by key, for options that do not fit together."""
-    if cfg.width % cfg.heads:
-        raise ValueError(f"model.width must be a multiple of model.heads, got {cfg.width} and {cfg.heads}")
-    if cfg.heads % (cfg.kv_heads or cfg.heads):
-        raise ValueError(f"model.heads must be a multiple of model.kv_heads, got {cfg.heads} and {cfg.kv_heads}")
-    if cfg.positions == Positions.rotary and cfg.width // cfg.heads % 2:
-        raise ValueError(
-            "model.positions=rotary turns pairs of features: model.width / model.heads must be even, "
-            f"got {cfg.width // cfg.heads}"
-        )
-    if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {cfg.vocab_size}, less than the tokenizer's {vocab_size}. "
-            f"Use {vocab_size} or more, or null to take it from the tokenizer."
-        )
-    for key in ("dropout", "attention_dropout", "drop_path"):
-        p = getattr(cfg, key)
-        if p is not None and not 0 <= p < 1:
-            raise ValueError(f"model.{key} must be in [0, 1), got {p}")

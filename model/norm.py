@@ -1,14 +1,14 @@
 """The norm switch: the one place where an implementation is chosen.
 
-A norm site takes the output of the previous sublayer and the residual stream, and gives the next sublayer's input and the new
-stream:
+A norm site takes the output of the previous sublayer and the residual stream. It returns the input of the next sublayer and the
+new stream:
 
     z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual      x1: the MLP's output where it runs beside attention
     r = z in the residual dtype                                         the new residual stream
     y = norm(r) · weight + bias,   y1 = norm(r) · weight1 + bias1       y1 only at parallel sites
 
-`norm.impl=fused` does that in one kernel; `norm.impl=torch` writes it out with PyTorch's own operators. Parameters, their names
-and their initial values do not depend on the implementation, so a checkpoint of one loads in the other.
+`norm.impl=fused` computes this in one kernel. `norm.impl=torch` uses PyTorch's operators. Parameters, their names and their
+initial values do not depend on the implementation, so a checkpoint of one loads in the other.
 """
 
 from typing import cast
@@ -31,12 +31,12 @@ class PreNorm(nn.Module):
     Args:
         width: of the normalised (last) dimension.
         norm: implementation, kind and eps.
-        bias: whether a LayerNorm has one; other norms never do.
+        bias: whether a LayerNorm has a bias. Other norms never have one.
         dropout: probability of dropping an element of x and x1 in training.
         drop_path: probabilities of dropping a whole sample of x and of x1 in training.
         parallel: a second pair of weights, and a second output y1 for them.
-        prenorm: whether the new residual stream is returned too; the final norm has no use for it.
-        residual_in_fp32: dtype of a stream that starts here: fp32, or that of x. A stream that is passed in keeps its own.
+        prenorm: return the new residual stream too. The final norm does not need it.
+        residual_in_fp32: a stream that starts here is fp32, else it has x's dtype. A stream that is passed in keeps its dtype.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class PreNorm(nn.Module):
 
         Args:
             x: [..., width], the previous sublayer's output; [B, ..., width] where drop path is on.
-            residual: like x, in the stream's dtype; None at the first site.
+            residual: like x, in the dtype of the stream. None at the first site.
             x1: like x; the MLP's output where x is attention's.
-            seed: one int64 on x's device, from which masks are drawn; unused in evaluation. None: the implementation's own
-                generator draws them, where masks may be native.
+            seed: one int64 on x's device, from which masks are drawn. None: the implementation's generator draws them, if
+                norm.dropout_masks=native.
 
         Returns:
             y [, y1 at parallel sites] [, residual with prenorm]: y and y1 in `activation_dtype(x)`.
 
         Raises:
-            ValueError: in training, no seed, and masks that must be a function of it (shared masks, drop path).
+            ValueError: no seed in training, with shared masks or drop path, which are functions of the seed.
         """
         dropout = self.dropout if self.training else 0.0
         if seed is None and self.training and (any(self.drop_path) or (dropout and self.masks == DropoutMasks.shared)):
@@ -142,24 +142,24 @@ class PreNorm(nn.Module):
 
     def _drop(self, x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
         if rowscale is not None:
-            x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32: in bf16 it would be off by up to 0.4 %
+            x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32, as bf16 has an error of up to 0.4 %
         if p and self.masks == DropoutMasks.shared:
             assert seed is not None  # checked in forward
             return seeded_dropout(x, p, seed, stream)
         return F.dropout(x, p)  # p is 0 in evaluation
 
     def _norm(self, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The stream may be bf16 while the weights are fp32 master weights. F.layer_norm copes only because autocast upcasts
-        # its inputs; F.rms_norm would leave its fused kernel for a chain of small ones. So do what autocast does, for both.
+        # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32. It does not
+        # convert those of F.rms_norm, which would then run many small kernels. This converts both.
         dtype = torch.promote_types(r.dtype, weight.dtype)
         bias = None if bias is None else bias.to(dtype)
         return NORMS[self.kind](r.to(dtype), weight.to(dtype), bias, self.eps)
 
     def _rowscale(self, x: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor | None:
-        """Drop path's factor for each position of x [B, T, width]: 0 or 1/(1-p), one draw a sample; [B, T] fp32.
+        """Drop path's factor for each position of x [B, T, width]: 0 or 1/(1-p), with one draw per sample; [B, T] fp32.
 
-        The draws come from the dropout generator (streams 2 and 3: x and x1 have 0 and 1), so both implementations drop the
-        same samples.
+        The draws come from the dropout generator (streams 2 and 3; dropout of x and x1 uses 0 and 1), so that both
+        implementations drop the same samples.
         """
         if x is None or not p or not self.training:
             return None
@@ -172,9 +172,9 @@ class PreNorm(nn.Module):
 
 
 def activation_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a linear layer fed with x computes in: autocast's where it is on, else that of x.
+    """The dtype in which a linear layer computes with input x: autocast's dtype if autocast is on, else the dtype of x.
 
-    Writing y in it directly saves the cast that autocast would insert in front of that layer.
+    A norm that writes y in this dtype saves the cast that autocast would insert before the layer.
     """
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

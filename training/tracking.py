@@ -174,7 +174,7 @@ class Tracker:
         def start(mode: WandbMode) -> Any:
             with _nothing_left_by_a_failure(place, run_id):
                 return wandb.init(
-                    mode=mode.value,
+                    mode=mode.value,  # type: ignore[arg-type]
                     dir=str(place),
                     id=None if by_agent else run_id,
                     resume="allow" if resumed else None,  # not "must": the run may have been stopped before W&B had heard of it

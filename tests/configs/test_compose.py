@@ -1,5 +1,7 @@
-"""Composition: what overrides, groups and experiments make of the schema's defaults."""
+"""Composition: what overrides, groups and experiments make of the schema's defaults, and how a config is stored and resumed."""
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,68 +9,55 @@ import pytest
 import configs
 from configs import ConfigError, keys
 from configs.machine import Machine
-from configs.schema import Config, NormImpl, NormKind, Precision
-from training.schedule import learning_rate
+from configs.schema import NormImpl, Precision
+from tests.runs import CPU
 
 GPU = Machine(device="cuda")
-CPU = Machine(device="cpu")
+# Keys that decide which numbers a run gives.
+MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0.2 tokenizer.vocab_size=300 optim.lr=1e-3 "
+MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"
+# Keys that a run may change when it goes on.
+FREE = "data.processes=2 data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true train.compile_loss=true "
+FREE += "train.compile_mode=reduce-overhead train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
+FREE += "logging.wandb=disabled sample.tokens=1 resume=auto folder=x seed=1"
 
-PRESETS = [f"{group}={option}" for group, options in keys.groups().items() for option in options]
+
+@pytest.fixture(scope="module")
+def plain():
+    """The config of a plain run, as it is stored."""
+    return configs.to_dict(configs.load(on=CPU))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_composes_and_passes_the_rules_on_a_gpu(preset):
+@pytest.mark.parametrize("preset", [f"{group}={option}" for group, options in keys.groups().items() for option in options])
+def test_every_preset_passes_the_rules_on_a_gpu_and_begins_with_the_command_that_uses_it(preset):
     needs = {"data=text": ["data.files=[a.txt]"], "data=hub": ["data.path=owner/name"]}.get(preset, [])
+    configs.load([preset, "train.steps=600000", *needs], on=GPU)
 
-    cfg = configs.load([preset, "train.steps=600000", *needs], on=GPU)
+    first, second, *_ = (keys.FOLDER / f"{preset.replace('=', '/')}.yaml").read_text(encoding="utf-8").split("\n")
+    assert (second if first.startswith("# @package") else first).startswith("# python train.py")
 
-    assert isinstance(cfg, Config)
 
+def test_groups_and_keys_become_values_of_the_schemas_types():
+    overrides = ["norm.impl=torch", "model=gpt2", "data=tinystories", "train.steps=500", "optim.lr=1", "train.precision=bf16"]
+    cfg = configs.load(overrides, on=CPU)
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_begins_with_the_command_that_uses_it(preset):
-    group, option = preset.split("=")
-    text = (keys.FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8")
-
-    commands = [line for line in text.splitlines()[:2] if line.startswith("# python train.py")]
-
-    assert commands, f"{preset} does not say how it is used"
-    assert text.startswith("# ")
+    assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
+    assert cfg.norm.impl is NormImpl.torch and cfg.train.precision is Precision.bf16 and isinstance(cfg.optim.lr, float)
 
 
 def test_the_home_folder_may_be_written_as_a_tilde(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-
     cfg = configs.load(['folder="~/runs/mine"', 'resume="~/runs/theirs"'], on=CPU)
 
     assert (cfg.folder, cfg.resume) == ("/home/me/runs/mine", "/home/me/runs/theirs")
-
-
-def test_types_are_the_schemas():
-    cfg = configs.load(["norm.impl=torch", "norm.kind=rmsnorm", "optim.lr=1", "train.precision=bf16"], on=CPU)
-
-    assert cfg.norm.impl is NormImpl.torch
-    assert cfg.norm.kind is NormKind.rmsnorm
-    assert cfg.train.precision is Precision.bf16
-    assert isinstance(cfg.optim.lr, float)
-
-
-def test_the_readmes_command_composes_as_written():
-    overrides = ["norm.impl=torch", "norm.kind=rmsnorm", "model=gpt2", "data=tinystories", "train.steps=500"]
-
-    cfg = configs.load(overrides, on=CPU)
-
-    assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
 
 
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
         ("", "shakespeare"),
-        ("data=text data.files=[a.txt]", "text"),
         ("data.source=text data.files=[a.txt]", "text"),
         ("data=hub data.path=owner/Stories", "Stories"),
-        ("data.source=hub data.path=owner/Stories", "Stories"),
         ("data=hub data.path=/disk/my_corpus/", "my_corpus"),
         ("data=hub data.path=..", Path("..").resolve().name),
         ("data=hub data.path=owner/Stories data.name=mine", "mine"),
@@ -77,81 +66,82 @@ def test_the_readmes_command_composes_as_written():
 def test_a_corpus_is_called_by_what_it_is_unless_it_is_given_a_name(overrides, name):
     cfg = configs.load(overrides.split(), on=CPU)
 
-    assert cfg.data.name == name
-    assert configs.from_dict(configs.to_dict(cfg)).data.name == name
+    assert cfg.data.name == name == configs.from_dict(configs.to_dict(cfg)).data.name
 
 
-def test_a_group_on_the_command_line_wins_over_the_experiments_choice():
-    cfg = configs.load(["experiment=shakespeare_char", "model=gpt2"], on=GPU)
+def test_the_command_line_wins_over_the_experiment():
+    cfg = configs.load(["experiment=shakespeare_char", "model=gpt2", "train.steps=7000", "model.layers=2"], on=GPU)
 
-    assert (cfg.model.layers, cfg.model.width, cfg.model.context) == (12, 768, 1024)
-    assert cfg.tokenizer.kind == "char"  # what was not named stays the experiment's
-
-
-def test_a_value_on_the_command_line_wins_over_the_experiments():
-    cfg = configs.load(["experiment=gpt2_124m", "train.steps=7000", "model.layers=2"], on=GPU)
-
-    assert (cfg.train.steps, cfg.model.layers, cfg.model.width) == (7000, 2, 768)
+    assert (cfg.model.layers, cfg.model.width, cfg.train.steps) == (2, 768, 7000)
+    assert cfg.tokenizer.kind == "char"  # the experiment's, as the command line does not name it
 
 
-def test_shakespeare_char_is_nanogpts_recipe():
-    cfg = configs.load(["experiment=shakespeare_char"], on=GPU)
+def test_experiments_are_the_published_recipes():
+    char, gpt2 = (configs.load([f"experiment={name}"], on=GPU) for name in ("shakespeare_char", "gpt2_124m"))
 
-    model, optim = cfg.model, cfg.optim
+    model, optim = char.model, char.optim
     assert (model.layers, model.heads, model.width, model.context, model.dropout, model.bias) == (6, 6, 384, 256, 0.2, False)
-    assert (optim.lr, optim.warmup_steps, optim.beta2, optim.weight_decay) == (1e-3, 100, 0.99, 0.1)
-    assert learning_rate(cfg.train.steps, cfg.train.steps, optim) == pytest.approx(1e-4)
-    assert (cfg.train.batch_size, cfg.train.steps, cfg.tokenizer.kind, optim.clip_norm) == (64, 5000, "char", 1.0)
+    assert (optim.lr, optim.warmup_steps, optim.beta2, optim.weight_decay, optim.clip_norm) == (1e-3, 100, 0.99, 0.1, 1.0)
+    assert (char.train.batch_size, char.train.steps, char.tokenizer.kind) == (64, 5000, "char")
+    assert gpt2.train.batch_size * gpt2.model.context == 491_520
+    assert (gpt2.optim.lr, gpt2.optim.beta2, gpt2.train.compile) == (6e-4, 0.95, True)
+    assert char.optim.min_lr is None and gpt2.optim.min_lr is None  # a tenth of lr
 
 
-def test_gpt2_124m_has_half_a_million_tokens_a_batch():
-    cfg = configs.load(["experiment=gpt2_124m"], on=GPU)
-
-    assert cfg.train.batch_size * cfg.model.context == 491_520
-    assert (cfg.optim.lr, cfg.optim.beta2, cfg.train.compile) == (6e-4, 0.95, True)
-    assert learning_rate(cfg.train.steps, cfg.train.steps, cfg.optim) == pytest.approx(6e-5)
+# ---- stored configs ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_config_survives_the_way_through_plain_containers():
     cfg = configs.load(["experiment=shakespeare_char", "logging.tags=[a,b]", "model.kv_heads=2"], on=CPU)
+    stored = configs.to_dict(cfg)
 
-    assert configs.from_dict(configs.to_dict(cfg)) == cfg
-
-
-def test_plain_containers_hold_plain_types_only():
-    def leaves(tree):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(value) if isinstance(value, dict | list) else [value]
-
-    plain = configs.to_dict(configs.load(on=CPU))
-
-    assert {type(leaf) for leaf in leaves(plain)} <= {str, int, float, bool, type(None)}
+    assert configs.from_dict(stored) == cfg
+    assert {type(value) for value in stored["norm"].values()} == {str, float}  # no enums, for YAML and JSON
 
 
-def test_overrides_change_single_keys_of_a_stored_config():
-    stored = configs.to_dict(configs.load(["model=gpt2", "seed=7"], on=CPU))
+def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain):
+    older = {**plain, "norm": {"kind": "rmsnorm"}}
+    cfg = configs.from_dict(older, ["train.steps=9", "norm.impl=torch", 'folder="~/a b"', "hydra.job.chdir=true"])
 
-    cfg = configs.from_dict(stored, ["train.steps=9", "norm.impl=torch"])
-
-    assert (cfg.model.layers, cfg.seed, cfg.train.steps, cfg.norm.impl) == (12, 7, 9, NormImpl.torch)
-
-
-def test_the_warm_up_is_settled_at_the_start_and_stays_when_steps_are_added():
-    cfg = configs.load(["train.steps=400"], on=CPU)
-
-    assert cfg.optim.warmup_steps == 20
-    assert configs.from_dict(configs.to_dict(cfg), ["train.steps=4000"]).optim.warmup_steps == 20
+    assert (cfg.norm.kind, cfg.norm.dropout_masks, cfg.train.steps, cfg.norm.impl) == ("rmsnorm", "native", 9, "torch")
+    assert cfg.folder == str(Path("~/a b").expanduser())
+    assert cfg.optim.warmup_steps == 45  # of the steps that the run began with
 
 
-def test_a_stored_config_of_an_older_version_takes_defaults_for_new_keys():
-    stored = configs.to_dict(configs.load(on=CPU))
-    del stored["norm"]["dropout_masks"]
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=gpt2", "model=gpt2: a resumed run keeps its model"),
+        ("train.steps=x", "train.steps=x: must be a whole number."),
+        ("train.step=5", "train.step: no such key. Did you mean train.steps?"),
+        ("init_from=runs/a", "init_from=runs/a: a run that goes on has its weights already"),
+    ],
+)
+def test_a_resumed_run_refuses_what_no_key_of_it_can_be(plain, override, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        configs.rules.check_resumed(configs.from_dict(plain), configs.from_dict(plain, [override]))
 
-    assert configs.from_dict(stored).norm.dropout_masks == "native"
+
+def test_a_resumed_run_refuses_what_would_make_it_another_run_and_takes_it_on_request(plain):
+    before, changes = configs.from_dict(plain), MATTERS.split()
+    with pytest.raises(ConfigError) as error:
+        configs.rules.check_resumed(before, configs.from_dict(plain, changes))
+
+    names = [change.partition("=")[0] for change in changes]
+    *differences, remedy = str(error.value).splitlines()
+    assert sorted(line.partition("=")[0] for line in differences) == sorted(names)
+    assert all(re.match(r"(\S+)=\S+: the checkpoint was made with \1=\S+\.$", line) for line in differences)
+    assert "resume_with_changes=true" in remedy
+    accepted = configs.rules.check_resumed(before, configs.from_dict(plain, [*changes, "resume_with_changes=true"]))
+    assert sorted(accepted) == sorted(names)
 
 
-def test_a_group_can_not_be_chosen_anew_for_a_stored_config():
-    stored = configs.to_dict(configs.load(on=CPU))
+def test_a_resumed_run_takes_other_machines_intervals_and_operators(plain):
+    assert configs.rules.check_resumed(configs.from_dict(plain), configs.from_dict(plain, FREE.split())) == []
 
-    with pytest.raises(ConfigError, match="model=gpt2: a resumed run keeps its model"):
-        configs.from_dict(stored, ["model=gpt2"])
+
+@pytest.mark.parametrize(("schedule", "refused"), [("constant", False), ("cosine", True), ("wsd", True)])
+def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(plain, schedule, refused):
+    stored = {**plain, "optim": {**plain["optim"], "schedule": schedule}}
+    with pytest.raises(ConfigError, match=r"train\.steps") if refused else nullcontext():
+        configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))

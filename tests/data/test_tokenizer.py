@@ -1,14 +1,13 @@
-import json
 import pickle
 
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import models, processors
 
 from data import Tokenizer
-from data.tokenizer import char_tokenizer, pretrained_tokenizer, train_bpe
+from data.tokenizer import END_OF_TEXT, char_tokenizer, pretrained_tokenizer, train_bpe
 from tests.data.texts import text_of
 
 CORPUS = text_of(0, 3000)
@@ -17,22 +16,16 @@ CHAR = char_tokenizer(CORPUS)
 
 
 @pytest.fixture
-def pretrained_json(tmp_path):
-    """A tokenizer.json with everything that a published one may bring along."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|endoftext|>", "<cls>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator([CORPUS], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<cls> $A", special_tokens=[("<cls>", 1)])
+def published(tmp_path):
+    """A tokenizer.json with all that a published one may bring along."""
+    tokenizer = tokenizers.Tokenizer.from_str(BPE.to_json())
+    tokenizer.add_special_tokens(["<cls>"])
+    special = [("<cls>", tokenizer.token_to_id("<cls>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<cls> $A", special_tokens=special)
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=64)
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
 
 
 @given(st.text())
@@ -47,85 +40,63 @@ def test_characters_decode_exactly_with_one_token_each(text):
     assert CHAR.decode(ids) == text
 
 
-def test_an_unseen_character_is_refused_by_its_name():
+def test_an_unseen_character_is_refused_by_its_name_and_a_newline_is_always_known():
     with pytest.raises(ValueError, match=r"tokenizer\.kind=char has no token for 'ж' \(U\+0436\).*tokenizer\.kind=bpe"):
         CHAR.encode("queen ж")
-
-
-def test_a_newline_always_has_a_character_token():
     tokenizer = char_tokenizer("ab")
     assert tokenizer.decode(tokenizer.separator) == "\n"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char", "pretrained"])
-def test_a_saved_tokenizer_loads_as_it_was(kind, tmp_path, pretrained_json):
-    tokenizer = {"bpe": BPE, "char": CHAR}.get(kind) or pretrained_tokenizer(str(pretrained_json))
+def test_a_saved_tokenizer_loads_as_it_was(kind, tmp_path, published):
+    tokenizer = {"bpe": BPE, "char": CHAR}.get(kind) or pretrained_tokenizer(published)
     tokenizer.save(tmp_path / "saved.json")
-    text = "the king\n<|endoftext|>" if kind != "char" else "the king\n"
+    text = "the king\n" if kind == "char" else "the king\n<|endoftext|>"
     for other in (Tokenizer.load(tmp_path / "saved.json"), pickle.loads(pickle.dumps(tokenizer))):
         assert other.encode(text) == tokenizer.encode(text)
         assert other.decode(other.encode(text)) == text
-        assert other.vocab_size == tokenizer.vocab_size
-        assert other.end_of_text == tokenizer.end_of_text
+        assert (other.vocab_size, other.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
         if kind == "char":
             with pytest.raises(ValueError, match="U\\+0436"):
                 other.encode("ж")
 
 
 @pytest.mark.parametrize("kind", ["bpe", "pretrained"])
-def test_the_characters_of_a_special_token_are_text(kind, pretrained_json):
-    tokenizer = BPE if kind == "bpe" else pretrained_tokenizer(str(pretrained_json))
+def test_the_characters_of_a_special_token_are_text(kind, published):
+    tokenizer = BPE if kind == "bpe" else pretrained_tokenizer(published)
     ids = tokenizer.encode("a<|endoftext|>b")
-    assert tokenizer.end_of_text is not None
-    assert tokenizer.end_of_text not in ids
+    assert tokenizer.end_of_text is not None and tokenizer.end_of_text not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
     assert tokenizer.decode([tokenizer.end_of_text]) == ""
-    assert tokenizer.decode([tokenizer.end_of_text], skip_special=False) == "<|endoftext|>"
+    assert tokenizer.decode([tokenizer.end_of_text], skip_special=False) == END_OF_TEXT
 
 
-def test_a_pretrained_tokenizer_neither_adds_nor_cuts_nor_pads(pretrained_json):
-    tokenizer = pretrained_tokenizer(str(pretrained_json))
+def test_a_pretrained_tokenizer_is_found_in_its_folder_and_neither_adds_nor_cuts_nor_pads(published):
+    tokenizer = pretrained_tokenizer(published.removesuffix("/tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode(CORPUS), skip_special=False) == CORPUS
 
 
-def test_a_pretrained_tokenizer_is_found_in_its_folder(pretrained_json):
-    assert pretrained_tokenizer(str(pretrained_json.parent)).vocab_size == pretrained_tokenizer(str(pretrained_json)).vocab_size
+def test_training_bpe_twice_gives_the_same_tokenizer_of_the_size_asked_for_if_the_text_allows():
+    assert train_bpe([CORPUS], 320).to_json() == BPE.to_json()
+    assert BPE.vocab_size == 320
+    assert train_bpe(["a"], 320).vocab_size == 257  # bytes and end of text: no pair to merge
+    smallest = train_bpe([CORPUS], 257)
+    assert smallest.vocab_size == 257 and len(smallest.encode("日")) == 3
 
 
 def test_vocab_size_is_above_every_id_where_ids_have_holes():
-    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 700}, unk_token="a"))
-    assert Tokenizer(tokenizer).vocab_size == 701
+    assert Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 700}, unk_token="a"))).vocab_size == 701
 
 
-def test_training_bpe_twice_gives_the_same_tokenizer(tmp_path):
-    for name in ("one", "two"):
-        train_bpe([CORPUS], 320).save(tmp_path / name)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-
-
-def test_bpe_has_the_vocabulary_asked_for_if_the_text_allows():
-    assert BPE.vocab_size == 320
-    assert train_bpe(["a"], 320).vocab_size == 257  # no pair to merge
-
-
-def test_the_smallest_vocabulary_is_bytes_and_end_of_text():
-    tokenizer = train_bpe([CORPUS], 257)
-    assert tokenizer.vocab_size == 257
-    assert len(tokenizer.encode("日")) == 3
-
-
-@pytest.mark.parametrize("name", ["nowhere/tokenizer.json", "./nowhere", "~/nowhere-at-all"])
-def test_a_missing_tokenizer_file_is_named(name):
-    with pytest.raises(FileNotFoundError, match=rf"tokenizer\.pretrained={name}: no such file"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere/tokenizer.json", r"tokenizer\.pretrained=nowhere/tokenizer\.json: no such file"),
+        ("~/nowhere-at-all", r"tokenizer\.pretrained=~/nowhere-at-all: no such file"),
+        ("owner/name", r"tokenizer\.pretrained=owner/name .*download its tokenizer\.json"),
+        (__file__, r"test_tokenizer\.py is not a tokenizer\.json"),
+    ],
+)
+def test_a_tokenizer_that_is_not_there_is_named_with_what_to_do(name, message):
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
         pretrained_tokenizer(name)
-
-
-def test_a_hub_tokenizer_offline_says_what_to_do():
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.pretrained=owner/name .*download its tokenizer\.json"):
-        pretrained_tokenizer("owner/name")
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match=r"config\.json is not a tokenizer\.json"):
-        Tokenizer.load(tmp_path / "config.json")

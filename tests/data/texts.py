@@ -2,32 +2,16 @@
 
 import random
 
-LETTERS = [*"aio", "—", "!", "日本", "42"]
-WORDS = [
-    *LETTERS,
-    "the",
-    "king",
-    "queen",
-    "night",
-    "morning",
-    "forest",
-    "sea",
-    "walks",
-    "sings",
-    "sleeps",
-    "über",
-    "naïve",
-    "don't",
-]
+NAMES = "the king queen night morning forest sea walks sings sleeps"
+WORDS = [*"aio", "—", "!", "日本", "42", *NAMES.split(), "über", "naïve", "don't"]
 
 
 def text_of(seed: int, words: int) -> str:
     """Lines of random words; the same for the same seed."""
     choose = random.Random(seed)
-    lines, line = [], []
+    lines: list[list[str]] = [[]]
     for _ in range(words):
-        line.append(choose.choice(WORDS))
+        lines[-1].append(choose.choice(WORDS))
         if choose.random() < 0.2:
-            lines.append(" ".join(line))
-            line = []
-    return "\n".join([*lines, " ".join(line)])
+            lines.append([])
+    return "\n".join(map(" ".join, lines))

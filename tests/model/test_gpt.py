@@ -10,25 +10,21 @@ from model import GPT
 
 IMPLS = ("fused", "torch")
 LLAMA = {"positions": "rotary", "activation": "swiglu", "kv_heads": 2, "qk_norm": True, "bias": False, "norm_kind": "rmsnorm"}
+GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab_size": 50257}
 
 
-def test_loss_is_the_cross_entropy_of_the_logits(build, batch):
+def test_loss_is_the_cross_entropy_of_the_logits_and_fp32_under_autocast(build, batch):
     tokens, targets = batch
     model = build()
     logits = model(tokens)
     assert logits.shape == (4, 12, 64)
     torch.testing.assert_close(model(tokens, targets), F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-
-
-def test_loss_is_fp32_under_autocast(build, batch):
     with torch.autocast("cpu", torch.bfloat16):
-        assert build()(*batch).dtype == torch.float32
-        assert build()(batch[0]).dtype == torch.bfloat16
+        assert model(*batch).dtype == torch.float32 and model(tokens).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("options", "block", "impl"),
-    list(itertools.product(({}, LLAMA, {"positions": "rotary", "kv_heads": 1}), ("sequential", "parallel"), IMPLS)),
+    ("options", "block", "impl"), [({}, "sequential", "fused"), (LLAMA, "parallel", "torch"), (LLAMA, "sequential", "fused")]
 )
 def test_the_future_does_not_change_the_past(build, batch, options, block, impl):
     model = build(**options, block=block, norm_impl=impl)
@@ -38,9 +34,6 @@ def test_the_future_does_not_change_the_past(build, batch, options, block, impl)
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(after[:, :8], before[:, :8], atol=1e-6, rtol=0)
     assert ((after - before)[:, 8:].abs().amax(-1) > 1e-6).all()
-
-
-# Initialisation
 
 
 def test_initialisation_is_gpt2s():
@@ -63,37 +56,32 @@ def test_every_norm_starts_from_the_same_draws(build):
     assert states[0].keys() == states[2].keys()
 
 
-# Options
+# ---- options -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 64), (60, 60), (100, 100)])
 def test_vocabulary_is_padded_or_as_given(build, batch, given, expected):
     assert build(vocab_size=given)(batch[0]).shape[-1] == expected
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 59, less than the tokenizer's 60"):
+        build(vocab_size=59)
 
 
 def test_tied_embeddings_are_one_matrix(build, batch):
     tied, untied = build(), build(tie_embeddings=False)
     assert untied.parameter_count() - tied.parameter_count() == 64 * 32
-    for model, depends in ((tied, False), (untied, True)):
+    for model in (tied, untied):
         model(*batch).backward()
-        assert (model.head is not None) == depends
     unused = 62  # a padding token: never looked up, but a class of the head
-    assert tied.embedding.weight.grad[unused].any()
-    assert not untied.embedding.weight.grad[unused].any()
+    assert tied.embedding.weight.grad[unused].any() and not untied.embedding.weight.grad[unused].any()
 
 
-def test_layers_heads_and_widths(build):
-    model = build(layers=3, heads=2, width=48, mlp_width=40)
-    assert len(model.blocks) == 3
-    assert model.blocks[0].attention.head_width == 24
-    assert model.blocks[0].mlp.up.weight.shape == (40, 48)
-    assert model.embedding.weight.shape[1] == 48
-
-
-def test_without_bias_nothing_has_one(build):
-    for block in ("sequential", "parallel"):
-        assert not [name for name, _ in build(bias=False, block=block).named_parameters() if "bias" in name]
-        assert [name for name, _ in build(block=block).named_parameters() if "bias" in name]
+@pytest.mark.parametrize("block", ["sequential", "parallel"])
+def test_sizes_and_biases_are_as_given(build, block):
+    model = build(layers=3, heads=2, width=48, mlp_width=40, bias=False, block=block)
+    attention, mlp = model.blocks[2].attention, model.blocks[2].mlp
+    assert (len(model.blocks), attention.head_width, mlp.up.weight.shape) == (3, 24, (40, 48))
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+    assert [name for name, _ in build(block=block).named_parameters() if "bias" in name]
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -114,63 +102,31 @@ def test_positions_tell_apart_what_attention_alone_cannot(build, positions):
     if model.positions is not None:
         nn.init.zeros_(model.positions.weight)
     else:
+        assert not torch.equal(model.rotary, build(positions="rotary", rotary_base=10.0).rotary)
         model.rotary.copy_(torch.tensor([1.0, 0.0])[:, None, None])  # all angles 0
     torch.testing.assert_close(*last_logits())
 
 
-def test_rotary_base_is_used(build):
-    tables = [build(positions="rotary", rotary_base=base).rotary for base in (10.0, 10000.0)]
-    assert tables[0].shape == (2, 16, 4)
-    assert not torch.equal(*tables)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("inputs", "message"),
     [
-        ({"width": 30}, "model.width must be a multiple of model.heads, got 30 and 4"),
-        ({"kv_heads": 3}, "model.heads must be a multiple of model.kv_heads, got 4 and 3"),
-        ({"width": 36, "positions": "rotary"}, "must be even, got 9"),
-        ({"vocab_size": 59}, "model.vocab_size is 59, less than the tokenizer's 60"),
-        ({"dropout": 1.0}, r"model.dropout must be in \[0, 1\), got 1.0"),
-        ({"attention_dropout": -0.1}, r"model.attention_dropout must be in \[0, 1\), got -0.1"),
-        ({"drop_path": 1.5}, r"model.drop_path must be in \[0, 1\), got 1.5"),
+        ({"tokens": torch.zeros(1, 17, dtype=torch.int64)}, r"17 positions, and model\.context is 16"),
+        ({"tokens": torch.zeros(12, dtype=torch.int64)}, r"tokens has shape \(12,\)"),
+        ({"tokens": torch.zeros(4, 12, dtype=torch.int32)}, r"tokens .* torch\.int32"),
+        ({"targets": torch.zeros(4, 11, dtype=torch.int64)}, r"targets has shape \(4, 11\)"),
+        ({"seeds": torch.zeros(3, dtype=torch.int64)}, r"seeds has shape \(3,\) .* expected int64 of shape \(5,\)"),
     ],
 )
-def test_options_that_do_not_fit_are_named(build, options, message):
+def test_inputs_that_do_not_fit_are_named(build, batch, inputs, message):
     with pytest.raises(ValueError, match=message):
-        build(**options)
+        build()(**{"tokens": batch[0]} | inputs)
 
 
-def test_inputs_that_do_not_fit_are_named(build, batch):
-    model, (tokens, targets) = build(), batch
-    with pytest.raises(ValueError, match=r"17 positions, and model\.context is 16"):
-        model(torch.zeros(1, 17, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"tokens has shape \(12,\)"):
-        model(tokens[0])
-    with pytest.raises(ValueError, match=r"tokens .* torch\.int32"):
-        model(tokens.int())
-    with pytest.raises(ValueError, match=r"targets has shape \(4, 11\)"):
-        model(tokens, targets[:, 1:])
-    with pytest.raises(ValueError, match=r"seeds has shape \(3,\) .* expected int64 of shape \(5,\)"):
-        model(tokens, seeds=torch.zeros(3, dtype=torch.int64))
-
-
-# Seeds
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_seeds_decide_the_masks(build, batch, impl):
-    model = build(dropout=0.2, attention_dropout=0.0, drop_path=0.5, norm_impl=impl, norm_dropout_masks="shared")
-    seeds = torch.arange(model.dropout_sites)
-    assert model(*batch, seeds=seeds).item() == model(*batch, seeds=seeds).item()
-    assert model(*batch, seeds=seeds).item() != model(*batch, seeds=seeds + 9).item()
-    model.eval()
-    assert model(*batch, seeds=seeds).item() == model(*batch).item()
+# ---- seeds -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "draws"),
-    [({"dropout": 0.2}, True), ({"drop_path": 0.2, "norm_impl": "torch"}, True), ({}, False)],
+    ("options", "draws"), [({"dropout": 0.2}, True), ({"drop_path": 0.2, "norm_impl": "torch"}, True), ({}, False)]
 )
 def test_seeds_left_out_are_drawn_from_torchs_generator_if_needed(build, batch, options, draws):
     model = build(**options, attention_dropout=0.0)
@@ -179,30 +135,31 @@ def test_seeds_left_out_are_drawn_from_torchs_generator_if_needed(build, batch, 
     second = model(*batch).item()
     torch.manual_seed(3)
     assert torch.equal(torch.get_rng_state(), state) == (not draws)
-    assert model(*batch).item() == first
-    assert (second != first) == draws
+    assert model(*batch).item() == first and (second != first) == draws
     state = torch.get_rng_state()
     model.eval()(*batch)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# Sampling
+# ---- sampling ----------------------------------------------------------------------------------------------------------------
 
 
-def test_generate_appends_to_the_prompt_beyond_the_context(build, batch):
-    prompt = batch[0]
-    tokens = build().generate(prompt, new_tokens=10, temperature=1.0, top_k=None)
-    assert tokens.shape == (4, 22)  # the context is 16
-    assert torch.equal(tokens[:, :12], prompt)
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_appends_to_the_prompt_beyond_the_context_in_evaluation_mode(build, batch, training):
+    model, prompt, modes = build(dropout=0.5).train(training), batch[0], []
+    model.register_forward_hook(lambda module, inputs, output: modes.append((module.training, output.requires_grad)))
+    tokens = model.generate(prompt, new_tokens=10, temperature=1.0, top_k=None)
+    assert tokens.shape == (4, 22) and torch.equal(tokens[:, :12], prompt)  # the context is 16
     assert tokens.max() < 60  # never a padding token
+    assert modes == [(False, False)] * 10 and model.training == training
 
 
 def test_generate_is_greedy_at_temperature_0_and_at_top_1(build, batch):
     model = build()
     greedy = model.generate(batch[0], 3, temperature=0)
     assert torch.equal(greedy[:, 12], model(batch[0])[:, -1, :60].argmax(-1))
-    assert torch.equal(model.generate(batch[0], 3, temperature=1.0, top_k=1), greedy)
-    assert torch.equal(model.generate(batch[0], 3, temperature=1e-42), greedy), "where logits / temperature would overflow"
+    for options in ({"top_k": 1}, {"temperature": 1e-42}):  # where logits / temperature would overflow
+        assert torch.equal(model.generate(batch[0], 3, **options), greedy)
 
 
 def test_generate_follows_temperature_top_k_and_generator(build):
@@ -219,22 +176,11 @@ def test_generate_follows_temperature_top_k_and_generator(build):
     assert len(sample(temperature=1.0).unique()) > len(sample(temperature=0.2).unique())
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generate_samples_in_evaluation_mode_and_restores_the_mode(build, batch, training):
-    model = build(dropout=0.5).train(training)
-    modes = []
-    model.register_forward_hook(lambda module, inputs, output: modes.append((module.training, output.requires_grad)))
-    model.generate(batch[0], 2)
-    assert modes == [(False, False)] * 2
-    assert model.training == training
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"temperature": -1.0}, "temperature must be 0 .* or more and finite, got -1.0"),
         ({"temperature": float("nan")}, "temperature must be 0 .* or more and finite, got nan"),
-        ({"temperature": float("inf")}, "temperature must be 0 .* or more and finite, got inf"),
         ({"top_k": 0}, "top_k must be 1 or more, .* got 0"),
         ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, r"tokens has shape \(1, 0\)"),
     ],
@@ -244,14 +190,10 @@ def test_generate_names_what_it_cannot_use(build, options, message):
         build().generate(**{"tokens": torch.zeros(1, 1, dtype=torch.int64), "new_tokens": 1} | options)
 
 
-# Counting
-
-
 def test_flops_of_gpt2():
     def flops(**options):
-        sizes = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab_size": 50257}
         with torch.device("meta"):
-            return GPT(ModelConfig(**sizes | options), NormConfig(), 50257).flops_per_token()
+            return GPT(ModelConfig(**GPT2 | options), NormConfig(), 50257).flops_per_token()
 
     matrices = 12 * 12 * 768**2  # 4 + 8 width² a layer
     attention = 12 * 12 * 768 * 1024
@@ -261,11 +203,7 @@ def test_flops_of_gpt2():
     assert flops(context=512) == flops() - attention / 2
 
 
-# torch.compile
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("options", [{}, LLAMA | {"block": "parallel"}])
+@pytest.mark.parametrize(("options", "impl"), [({}, "fused"), (LLAMA | {"block": "parallel"}, "torch")])
 def test_compiles_without_graph_breaks_and_with_the_same_loss(build, batch, impl, options):
     options |= {"dropout": 0.1, "attention_dropout": 0.0, "drop_path": 0.3, "norm_impl": impl, "norm_dropout_masks": "shared"}
     model = build(**options, layers=1)
@@ -275,12 +213,6 @@ def test_compiles_without_graph_breaks_and_with_the_same_loss(build, batch, impl
     with torch.autocast("cpu", torch.bfloat16):
         loss, expected = compiled(*batch, seeds), model(*batch, seeds)
     loss.backward()
+    compiled(*batch).backward()  # with its own seeds
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_compiles_with_seeds_of_its_own(build, batch):
-    model = build(dropout=0.1, layers=1)
-    torch._dynamo.reset()
-    torch.compile(model, backend="aot_eager", fullgraph=True)(*batch).backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())

@@ -32,14 +32,8 @@ def test_kernels_and_torch_with_shared_masks_agree(build, batch, kind, block):
 @pytest.mark.parametrize("block", ["sequential", "parallel"])
 @pytest.mark.parametrize("impl", ["fused", "torch"])
 def test_compiled_equals_eager_under_bf16(build, batch, impl, block, residual_dtype):
-    options = {
-        "block": block,
-        "residual_dtype": residual_dtype,
-        "norm_impl": impl,
-        "norm_dropout_masks": "shared",
-        "kv_heads": 2,
-    }
-    model = build(**OPTIONS | options).cuda()
+    options = {"block": block, "residual_dtype": residual_dtype, "norm_impl": impl, "kv_heads": 2}
+    model = build(**OPTIONS | options, norm_dropout_masks="shared").cuda()
     batch, seeds = [t.cuda() for t in batch], torch.arange(model.dropout_sites, device="cuda")
     torch._dynamo.reset()
     with torch.autocast("cuda", torch.bfloat16):

@@ -1,0 +1,59 @@
+"""Names of run folders, and what --help says of the keys."""
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+import configs
+from configs import command_line, keys
+from tests.runs import CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "resume", "folder"),
+    [
+        (None, "never", "tinystories_gpt2_torch"),
+        (None, "auto", "tinystories_gpt2_torch"),
+        ("mine", "never", "mine"),
+        ("a/b c", "runs/2026-01-02_03-04-05_mine", "a-b-c"),
+        (None, "runs/2026-01-02_03-04-05_shakespeare_tiny_fused", "resumed_shakespeare_tiny_fused"),
+        (None, "runs/2026-01-02_03-04-05_resumed_mine/best", "resumed_mine"),
+        (None, "runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "resumed_mine"),
+    ],
+)
+def test_a_run_is_named_by_what_it_trains(name, resume, folder):
+    cfg = configs.to_dict(configs.load(["data=tinystories", "norm.impl=torch"], on=CPU))
+    cfg = OmegaConf.merge(OmegaConf.structured(configs.Config), cfg, {"logging": {"name": name}, "resume": resume})
+    OmegaConf.update(cfg, "hydra.runtime.choices.model", "gpt2", force_add=True)
+
+    assert command_line.run_name(cfg) == folder
+
+
+def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name():
+    overrides = ["model.dropout=0.1", "train.steps=5", "data.files=[a/b.txt,c d]"]
+
+    assert command_line.job_name(1, overrides, {"model.dropout", "data.files"}) == "1_model.dropout-0.1_data.files-a-b.txt-c-d-"
+    assert command_line.job_name(0, overrides, set()) == "0"
+    assert len(command_line.job_name(0, ["logging.name=" + "x" * 300], {"logging.name"})) == 120
+
+
+def test_a_command_chooses_the_folder_by_folder_or_by_hydras_keys():
+    cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
+
+    assert command_line.chooses_folder(named, []) and not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
+    assert all(command_line.chooses_folder(cfg, [f"hydra.{key}.dir=runs/mine"]) for key in ("run", "sweep"))
+
+
+def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_its_choices():
+    text = command_line.describe_keys()
+    given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
+
+    for key in keys.schema().values():
+        assert key.meaning and re.search(rf"^  {re.escape(key.name)}=.* {re.escape(key.meaning)}$", text, re.MULTILINE)
+        for choice, meaning in key.choices.items():
+            assert meaning and re.search(rf"^ {{20,}}{choice} +{re.escape(meaning)}$", text, re.MULTILINE)
+    plain = configs.compose_only([])
+    assert float(given["optim.lr"]) == plain.optim.lr and given["optim.warmup_steps"] == "null"
+    typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
+    assert configs.compose_only(typed) == plain  # each as it is typed

@@ -14,9 +14,8 @@ from data import Tokenizer
 from model import GPT
 from training import pretrained
 from training.checkpoint import TrainState
-from training.optimizer import adamw
 from training.precision import Precision
-from training.step import compile_model, prepare
+from training.step import adamw, compile_model, prepare
 
 
 @dataclass

@@ -31,7 +31,7 @@ from configs import keys
 from configs.schema import DropoutMasks
 from training.console import take_any_encoding
 from training.plot import read_metrics, without_sweep_files
-from training.storage import go_on, replace_text
+from training.storage import replace_text, resume_command
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
@@ -129,7 +129,7 @@ def unfinished(folder: Path) -> str:
         return f"{folder}: an ablation, whose report is {folder}/report.md."
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
         if not (folder / name).is_file():
-            resume = f" The run did not finish; to go on: {go_on(folder)}" if name == "summary.json" else ""
+            resume = f" The run did not finish; to go on: {resume_command(folder)}" if name == "summary.json" else ""
             return f"{folder}: no {name}.{resume}"
     return ""
 

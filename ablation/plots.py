@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from ablation.compared import AGAIN, FUSED, TORCH
 from ablation.records import Cell, Parity
 from ablation.statistics import Interval, spread
-from training.plot import keep
+from training.plot import save_figure
 
 WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
 GREY, FILL = "#6b7280", {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
@@ -344,4 +344,4 @@ def _bare(axes: Any, grid: str) -> None:
 def _finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
-    keep(figure, path)
+    save_figure(figure, path)

@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from configs import Config
 from configs.schema import NormImpl
 from model import GPT
-from training import layouts
-from training.optimizer import set_learning_rate
+from training import export
 from training.precision import Precision
-from training.schedule import learning_rate
-from training.step import to_device
+from training.step import learning_rate, set_learning_rate, to_device
 
 MODULE = "nanogpt_model"  # its name here; `model` is ours
 INTERFACE = ("GPT", "GPTConfig")
@@ -85,7 +83,7 @@ def build(module: ModuleType, cfg: Config) -> nn.Module:
     with torch.device("meta"):
         ours = GPT(m, cfg.norm, m.vocab_size)
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
-    if wrong := layouts.unsupported(layouts.GPT2, m, cfg.norm):
+    if wrong := export.unsupported(export.GPT2, m, cfg.norm):
         raise PeerError(f"ours is not nanoGPT's architecture: {'; '.join(wrong)}. Leave these overrides out, or --nanogpt.")
     wanted = {theirs: shapes.pop(mine) for mine, theirs in _names(cfg) if mine in shapes}
     found = {name: tuple(p.shape) for name, p in peer.named_parameters()}
@@ -112,7 +110,7 @@ def copy_weights(ours: GPT, peer: nn.Module, cfg: Config) -> None:
 
 def _names(cfg: Config) -> Iterator[tuple[str, str]]:
     assert cfg.model.vocab_size is not None
-    for entry in layouts.entries(layouts.GPT2, cfg.model, cfg.model.vocab_size):
+    for entry in export.entries(export.GPT2, cfg.model, cfg.model.vocab_size):
         yield entry.ours, entry.theirs[0]
 
 

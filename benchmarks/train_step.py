@@ -50,7 +50,7 @@ from data import Batches
 from model import GPT
 from training.attribution import by_name, launches, profile_step, shares
 from training.clock import StepClock
-from training.hardware import peak_flops
+from training.environment import peak_flops
 from training.precision import Precision
 
 PROGRAM = "train_step"

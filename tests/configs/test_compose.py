@@ -8,7 +8,7 @@ import configs
 from configs import ConfigError, keys
 from configs.machine import Machine
 from configs.schema import Config, NormImpl, NormKind, Precision
-from training.schedule import learning_rate
+from training.step import learning_rate
 
 GPU = Machine(device="cuda")
 CPU = Machine(device="cpu")

@@ -28,7 +28,7 @@ def step(forward, state, batch, index, *rest):
     return original(forward, state, batch, index, *rest)
 train.training_step = step
 sys.argv[0] = {root!r} + "/train.py"
-sys.exit(train.main())
+sys.exit(train.main(train.train))
 """
 
 
@@ -41,7 +41,6 @@ def torchrun(folder, arguments, *options, what="pass"):
     """The process of torchrun, in `folder`; `what` happens to rank 1."""
     program = folder / f"train_{'_'.join(what.split()[:1])}.py"
     text = HAPPENS.format(root=str(ROOT), once=str(folder / "once"), what=what)
-    # Hydra looks for configs beside the file of train.main
     program.write_text(text, encoding="utf-8")
     return subprocess.Popen(
         [*TORCHRUN, *options, str(program), *arguments],

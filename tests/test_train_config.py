@@ -8,9 +8,11 @@ import torch
 import train
 from model import GPT
 from tests.runs import FakeWandb, losses, train_here
+from training import evaluation
+from training.checkpoint import Saver
 from training.clock import StepClock
+from training.distributed import ALONE
 from training.evaluation import Validation
-from training.saver import Saver
 
 
 def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
@@ -48,10 +50,12 @@ def test_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch):
 
 def test_eval_batches_is_what_evaluation_reads(tiny, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(train, "evaluate", lambda *_, before_batch, **options: seen.append(options) or Validation(1.0, 1.0))
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *_, before_batch, **options: seen.append(options) or Validation(1.0, 1.0)
+    )
     train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2"], tmp_path / "run")
 
-    assert seen == [{"context": 32, "batch_size": 4, "batches": 3, "world": train.ALONE}]
+    assert seen == [{"context": 32, "batch_size": 4, "batches": 3, "world": ALONE}]
 
 
 def test_the_sample_is_drawn_as_the_config_says(tiny, tmp_path, monkeypatch):
@@ -121,9 +125,11 @@ def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch
                 yield
                 paused.pop()
 
-    evaluate, save = train.evaluate, Saver.save
+    evaluate, save = evaluation.evaluate, Saver.save
     monkeypatch.setattr(train, "StepClock", Watched)
-    monkeypatch.setattr(train, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1])
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1]
+    )
     monkeypatch.setattr(Saver, "save", lambda *a: (during.append(("save", len(paused))), save(*a))[1])
     train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
 

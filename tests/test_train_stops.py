@@ -6,9 +6,9 @@ import torch
 import train
 from configs import ConfigError
 from tests.runs import composed, train_here
-from training import checkpoint
+from training import checkpoint, evaluation
 from training.evaluation import Validation
-from training.health import NonFiniteError
+from training.metrics import NonFiniteError
 from training.precision import Precision
 from training.resume import Start
 from training.run import open_run
@@ -51,7 +51,7 @@ def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path,
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best(tiny, tmp_path, monkeypatch, bad):
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(bad, bad))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(bad, bad))
 
     with pytest.raises(NonFiniteError, match="the validation loss is NaN or infinite at step 10"):
         train_here(tiny, tmp_path / "run")

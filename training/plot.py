@@ -87,11 +87,11 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     for side in (axes.spines["top"], axes.spines["right"], right.spines["right"]):
         side.set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    keep(figure, to)
+    save_figure(figure, to)
     return True
 
 
-def keep(figure: Any, to: Path) -> None:
+def save_figure(figure: Any, to: Path) -> None:
     """Writes a figure of pyplot's, in the format that the file's name ends with, and forgets it."""
     drawn = BytesIO()
     figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
@@ -245,7 +245,7 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
     )
     figure.suptitle(_same(curves), x=0.01, ha="left", fontsize=11)
     to.parent.mkdir(parents=True, exist_ok=True)
-    keep(figure, to)
+    save_figure(figure, to)
     return unit
 
 

@@ -16,7 +16,7 @@ from configs.schema import Positions
 from data import Tokenizer
 from model import GPT
 from model.mlp import mlp_width
-from training import checkpoint, layouts, storage
+from training import checkpoint, export, storage
 
 # Masks that some files carry, and tables that follow from the config: no weights.
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
@@ -60,7 +60,7 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
 
 def _is_of_a_run(folder: Path) -> bool:
     """Whether train.py has made it. Others have a config.json, and may have checksums or a folder of checkpoints beside it."""
-    if (folder / checkpoint.STATE).is_file() or storage.kept(folder):
+    if (folder / checkpoint.STATE).is_file() or storage.checkpoints(folder):
         return True
     traces = ("config.yaml", storage.SUMS, storage.FOLDER)  # of a run before its first checkpoint, of a damaged checkpoint
     return not (folder / "config.json").is_file() and any((folder / name).exists() for name in traces)
@@ -108,10 +108,10 @@ def _of_layout(model: GPT, source: str) -> None:
     try:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         layout = theirs["model_type"]
-        if layout not in layouts.FORMATS:
-            raise ConfigError(f"init_from={source} is a model of type {layout}; known are {' and '.join(layouts.FORMATS)}.")
-        wrong = [f"{line}." for line in layouts.unsupported(layout, model.cfg, model.norm)]
-        wrong += layouts.differences(layout, theirs, model.cfg, model.norm)
+        if layout not in export.FORMATS:
+            raise ConfigError(f"init_from={source} is a model of type {layout}; known are {' and '.join(export.FORMATS)}.")
+        wrong = [f"{line}." for line in export.unsupported(layout, model.cfg, model.norm)]
+        wrong += export.differences(layout, theirs, model.cfg, model.norm)
         if wrong:
             raise ConfigError(f"init_from={source} is another model than this run's:\n" + "\n".join(wrong))
         tensors = _tensors(folder)
@@ -127,19 +127,19 @@ def _of_layout(model: GPT, source: str) -> None:
 
 def _fill(model: GPT, layout: str, tensors: dict[str, torch.Tensor], source: str) -> None:
     cfg, ours = model.cfg, model.state_dict()
-    if layout == layouts.GPT2:  # OpenAI's files on the Hub leave the prefix out
+    if layout == export.GPT2:  # OpenAI's files on the Hub leave the prefix out
         full = {name: name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}" for name in tensors}
         tensors = {full[name]: tensor for name, tensor in tensors.items()}
     left = {name for name in tensors if not NO_WEIGHTS.fullmatch(name)}
     if cfg.tie_embeddings and "lm_head.weight" in tensors:  # one tensor under two names, of which a file may have either
         head = tensors["lm_head.weight"]
-        (embedding,) = next(layouts.entries(layout, cfg, model.tokenizer_vocab_size)).theirs
+        (embedding,) = next(export.entries(layout, cfg, model.tokenizer_vocab_size)).theirs
         if not torch.equal(tensors.setdefault(embedding, head), head):
             raise ConfigError(
                 f"init_from={source} ties its embeddings by its config.json, but lm_head.weight is not {embedding}."
             )
         left.discard("lm_head.weight")
-    for entry in layouts.entries(layout, cfg, model.tokenizer_vocab_size):
+    for entry in export.entries(layout, cfg, model.tokenizer_vocab_size):
         missing = [name for name in entry.theirs if name not in tensors]
         if missing:
             raise ConfigError(f"init_from={source} has no tensor {missing[0]}, from which {entry.ours} comes.")

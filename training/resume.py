@@ -139,7 +139,7 @@ def _check_left(start: Start, path: Path) -> None:
     stored, steps = start.stored, start.cfg.train.steps
     unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
     if stored is not None and stored.step >= steps and not unfinished:
-        command, why = f"{storage.go_on(path)} train.steps={2 * stored.step}", ""
+        command, why = f"{storage.resume_command(path)} train.steps={2 * stored.step}", ""
         if start.cfg.optim.schedule is not Schedule.constant:
             command += " resume_with_changes=true"
             why = "\nThat changes the learning rates of the steps before it, which the last word accepts."
@@ -152,7 +152,7 @@ def _check_left(start: Start, path: Path) -> None:
 def _newest(run: Path) -> tuple[Path | None, tuple[Path, ...], list[str]]:
     """The newest whole checkpoint of a run, None if it has none at all; all of them; a line on each damaged one passed over."""
     kept: list[Path] | None = None
-    while kept != (kept := storage.kept(run)):  # a process that trains there may add and delete some meanwhile
+    while kept != (kept := storage.checkpoints(run)):  # a process that trains there may add and delete some meanwhile
         try:
             found, problems = storage.newest(run)
         except PermissionError as error:

@@ -41,7 +41,7 @@ def test_auto_goes_on_in_the_precision_that_the_run_began_with(stopped, tiny):
 def test_the_environment_of_each_start_is_kept(stopped):
     folder, command = stopped
     first = (folder / "environment.json").read_bytes()
-    step = storage.step_of(storage.kept(folder)[0])
+    step = storage.step_of(storage.checkpoints(folder)[0])
     train_here(command, folder)
 
     assert (folder / "environment.json").read_bytes() == first

@@ -28,7 +28,7 @@ def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_u
     assert stop.value.code == fake.exit_code == 128 + number
     said = capsys.readouterr()
     assert "step, then a checkpoint" not in said.err and "Stopping." in said.err
-    assert f"all is kept but the sample; to make it up: {storage.go_on(tmp_path / 'run')}" in said.out
+    assert f"all is kept but the sample; to make it up: {storage.resume_command(tmp_path / 'run')}" in said.out
     assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
     assert not (tmp_path / "run" / "sample.txt").exists()
     monkeypatch.setattr(GPT, "generate", original)

@@ -5,10 +5,9 @@ import signal
 
 import pytest
 
-import train
 from tests.resume.stops import AUTO, train_until
 from tests.runs import FakeWandb, read_json, train_here
-from training import checkpoint, storage
+from training import checkpoint, evaluation, storage
 from training.evaluation import Validation
 
 
@@ -47,7 +46,7 @@ def test_a_run_has_the_tags_that_were_given_and_those_of_its_norms(tiny, tmp_pat
 
 def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monkeypatch):
     values = iter([1.0, 3.0, 2.0])  # the first is of the run that is resumed, and better than what follows
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
     train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")
     before = {path: path.read_bytes() for path in (tmp_path / "half").rglob("*") if path.is_file()}
 
@@ -64,20 +63,20 @@ def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monk
 
 def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatch):
     values = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
     train_here([*tiny, "checkpoint.every=3", "checkpoint.keep=3"], tmp_path / "run")
 
-    assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [30, 27, 24, 20]
+    assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [30, 27, 24, 20]
     assert (tmp_path / "run" / "best").resolve().name == storage.name(20)
     assert (tmp_path / "run" / "last").resolve().name == storage.name(30)
 
 
 def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
-    original = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    original = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
-    monkeypatch.setattr(train, "evaluate", original)
+    monkeypatch.setattr(evaluation, "evaluate", original)
     train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
 
     _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")

@@ -10,7 +10,7 @@ from configs.machine import Machine
 from tests.resume.stops import AUTO, in_step, train_until
 from tests.runs import composed, corpus, train_here
 from training import checkpoint, storage
-from training.health import NonFiniteError
+from training.metrics import NonFiniteError
 from training.resume import settle
 from training.run import open_run
 

@@ -12,7 +12,7 @@ import training.step as step_module
 from model import GPT
 from tests.resume.stops import AUTO, stop_with, train_until
 from tests.runs import bits, train_here
-from training import storage
+from training import evaluation, storage
 from training.plot import read_metrics
 from training.precision import Precision
 
@@ -77,7 +77,7 @@ def test_a_signal_between_checkpoints_and_lines_of_metrics_changes_no_bit(tiny, 
 
     for step in (3, 9, 17):
         assert stop_with(number, step, overrides, tmp_path / "cut") == 128 + number
-        assert storage.step_of(storage.kept(tmp_path / "cut")[0]) == step
+        assert storage.step_of(storage.checkpoints(tmp_path / "cut")[0]) == step
     train_here(overrides, tmp_path / "cut")
 
     assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
@@ -87,7 +87,7 @@ def test_a_signal_between_checkpoints_and_lines_of_metrics_changes_no_bit(tiny, 
 def test_sigterm_in_an_evaluation_cuts_it_short_and_it_is_made_up_for(tiny, tmp_path, monkeypatch, at):
     overrides = [*tiny, *AUTO, "model.dropout=0.1"]
     train_here(overrides, tmp_path / "whole")
-    original, forward = train.evaluate, GPT.forward
+    original, forward = evaluation.evaluate, GPT.forward
 
     def signalled(model, *rest, **options):
         if len(calls) == at // 10 - 1:  # eval.every=10
@@ -96,17 +96,17 @@ def test_sigterm_in_an_evaluation_cuts_it_short_and_it_is_made_up_for(tiny, tmp_
         return original(model, *rest, **options)
 
     calls = []
-    monkeypatch.setattr(train, "evaluate", signalled)
+    monkeypatch.setattr(evaluation, "evaluate", signalled)
     with pytest.raises(SystemExit) as stop:
         train_here(overrides, tmp_path / "cut")
     assert stop.value.code == 143
     with pytest.raises(SystemExit) as stop:  # and once more, in the evaluation that is made up for
         train_here(overrides, tmp_path / "cut")
-    monkeypatch.setattr(train, "evaluate", original)
+    monkeypatch.setattr(evaluation, "evaluate", original)
     monkeypatch.setattr(GPT, "forward", forward)
 
     assert stop.value.code == 143
-    assert storage.step_of(storage.kept(tmp_path / "cut")[0]) == at
+    assert storage.step_of(storage.checkpoints(tmp_path / "cut")[0]) == at
     assert not any(line["step"] == at and "val/loss" in line for line in read_metrics(tmp_path / "cut" / "metrics.jsonl"))
     train_here(overrides, tmp_path / "cut")
     assert compared(tmp_path / "cut", at) == compared(tmp_path / "whole", at)

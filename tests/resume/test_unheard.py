@@ -26,7 +26,7 @@ def test_ctrl_c_makes_a_checkpoint_though_nobody_reads_what_the_run_shows(tiny, 
     code = stop_with(signal.SIGINT, 4, [*tiny, "logging.every=1"], tmp_path / "run")
 
     assert code == 130
-    assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [4]
+    assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [4]
     sys.stdout.close()  # with what was still in its buffer
     sys.stderr.close()
 
@@ -88,7 +88,7 @@ def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint_and_its_picture
     os.close(terminal)
 
     assert process.wait(60) == 128 + signal.SIGHUP
-    [newest] = storage.kept(tmp_path / "run")
+    [newest] = storage.checkpoints(tmp_path / "run")
     storage.verify(newest)
     assert (tmp_path / "run" / "loss.png").is_file()
 

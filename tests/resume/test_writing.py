@@ -17,7 +17,7 @@ from tests.resume.stops import AUTO, in_step, stop_with, train_until
 from tests.runs import bits, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
-from training.health import NonFiniteError
+from training.metrics import NonFiniteError
 from training.storage import StorageError
 
 
@@ -57,7 +57,7 @@ def test_where_there_are_checkpoints_the_advice_is_to_go_on_and_works(tiny, tmp_
     resize("16m")
     program, *arguments = shlex.split(full.stderr.partition("go on: python ")[2].splitlines()[0])
     assert program == "train.py" and Command(arguments, tmp_path).finish().returncode == 0
-    assert storage.step_of(storage.kept(folder / "run")[0]) == 30
+    assert storage.step_of(storage.checkpoints(folder / "run")[0]) == 30
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
@@ -163,17 +163,17 @@ def test_a_checkpoint_is_made_by_time_too(tiny, tmp_path, monkeypatch, overrides
     """Of steps that take a minute each; the default is 10 minutes."""
     minutes, original = [], train.training_step
     monkeypatch.setattr(train, "training_step", lambda *given: (minutes.append(1), original(*given))[1])
-    monkeypatch.setattr("training.saver.monotonic", lambda: 60.0 * len(minutes))
+    monkeypatch.setattr("training.checkpoint.monotonic", lambda: 60.0 * len(minutes))
     train_here([*tiny, *MINUTES, *overrides], tmp_path / "run")
 
-    assert [storage.step_of(path) for path in reversed(storage.kept(tmp_path / "run"))] == steps
+    assert [storage.step_of(path) for path in reversed(storage.checkpoints(tmp_path / "run"))] == steps
 
 
 def test_a_run_that_dies_goes_on_from_a_checkpoint_that_was_made_by_time_with_the_same_bits(tiny, tmp_path):
     overrides = [*tiny, *MINUTES, "model.dropout=0.1", "resume=auto"]
     train_here(overrides, tmp_path / "whole")
     train_until(14, [*overrides, "checkpoint.minutes=1e-9"], tmp_path / "cut")
-    assert storage.step_of(storage.kept(tmp_path / "cut")[0]) == 13
+    assert storage.step_of(storage.checkpoints(tmp_path / "cut")[0]) == 13
 
     train_here(overrides, tmp_path / "cut")
     assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
@@ -183,4 +183,4 @@ def test_ranks_agree_on_checkpoints_by_time(tiny, tmp_path):
     """Of 20 ms, which end at other moments on each rank: one that saved alone would wait for the other to its timeout."""
     told = train_together(2, [*tiny, *MINUTES, "checkpoint.minutes=0.00033"], tmp_path / "run")
 
-    assert [one["ended"] for one in told] == [None, None] and len(storage.kept(tmp_path / "run")) > 1
+    assert [one["ended"] for one in told] == [None, None] and len(storage.checkpoints(tmp_path / "run")) > 1

@@ -12,7 +12,7 @@ from model import GPT
 from training import checkpoint, storage
 from training.checkpoint import TrainState
 from training.evaluation import Validation
-from training.optimizer import adamw
+from training.step import adamw
 
 SMALL = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8"]
 
@@ -157,9 +157,9 @@ def test_a_checkpoint_of_another_format_is_refused(cfg, tmp_path, monkeypatch):
 def test_a_run_a_checkpoint_and_a_link_are_found(cfg, tmp_path):
     for step in (3, 12):
         save(new_state(cfg, step=step), tmp_path, cfg)
-    storage.link(tmp_path, "best", storage.kept(tmp_path)[1])
+    storage.link(tmp_path, "best", storage.checkpoints(tmp_path)[1])
 
-    found = [checkpoint.read(path).step for path in (tmp_path, storage.kept(tmp_path)[1], tmp_path / "best")]
+    found = [checkpoint.read(path).step for path in (tmp_path, storage.checkpoints(tmp_path)[1], tmp_path / "best")]
     assert found == [12, 3, 3]
 
 

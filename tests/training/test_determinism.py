@@ -12,7 +12,7 @@ from configs import ConfigError
 from configs.machine import Machine
 from configs.rules import CUBLAS_WORKSPACE
 from tests.runs import bits, corpus, finish, read_json, start
-from training.determinism import deterministic
+from training.precision import deterministic
 
 
 def state():

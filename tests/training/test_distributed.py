@@ -53,7 +53,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ti
     told = train_together(2, tiny, tmp_path / "run", signal=[1, 4])
 
     assert [(one["ended"], one["steps"]) for one in told] == [(143, 4), (143, 4)]
-    assert storage.step_of(storage.kept(tmp_path / "run")[0]) == 4
+    assert storage.step_of(storage.checkpoints(tmp_path / "run")[0]) == 4
 
     train_together(2, [*tiny, "resume=auto"], tmp_path / "run")
     train_together(2, tiny, tmp_path / "whole")
@@ -84,7 +84,7 @@ def test_a_last_checkpoint_that_a_thread_can_not_write_stops_all_with_the_same_e
 
     assert told[0]["ended"] == told[1]["ended"]
     assert told[0]["ended"].startswith("StorageError") and "step_00000012 can't be written" in told[0]["ended"]
-    assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [6]
+    assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [6]
 
 
 def test_a_run_of_one_process_goes_on_with_two_ranks(tiny, tmp_path):

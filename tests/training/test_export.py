@@ -15,7 +15,7 @@ from model import GPT
 from tests.training import hub_models
 from training import export, pretrained, storage
 from training.checkpoint import TrainState
-from training.optimizer import adamw
+from training.step import adamw
 
 SMALL = ["model.layers=2", "model.heads=4", "model.width=32", "model.context=16"]
 LLAMA = [
@@ -126,5 +126,7 @@ def test_mistakes_are_one_message_and_code_2(tmp_path, tokenizer, capsys):
     assert export.main([str(tmp_path), "--format", "gpt2", "--output", str(tmp_path / "file" / "out")]) == 2
     assert "can't be written: Not a directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        export.main([str(storage.kept(tmp_path)[0]), "--format", "gpt2"])  # into a checkpoint, which is then no longer whole
+        export.main(
+            [str(storage.checkpoints(tmp_path)[0]), "--format", "gpt2"]
+        )  # into a checkpoint, which is then no longer whole
     assert "--output is needed" in capsys.readouterr().err

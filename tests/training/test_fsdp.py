@@ -13,8 +13,8 @@ from configs import ConfigError
 from configs.machine import Machine
 from tests.runs import ROOT, corpus, train_here
 from tests.sharded_ranks import train_one_after_the_other
+from training.distributed import gather_to_host
 from training.plot import read_metrics
-from training.sharding import collect
 
 SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
 # A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
@@ -114,7 +114,7 @@ def test_it_is_refused_where_there_are_no_ranks_or_no_collectives():
 
 def test_what_is_collected_for_a_checkpoint_stays_as_it_is_while_training_goes_on():
     live = torch.zeros(3)
-    kept = collect({"step": live}, keep=True)
+    kept = gather_to_host({"step": live}, keep=True)
     live += 1
 
     assert torch.equal(kept["step"], torch.zeros(3))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.hardware import _peak, peak_flops
+from training.environment import _peak, peak_flops
 
 
 @pytest.mark.parametrize(

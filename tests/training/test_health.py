@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.health import Health, NonFiniteError
+from training.metrics import Health, NonFiniteError
 
 GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
 

@@ -12,7 +12,7 @@ from training.interrupt import Interrupt, Stopped, exit_on_signals, pass_over
 class Asked(World):
     """Ranks that no signal had reached when they were asked; one reaches this rank while they answer."""
 
-    def highest(self, number: int) -> int:
+    def max(self, number: int) -> int:
         if not number:
             signal.raise_signal(signal.SIGTERM)
         return number
@@ -20,8 +20,8 @@ class Asked(World):
 
 def test_a_signal_that_comes_while_the_ranks_agree_stops_none_of_them_until_they_agree_again():
     with Interrupt(Asked()) as interrupt:
-        assert not interrupt.wanted(), "the other ranks go on: to stop alone would leave them waiting"
-        assert interrupt.wanted()
+        assert not interrupt.poll()[0], "the other ranks go on: to stop alone would leave them waiting"
+        assert interrupt.poll()[0]
 
     assert interrupt.exit_code == 143
 
@@ -33,7 +33,7 @@ def test_sigterm_that_comes_twice_is_one(torchrun):
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # by default that would be the end of this process
 
-        assert interrupt.wanted() and interrupt.exit_code == 143
+        assert interrupt.poll()[0] and interrupt.exit_code == 143
 
 
 def test_torchrun_passes_ctrl_c_on_and_so_the_second_one_ends_nothing_there():
@@ -85,6 +85,6 @@ def test_several_ranks_stop_at_the_ends_of_what_one_process_breaks_off(inside):
     with Interrupt(World(store=dist.HashStore())) as interrupt, pytest.raises(Stopped):
         if not inside:
             signal.raise_signal(signal.SIGTERM)
-        with interrupt.at_once("Stopping."):
+        with interrupt.stopping_at_once("Stopping."):
             assert inside
             signal.raise_signal(signal.SIGTERM)

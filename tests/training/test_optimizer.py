@@ -7,7 +7,7 @@ from torch import nn
 import configs
 from configs.machine import Machine
 from model import GPT
-from training.optimizer import adamw, parameter_groups
+from training.step import adamw, parameter_groups
 
 SMALL = ["model.layers=2", "model.heads=2", "model.width=16", "model.context=8"]
 

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from training.randomness import seed_micro_batch
+from training.step import seed_micro_batch
 
 
 def test_seeds_do_not_depend_on_what_was_drawn_before():

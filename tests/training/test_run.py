@@ -15,12 +15,11 @@ from configs.machine import Machine
 from configs.schema import WandbMode
 from training.environment import environment, git_state
 from training.evaluation import Validation
-from training.folder import claim
 from training.plot import loss_curve, read_metrics
 from training.report import Summary, report
 from training.resume import Start
 from training.run import open_run
-from training.storage import StorageError
+from training.storage import StorageError, claim
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import OptimConfig, Schedule
-from training.schedule import learning_rate
+from training.step import learning_rate
 
 RUNS = st.tuples(st.integers(1, 2000), st.integers(0, 300), st.sampled_from(Schedule)).map(
     lambda run: (run[0], OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=min(run[1], run[0]), schedule=run[2]))

@@ -10,9 +10,8 @@ from configs.schema import COMPILE_MODES, TrainConfig
 from model import GPT
 from tests.runs import composed
 from training.checkpoint import TrainState
-from training.optimizer import adamw
 from training.precision import Precision
-from training.step import compile_model, prepare, training_step
+from training.step import adamw, compile_model, prepare, training_step
 
 
 def one_step(overrides, batch, scaled=False):

@@ -15,7 +15,7 @@ PARTS = {"a.bin": lambda file: [file.write(bytes(1000)) for _ in range(10)], "b.
 
 
 def steps(run):
-    return [storage.step_of(checkpoint) for checkpoint in storage.kept(run)]
+    return [storage.step_of(checkpoint) for checkpoint in storage.checkpoints(run)]
 
 
 def test_a_checkpoint_has_its_files_and_sums_that_other_programs_can_check(tmp_path):
@@ -52,7 +52,7 @@ def test_a_failure_in_any_operation_leaves_the_checkpoint_before_and_nothing_els
     # the last operation is the flush of the folder's new name, after which the checkpoint is there
     assert steps(tmp_path) == ([1] if number < 19 else [2, 1])
     assert {path.name[:5] for path in (tmp_path / storage.FOLDER).iterdir()} == {"step_"}
-    storage.verify(storage.kept(tmp_path)[-1])
+    storage.verify(storage.checkpoints(tmp_path)[-1])
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_checkpoint_before(tmp_path):
@@ -72,7 +72,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_checkpoint_befor
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert steps(tmp_path) == [1]
-    storage.verify(storage.kept(tmp_path)[0])
+    storage.verify(storage.checkpoints(tmp_path)[0])
 
 
 def damage(path, how):
@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, part, how):
 
     found, problems = storage.newest(tmp_path)
 
-    assert found == storage.kept(tmp_path)[1]
+    assert found == storage.checkpoints(tmp_path)[1]
     assert len(problems) == 1 and "step_00000002" in problems[0] and "damaged" in problems[0]
     with pytest.raises(DamagedError):
         storage.verify(newest)
@@ -151,6 +151,6 @@ def test_links_follow_and_text_is_replaced_in_one_step(tmp_path):
         storage.link(tmp_path, "last", storage.commit(tmp_path, step, PARTS))
         storage.replace_text(tmp_path / "note.txt", f"{step}\n")
 
-    assert (tmp_path / "last").resolve() == storage.kept(tmp_path)[0].resolve()
+    assert (tmp_path / "last").resolve() == storage.checkpoints(tmp_path)[0].resolve()
     assert (tmp_path / "note.txt").read_text() == "2\n"
     assert {path.name for path in tmp_path.iterdir()} == {storage.FOLDER, "last", "note.txt"}

@@ -1,4 +1,4 @@
-"""init_from: weights of GPT-2 and Llama give the logits of `transformers`, those of a run its loss; others are refused by key."""
+"""init_from: weights of the Hub give the logits of `transformers`, those of a run its loss; others are refused by key."""
 
 import json
 import math

@@ -95,7 +95,6 @@ def test_each_rank_holds_its_part_and_reduces_gradients_once_a_step(everything):
     runs, counted = everything
     model = load_file(runs / "whole" / "last" / "model.safetensors")
     held = [rank["fsdp_2"]["held"] for rank in counted]
-
     assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
     assert [rank["fsdp_2"]["reduced"] for rank in counted] == [6 * 3] * 2, "steps × (blocks and the rest), of two micro-batches"
 
@@ -116,7 +115,6 @@ def test_what_is_collected_for_a_checkpoint_stays_as_it_is_while_training_goes_o
     live = torch.zeros(3)
     kept = gather_to_host({"step": live}, keep=True)
     live += 1
-
     assert torch.equal(kept["step"], torch.zeros(3))
 
 

@@ -179,7 +179,7 @@ def test_the_rate_rises_through_warm_up_and_never_after_and_stays_between_zero_a
     rates = [learning_rate(step, steps, optim) for step in range(steps)]
     up, down = rates[: optim.warmup_steps], rates[max(optim.warmup_steps - 1, 0) :]
     assert up == sorted(up) and down == sorted(down, reverse=True)
-    assert 0 < min(rates) and max(rates) <= optim.lr * (1 + 1e-12)
+    assert min(rates) > 0 and max(rates) <= optim.lr * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,10 @@ def test_the_rate_rises_through_warm_up_and_never_after_and_stays_between_zero_a
         ({"min_lr": 1e-4, "warmup_steps": 0}, {50: 5.5e-4, 100: 1e-4}),
         ({"min_lr": None}, {100: 1e-4}),  # a tenth of its peak
         ({"min_lr": None, "schedule": Schedule.wsd}, {100: 1e-4}),
-        ({"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 0.2}, {10: 1e-3, 80: 1e-3, 85: 7.5e-4, 95: 2.5e-4, 100: 0}),
+        (
+            {"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 0.2},
+            {10: 1e-3, 80: 1e-3, 85: 7.5e-4, 95: 2.5e-4, 100: 0},
+        ),
         ({"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 1.0, "warmup_steps": 60}, {60: 1e-3}),
         ({"schedule": Schedule.constant}, {10: 1e-3, 99: 1e-3}),
         ({"warmup_steps": None}, {0: 2e-4, 4: 1e-3}),  # a twentieth of the steps

@@ -68,14 +68,6 @@ def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_th
     assert bits(tmp_path / "mine") == bits(tmp_path / "whole")
 
 
-def test_a_rank_that_dies_ends_the_job_with_its_error(tiny, tmp_path):
-    process = torchrun(tmp_path, [*tiny, "folder=mine"], what="raise RuntimeError('broken on purpose')")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 1
-    report = err[err.index("Root Cause") :]
-    assert "rank      : 1" in report and "RuntimeError: broken on purpose" in report
-
-
 @pytest.mark.parametrize(
     ("number", "options"),
     [

@@ -1,11 +1,9 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from ablation.arms import Arm, build
+from ablation.arms import build
 from configs import Config
 from configs.schema import NormImpl, NormKind
 from tests.runs import config, precision
@@ -73,19 +71,16 @@ NAMES = {
 }
 
 
-def stepping(cfg: Config, impl: NormImpl, dtype: torch.dtype = torch.bfloat16) -> tuple[Arm, Callable[[], None]]:
-    arm = build(impl.value, cfg, impl, precision(dtype), VOCABULARY)
+def profiled(cfg: Config, dtype: torch.dtype = torch.bfloat16) -> list[KernelTime]:
+    arm = build("torch", cfg, NormImpl.torch, precision(dtype), VOCABULARY)
     batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
 
     def step() -> None:
         training_step(arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
 
-    return arm, step
-
-
-def profiled(cfg: Config, impl: NormImpl = NormImpl.torch, dtype: torch.dtype = torch.bfloat16) -> list[KernelTime]:
-    arm, step = stepping(cfg, impl, dtype)
-    return profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
+    found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules()), "the marks are gone"
+    return found
 
 
 def count(kernels: list[KernelTime], name: str, group: str) -> float:
@@ -168,16 +163,6 @@ def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(d
     assert positions and {group_of(k) for k in positions} == {"other"}
 
 
-@pytest.mark.parametrize("impl", NormImpl)
-def test_without_marks_nothing_is_placed_by_them_and_marks_go_with_the_window(impl):
-    arm, step = stepping(config(), impl)
-    marked = profile_step(step, torch.device("cpu"), arm.state.model, steps=1, warmup=0)
-    unmarked = profile_step(step, torch.device("cpu"), steps=1, warmup=0)
-    assert any(NORM_SITE in k.within for k in marked)
-    assert not any(NORM_SITE in k.within + k.forward for k in unmarked)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules())
-
-
 def event(id_, name, start, end, parent=None, *, device=DeviceType.CPU, thread=1, annotation=False, **more) -> FunctionEvent:
     made = FunctionEvent(
         id_, name, thread, start, end, device_type=device, is_user_annotation=annotation, use_device="cuda", **more
@@ -212,9 +197,7 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     call = event(3, "cuLaunchKernelEx", 30, 31, site)  # numbered like `late`, so the profiler lists its kernels here too
     call.append_kernel(elementwise, 0, 5)
     events.insert(0, call)
-
     kernels = device_times(events, steps=1)
-
     found = {share.group: (share.ms, share.launches) for share in shares(kernels)}
     assert found["norm"] == (pytest.approx((30 + 40 + 11) / 1000), 3)
     assert found["other"] == (pytest.approx((5 + 2) / 1000), 1)

@@ -105,14 +105,6 @@ def test_a_checkpoint_of_another_format_is_refused(cfg, tmp_path, monkeypatch):
         checkpoint.read(tmp_path)
 
 
-def test_a_run_a_checkpoint_and_a_link_are_found(cfg, tmp_path):
-    for step in (3, 12):
-        save(new_state(cfg, step=step), tmp_path, cfg)
-    storage.link(tmp_path, "best", storage.checkpoints(tmp_path)[1])
-    found = [checkpoint.read(path).step for path in (tmp_path, storage.checkpoints(tmp_path)[1], tmp_path / "best")]
-    assert found == [12, 3, 3]
-
-
 def test_a_missing_run_is_answered_with_those_that_exist(cfg, tmp_path):
     save(new_state(cfg), tmp_path / "a", cfg)
     (tmp_path / "empty").mkdir()

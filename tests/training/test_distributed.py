@@ -85,9 +85,3 @@ def test_a_run_of_one_process_goes_on_with_two_ranks(tiny, tmp_path):
     train_here([*tiny, "optim.schedule=constant"], tmp_path / "whole")
     torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
     assert read_json(tmp_path / "run" / "last" / "state.json")["step"] == 12
-
-
-def test_a_refused_config_is_refused_on_every_rank_and_leaves_no_folder(tiny, tmp_path):
-    (tmp_path / "file").write_text("")
-    told = train_together(2, tiny, tmp_path / "file")
-    assert all(one["ended"].startswith("ConfigError") and "is a file" in one["ended"] for one in told)

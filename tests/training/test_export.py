@@ -49,7 +49,6 @@ def test_an_exported_model_gives_its_logits_in_transformers_and_comes_back_bit_f
     torch.testing.assert_close(logits(model, tokens)[..., :rows], logits(theirs, tokens), rtol=1e-4, atol=1e-4)
     assert theirs.config.vocab_size == rows
     assert Tokenizer.load(out / "tokenizer.json").encode("the night") == tokenizer.encode("the night")
-
     if layout == "gpt2" and not model.cfg.bias:
         return  # GPT-2 has biases, here zeros, which this model has no place for
     other = GPT(model.cfg, model.norm, rows)

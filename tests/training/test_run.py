@@ -107,6 +107,10 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
 
 
 def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_path, monkeypatch):
+    message = r"metrics\.jsonl can't be written: Is a directory"
+    with pytest.raises(StorageError, match=message), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+        (run.folder / "metrics.jsonl").mkdir()
+        run.log(1, {"train/loss": 1.0})
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=r"file.*(Choose another folder|folder=PATH)"), open_run(Start(cfg, folder), CPU):
@@ -121,13 +125,6 @@ def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_pa
         open_run(Start(cfg, tmp_path / "a"), CPU),
     ):
         pass
-
-
-def test_metrics_that_can_not_be_written_are_named(cfg, tmp_path):
-    message = r"metrics\.jsonl can't be written: Is a directory"
-    with pytest.raises(StorageError, match=message), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
-        (run.folder / "metrics.jsonl").mkdir()
-        run.log(1, {"train/loss": 1.0})
 
 
 class Tracked:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import subprocess
 from pathlib import Path
 
@@ -50,25 +49,6 @@ def test_a_failure_in_any_operation_leaves_the_checkpoint_before_and_nothing_els
     assert steps(tmp_path) == ([1] if number < 19 else [2, 1])
     assert {path.name[:5] for path in (tmp_path / storage.FOLDER).iterdir()} == {"step_"}
     storage.verify(storage.checkpoints(tmp_path)[-1])
-
-
-def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_the_checkpoint_before(tmp_path):
-    storage.commit(tmp_path, 1, PARTS)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    pid = os.fork()
-    if pid == 0:  # in another process, as the limit holds for all that it writes
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the write fails with an error
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
-        try:
-            storage.commit(tmp_path, 2, PARTS)
-        except StorageError as error:
-            os._exit(0 if "File too large" in str(error) and "Earlier checkpoints are whole" in str(error) else 3)
-        os._exit(4)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert steps(tmp_path) == [1]
-    storage.verify(storage.checkpoints(tmp_path)[0])
 
 
 def damage(path, how):

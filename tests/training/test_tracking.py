@@ -42,8 +42,7 @@ def tracker(logging, folder, **more):
 @pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
 def test_online_without_a_key_becomes_what_the_config_says(without_key):
     settled, why = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
-    assert settled.wandb is without_key
-    assert "no API key" in why[0]
+    assert settled.wandb is without_key and "no API key" in why[0]
 
 
 def test_a_key_in_netrc_counts_for_its_own_host_only(no_key, monkeypatch):
@@ -74,12 +73,6 @@ def test_variables_decide_what_the_config_leaves_open_and_the_facts_say_so(monke
     assert (settled.wandb, settled.project, settled.entity) == (OFFLINE, "p", "e")
     assert (settled.group, settled.name, settled.tags) == ("g", "n", ["a", "b"])
     assert why == [f"WANDB_{name.upper()}={value}" for name, value in GIVEN.items()]
-
-
-def test_only_the_mode_matters_where_wandb_is_disabled(monkeypatch):
-    for name, value in (GIVEN | {"mode": "disabled"}).items():
-        monkeypatch.setenv(f"WANDB_{name.upper()}", value)
-    assert settle(LoggingConfig()) == (LoggingConfig(wandb=DISABLED), ["WANDB_MODE=disabled"])
 
 
 def test_a_key_of_the_config_wins_over_its_variable_and_the_facts_say_so(monkeypatch):
@@ -178,14 +171,6 @@ def test_a_signal_while_the_server_is_waited_for_ends_the_run_at_once(tiny, tmp_
     assert done.returncode == 128 + number, done.stderr
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_files_go_where_wandb_dir_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
-    settled, why = settle(LoggingConfig())
-    tracker(settled, tmp_path / "run").finish(0)
-    assert len(list(tmp_path.glob("elsewhere/wandb/offline-run-*/run-r1.wandb"))) == 1
-    assert not (tmp_path / "run").exists() and why == [f"WANDB_DIR={tmp_path / 'elsewhere'}"]
 
 
 def test_wandb_is_silent_without_a_home_that_can_be_written(tmp_path):

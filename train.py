@@ -95,7 +95,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     metrics = Metrics(state, cfg, precision, clock, world)
     profiler = StepProfiler(cfg.profile and world.leads, run, clock, precision.device, None if cfg.train.compile else model)
     with non_finite_explained(run, batches), Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver, profiler:
-        evaluator = Evaluator(run, state, corpus.val, precision, clock, metrics.health, interrupt, world)
+        evaluator = Evaluator(run, corpus.val, metrics, interrupt, world)
         evaluator.make_up()
         saver.update_links(state.best_step)  # the newest checkpoint of a resumed run may be damaged and out of use
         for step in run.progress(evaluator.steps_left()):

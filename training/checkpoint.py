@@ -97,11 +97,12 @@ class TrainState:
             "owes_validation": self.owes_validation,
             "config": config,
         }
+        text = json.dumps(state, indent=1, allow_nan=False)  # now, as training goes on while a thread writes it
         return {
             MODEL: partial(write_tensors, tensors=model),
             TRAINING: partial(write_tensors, tensors=training),
-            STATE: partial(_write_text, text=json.dumps(state, indent=1, allow_nan=False) + "\n"),
-            TOKENIZER: partial(_write_text, text=self.tokenizer),
+            STATE: lambda file: file.write((text + "\n").encode()),
+            TOKENIZER: lambda file: file.write(self.tokenizer.encode()),
         }
 
     def restore(self, stored: "Stored", *, with_changes: bool = False, same_folder: bool = True) -> None:
@@ -262,10 +263,6 @@ def _optimized(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list
 def write_tensors(file: Sink, tensors: dict[str, torch.Tensor]) -> None:
     """Tensors of any device in the safetensors format; "pt" is what Hugging Face's libraries look for in the metadata."""
     file.write(save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
-
-
-def _write_text(file: Sink, text: str) -> None:
-    file.write(text.encode())
 
 
 class Saver:

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -151,20 +151,21 @@ def join() -> World:
     return World(rank, size, store)
 
 
-def without_reduction(forward: Callable[..., Tensor]) -> AbstractContextManager:
-    """Within the block each rank sums its own gradients only. It is for all micro-batches but the last."""
-    if is_sharded(forward):
-        return _unreduced(forward)
-    return forward.no_sync() if isinstance(forward, DistributedDataParallel) else nullcontext()
-
-
 @contextmanager
-def _unreduced(model: Any) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
+def without_reduction(forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Within the block each rank sums its own gradients only. It is for all micro-batches but the last."""
+    if isinstance(forward, DistributedDataParallel):
+        with forward.no_sync():
+            yield
+        return
+    sharded: Any = forward if is_sharded(forward) else None
+    if sharded:
+        sharded.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        if sharded:
+            sharded.set_requires_gradient_sync(True)
 
 
 # torch.distributed.fsdp and .tensor take seconds to import, so only a run that shards does.

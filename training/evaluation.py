@@ -10,11 +10,10 @@ from configs import ConfigError
 from configs.schema import SampleConfig
 from data import Split, Tokenizer, ValidationWindows
 from model import GPT
-from training.checkpoint import TrainState, Validation, bits_per_byte
-from training.clock import StepClock
+from training.checkpoint import Validation, bits_per_byte
 from training.distributed import ALONE, World, forward_only, is_sharded
 from training.interrupt import Interrupt, Stopped
-from training.metrics import Health
+from training.metrics import Metrics
 from training.precision import Precision
 from training.run import Run
 from training.storage import resume_command
@@ -26,19 +25,9 @@ class Evaluator:
     A signal cuts an evaluation short. The state then says that it is owed, and the run makes up for it when it is resumed.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        state: TrainState,
-        split: Split,
-        precision: Precision,
-        clock: StepClock,
-        health: Health,
-        interrupt: Interrupt,
-        world: World = ALONE,
-    ) -> None:
-        self._run, self._state, self._split, self._precision = run, state, split, precision
-        self._clock, self._health, self._interrupt, self._world = clock, health, interrupt, world
+    def __init__(self, run: Run, split: Split, metrics: Metrics, interrupt: Interrupt, world: World = ALONE) -> None:
+        self._run, self._split, self._metrics, self._interrupt, self._world = run, split, metrics, interrupt, world
+        self._state = metrics.state
 
     def make_up(self) -> None:
         """Makes the evaluation that a resumed run owes."""
@@ -55,16 +44,16 @@ class Evaluator:
         Raises:
             NonFiniteError: the training or the validation loss is NaN or infinite.
         """
-        cfg, state, interrupt = self._run.cfg, self._state, self._interrupt
+        cfg, state, metrics, interrupt = self._run.cfg, self._state, self._metrics, self._interrupt
         state.owes_validation = True
-        with self._clock.paused():
-            self._health.check()
+        with metrics.clock.paused():
+            metrics.health.check()
             with suppress(Stopped), interrupt.stopping_at_once("Leaving this evaluation for later, then a checkpoint."):
                 # not the compiled model: it would be compiled again for evaluation, and for a last batch with fewer rows
                 state.validation = evaluate(
                     state.model,
                     self._split,
-                    self._precision,
+                    metrics.precision,
                     context=cfg.model.context,
                     batch_size=cfg.train.batch_size // cfg.train.accumulation // self._world.size,
                     batches=cfg.eval.batches and cfg.eval.batches * self._world.size,
@@ -76,7 +65,7 @@ class Evaluator:
             return
         validation = state.validation
         assert validation is not None
-        self._health.check_validation(validation.loss, state.step)
+        metrics.health.check_validation(validation.loss, state.step)
         self._run.log(state.step, {"val/loss": validation.loss, "val/bits_per_byte": validation.bits_per_byte})
         if state.best is None or validation.loss < state.best.loss:
             state.best, state.best_step = validation, state.step

@@ -32,11 +32,11 @@ FORMATS = (GPT2, LLAMA)
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of ours, and theirs that make it: joined along the first dimension, each transposed first if `transposed`."""
+    """One tensor of ours, and the layout's tensors that make it: transposed if `transposed`, then joined along dim 0."""
 
     ours: str
     theirs: tuple[str, ...]
-    sizes: tuple[int, ...]  # of ours along its first dimension, for each of theirs
+    sizes: tuple[int, ...]  # rows of ours for each of theirs
     transposed: bool = False
 
 
@@ -46,7 +46,7 @@ def entries(layout: str, cfg: ModelConfig, vocab_size: int) -> Iterator[Entry]:
 
 
 def unsupported(layout: str, cfg: ModelConfig, norm: NormConfig) -> list[str]:
-    """What of a config the layout has no way to say; empty where it can hold the model."""
+    """The keys of a config that the layout can't express; empty if it can hold the model."""
     wanted: dict[str, tuple[Any, Any]] = {
         "model.block": (cfg.block, BlockLayout.sequential),
         "model.qk_norm": (cfg.qk_norm, False),
@@ -104,7 +104,7 @@ def config(layout: str, cfg: ModelConfig, norm: NormConfig, vocab_size: int, end
 
 
 def differences(layout: str, theirs: dict[str, Any], cfg: ModelConfig, norm: NormConfig) -> list[str]:
-    """Where a config.json and this run's config describe different models, by our keys, one a line."""
+    """A line for each of our keys in which a config.json describes another model than this run's config."""
     if layout == GPT2:
         wanted = {
             "model.layers": (cfg.layers, theirs["n_layer"]),
@@ -225,7 +225,7 @@ def export(path: Path, layout: str, output: Path) -> None:
 
 
 def to_layout(ours: dict[str, torch.Tensor], layout: str, cfg: Config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Their tensors, without the rows that pad our vocabulary. GPT-2 has biases everywhere; a model without gets zeros."""
+    """The tensors of the layout, without padding of the vocabulary. GPT-2 has biases everywhere; missing ones become zeros."""
     tensors: dict[str, torch.Tensor] = {}
     for entry in entries(layout, cfg.model, vocab_size):
         value = ours[entry.ours] if entry.ours in ours else torch.zeros(sum(entry.sizes))

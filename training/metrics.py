@@ -21,15 +21,15 @@ class Metrics:
 
     def __init__(self, state: TrainState, cfg: Config, precision: Precision, clock: StepClock, world: World) -> None:
         self.health = Health(precision.device, state.scaler)
-        self._state, self._cfg, self._clock = state, cfg, clock
+        self.state, self.precision, self.clock, self._cfg = state, precision, clock, cfg
         self._batch_tokens = cfg.train.batch_size * cfg.model.context
         self._peak_flops = world.size * (peak_flops(precision.device, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Adds the step that `state.step` counts. Does not synchronise with the device."""
-        self.health.watch(self._state.step, loss, grad_norm)
-        self._state.loss_sum, self._state.losses = self._state.loss_sum + loss, self._state.losses + 1
+        self.health.watch(self.state.step, loss, grad_norm)
+        self.state.loss_sum, self.state.losses = self.state.loss_sum + loss, self.state.losses + 1
         self._grad_norm = grad_norm
 
     def line(self) -> dict[str, float | None]:
@@ -39,7 +39,7 @@ class Metrics:
             NonFiniteError: a loss or a gradient was NaN or infinite.
         """
         self.health.check()
-        state, window = self._state, self._clock.window()
+        state, window = self.state, self.clock.window()
         tokens_per_s = 1000 * self._batch_tokens / window.mean_ms if window else None
         flops_per_token = state.model.flops_per_token()
         line = {
@@ -49,7 +49,7 @@ class Metrics:
             "perf/step_ms": window.median_ms if window else None,
             "perf/tokens_per_s": tokens_per_s,
             "perf/mfu": flops_per_token * tokens_per_s / self._peak_flops if self._peak_flops and tokens_per_s else None,
-            "perf/peak_gb": self._clock.peak_gb,
+            "perf/peak_gb": self.clock.peak_gb,
         }
         state.loss_sum, state.losses = torch.zeros_like(state.loss_sum), 0
         return line

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,8 +157,7 @@ class Run:
 
     def plot(self) -> Path | None:
         """Draws loss.png from metrics.jsonl. None: there are too few lines."""
-        metrics, picture = self.folder / "metrics.jsonl", self.folder / "loss.png"
-        cfg = self.cfg
+        cfg, metrics, picture = self.cfg, self.folder / "metrics.jsonl", self.folder / "loss.png"
         title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
         drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
         return picture if drawn else None
@@ -203,18 +202,14 @@ class Run:
             show(f"step {step}/{self._total}  {figures}")
 
     def _figures(self) -> str:
-        parts = []
-        if (loss := self._shown.get("train/loss")) is not None:
-            parts += [f"loss {loss:.3f}", f"{bits_per_byte(loss, self.train_bytes_per_token):.3f} bits/byte"]
-        if (lr := self._shown.get("train/lr")) is not None:
-            parts.append(f"lr {lr:.1e}")
-        if (rate := self._shown.get("perf/tokens_per_s")) is not None:
-            parts.append(f"{rate / 1000:.1f}k tokens/s")
-        if (ms := self._shown.get("perf/step_ms")) is not None:
-            parts.append(f"{ms:.0f} ms/step")
-        if (mfu := self._shown.get("perf/mfu")) is not None:
-            parts.append(f"MFU {100 * mfu:.1f} %")
-        return ", ".join(parts)
+        texts: dict[str, Callable[[float], str]] = {
+            "train/loss": lambda loss: f"loss {loss:.3f}, {bits_per_byte(loss, self.train_bytes_per_token):.3f} bits/byte",
+            "train/lr": lambda lr: f"lr {lr:.1e}",
+            "perf/tokens_per_s": lambda rate: f"{rate / 1000:.1f}k tokens/s",
+            "perf/step_ms": lambda ms: f"{ms:.0f} ms/step",
+            "perf/mfu": lambda mfu: f"MFU {100 * mfu:.1f} %",
+        }
+        return ", ".join(text(self._shown[name]) for name, text in texts.items() if name in self._shown)
 
 
 class Follower(Run):

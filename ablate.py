@@ -42,11 +42,10 @@ from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.console import show, take_any_encoding
 from training.environment import environment, gpu_state_during
-from training.folder import claim
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.step import prepare, training_step
-from training.storage import StorageError, relative, replace_text
+from training.storage import StorageError, claim, relative, replace_text
 from training.tracking import settle
 
 EAGER, COMPILED = "eager", "compiled"

@@ -19,9 +19,8 @@ from model import GPT
 from model.norm import PreNorm
 from training import pretrained
 from training.checkpoint import TrainState
-from training.optimizer import adamw
 from training.precision import Precision
-from training.step import compile_model, prepare
+from training.step import adamw, compile_model, prepare
 
 Operator = tuple[str, tuple[Any, ...]]
 

@@ -26,7 +26,7 @@ from measure.tables import (
     label,
 )
 from training.plot import read_metrics
-from training.storage import go_on
+from training.storage import resume_command
 
 FREE = {
     *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
@@ -87,7 +87,7 @@ def unfinished(folder: Path) -> str:
         return f"{folder}: an ablation, whose report is {folder}/report.md."
     for name in ("metrics.jsonl", "environment.json", "summary.json"):
         if not (folder / name).is_file():
-            resume = f" The run did not finish; to go on: {go_on(folder)}" if name == "summary.json" else ""
+            resume = f" The run did not finish; to go on: {resume_command(folder)}" if name == "summary.json" else ""
             return f"{folder}: no {name}.{resume}"
     return ""
 

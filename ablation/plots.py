@@ -12,7 +12,7 @@ from measure.comparison import AGAIN, FUSED, TORCH
 from measure.plots import GREY, GROUP_FILLS, bare, pyplot
 from measure.statistics import spread
 from measure.tables import interval_text, label
-from training.plot import keep
+from training.plot import save_figure
 
 WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
 FILL = {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
@@ -319,4 +319,4 @@ def _bare(axes: Any, grid: str) -> None:
 def _finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
-    keep(figure, path)
+    save_figure(figure, path)

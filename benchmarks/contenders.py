@@ -30,12 +30,18 @@ from configs import Config, ConfigError, machine, rules
 from configs.schema import NormImpl
 from measure.timing import allocated_gb, describe
 from model import GPT
-from training import layouts
+from training import export
 from training.checkpoint import TrainState
-from training.optimizer import adamw, set_learning_rate
 from training.precision import Precision
-from training.schedule import learning_rate
-from training.step import compile_model, prepare, to_device, training_step
+from training.step import (
+    adamw,
+    compile_model,
+    learning_rate,
+    prepare,
+    set_learning_rate,
+    to_device,
+    training_step,
+)
 
 Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
 EAGER, COMPILED = "eager", "compiled"
@@ -232,7 +238,7 @@ def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
     with torch.device("meta"):
         ours = GPT(m, cfg.norm, m.vocab_size)
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
-    if wrong := layouts.unsupported(layouts.GPT2, m, cfg.norm):
+    if wrong := export.unsupported(export.GPT2, m, cfg.norm):
         raise PeerError(f"ours is not nanoGPT's architecture: {'; '.join(wrong)}. Leave these overrides out, or --nanogpt.")
     wanted = {theirs: shapes.pop(mine) for mine, theirs in _names(cfg) if mine in shapes}
     found = {name: tuple(p.shape) for name, p in peer.named_parameters()}
@@ -259,7 +265,7 @@ def copy_weights(ours: GPT, peer: nn.Module, cfg: Config) -> None:
 
 def _names(cfg: Config) -> Iterator[tuple[str, str]]:
     assert cfg.model.vocab_size is not None
-    for entry in layouts.entries(layouts.GPT2, cfg.model, cfg.model.vocab_size):
+    for entry in export.entries(export.GPT2, cfg.model, cfg.model.vocab_size):
         yield entry.ours, entry.theirs[0]
 
 

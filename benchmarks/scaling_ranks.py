@@ -28,12 +28,10 @@ from measure.schedule import no_garbage_collection
 from measure.timing import describe, free_memory
 from training.checkpoint import TrainState
 from training.clock import StepClock
-from training.distributed import ALONE, World, join
+from training.distributed import ALONE, World, join, shard
 from training.environment import ROOT
-from training.optimizer import adamw
 from training.precision import Precision
-from training.sharding import shard
-from training.step import compile_model, training_step
+from training.step import adamw, compile_model, training_step
 
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.
 JOINED, FAILED, TURN, ANSWER = "joined", "failed", "turn {}", "answer {}"
@@ -79,7 +77,7 @@ def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:
             with clock.step():
                 training_step(forward, state, batch, step, cfg, precision, world)
     times = [round(ms, 4) for ms in clock.steps_ms]
-    peak = None if clock.peak_gb is None else world.highest(round(clock.peak_gb * 2**30)) / 2**30
+    peak = None if clock.peak_gb is None else world.max(round(clock.peak_gb * 2**30)) / 2**30
     return {"steps_ms": times, "peak_gb": peak}
 
 

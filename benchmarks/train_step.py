@@ -51,7 +51,7 @@ from measure.timing import allocated_gb, describe, free_memory
 from model import GPT
 from training.attribution import by_name, launches, profile_step, shares
 from training.clock import StepClock
-from training.hardware import peak_flops
+from training.environment import peak_flops
 from training.precision import Precision
 
 PROGRAM = "train_step"

@@ -68,6 +68,6 @@ def _command(arguments: list[str], cwd: Path, outputs: list[Path], more: dict[st
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2))
     sys.argv = [str(ROOT / "train.py"), *arguments]
     try:
-        sys.exit(train.main())
+        sys.exit(train.main(train.train))
     finally:
         atexit._run_exitfuncs()

@@ -18,7 +18,7 @@ from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
 from tests.runs import read_json
-from training import checkpoint, distributed
+from training import checkpoint, distributed, evaluation
 from training.resume import settle
 from training.run import open_run
 
@@ -57,7 +57,7 @@ def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: obje
 
 def go_on_together(cfg: Config, folder: Path, on: Machine, world: distributed.World) -> None:
     """A run in `folder`, or the rest of it, as train.py's job does it; without its picture."""
-    origin = world.first(lambda: settle(cfg, folder, [], chosen=True))
+    origin = world.on_first(lambda: settle(cfg, folder, [], chosen=True))
     with open_run(origin, torch.device("cpu"), world=world) as run:
         run.plot = lambda: None  # type: ignore[method-assign]
         train.train(cfg, run, on, world)
@@ -109,7 +109,7 @@ def _train(world: distributed.World, on: Machine, overrides: list[str], folder: 
 
 def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
     seed, step, replicate = step_module.seed_micro_batch, train.training_step, distributed.World.replicate
-    evaluate = train.evaluate
+    evaluate = evaluation.evaluate
 
     def seeds(*place, **options):
         found = seed(*place, **options)
@@ -150,6 +150,6 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         ddp.register_comm_hook(None, hook)
         return ddp
 
-    step_module.seed_micro_batch, train.training_step, train.evaluate = seeds, steps, looks
+    step_module.seed_micro_batch, train.training_step, evaluation.evaluate = seeds, steps, looks
     if acts.get("count"):
         distributed.World.replicate = counted  # type: ignore[method-assign]

@@ -13,10 +13,9 @@ from model import GPT
 from tests.ranks import go_on_together, on_ranks
 from training import distributed
 from training.checkpoint import TrainState
-from training.optimizer import adamw
+from training.distributed import shard
 from training.precision import Precision
-from training.sharding import shard
-from training.step import training_step
+from training.step import adamw, training_step
 
 
 def train_one_after_the_other(ranks: int, jobs: dict[Path, list[str]]) -> list[dict]:

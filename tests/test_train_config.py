@@ -8,9 +8,11 @@ import torch
 import train
 from model import GPT
 from tests.runs import FakeWandb, losses, train_here
+from training import evaluation
+from training.checkpoint import Saver
 from training.clock import StepClock
+from training.distributed import ALONE
 from training.evaluation import Validation
-from training.saver import Saver
 
 
 def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
@@ -19,7 +21,6 @@ def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monk
     monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
     overrides = ["logging.wandb=offline", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
     train_here([*tiny, "train.steps=5", *overrides], tmp_path / "run")
-
     assert {name: fake.arguments[name] for name in ("project", "group", "name", "tags", "mode")} == {
         "project": "p",
         "group": "g",
@@ -36,7 +37,6 @@ def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monk
 def test_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch):
     fake = FakeWandb(monkeypatch)
     summary, metrics = train_here([*tiny, "train.steps=10", "logging.wandb=offline"], tmp_path / "run", plot=True)
-
     *values, picture = fake.logged
     assert [{"step": step} | line for step, line in values] == metrics
     assert picture == (10, {"loss": f"image {summary.folder / 'loss.png'}"})
@@ -46,68 +46,38 @@ def test_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch):
     assert fake.exit_code == 0
 
 
-def test_eval_batches_is_what_evaluation_reads(tiny, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(train, "evaluate", lambda *_, before_batch, **options: seen.append(options) or Validation(1.0, 1.0))
-    train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2"], tmp_path / "run")
-
-    assert seen == [{"context": 32, "batch_size": 4, "batches": 3, "world": train.ALONE}]
-
-
-def test_the_sample_is_drawn_as_the_config_says(tiny, tmp_path, monkeypatch):
-    seen = []
-    original = GPT.generate
-    monkeypatch.setattr(GPT, "generate", lambda self, *a, **k: seen.append(a[1:]) or original(self, *a, **k))
-    train_here([*tiny, "train.steps=5", "sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"], tmp_path / "run")
-
-    assert seen == [(4, 0.25, 3)]
+def test_keys_of_evaluation_and_of_the_sample_reach_them(tiny, tmp_path, monkeypatch):
+    read, drawn, generate = [], [], GPT.generate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, before_batch, **how: read.append(how) or Validation(1.0, 1.0))
+    monkeypatch.setattr(GPT, "generate", lambda self, *a, **k: drawn.append(a[1:]) or generate(self, *a, **k))
+    sample = ["sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"]
+    train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2", *sample], tmp_path / "run")
+    summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "none")
+    assert read[0] == {"context": 32, "batch_size": 4, "batches": 3, "world": ALONE}
+    assert drawn == [(4, 0.25, 3)] and summary.sample == "" and not (summary.folder / "sample.txt").exists()
 
 
-def test_a_run_that_is_to_write_no_sample_has_none(tiny, tmp_path):
-    summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "run")
-
-    assert summary.sample == "" and not (summary.folder / "sample.txt").exists()
-
-
-def spy_on_steps(monkeypatch, look):
-    """Calls look(state) after each step, and with "before" before each."""
-    original = train.training_step
+def test_the_rate_is_that_of_the_step_it_is_logged_for_and_the_seed_decides_the_initial_weights(tiny, tmp_path, monkeypatch):
+    first, used, original = [], [], train.training_step
 
     def step(forward, state, *rest):
-        look("before", state)
+        first.append(state.model.blocks[0].mlp.down.weight.detach().clone())
         result = original(forward, state, *rest)
-        look("after", state)
+        used.append(state.optimizer.param_groups[0]["lr"])
         return result
 
     monkeypatch.setattr(train, "training_step", step)
-
-
-def test_the_seed_decides_the_initial_weights(tiny, tmp_path, monkeypatch):
-    first = []
-    spy_on_steps(
-        monkeypatch,
-        lambda when, state: when == "before" and first.append(state.model.blocks[0].mlp.down.weight.detach().clone()),
-    )
     for seed in (1, 1, 2):
-        train_here([*tiny, "train.steps=3", f"seed={seed}"], tmp_path / "run")
-
-    assert torch.equal(first[0], first[3]) and not torch.equal(first[0], first[6])  # three steps a run
+        _, metrics = train_here([*tiny, "train.steps=8", "logging.every=1", f"seed={seed}"], tmp_path / "run")
+    assert losses(metrics, "train/lr") == used[-8:] and len(set(used)) == 8
+    assert torch.equal(first[0], first[8]) and not torch.equal(first[0], first[16])
 
 
 def test_the_training_loss_is_the_mean_of_the_steps_since_the_last_line(tiny, tmp_path):
     _, each = train_here([*tiny, "train.steps=13", "logging.every=1"], tmp_path / "each")
     _, some = train_here([*tiny, "train.steps=13", "logging.every=5"], tmp_path / "some")
-
     one = losses(each)
     assert losses(some) == pytest.approx([sum(part) / len(part) for part in (one[:5], one[5:10], one[10:])])
-
-
-def test_the_rate_is_that_of_the_step_it_is_logged_for(tiny, tmp_path, monkeypatch):
-    used = []
-    spy_on_steps(monkeypatch, lambda when, state: when == "after" and used.append(state.optimizer.param_groups[0]["lr"]))
-    _, metrics = train_here([*tiny, "train.steps=8", "logging.every=1"], tmp_path / "run")
-
-    assert losses(metrics, "train/lr") == used and len(set(used)) == 8
 
 
 def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch):
@@ -121,10 +91,11 @@ def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch
                 yield
                 paused.pop()
 
-    evaluate, save = train.evaluate, Saver.save
+    evaluate, save = evaluation.evaluate, Saver.save
     monkeypatch.setattr(train, "StepClock", Watched)
-    monkeypatch.setattr(train, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1])
+    monkeypatch.setattr(
+        evaluation, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1]
+    )
     monkeypatch.setattr(Saver, "save", lambda *a: (during.append(("save", len(paused))), save(*a))[1])
     train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
-
     assert during == [("save", 1), ("evaluate", 1), ("save", 1)]

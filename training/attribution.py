@@ -1,9 +1,9 @@
 """Where the GPU time of a step goes, by kind of work.
 
-Kernels' names alone do not tell: in eager code a site's dropout, residual add and casts run the same elementwise kernels as the
-rest of the model. So a kernel is placed by the ranges of host code that launched it: norm sites are marked while the profiler
-runs, and what backward launches is traced to the forward operator that it differentiates. torch.compile fuses across these
-ranges, but names its kernels after the operators in them; there, the name decides.
+A kernel's name is not enough: in eager code a site's dropout, residual add and casts run the same elementwise kernels as
+the rest of the model. So the ranges of host code that launched a kernel decide. Norm sites are marked while the profiler runs,
+and a kernel of backward belongs to the forward operator that it differentiates. torch.compile fuses across these ranges, but
+names its kernels after the operators in them; there the name decides.
 
     GEMM       matrix products, forward and backward; not the casts of their weights, nor the sums that are bias gradients
     attention  scaled_dot_product_attention, forward and backward; not its projections, rotary positions or copies around it

@@ -1,53 +1,68 @@
-"""What a checkpoint holds: a state of training as tensors by name and plain JSON, read without running code.
+"""What a checkpoint holds, and when one is saved.
 
     model.safetensors      weights by parameter name
     training.safetensors   optimizer.NAME.exp_avg and so on by parameter name; the training loss since the last line of metrics
     state.json             step, gradient scaler, validation so far, the run's config
     tokenizer.json         what the model's token ids mean
 
-Everything is stored whole, by the name of its parameter and nothing by position or rank. A sharded run gathers its state tensor
-by tensor into the host memory of the first rank, which writes the same files: any number of ranks, sharded or not, goes on from
-them, and so does sample.py. PyTorch's own sharded format (torch.distributed.checkpoint) would spare that gathering and the host
-memory: 12 bytes a parameter, and 28 while the optimizer's state is written, as safetensors then makes two copies of it. But its
-index is a pickle, which runs code when it is read, and a folder half written by several ranks has no single rename that makes
-it whole.
+Tensors are stored whole, by the name of their parameter, and reading them runs no code. A sharded run gathers its state, tensor
+by tensor, into the host memory of the first rank, which writes the same files. So any number of ranks, sharded or not, can
+resume from a checkpoint, and sample.py can read it. Gathering takes host memory: 12 bytes a parameter, and 28 while safetensors
+writes the optimizer's state. torch.distributed.checkpoint needs less memory, but its index is a pickle, which runs code when it
+is read, and no single rename completes a folder that several ranks write.
 
-`storage.py` has the folder that these files make.
+`storage.py` writes the folder that holds these files.
 """
 
 import json
+import math
+import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
+from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 
-from configs import ConfigError
+from configs import Config, ConfigError, to_dict
 from model import GPT
 from training import storage
-from training.evaluation import Validation
-from training.sharding import collect, is_sharded, placed
+from training.console import show
+from training.distributed import ALONE, World, gather_to_host, is_sharded, sharded_like
 from training.storage import DamagedError, Sink, relative
 
 FORMAT = 2
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
 
 
+@dataclass(frozen=True)
+class Validation:
+    loss: float  # nats per token
+    bits_per_byte: float  # of the text that the tokens encode: comparable across tokenizers
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Nats per token in bits per byte of text."""
+    return loss / math.log(2) / bytes_per_token
+
+
 @dataclass
 class TrainState:
     """What changes while training. Batches, dropout seeds and learning rates are functions of `step` and need no state."""
 
-    model: GPT  # not the compiled one: its parameter names carry a prefix
+    model: GPT  # not the compiled one, whose parameter names have a prefix
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     tokenizer: str  # text of the run's tokenizer.json
     corpus: str = ""  # Corpus.identity
     step: int = 0  # optimizer steps done
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
-    losses: int = 0  # in that sum
+    losses: int = 0  # the number of losses in that sum
     validation: Validation | None = None  # the last one
     best: Validation | None = None
     best_step: int | None = None
@@ -55,18 +70,19 @@ class TrainState:
     leads: bool = True  # whether this is the rank that writes
 
     def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[Sink], object]]:
-        """The files of a checkpoint, each as what writes it.
+        """The files of a checkpoint: by name, the function that writes the file.
 
-        Ranks with a sharded state call it together; but for the one that leads, they get files of no tensors.
+        All ranks of a sharded model call it together; only the first one gets the tensors.
 
         Args:
             config: of the run, as `configs.to_dict` gives it.
-            copied: copy tensors to host memory now, so that training may go on while they are written. Sharded ones always are.
+            copied: copy tensors to host memory now, so that training can go on while they are written. Sharded tensors are
+                always copied.
         """
         model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
         training = {"loss_sum": self.loss_sum.detach()} | _optimizer_tensors(self.model, self.optimizer)
         if is_sharded(self.model):
-            model, training = collect(model, keep=self.leads), collect(training, keep=self.leads)
+            model, training = gather_to_host(model, keep=self.leads), gather_to_host(training, keep=self.leads)
         elif copied:
             model, training = to_host(model), to_host(training)
         state = {
@@ -81,18 +97,21 @@ class TrainState:
             "owes_validation": self.owes_validation,
             "config": config,
         }
+        text = json.dumps(state, indent=1, allow_nan=False)  # now, as training goes on while a thread writes it
         return {
             MODEL: partial(write_tensors, tensors=model),
             TRAINING: partial(write_tensors, tensors=training),
-            STATE: partial(_write_text, text=json.dumps(state, indent=1, allow_nan=False) + "\n"),
-            TOKENIZER: partial(_write_text, text=self.tokenizer),
+            STATE: lambda file: file.write((text + "\n").encode()),
+            TOKENIZER: lambda file: file.write(self.tokenizer.encode()),
         }
 
-    def restore(self, stored: "Stored", *, with_changes: bool = False) -> None:
-        """Goes on from a checkpoint. Weight decay, betas and eps stay those of this run's config, which may differ.
+    def restore(self, stored: "Stored", *, with_changes: bool = False, same_folder: bool = True) -> None:
+        """Loads a checkpoint. Weight decay, betas and eps stay those of this run's config, which may differ.
 
         Args:
             with_changes: accept other documents.
+            same_folder: the run goes on in the checkpoint's folder. In another one it has its own best checkpoint, and its
+                first evaluation is its own.
 
         Raises:
             ConfigError: the stored weights belong to a model of another shape, to another tokenizer or to other documents.
@@ -113,7 +132,9 @@ class TrainState:
         for index, (name, parameter) in enumerate(_optimized(self.model, self.optimizer)):
             prefix = f"optimizer.{name}."
             state[index] = {
-                key.removeprefix(prefix): placed(value, like=parameter) if value.ndim else value  # a count of steps is no part
+                key.removeprefix(prefix): sharded_like(value, like=parameter)
+                if value.ndim
+                else value  # a count of steps is not sharded
                 for key, value in training.items()
                 if key.startswith(prefix)
             }
@@ -129,11 +150,13 @@ class TrainState:
             Validation(**kept) if (kept := stored.state[which]) else None for which in ("validation", "best")
         )
         self.best_step, self.owes_validation = stored.state["best_step"], stored.state["owes_validation"]
+        if not same_folder:
+            self.best, self.best_step, self.owes_validation = None, None, False
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint, read. Its tensors stay on the disk until they are used."""
+    """A checkpoint on the disk. Its state has been read; its tensors are read when they are used."""
 
     path: Path
     state: dict[str, Any]
@@ -158,7 +181,7 @@ def read(path: Path, *, verified: bool = False) -> Stored:
     """The checkpoint at `path`, or the newest one of the run at `path`.
 
     Args:
-        verified: its sums have been compared already; otherwise those of all but the optimizer's state are.
+        verified: its checksums were compared before. Otherwise they are compared now, of all but the optimizer's state.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -184,7 +207,7 @@ def locate(path: Path) -> Path:
     """
     if (path / storage.SUMS).is_file() or (path / STATE).is_file():
         return path.resolve()  # where the links last and best point to
-    if kept := storage.kept(path):
+    if kept := storage.checkpoints(path):
         return kept[0].resolve()
     if path.is_dir():
         raise ConfigError(f"{path}: no checkpoints in this folder; the run has not reached its first one.")
@@ -198,22 +221,22 @@ def locate(path: Path) -> Path:
 
 
 def runs_beside(path: Path) -> str:
-    """A sentence with the latest runs in the folder that `path` would be in, behind a space; empty if there are none."""
+    """A space and a sentence that names the latest runs in the folder of `path`; empty if there are none."""
     near = sorted(folder.parent.name for folder in path.parent.glob(f"*/{storage.FOLDER}"))[-3:]
     return f" Latest runs beside it: {', '.join(near)}." if near else ""
 
 
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:
-    """Raises ConfigError: names or shapes differ."""
+    """Loads the weights of a checkpoint into a model. Raises ConfigError: names or shapes differ."""
     try:
         own = model.state_dict()
-        model.load_state_dict({name: placed(value, like=own.get(name, value)) for name, value in stored.model().items()})
+        model.load_state_dict({name: sharded_like(value, like=own.get(name, value)) for name, value in stored.model().items()})
     except RuntimeError as error:
         raise ConfigError(f"the weights of {relative(stored.path)} do not fit this model: {error}") from error
 
 
 def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory. The copies from a GPU run side by side, through pinned memory, and are waited for once."""
+    """Copies in host memory. Copies from a GPU overlap, through pinned memory, and the host waits once for all."""
     copies = {
         name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
         for name, tensor in tensors.items()
@@ -242,5 +265,88 @@ def write_tensors(file: Sink, tensors: dict[str, torch.Tensor]) -> None:
     file.write(save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
 
 
-def _write_text(file: Sink, text: str) -> None:
-    file.write(text.encode())
+class Saver:
+    """Saves checkpoints in a run's folder and keeps the newest few. At the end of the block the last one is on the disk.
+
+    With checkpoint.background=true, `save` returns once the state is copied to host memory, and a thread writes the copy. The
+    thread writes one checkpoint at a time: the next `save` waits for it. The next `save`, or the end of the block, raises an
+    error of the thread.
+    """
+
+    def __init__(self, run: Path, cfg: Config, world: World = ALONE) -> None:
+        self._world, self._run, self._keep_newest, self._config = world, run, cfg.checkpoint.keep, to_dict(cfg)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background and world.leads else None
+        self._pending: Future[None] | None = None
+        self._has_links = True
+        self._interval_s, self._saved_at = 60 * cfg.checkpoint.minutes, monotonic()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether checkpoint.minutes have passed since the last checkpoint, or since the block began, by this rank's clock."""
+        return 0 < self._interval_s <= monotonic() - self._saved_at
+
+    def save(self, state: TrainState) -> None:
+        """Saves `state`, updates the links last and best, and deletes checkpoints beyond the newest checkpoint.keep.
+
+        All ranks call it together, and the first one writes.
+
+        Raises:
+            StorageError: on every rank: this checkpoint, or the one that the thread was writing, can't be written.
+        """
+        self.wait()
+        parts = {}
+        if state.leads or is_sharded(state.model):
+            parts = state.parts(self._config, copied=self._thread is not None)
+        self._world.on_first(lambda: self._write(state.step, parts, state.best_step))
+        self._saved_at = monotonic()
+
+    def wait(self) -> None:
+        """Returns once the thread has written its checkpoint. All ranks call it together. Raises StorageError as `save`."""
+        self._world.on_first(self._finish)
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, step: int, parts: dict, best: int | None) -> None:
+        if self._thread is None:
+            self._keep(step, parts, best)
+        else:
+            self._pending = self._thread.submit(self._keep, step, parts, best)
+
+    def _keep(self, step: int, parts: dict, best: int | None) -> None:
+        if not (self._run / storage.FOLDER / storage.name(step)).exists():
+            storage.commit(self._run, step, parts)
+        self.update_links(best)
+        storage.prune(self._run, self._keep_newest, best)
+
+    def update_links(self, best: int | None) -> None:
+        """Points the run's links last and best to its newest checkpoint and to that of step `best`."""
+        if not self._world.leads:
+            return
+        kept = storage.checkpoints(self._run)
+        for name, wanted in (("last", kept[:1]), ("best", [path for path in kept if storage.step_of(path) == best])):
+            for checkpoint in wanted if self._has_links else ():
+                try:
+                    storage.link(self._run, name, checkpoint)
+                except storage.NoLinksError as error:
+                    self._has_links = False
+                    show(f"{error}: no last and no best there, only {storage.FOLDER}/.", sys.stderr)
+            if not wanted and storage.drop_dangling_link(self._run, name):
+                what = f"{storage.relative(self._run / name)} pointed to a checkpoint that is gone, and is deleted"
+                show(f"{what}: the next one gets that name.", sys.stderr)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self._finish()  # not `wait`: a rank may come here alone
+        except Exception as failed:
+            if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run means that all is saved
+                raise
+            error.add_note(str(failed))  # so that it does not hide why the run ended
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""What steps take: time by CUDA events, or by a clock read after a synchronise, and memory; of steps and of nothing else."""
+"""The time and memory of training steps, measured by CUDA events, or by a clock that is read after a synchronise."""
 
 import statistics
 import time
@@ -12,17 +12,17 @@ import torch
 
 @dataclass(frozen=True)
 class Window:
-    """The counted steps between two lines of metrics."""
+    """The steps between two lines of metrics, without warm-up."""
 
     median_ms: float  # the typical step
-    mean_ms: float  # what throughput follows from: slow steps count
+    mean_ms: float  # for throughput, in which slow steps count
 
 
 class StepClock:
-    """Measures what happens inside `with clock.step()`; evaluation and checkpoints stand in `with clock.paused()`.
+    """Measures the block of `with clock.step()`. Evaluation and checkpoints go in `with clock.paused()`.
 
-    On CUDA a step is bracketed by two events and nothing is synchronised until somebody asks for times, so measuring does not
-    slow what it measures. The first `warmup` steps (compilation, allocator, caches) run and are not counted.
+    On CUDA two events enclose a step, and the device is synchronised only when times are read, so that the clock does not slow
+    the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
     """
 
     def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
@@ -30,7 +30,7 @@ class StepClock:
         self._device, self._now = device, now
         self._seen = 0  # steps begun, warm-up included
         self._inside = False
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # finished steps whose times are not read yet
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of finished steps; their times are not read yet
         self._steps_ms: list[float] = []
         self._window = 0  # where the current window begins in _steps_ms
         self._peak_gb: float | None = None  # of the steps before the last pause
@@ -38,7 +38,7 @@ class StepClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The time from here to the end of the block counts as one step, unless an exception cuts it short."""
+        """The time of the block is one step, unless an exception ends it."""
         assert not self._inside, "a step inside a step"
         self._inside, counted = True, self._seen >= self.warmup
         try:
@@ -60,7 +60,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time and memory that belong to no step. It can't stand inside one."""
+        """The time and memory of the block belong to no step. It can't be inside a step."""
         assert not self._inside, "clock.paused() inside clock.step(): its time would count as step time"
         self._peak_gb = self.peak_gb
         try:
@@ -69,7 +69,7 @@ class StepClock:
             self._forget_peak()
 
     def window(self) -> Window | None:
-        """Of the steps since the last call; None if there were only warm-up steps. Synchronises."""
+        """The steps since the last call. None: there were only warm-up steps. Synchronises."""
         times = self.steps_ms[self._window :]
         self._window = len(self._steps_ms)
         return Window(statistics.median(times), statistics.fmean(times)) if times else None
@@ -90,7 +90,7 @@ class StepClock:
 
     @property
     def peak_gb(self) -> float | None:
-        """Most memory that any step so far has held, warm-up included, in GiB; None but on CUDA."""
+        """The most memory that a step used so far, warm-up included, in GiB. None: the device is not CUDA."""
         if self._device.type != "cuda":
             return None
         return max(self._peak_gb or 0.0, torch.cuda.max_memory_allocated(self._device) / 2**30)
@@ -108,9 +108,9 @@ class StepClock:
 
 
 class PartClock:
-    """Times of the parts of a step: `with clock.step(): ...` and in it `clock.mark(part)` where each part ends.
+    """Times the parts of a step: `with clock.step(): ...`, and inside it `clock.mark(part)` at the end of each part.
 
-    Marks cost a few microseconds each, so a step that is timed for itself has none.
+    A mark costs a few microseconds, so StepClock does not use them.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
@@ -124,7 +124,7 @@ class PartClock:
         yield
 
     def mark(self, part: str) -> None:
-        """What has happened since the last mark was `part`."""
+        """Ends `part`, which began at the last mark."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -133,7 +133,7 @@ class PartClock:
             self._steps[-1].append((part, self._now()))
 
     def read(self) -> dict[str, list[float]]:
-        """Milliseconds of each part, one number for each step: what was marked several times is added up. Synchronises."""
+        """Milliseconds of each part, one number a step: times of a part that ends several times are summed. Synchronises."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         parts: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""What a run shows, for as long as somebody reads it."""
+"""Printing, also where the terminal has gone, the pipe has no reader or the disk of a log is full."""
 
 import errno
 import os
@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 
 def take_any_encoding() -> None:
-    """Has standard output escape what its encoding lacks, as ASCII lacks ×. Standard error does so by itself.
+    """Makes standard output escape characters that its encoding lacks, as ASCII lacks ×. Standard error always does.
 
-    Where the process was started without one of them, as by `2>&-`, what it writes there goes nowhere.
+    A process that was started without a stream, as by `2>&-`, gets one that drops all text.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -38,15 +38,18 @@ def show_beside_bar(text: str) -> None:
 
 
 def mute(stream: TextIO) -> None:
-    """What is written to the stream from now on goes nowhere, and so does what is in its buffer when the process ends."""
+    """Drops all text that is written to the stream from now on, and the text in its buffer."""
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextmanager
 def _while_read(stream: TextIO) -> Iterator[TextIO]:
-    """Where the reader has gone, nothing more is shown and the run goes on: Ctrl-C ends `| tee` before the run has saved, and a
-    connection that breaks takes the terminal with it. So it is where the disk of a log is full, which standard error says."""
+    """Mutes the stream if nobody can read it any more, so that the run goes on.
+
+    Ctrl-C ends `| tee` before the run has saved, and a broken connection closes the terminal. If the disk of a log is full,
+    standard error says so.
+    """
     try:
         yield stream
     except OSError as error:

@@ -1,13 +1,20 @@
-"""Several processes that train one model: the ranks that torchrun starts, and what they tell each other.
+"""Several processes (ranks) that train one model: what they tell each other, and sharding (parallel=fsdp).
 
-Tensors on a GPU are reduced over NCCL. Whether to stop, where the run is kept, what went wrong: those stay on the host, over
-gloo, and no GPU waits for them.
+NCCL reduces tensors on a GPU. Decisions of the host (whether to stop, which folder, what went wrong) travel over gloo, and no
+GPU waits for them.
+
+With parallel=fsdp (FSDP2) each rank keeps a part of every weight, of its gradient and of its optimizer state. The linear layers
+of a block are gathered together right before they compute and freed right after. They travel in the dtype that autocast would
+cast them to; with model.qk_norm they travel in fp32, because norms stand among them. Embeddings, norms and head stay in fp32
+and are gathered once a step. Gradients are reduced in fp32. So losses equal those of parallel=ddp to rounding. Sharded
+parameters are DTensors outside of forward and backward, and plain tensors inside. A checkpoint has them whole.
 """
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,55 +26,58 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError
 from configs.machine import by_torchrun
-from training.sharding import is_sharded
+from model import GPT
+from model.attention import Attention
+from model.mlp import MLP
+from training.precision import Precision
 from training.storage import StorageError
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(minutes=10)  # for the slowest rank, which may write a large checkpoint or compile
-FAREWELL_S = 60.0  # for the first rank to say why the run ended; W&B may take as long
+TIMEOUT = timedelta(minutes=10)  # the slowest rank may write a large checkpoint or compile
+FAREWELL_S = 60.0  # for the first rank to print why the run ended; closing W&B may take as long
 ENDED = "the first rank has ended"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that train together; by default it is alone, and every method then does next to nothing.
+    """This process among all ranks of a run. By default it is alone, and its methods do almost nothing.
 
-    All ranks must call the same methods in the same order, but for `leave`.
+    All ranks must call the same methods in the same order, except for `leave`.
     """
 
     rank: int = 0
     size: int = 1
-    store: dist.Store | None = None  # of all ranks
+    store: dist.Store | None = None  # shared by all ranks; None: torchrun did not start this process
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that writes files and talks to the user."""
+        """Whether this is the first rank, which writes files and prints."""
         return self.rank == 0
 
-    def first(self, act: Callable[[], T]) -> T:
-        """What `act` returns on the first rank, which alone calls it, on every rank.
+    def on_first(self, act: Callable[[], T]) -> T:
+        """Calls `act` on the first rank only. Returns its result on every rank.
 
         Raises:
-            ConfigError, StorageError, SystemExit: on every rank, where `act` raises them. With another exception the first rank
-                ends, and torchrun the others.
+            ConfigError, StorageError, SystemExit: `act` raised it; every rank raises it. Another exception ends the first rank,
+                and torchrun ends the others.
         """
         if self.size == 1:
             return act()
-        told: list = [None, None]
+        result: list = [None, None]
         if self.leads:
             try:
-                told[0] = act()
+                result[0] = act()
             except (ConfigError, StorageError, SystemExit) as error:
-                told[1] = error
-        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-        if told[1] is not None:
-            raise told[1]
-        return told[0]
+                result[1] = error
+        dist.broadcast_object_list(result, src=0, device=torch.device("cpu"))
+        if result[1] is not None:
+            raise result[1]
+        return result[0]
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Within the block, a ConfigError on any rank is one on every rank."""
+    def shared_errors(self) -> Iterator[None]:
+        """A ConfigError of the block on any rank is raised on every rank."""
         found = None
         try:
             yield
@@ -80,7 +90,7 @@ class World:
         if found is not None:
             raise found
 
-    def highest(self, number: int) -> int:
+    def max(self, number: int) -> int:
         """The largest `number` of any rank."""
         if self.size == 1:
             return number
@@ -89,28 +99,28 @@ class World:
         return int(largest)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """`tensor` added up over the ranks, in place."""
+        """The sum of `tensor` over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def replicate(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`forward`, compiled or not, so that a backward pass leaves the mean gradient of all ranks.
+        """Wraps `forward`, compiled or not, so that a backward pass leaves the mean gradient of all ranks.
 
-        Compiled before it is wrapped: the graph is then whole, and PyTorch still cuts it where a bucket of gradients is
-        complete, so that they travel while backward goes on.
+        A compiled model is compiled before it is wrapped, so its graph has no breaks. PyTorch still splits the graph where a
+        bucket of gradients is complete, so that reduction overlaps with backward.
         """
-        if self.store is None or is_sharded(forward):  # which does it by itself
+        if self.store is None or is_sharded(forward):  # FSDP reduces gradients by itself
             return forward
         assert isinstance(forward, nn.Module)
         return DistributedDataParallel(forward, gradient_as_bucket_view=True)
 
     def leave(self, exit_code: int) -> None:
-        """Ends this rank's part. What goes wrong is the first rank's to say, so that the others wait for it: torchrun ends all
-        as soon as one has failed."""
+        """Ends this rank. torchrun ends all ranks as soon as one has failed, so a rank that failed first waits until the first
+        rank has printed why."""
         if self.store is None:
             return
-        with suppress(dist.DistError):  # torchrun has the store, and may be gone: SIGUSR1 ends it, for one
+        with suppress(dist.DistError):  # the store is torchrun's, which may have ended: SIGUSR1 ends it, for example
             if self.leads:
                 self.store.set(ENDED, "")
             elif exit_code:
@@ -124,34 +134,131 @@ ALONE = World()
 
 
 def join() -> World:
-    """This process's place among those that torchrun started; ALONE if it did not.
+    """The place of this process among the ranks that torchrun started; ALONE without torchrun.
 
     Each rank gets the GPU of its number on its node.
     """
     if not by_torchrun():
         return ALONE
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local_rank < gpus:  # else the rules say what is wrong
+    if local_rank < gpus:  # else configs.rules refuses the config
         torch.cuda.set_device(local_rank)
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
-    # torchrun's store outlives a restart, and has what the ranks before it wrote
+    # torchrun keeps its store when it restarts the ranks: the prefix hides keys of earlier starts
     store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, store)
 
 
-def gradients_stay(forward: Callable[..., Tensor]) -> AbstractContextManager:
-    """Within the block, gradients are added up on each rank alone: of all micro-batches but the last."""
-    if is_sharded(forward):
-        return _unreduced(forward)
-    return forward.no_sync() if isinstance(forward, DistributedDataParallel) else nullcontext()
-
-
 @contextmanager
-def _unreduced(model: Any) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
+def without_reduction(forward: Callable[..., Tensor]) -> Iterator[None]:
+    """Within the block each rank sums its own gradients only. It is for all micro-batches but the last."""
+    if isinstance(forward, DistributedDataParallel):
+        with forward.no_sync():
+            yield
+        return
+    sharded: Any = forward if is_sharded(forward) else None
+    if sharded:
+        sharded.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        if sharded:
+            sharded.set_requires_gradient_sync(True)
+
+
+# torch.distributed.fsdp and .tensor take seconds to import, so only a run that shards does.
+
+
+def shard(model: GPT, precision: Precision, ranks: int, *, compiled: bool) -> None:
+    """Shards `model` over all ranks, in place, on their devices, before its optimizer is made. All ranks call it together.
+
+    A sharded model runs under `precision.autocast()` only.
+
+    Args:
+        model: the same weights on every rank. They may be on the CPU, so that no device has to hold all of them.
+        compiled: compile the parts of each block. A graph of the whole model can't hold the gathering of weights.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    # the warning is about changing a linear layer's output in place, which our blocks do not do
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = init_device_mesh(precision.device.type, (ranks,))
+    if compiled:
+        _compile_parts(model)  # before fully_shard adds the hooks that gather weights
+    # autocast casts activations
+    as_they_are = MixedPrecisionPolicy(cast_forward_inputs=False)
+    as_computed = MixedPrecisionPolicy(precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention) and isinstance(mlp, MLP)
+        # with norms of queries and keys, whose weights autocast leaves in fp32, all weights of the group stay fp32
+        policy = as_computed if attention.query_norm is None else as_they_are
+        # one group: recomputation in backward needs all of a block's weights at the same time
+        fully_shard([attention, mlp], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=as_they_are)
+
+
+def is_sharded(model: object) -> bool:
+    return hasattr(
+        model, "set_requires_gradient_sync"
+    )  # a method of FSDPModule, which fully_shard makes a base of the model's class
+
+
+@contextmanager
+def forward_only(model: nn.Module) -> Iterator[None]:
+    """Goes around forward passes without backward. All ranks must make equally many passes.
+
+    A sharded model runs eagerly there, because each new shape would be compiled again. Afterwards its parameters are sharded
+    again, which otherwise backward does.
+    """
+    if not is_sharded(model):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """`tensor`, gathered if it is sharded. All ranks call it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # a DTensor
+
+
+def gather_to_host(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """Copies of sharded tensors, gathered one at a time, in host memory. All ranks call it together.
+
+    Args:
+        keep: whether this rank gets the copies.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        gathered = full_tensor(tensor)
+        if keep:
+            found[name] = gathered.to(
+                "cpu", copy=True
+            )  # copy: one rank's part is the whole tensor, which may be on the CPU already
+    return found
+
+
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that every rank has, sharded as `like` is. Each rank takes its part without communication."""
+    if not hasattr(like, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _compile_parts(model: GPT) -> None:
+    """Compiles norm sites, attentions and MLPs. Parameter names do not change."""
+    # norm sites share their code, which is compiled again for each rate of drop path
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * model.dropout_sites)
+    parts = [part for block in model.blocks for part in block.children()]
+    for part in [*parts, model.final_norm]:
+        part.forward = torch.compile(part.forward, fullgraph=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 that let the current step finish. SIGUSR2 is left to others."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 stop a run after its current step. SIGUSR2 is free for other uses."""
 
 import signal
 import sys
@@ -10,19 +10,19 @@ from typing import Any
 from training.console import show
 from training.distributed import ALONE, World
 
-# Of a scheduler, of a terminal that is gone, of Slurm's --signal=USR1@60; Windows lacks the last two.
+# Sent by a scheduler, by a terminal that closes, by Slurm's --signal=USR1@60. Windows lacks the last two.
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
 
 class Stopped(SystemExit):
-    """A signal ended what can be done again; its code is that of the process."""
+    """A signal ended work that can be done again; its code is the exit code of the process."""
 
 
 def exit_on_signals() -> None:
-    """Has Ctrl-C and the signals of ENDING unwind the process, so that what is open is closed; `Interrupt` replaces it."""
+    """Makes Ctrl-C and the signals of ENDING raise an exception, so that files and W&B are closed. `Interrupt` replaces it."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        handle(ENDING, pass_over)  # one that comes twice may not disturb what the first one closes
+        handle(ENDING, pass_over)  # a second signal must not disturb what the first one closes
         raise Stopped(128 + number)
 
     handle(ENDING, stop)
@@ -30,60 +30,60 @@ def exit_on_signals() -> None:
 
 
 def handle(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
-    """Sets the handler of those signals that are not ignored, as SIGHUP is under nohup. Returns the ones of before."""
+    """Sets a handler for signals that are not ignored, as SIGHUP is under nohup. Returns the previous handlers."""
     heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
 
 def pass_over(number: int, frame: FrameType | None) -> None:
-    """Does nothing. Not SIG_IGN, which says that whoever started the process wants the signal ignored."""
+    """Does nothing. SIG_IGN would not do: it means that the parent process wants the signal ignored."""
 
 
 class Interrupt:
-    """Within the block, the first signal of SIGINT and ENDING only sets `requested`. From then on, also behind the block,
-    SIGINT ends the process at once and the others are ignored.
+    """Within the block, the first signal (SIGINT or one of ENDING) only sets `requested`. After it, SIGINT ends the process at
+    once and the others are ignored, also behind the block.
 
-    A second SIGTERM is the first one again: `timeout` sends it to the process and to its group, Slurm to ranks and to torchrun,
-    which passes it on. torchrun does so with SIGINT too, and itself ends what takes too long: there neither counts twice.
+    A second SIGTERM does nothing because it is often a copy of the first: `timeout` sends it to the process and to its group,
+    Slurm to ranks and to torchrun, which passes it on. Under torchrun, which passes SIGINT on as well and ends slow ranks
+    itself, a second SIGINT does nothing either.
     """
 
     def __init__(self, world: World = ALONE) -> None:
         self.requested: signal.Signals | None = None
         self._world = world
-        self._at_once = False
-        self.answer = "Finishing this step, then a checkpoint."  # shown where a signal comes
+        self._raises = False
+        self.answer = "Finishing this step, then a checkpoint."  # printed when a signal comes
 
     def __enter__(self) -> "Interrupt":
         self._before = handle([signal.SIGINT, *ENDING], self._first)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.requested is None:  # else the process is about to end, and what it closes may not be disturbed
+        if self.requested is None:  # else the process is about to end, and a signal must not disturb it
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
-    def wanted(self) -> bool:
-        """Whether a signal has reached any rank; `requested` then says on each rank which. All ranks call it together."""
-        return self.wanted_or(False)[0]
+    def poll(self, overdue: bool = False) -> tuple[bool, bool]:
+        """(whether a signal has reached any rank, whether anything is overdue on any rank), in one message between the ranks.
 
-    def wanted_or(self, overdue: bool) -> tuple[bool, bool]:
-        """`wanted`, and where it is not so, whether anything is overdue on any rank: in one message between the ranks."""
-        number, late = divmod(self._world.highest(2 * (self.requested or 0) + overdue), 2)
+        After a signal, `requested` names it on every rank. All ranks call it together.
+        """
+        number, late = divmod(self._world.max(2 * (self.requested or 0) + overdue), 2)
         if number:
             self.requested = signal.Signals(number)
-        # Not of `requested`: a signal that has come to this rank meanwhile is news to the others.
+        # `number`, not `requested`: the other ranks do not know of a signal that came to this rank meanwhile
         return bool(number), bool(late)
 
     def check(self) -> None:
-        """Raises Stopped on all ranks where a signal has reached one. All ranks call it together."""
-        if self.wanted():
+        """Raises Stopped on all ranks if a signal has reached one of them. All ranks call it together."""
+        if self.poll()[0]:
             raise Stopped(self.exit_code)
 
     @contextmanager
-    def at_once(self, answer: str) -> Iterator[None]:
-        """Within this block a signal raises Stopped, also one that came before: for what takes long and can be done again.
+    def stopping_at_once(self, answer: str) -> Iterator[None]:
+        """Within this block a signal raises Stopped, also one that came before. It is for long work that can be done again.
 
-        Several ranks, which a signal reaches at different moments, `check` where the block begins and where it ends.
+        A signal reaches several ranks at different moments. They `check` where the block begins and where it ends instead.
         """
         before, self.answer = self.answer, answer
         try:
@@ -92,12 +92,12 @@ class Interrupt:
                 yield
                 self.check()
                 return
-            self._at_once = True
+            self._raises = True
             if self.requested:
                 raise Stopped(self.exit_code)
             yield
         finally:
-            self.answer, self._at_once = before, False
+            self.answer, self._raises = before, False
 
     @property
     def exit_code(self) -> int:
@@ -111,8 +111,8 @@ class Interrupt:
         handle(ENDING, pass_over)
         handle([signal.SIGINT], signal.SIG_DFL if alone else pass_over)
         if self._world.leads:
-            with suppress(RuntimeError):  # in the middle of a write to the same stream
+            with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
                 hint = " Ctrl-C again quits at once." if alone and number == signal.SIGINT else ""
                 show(f"\n{self.answer}{hint}", sys.stderr)
-        if self._at_once:
+        if self._raises:
             raise Stopped(self.exit_code)

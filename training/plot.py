@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture; or those of several, laid over one another.
+"""The loss curve of one run as a picture, or of several runs in one picture.
 
 python -m training.plot runs/A runs/B ...                  the picture is runs.png here; --output FILE puts it elsewhere
 python -m training.plot runs/*_sweep/* --unit bits         bits per byte; by default where the runs' tokenizers differ
@@ -30,19 +30,19 @@ from training import storage
 from training.storage import StorageError
 
 TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
-# Of runs laid over one another; they differ in lightness too, and the dash tells them apart where colour does not.
+# Of several runs. Colours differ in lightness too, and dashes repeat after the last colour.
 COLOURS = ("#111111", "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8b8b8b")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
 NATS, BITS = "nats", "bits"
 LABELS = {NATS: "loss, nats per token", BITS: "bits per byte"}
-# What two runs may differ in without being different experiments.
+# Keys that the legend leaves out: they do not make another experiment.
 UNNAMED_SECTIONS = {"logging", "checkpoint", "sample", "ablate", "eval"}
 UNNAMED = {"folder", "resume", "resume_with_changes", "profile", "data.cache_dir", "data.processes"}
-MOST_NAMED = 4  # keys in a legend's entry
+MOST_NAMED = 4  # keys in an entry of the legend
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; those that are torn or damaged are left out."""
+    """The lines of a metrics.jsonl, without damaged ones."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(json.JSONDecodeError):
@@ -70,7 +70,7 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     if val:
         label = f"validation: {val[-1][1] / _nats(bytes_per_token):.3f} bits per byte after {val[-1][0]:,} steps"
         axes.plot(*zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label=label)
-    # The first few losses are the size of ln(vocabulary) and would flatten everything that follows.
+    # The first losses are as large as ln(vocabulary), and would flatten the rest of the curve.
     losses = [loss for _, loss in train[len(train) // 20 :] + val]
     low, high = min(losses), max(losses)
     axes.set_ylim(low - 0.05 * (high - low), high + 0.08 * (high - low))
@@ -87,12 +87,12 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     for side in (axes.spines["top"], axes.spines["right"], right.spines["right"]):
         side.set_visible(False)
     axes.legend(frameon=False, loc="upper right")
-    keep(figure, to)
+    save_figure(figure, to)
     return True
 
 
-def keep(figure: Any, to: Path) -> None:
-    """Writes a figure of pyplot's, in the format that the file's name ends with, and forgets it."""
+def save_figure(figure: Any, to: Path) -> None:
+    """Writes a figure in the format of the file's suffix, and closes it."""
     drawn = BytesIO()
     figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
     pyplot.close(figure)
@@ -120,7 +120,7 @@ class Curve:
 
 
 def without_sweep_files(given: Sequence[Path]) -> list[Path]:
-    """Without what Hydra writes beside the runs of a sweep, which runs/*_sweep/* names too; unless nothing else is given."""
+    """Without multirun.yaml, which Hydra writes beside the runs of a sweep and runs/*_sweep/* matches."""
     return [path for path in given if path.name != "multirun.yaml"] or list(given)
 
 
@@ -154,8 +154,8 @@ def read_run(folder: Path) -> Curve:
 
 
 def minutes_of(lines: Sequence[dict[str, Any]], batch_tokens: int) -> dict[int, float]:
-    """Minutes of training until each line's step, from the recorded tokens per second: the time of steps, without evaluation,
-    checkpoints and compilation. Lines before the first speed are taken to be as fast as it; none recorded, none known."""
+    """Minutes of training until each line's step, from the recorded tokens per second. This is the time of steps, without
+    evaluation, checkpoints and compilation. Lines before the first speed get that speed. Empty: no speed was recorded."""
     speeds = {line["step"]: line["perf/tokens_per_s"] for line in lines if "perf/tokens_per_s" in line}
     if not speeds:
         return {}
@@ -169,7 +169,7 @@ def minutes_of(lines: Sequence[dict[str, Any]], batch_tokens: int) -> dict[int, 
 
 
 def names_of(curves: Sequence[Curve]) -> list[str]:
-    """What tells each run from the others: the keys whose values differ, or its folder where they don't tell."""
+    """A name for each run: the keys whose values differ, and its folder where those are not enough."""
     differing = [
         name
         for name in curves[0].config
@@ -216,7 +216,7 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
         scale = curve.bits_per_nat if unit == BITS and curve.bits_per_nat else 1.0
         style = {"color": COLOURS[at % len(COLOURS)], "linestyle": DASHES[at // len(COLOURS) % len(DASHES)]}
         train, val = ([(step, scale * loss) for step, loss in points] for points in (curve.train, curve.val))
-        # as in a single run's picture: the first few losses would flatten everything that follows
+        # without the first losses, as in a single run's picture
         losses = [loss for _, loss in train[len(train) // 20 :] + val]
         lows.append(min(losses))
         highs.append(max(losses))
@@ -245,12 +245,12 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
     )
     figure.suptitle(_same(curves), x=0.01, ha="left", fontsize=11)
     to.parent.mkdir(parents=True, exist_ok=True)
-    keep(figure, to)
+    save_figure(figure, to)
     return unit
 
 
 def _same(curves: Sequence[Curve]) -> str:
-    """A title from what the runs share, and which line is which."""
+    """A title: the values that all runs share, and what the lines are."""
     config = curves[0].config
     shared = [
         text.format(v=keys.shown(config[name]), s="s" * (config[name] != 1))

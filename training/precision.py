@@ -1,17 +1,20 @@
-"""The arithmetic of a run: autocast, and loss scaling where fp16 needs it."""
+"""The arithmetic of a run: autocast, loss scaling for fp16, and operators that give the same bits each time."""
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from configs import schema
 from configs.machine import Machine
+from configs.rules import CUBLAS_WORKSPACE, REPEATABLE
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Parameters and optimizer state are always fp32; `dtype` is what matrix products run in."""
+    """Parameters and optimizer state are always fp32; matrix products run in `dtype`."""
 
     device: torch.device
     dtype: torch.dtype
@@ -19,6 +22,7 @@ class Precision:
 
     @classmethod
     def settle(cls, wanted: schema.Precision, machine: Machine) -> "Precision":
+        """The precision that `wanted` means on this machine. auto: bf16 on a GPU that has it, else fp32."""
         if wanted is schema.Precision.auto:
             wanted = schema.Precision.bf16 if machine.device == "cuda" and machine.bf16 else schema.Precision.fp32
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted.value]
@@ -43,5 +47,35 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Scales fp16 losses out of underflow; for the other dtypes each of its methods passes its argument through."""
+        """Scales fp16 losses so that gradients do not underflow. For other dtypes it is disabled and changes nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """If `wanted`, the same command on the same machine gives the same bits within the block. Afterwards all settings are back.
+
+    Our kernels, and PyTorch's on the CPU, do so without it. On a GPU the setting is for cuBLAS, for sums that scatter, and for
+    the backward pass of attention, whose blocks are summed in the order in which they finish. An operator that has no
+    deterministic version raises. It holds on one GPU only: NCCL, which sums over several, promises no order.
+
+    It goes around the whole run, because cuBLAS reads its environment variable when it is first used. A variable that is set
+    already stays: rules.check refuses values that are not deterministic.
+    """
+    if not wanted:
+        yield
+        return
+    chosen = os.environ.get(CUBLAS_WORKSPACE)
+    cudnn = torch.backends.cudnn
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.deterministic, cudnn.benchmark
+    os.environ[CUBLAS_WORKSPACE] = chosen or REPEATABLE[0]
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = before
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        if chosen is None:
+            del os.environ[CUBLAS_WORKSPACE]

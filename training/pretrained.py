@@ -1,4 +1,4 @@
-"""init_from: a new run begins with the weights of another one, or with GPT-2's or Llama's as the Hugging Face Hub has them."""
+"""init_from: a new run begins with the weights of another run, or with those of a GPT-2 or Llama of the Hugging Face Hub."""
 
 import json
 import re
@@ -16,13 +16,13 @@ from configs.schema import Positions
 from data import Tokenizer
 from model import GPT
 from model.mlp import mlp_width
-from training import checkpoint, layouts, storage
+from training import checkpoint, export, storage
 
-# Masks that some files carry, and tables that follow from the config: no weights.
+# Masks and tables in some files, which follow from the config and are no weights.
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 
-# By key, what weights mean beyond their names and shapes, and what is better told so than by them. Dropout and the dtype of the
-# stream may be others than those that the weights were trained with.
+# Keys that must be the same in both configs: they change what weights mean, or their shapes. Dropout and the dtype of the
+# residual stream may differ.
 OF_WEIGHTS = {
     key: attrgetter(key)
     for key in (
@@ -30,7 +30,7 @@ OF_WEIGHTS = {
         *("model.rotary_base", "model.activation", "model.qk_norm", "model.block", "norm.kind", "norm.eps"),
     )
 }
-# Likewise, sizes that follow from others where the config leaves them out, and the context where the model has a table of it.
+# The same for sizes that have a default from other keys, and for the context of a model with learned positions.
 SIZES: dict[str, Callable[[Config], object]] = {
     "model.kv_heads": lambda cfg: cfg.model.kv_heads or cfg.model.heads,
     "model.mlp_width": lambda cfg: mlp_width(cfg.model),
@@ -59,8 +59,8 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
 
 
 def _is_of_a_run(folder: Path) -> bool:
-    """Whether train.py has made it. Others have a config.json, and may have checksums or a folder of checkpoints beside it."""
-    if (folder / checkpoint.STATE).is_file() or storage.kept(folder):
+    """Whether train.py made the folder. Models of the Hub have a config.json."""
+    if (folder / checkpoint.STATE).is_file() or storage.checkpoints(folder):
         return True
     traces = ("config.yaml", storage.SUMS, storage.FOLDER)  # of a run before its first checkpoint, of a damaged checkpoint
     return not (folder / "config.json").is_file() and any((folder / name).exists() for name in traces)
@@ -81,7 +81,7 @@ def _of_run(model: GPT, source: str, folder: Path, tokenizer: Tokenizer) -> None
 
 
 def _differences(ours: Config, theirs: Config) -> list[str]:
-    """Where they describe different models, by key; of sizes that follow from others, only where those are the same."""
+    """The keys in which two configs describe different models. Sizes are compared only if all other keys are the same."""
 
     def among(keyed: Mapping[str, Callable[[Config], object]]) -> list[str]:
         return [
@@ -108,10 +108,10 @@ def _of_layout(model: GPT, source: str) -> None:
     try:
         theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         layout = theirs["model_type"]
-        if layout not in layouts.FORMATS:
-            raise ConfigError(f"init_from={source} is a model of type {layout}; known are {' and '.join(layouts.FORMATS)}.")
-        wrong = [f"{line}." for line in layouts.unsupported(layout, model.cfg, model.norm)]
-        wrong += layouts.differences(layout, theirs, model.cfg, model.norm)
+        if layout not in export.FORMATS:
+            raise ConfigError(f"init_from={source} is a model of type {layout}; known are {' and '.join(export.FORMATS)}.")
+        wrong = [f"{line}." for line in export.unsupported(layout, model.cfg, model.norm)]
+        wrong += export.differences(layout, theirs, model.cfg, model.norm)
         if wrong:
             raise ConfigError(f"init_from={source} is another model than this run's:\n" + "\n".join(wrong))
         tensors = _tensors(folder)
@@ -127,19 +127,19 @@ def _of_layout(model: GPT, source: str) -> None:
 
 def _fill(model: GPT, layout: str, tensors: dict[str, torch.Tensor], source: str) -> None:
     cfg, ours = model.cfg, model.state_dict()
-    if layout == layouts.GPT2:  # OpenAI's files on the Hub leave the prefix out
+    if layout == export.GPT2:  # OpenAI's files on the Hub leave the prefix out
         full = {name: name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}" for name in tensors}
         tensors = {full[name]: tensor for name, tensor in tensors.items()}
     left = {name for name in tensors if not NO_WEIGHTS.fullmatch(name)}
-    if cfg.tie_embeddings and "lm_head.weight" in tensors:  # one tensor under two names, of which a file may have either
+    if cfg.tie_embeddings and "lm_head.weight" in tensors:  # a file may have the shared tensor under either name
         head = tensors["lm_head.weight"]
-        (embedding,) = next(layouts.entries(layout, cfg, model.tokenizer_vocab_size)).theirs
+        (embedding,) = next(export.entries(layout, cfg, model.tokenizer_vocab_size)).theirs
         if not torch.equal(tensors.setdefault(embedding, head), head):
             raise ConfigError(
                 f"init_from={source} ties its embeddings by its config.json, but lm_head.weight is not {embedding}."
             )
         left.discard("lm_head.weight")
-    for entry in layouts.entries(layout, cfg, model.tokenizer_vocab_size):
+    for entry in export.entries(layout, cfg, model.tokenizer_vocab_size):
         missing = [name for name in entry.theirs if name not in tensors]
         if missing:
             raise ConfigError(f"init_from={source} has no tensor {missing[0]}, from which {entry.ours} comes.")
@@ -176,13 +176,13 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _folder(source: str) -> Path:
-    """Where the files lie: here, or in the Hub's cache once they are downloaded."""
+    """The folder of the files: local, or in the Hub's cache after a download."""
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
         return path.parent
-    of_owner = source.count("/") == 1 and not path.parent.is_dir()  # runs/nmae is meant for a folder where runs/ is one
+    of_owner = source.count("/") == 1 and not path.parent.is_dir()  # runs/nmae is a mistyped folder if runs/ is a folder
     if source.startswith(("/", ".", "~")) or ("/" in source and not of_owner):
         raise ConfigError(
             f"init_from={source}: no such folder.{checkpoint.runs_beside(path)} Give that of a run or of a checkpoint, one "
@@ -193,7 +193,7 @@ def _folder(source: str) -> Path:
     try:
         wanted = ["config.json", "model*.safetensors", "model.safetensors.index.json"]
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
-    except Exception as error:  # offline, unknown or refused: each has an error of its own
+    except Exception as error:  # each reason (offline, unknown, refused) has its own class
         raise ConfigError(
             f"init_from={source} is neither a folder here nor a repository that the Hugging Face Hub would give "
             f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the name and the network."

@@ -1,12 +1,11 @@
-"""profile=true: a trace of a few steps of a run, and where their time goes.
+"""profile=true: a trace of a few steps of a run, and a table of where their time goes.
 
-The run's first steps compile and fill caches, one more brings the profiler up; then STEPS are profiled. None of these counts as
-step time. The run folder gets trace.json (for chrome://tracing or ui.perfetto.dev) and profile.txt.
+The first WAIT steps compile and fill caches, WARMUP more start the profiler, then STEPS are profiled. Profiled steps do not
+count as step time. The run folder gets trace.json (for chrome://tracing or ui.perfetto.dev) and profile.txt.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -17,35 +16,26 @@ from torch.profiler import profile as TorchProfiler
 from training import storage
 from training.attribution import GROUPS, KernelTime, by_name, device_times, host_times, launches, marked_sites, shares
 from training.clock import StepClock
+from training.run import Run
 from training.storage import relative
 
-WAIT, WARMUP, STEPS = 3, 1, 3  # steps that run as usual, that bring the profiler up, that are profiled
+WAIT, WARMUP, STEPS = 3, 1, 3  # steps without the profiler, steps that start it, profiled steps
 TRACE, TABLE = "trace.json", "profile.txt"
 LONGEST = 20  # kernels in the table
 WIDTH = 100  # of a kernel's name there
 
 
 class StepProfiler:
-    """Stands around the steps of a run: `with profiler.step(): training_step(...)`.
+    """Times or profiles the steps of a run: `with profiler.step(): training_step(...)`.
 
     Args:
-        wanted: without it, a step is `clock.step()` and nothing else.
-        folder: the run's.
-        clock: of the steps that are not profiled; those that are stand in its pauses.
-        model: whose norm sites are marked while the profiler runs; None where the step runs compiled.
-        say: prints a line.
+        wanted: profile the run. Otherwise a step is `clock.step()` and nothing else.
+        clock: times the steps that are not profiled. It is paused in the others.
+        model: its norm sites are marked while the profiler runs. None for a compiled step: hooks would compile it again.
     """
 
-    def __init__(
-        self,
-        wanted: bool,
-        folder: Path,
-        clock: StepClock,
-        device: torch.device,
-        model: nn.Module | None,
-        say: Callable[[str], None],
-    ) -> None:
-        self._folder, self._clock, self._device, self._model, self._say = folder, clock, device, model, say
+    def __init__(self, wanted: bool, run: Run, clock: StepClock, device: torch.device, model: nn.Module | None) -> None:
+        self._run, self._clock, self._device, self._model = run, clock, device, model
         self._left = WAIT + WARMUP + STEPS if wanted else 0  # steps until the profile is done
         self._open = ExitStack()
         self._profiler: TorchProfiler | None = None
@@ -56,7 +46,7 @@ class StepProfiler:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._open.close()
         if self._left and error is None:
-            self._say(f"profile=true: nothing was profiled, as the run ended {self._left} steps too early")
+            self._run.say(f"profile=true: nothing was profiled, as the run ended {self._left} steps too early")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -96,13 +86,15 @@ class StepProfiler:
         kernels = (device_times if on_gpu else host_times)(events, STEPS)
         what = "GPU time" if on_gpu else "time of CPU operators"
         found = table(kernels)
-        unfinished = self._folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
-        with storage.explained(self._folder / TRACE):
+        unfinished = self._run.folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
+        with storage.as_storage_errors(self._run.folder / TRACE):
             profiler.export_chrome_trace(str(unfinished))
-            unfinished.replace(self._folder / TRACE)
+            unfinished.replace(self._run.folder / TRACE)
         text = f"{what} of a step, mean of {STEPS}\n\n{found}\n\n{longest(kernels)}\n"
-        storage.replace_text(self._folder / TABLE, text)
-        self._say(f"\n{what} of a step, mean of {STEPS}; {TRACE} and {TABLE} are in {relative(self._folder)}\n\n{found}\n")
+        storage.replace_text(self._run.folder / TABLE, text)
+        self._run.say(
+            f"\n{what} of a step, mean of {STEPS}; {TRACE} and {TABLE} are in {relative(self._run.folder)}\n\n{found}\n"
+        )
 
 
 def table(kernels: list[KernelTime]) -> str:

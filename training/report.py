@@ -1,6 +1,8 @@
-"""What a run says of itself: before the first step, where it stopped on NaN, and at its end."""
+"""What a run reports: facts before the first step, the place where it stopped on NaN, and its results."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +13,12 @@ from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Corpus
 from model import GPT
 from training import storage
-from training.distributed import ALONE, World
-from training.evaluation import Validation
-from training.health import NonFiniteError
+from training.checkpoint import Validation
+from training.distributed import ALONE, World, is_sharded
+from training.metrics import NonFiniteError
 from training.precision import Precision
 from training.resume import Start
 from training.run import Run
-from training.sharding import is_sharded
 from training.storage import relative
 
 
@@ -33,7 +34,7 @@ class Summary:
 
 
 def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world: World = ALONE) -> dict[str, str]:
-    """What one wants to know about a run before it starts; printed, and kept in W&B's config."""
+    """The facts about a run that it prints before its first step and keeps in W&B's config."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     if cfg.norm.impl is NormImpl.torch:
@@ -65,27 +66,30 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     }
 
 
-def describe(error: NonFiniteError, run: Run, batches: Batches) -> str:
-    """The message of a run that stopped on NaN: where, on which text, and what to go back to."""
+@contextmanager
+def non_finite_explained(run: Run, batches: Batches) -> Iterator[None]:
+    """Adds to a NonFiniteError of the block its batch, the last good checkpoint, and what may help."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(_described(error, run, batches), error.step) from None
+
+
+def _described(error: NonFiniteError, run: Run, batches: Batches) -> str:
     at = batches.position(error.step - 1)  # batches are counted from 0
-    good = last_good(run)
+    found, _ = storage.newest(run.folder)
+    good = found or (run.origin.stored.path if run.origin.stored else None)
     return (
         f"{error}. Batch: epoch {at.epoch}, window {at.window} of {at.windows}, first token {at.offsets[0]:,}.\n"
         f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.minutes, .every and eval.every write some)'}.\n"
         "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
-        # what else went wrong, such as a disk that was full
+        # other errors, such as a full disk
         + "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
     )
 
 
-def last_good(run: Run) -> Path | None:
-    """The newest checkpoint of this run, or else the one that it went on from."""
-    found, _ = storage.newest(run.folder)
-    return found or (run.origin.stored.path if run.origin.stored else None)
-
-
 def report(summary: Summary) -> str:
-    """The end of a run, in a few lines."""
+    """What a finished run prints."""
     final, best, picture = summary.final, summary.best, summary.folder / "loss.png"
     lines = {
         "validation": f"{final.bits_per_byte:.4f} bits per byte, loss {final.loss:.4f} (best {best.bits_per_byte:.4f})",

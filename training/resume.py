@@ -1,10 +1,10 @@
-"""Where a run begins: in a new folder or in one that it was stopped in, with fresh weights or from a checkpoint.
+"""Where a run begins: in a new folder or in the folder of a stopped run, with new weights or from a checkpoint.
 
 resume=never   a new run
-resume=auto    goes on in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
-               The same command can be given again and again: by torchrun --max-restarts, by a scheduler that preempts
-resume=PATH    goes on with the run at PATH, with its config, in its own folder; from a single checkpoint, or with another
-               config, in a new one
+resume=auto    resumes in the folder that the command names, from its newest whole checkpoint; a new run if there is none.
+               torchrun --max-restarts, or a scheduler that preempts, can repeat the same command
+resume=PATH    resumes the run at PATH with its config, in its own folder. A single checkpoint, or another config, is resumed in
+               a new folder
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,14 @@ from training.storage import relative
 
 @dataclass(frozen=True)
 class Start:
-    """What `settle` found."""
+    """Where a run begins, as `settle` found it."""
 
     cfg: Config
-    folder: Path  # the run's
-    stored: Stored | None = None  # what the run goes on from
-    in_place: bool = False  # the folder was this run's before: it keeps its metrics and its W&B run
-    exact: bool = False  # the folder is the one that was asked for, never a numbered one beside it
-    checkpoints: tuple[Path, ...] = ()  # all that were in the folder
+    folder: Path  # of the run
+    stored: Stored | None = None  # the checkpoint that the run resumes from
+    in_place: bool = False  # the run resumes in its own folder, with its metrics and its W&B run
+    exact: bool = False  # use this folder or fail: never append a number to its name
+    checkpoints: tuple[Path, ...] = ()  # all checkpoints that were in the folder
     notes: list[str] = field(default_factory=list)  # what to tell the user
 
     @property
@@ -36,19 +36,19 @@ class Start:
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing left to do: as many steps as wanted, and all that comes after them."""
+        """Whether the run has all its steps and results."""
         results = ["summary.json"] + ["sample.txt"] * (self.cfg.sample.tokens > 0)
         return self.in_place and self.step >= self.cfg.train.steps and all((self.folder / name).is_file() for name in results)
 
 
 def settle(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> Start:
-    """Where the run of a command begins. Reads, and writes nothing.
+    """Finds where the run of a command begins. Writes nothing.
 
     Args:
-        cfg: what the command composed.
+        cfg: the config that the command composed.
         folder: where a new run would go.
         overrides: of the command; resume=PATH applies them to the stored config.
-        chosen: the command names `folder`, which is then not one of a new run alone.
+        chosen: the command names `folder`, so that it may have a run already.
 
     Raises:
         ConfigError: no checkpoint where one is needed, a damaged one, or a config that differs in what matters.
@@ -101,7 +101,7 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
         except (storage.DamagedError, PermissionError) as error:
             raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
     stored = checkpoint.read(found, verified=True)
-    # changes that were accepted before are this run's by now; others need the command's word
+    # an earlier command's resume_with_changes does not count for this one
     before = configs.from_dict(stored.config)
     cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
     _keep_precision(before, cfg)
@@ -109,7 +109,7 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
     notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
     if own_folder and kept:
-        cfg.resume = stored.config["resume"]  # the folder's config tells how the run began
+        cfg.resume = stored.config["resume"]  # config.yaml says how the run began
         start = Start(cfg, path, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
     else:
         start = Start(cfg, folder, stored, notes=notes)
@@ -118,13 +118,13 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
 
 
 def _keep_precision(before: Config, cfg: Config) -> None:
-    """train.precision=auto was settled when the run began: on another device it would be another arithmetic."""
+    """Keeps the dtype that train.precision=auto became when the run began: another device would choose another dtype."""
     if cfg.train.precision is Precision.auto:
         cfg.train.precision = before.train.precision
 
 
 def _other_operator(before: Config, cfg: Config) -> list[str]:
-    """A line on each key of the norm sites' operator that changes; config.yaml has the last one alone."""
+    """A line on each key of the norm operator that changes: config.yaml has only the last value."""
     changes = {
         "norm.impl": (before.norm.impl, cfg.norm.impl),
         "norm.dropout_masks": (before.norm.dropout_masks, cfg.norm.dropout_masks),
@@ -135,11 +135,11 @@ def _other_operator(before: Config, cfg: Config) -> list[str]:
 
 
 def _check_left(start: Start, path: Path) -> None:
-    """Raises ConfigError: the run has no steps left, nor results of its last one to make up for."""
+    """Raises ConfigError: the run has no steps left, and no results are missing."""
     stored, steps = start.stored, start.cfg.train.steps
     unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
     if stored is not None and stored.step >= steps and not unfinished:
-        command, why = f"{storage.go_on(path)} train.steps={2 * stored.step}", ""
+        command, why = f"{storage.resume_command(path)} train.steps={2 * stored.step}", ""
         if start.cfg.optim.schedule is not Schedule.constant:
             command += " resume_with_changes=true"
             why = "\nThat changes the learning rates of the steps before it, which the last word accepts."
@@ -150,9 +150,9 @@ def _check_left(start: Start, path: Path) -> None:
 
 
 def _newest(run: Path) -> tuple[Path | None, tuple[Path, ...], list[str]]:
-    """The newest whole checkpoint of a run, None if it has none at all; all of them; a line on each damaged one passed over."""
+    """The newest whole checkpoint of a run or None, all its checkpoints, and a line on each damaged one that is newer."""
     kept: list[Path] | None = None
-    while kept != (kept := storage.kept(run)):  # a process that trains there may add and delete some meanwhile
+    while kept != (kept := storage.checkpoints(run)):  # another process may add and delete checkpoints meanwhile
         try:
             found, problems = storage.newest(run)
         except PermissionError as error:

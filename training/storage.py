@@ -1,22 +1,27 @@
-"""Where a run's checkpoints lie: written whole or not at all, checked when read, the newest few kept.
+"""Files of a run: its folder, its checkpoints, and small files, each written whole or not at all.
 
     runs/NAME/checkpoints/step_00000200/    model.safetensors, training.safetensors, state.json, tokenizer.json, SHA256SUMS
     runs/NAME/last, runs/NAME/best          links to the newest checkpoint and to the one with the least validation loss
 
-A checkpoint is made under a temporary name, its bytes are flushed to the disk, and then it is renamed: a crash at any moment
-leaves none of it or all of it. SHA256SUMS is in the format of `sha256sum --check`.
+A checkpoint is written under a temporary name, flushed to the disk, and then renamed: after a crash at any moment all of it is
+there or nothing. SHA256SUMS has the format of `sha256sum --check`.
 """
 
 import errno
 import hashlib
+import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from filelock import FileLock, Timeout
+
+from configs import ConfigError
 from configs.compose import as_typed
 
 FOLDER = "checkpoints"
@@ -24,13 +29,13 @@ SUMS = "SHA256SUMS"
 
 
 class Sink(Protocol):
-    """A file that is open for writing, as far as the parts of a checkpoint need one."""
+    """A file that is open for writing."""
 
     def write(self, data: bytes, /) -> object: ...
 
 
 class StorageError(RuntimeError):
-    """What a run should keep can't be written: a full disk, a folder that is not writable. The message says where and why."""
+    """A file of a run can't be written, for example on a full disk. The message says where and why."""
 
 
 class NoLinksError(StorageError):
@@ -38,22 +43,22 @@ class NoLinksError(StorageError):
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint does not have the bytes that were written."""
 
 
 def commit(run: Path, step: int, parts: Mapping[str, Callable[[Sink], object]]) -> Path:
-    """Keeps a checkpoint of `step` in the run's folder.
+    """Writes a checkpoint of `step` in the run's folder.
 
     Args:
-        parts: by file name, what writes the file.
+        parts: by file name, the function that writes the file.
 
     Raises:
-        StorageError: it can't be written; checkpoints that were there before are as they were.
+        StorageError: it can't be written. Other checkpoints do not change.
     """
     folder = run / FOLDER
     final, temporary = folder / name(step), folder / f".{name(step)}.tmp"
-    with explained(final, way_on(run)):
-        _discard(temporary)  # of a process that was killed
+    with as_storage_errors(final, advice(run)):
+        _discard(temporary)  # left by a process that was killed
         first = not folder.is_dir()
         try:
             temporary.mkdir(parents=True)
@@ -77,16 +82,16 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def kept(run: Path) -> list[Path]:
+def checkpoints(run: Path) -> list[Path]:
     """The checkpoints in a run's folder, the newest first."""
     found = [path for path in (run / FOLDER).glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest(run: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with those after it."""
+    """The newest checkpoint that is whole, and a line about each damaged one that is newer."""
     problems = []
-    for checkpoint in kept(run):
+    for checkpoint in checkpoints(run):
         try:
             verify(checkpoint)
         except DamagedError as error:
@@ -97,14 +102,14 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
-    """Reads a checkpoint's files and compares them with their sums.
+    """Compares a checkpoint's files with their checksums.
 
     Args:
         parts: only these files; None: all.
 
     Raises:
         DamagedError: a file is missing, cut short or changed.
-        PermissionError: it may not be read, which is no damage.
+        PermissionError: a file may not be read. That is no damage.
     """
     try:
         text = (checkpoint / SUMS).read_text(encoding="utf-8")
@@ -129,8 +134,8 @@ def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
 
 
 def set_aside(run: Path, after: int) -> None:
-    """Renames checkpoints beyond step `after`, which are damaged, so that the run can reach those steps again."""
-    for checkpoint in kept(run):
+    """Renames damaged checkpoints beyond step `after`, so that the run can save those steps again."""
+    for checkpoint in checkpoints(run):
         if step_of(checkpoint) > after:
             aside = checkpoint.with_name(f"damaged_{checkpoint.name}")
             _discard(aside)
@@ -138,11 +143,11 @@ def set_aside(run: Path, after: int) -> None:
 
 
 def prune(run: Path, keep: int, best: int | None) -> None:
-    """Deletes all checkpoints but the newest `keep` and that of step `best`, and what killed processes left half done."""
-    for checkpoint in kept(run)[keep:]:
+    """Deletes all checkpoints but the newest `keep` and that of step `best`, and unfinished ones of killed processes."""
+    for checkpoint in checkpoints(run)[keep:]:
         if step_of(checkpoint) != best:
-            with explained(checkpoint):
-                # under another name first: what is half deleted is no checkpoint
+            with as_storage_errors(checkpoint):
+                # renamed first: a folder that is deleted in part must not look like a checkpoint
                 checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.tmp"))
     for trash in (run / FOLDER).glob(".step_*.tmp"):
         _discard(trash)
@@ -156,7 +161,7 @@ def link(run: Path, name: str, checkpoint: Path) -> None:
         StorageError: it can't be written.
     """
     temporary = run / f".{name}.tmp"
-    with explained(run / name):
+    with as_storage_errors(run / name):
         temporary.unlink(missing_ok=True)
         try:
             temporary.symlink_to(checkpoint.relative_to(run))
@@ -171,10 +176,10 @@ def link(run: Path, name: str, checkpoint: Path) -> None:
 
 
 def drop_dangling_link(run: Path, name: str) -> bool:
-    """Deletes run/last or run/best if what it points to is gone; whether it was."""
+    """Deletes run/last or run/best if its checkpoint is gone. Returns whether it deleted the link."""
     dangling = (run / name).is_symlink() and not (run / name).exists()
     if dangling:
-        with explained(run / name):
+        with as_storage_errors(run / name):
             (run / name).unlink()
     return dangling
 
@@ -187,7 +192,7 @@ def replace_text(path: Path, text: str) -> None:
 def replace(path: Path, write: Callable[[Sink], object]) -> None:
     """Replaces a file by what `write` writes, in one step."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with explained(path):
+    with as_storage_errors(path):
         try:
             _write(temporary, write)
             temporary.replace(path)
@@ -196,21 +201,21 @@ def replace(path: Path, write: Callable[[Sink], object]) -> None:
         sync_folder(path.parent)
 
 
-def way_on(run: Path) -> str:
-    """What to do where a run can't write any more."""
-    if kept(run):
-        return f"Earlier checkpoints are whole. Make room, then go on: {go_on(run)}"
+def advice(run: Path) -> str:
+    """What to do when the run can't write any more."""
+    if checkpoints(run):
+        return f"Earlier checkpoints are whole. Make room, then go on: {resume_command(run)}"
     return "There is no checkpoint yet: make room, or choose another place with folder=PATH, and give the command again."
 
 
-def go_on(run: Path) -> str:
-    """The command that goes on with a run."""
+def resume_command(run: Path) -> str:
+    """The command that resumes a run."""
     return f"python train.py {as_typed('resume', relative(run))}"
 
 
 @contextmanager
-def explained(path: Path, advice: str = "Make room or choose another folder.") -> Iterator[None]:
-    """What stops the block from writing to `path`, as a StorageError."""
+def as_storage_errors(path: Path, advice: str = "Make room or choose another folder.") -> Iterator[None]:
+    """Turns an OSError of the block, which writes to `path`, into a StorageError."""
     try:
         yield
     except OSError as error:
@@ -218,7 +223,7 @@ def explained(path: Path, advice: str = "Make room or choose another folder.") -
 
 
 def sync(path: Path) -> None:
-    """Returns once the bytes of a file, or the names in a folder, are on the disk."""
+    """Returns once a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -227,18 +232,18 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # where a folder can be opened
+    if os.name == "posix":  # other systems can't open a folder
         sync(folder)
 
 
 def relative(path: Path) -> str:
-    """As short as a path can be written from here."""
+    """The path, relative to the current folder if it is inside it."""
     short = os.path.relpath(path)
     return str(path) if short.startswith("..") else short
 
 
 class _Summed:
-    """A file that keeps the sum of what goes through it."""
+    """A file that computes the SHA-256 of what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.sum = file, hashlib.sha256()
@@ -249,7 +254,7 @@ class _Summed:
 
 
 def _write(path: Path, write: Callable[[Sink], object]) -> str:
-    """Writes a file through to the disk; returns its SHA-256."""
+    """Writes a file and flushes it to the disk. Returns its SHA-256."""
     with path.open("wb") as file:
         summed = _Summed(file)
         write(summed)
@@ -260,3 +265,75 @@ def _write(path: Path, write: Callable[[Sink], object]) -> str:
 
 def _discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def claim(folder: Path, exact: bool = False) -> Path:
+    """Makes a folder for one run. A number is appended to its name if another run has it.
+
+    Args:
+        exact: refuse a folder that another run has.
+
+    Raises:
+        ConfigError: the folder can't be made or written, or another run has it.
+    """
+    candidate, number = folder, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True, exist_ok=True)
+            if checkpoints(candidate):  # checkpoints that were copied without their run
+                raise FileExistsError
+            # open mode x fails if another process creates the file first
+            (candidate / "config.yaml").open("x").close()
+            return candidate
+        except FileExistsError:
+            if not candidate.is_dir():
+                raise ConfigError(
+                    f"{relative(candidate)} is a file, so no run can be kept there. Choose another folder."
+                ) from None
+            if exact:
+                raise ConfigError(f"{relative(folder)}: another run has just started there. Choose another folder.") from None
+            number += 1
+            candidate = folder.with_name(f"{folder.name}_{number}")
+        except OSError as error:
+            raise ConfigError(
+                f"{relative(folder)}: a run can't be kept there: {error.strerror}. Choose another folder with folder=PATH."
+            ) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Locks a folder for this process. The lock ends with the process, however that ends.
+
+    Raises:
+        ConfigError: another process has it, or the folder can't be written.
+    """
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{relative(folder)}: another process is training there. Wait for it or stop it. If there is none, as on a file "
+            "system without locks after a kill, delete the file .lock there."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{relative(folder)}: a run can't be kept there: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def identity(folder: Path, group: str | None) -> tuple[str, str | None]:
+    """The run's W&B id and group. run.json keeps them, so that a resumed run has the same."""
+    path = folder / "run.json"
+    if path.is_file():
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return kept["wandb_id"], kept["group"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{relative(path)} can't be read: {error}. Delete it: the run then goes on as a new one to W&B."
+            ) from error
+    wandb_id = secrets.token_hex(4)
+    replace_text(path, json.dumps({"wandb_id": wandb_id, "group": group}) + "\n")
+    return wandb_id, group

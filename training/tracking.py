@@ -1,4 +1,4 @@
-"""W&B: how a run is kept there, settled before it starts, and a run that is always closed."""
+"""W&B: its settings, chosen before a run starts, and a run there that is always closed."""
 
 import contextlib
 import logging as python_logging
@@ -23,9 +23,9 @@ from configs.keys import shown
 from configs.schema import LoggingConfig, WandbMode
 from training.console import show
 
-START_TIMEOUT_S = 30.0  # for W&B's servers to answer, where WANDB_INIT_TIMEOUT says nothing; training waits for no longer
+START_TIMEOUT_S = 30.0  # for W&B's servers to answer, unless WANDB_INIT_TIMEOUT is set; training does not wait longer
 
-# Keys of LoggingConfig that may be null: the variable that then decides, and the name that both have in W&B's settings.
+# Keys of LoggingConfig that may be null: the variable that then decides, and their name in W&B's settings.
 VARIABLES = {
     "wandb": ("WANDB_MODE", "mode"),
     "project": ("WANDB_PROJECT", "project"),
@@ -38,16 +38,16 @@ MODES = {mode.value: mode for mode in WandbMode} | {"run": WandbMode.online, "dr
 
 
 def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
-    """What the config leaves null as W&B's environment variables have it, or by default. Uses no network.
+    """Fills keys that are null from W&B's environment variables or with defaults. Uses no network.
 
     Returns:
-        The config, and its facts: what decided where a variable is set, and why the mode is not the one asked for.
+        The config, and facts for the user: which variables were used or overruled, and why the mode is another one.
 
     Raises:
         ConfigError: W&B refuses a variable or a key. Nothing is refused where W&B is disabled.
     """
     if agent_job():
-        logging = replace(logging, project=None, entity=None)  # the sweep's, which W&B's agent has put in the variables
+        logging = replace(logging, project=None, entity=None)  # W&B's agent has set the variables of its sweep
     asked = os.environ.get("WANDB_MODE", WandbMode.offline.value)
     if logging.wandb is None and asked not in MODES:
         raise ConfigError(f"WANDB_MODE={asked}: not a mode that can be used here. Use online, offline or disabled.")
@@ -76,12 +76,12 @@ def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
 
 
 def described(mode: WandbMode, facts: list[str]) -> str:
-    """The mode that a run has got and why, for the user."""
+    """The mode of a run and the reasons for it, for the user."""
     return f"{mode} ({'; '.join(facts)})" if facts else mode.value
 
 
 def _checked(logging: LoggingConfig) -> Any:
-    """W&B's settings as the environment has them, once W&B has accepted them and those of the config."""
+    """W&B's settings from the environment, after W&B has checked them and those of the config."""
     theirs = wandb.Settings()
     for variable, value in os.environ.items():
         if variable.startswith("WANDB_"):
@@ -105,10 +105,10 @@ def _checked(logging: LoggingConfig) -> Any:
 def _refused(what: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError):  # RuntimeError: ~ of nobody
+    except (OSError, RuntimeError):  # RuntimeError: ~name of an unknown user
         raise ConfigError(f"{what}: this folder can't be written. Choose another.") from None
     except (ValueError, wandb.errors.UsageError) as error:
-        # pydantic's, or a plain one
+        # a ValueError of pydantic has errors()
         why = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
         raise ConfigError(f"{what}: W&B refuses this value: {why}.") from None
 
@@ -127,8 +127,7 @@ def has_key() -> bool:
 
 
 def agent_job() -> tuple[str, str] | None:
-    """Group and name of the run that a `wandb agent` started this process for, as in a Hydra multirun: the sweep, and what sets
-    the run apart in it. None where no agent did."""
+    """The group and name of a run that a `wandb agent` started: the sweep, and the run's values in it. None: no agent did."""
     sweep, parameters = (os.environ.get(name) for name in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"))
     if not sweep:
         return None
@@ -140,7 +139,7 @@ def agent_job() -> tuple[str, str] | None:
 
 
 class Tracker:
-    """A W&B run, or nothing where the mode is disabled; `note` says why the mode is not the one asked for."""
+    """A W&B run, or nothing if the mode is disabled. `note` says why the mode is not the one that was asked for."""
 
     def __init__(
         self,
@@ -156,29 +155,29 @@ class Tracker:
     ) -> None:
         """
         Args:
-            logging: settled.
-            folder: for W&B's files, where WANDB_DIR names none.
-            run_id: W&B's id of the run; None: a new one. Never W&B's own default: WANDB_RUN_ID would fold a sweep into one run.
-            resumed: the run was there before. W&B passes over steps that it has already; they were the same.
+            logging: from `settle`.
+            folder: for W&B's files, if WANDB_DIR names no folder.
+            run_id: W&B's id of the run; None: a new one.
+            resumed: W&B has the run already. It ignores steps that it has, which are the same.
         """
         assert logging.wandb is not None
         self.mode: WandbMode = logging.wandb
         self._run: Any = None
         by_agent = agent_job() is not None
-        # An id of its own for each job: WANDB_RUN_ID or a resumed default would fold a multirun into one run. An agent gives
-        # its one job an id and a project in the environment, and reports to the sweep by them.
+        # Each job has its own id: with WANDB_RUN_ID all jobs of a multirun would be one run to W&B. An agent has one job,
+        # and finds its run by the id and the project that it sets in the environment.
         run_id = os.environ.get("WANDB_RUN_ID") if by_agent else run_id or secrets.token_hex(4)
         place = Path(os.environ.get("WANDB_DIR") or folder).expanduser()
         timeout: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": START_TIMEOUT_S}
 
         def start(mode: WandbMode) -> Any:
-            with _nothing_left_by_a_failure(place, run_id):
+            with _failed_start_cleaned(place, run_id):
                 return wandb.init(
                     mode=mode.value,  # type: ignore[arg-type]
                     dir=str(place),
                     id=None if by_agent else run_id,
-                    resume="allow" if resumed else None,  # not "must": the run may have been stopped before W&B had heard of it
-                    allow_val_change=True if resumed else None,  # of the config: where it runs, what it resumed from
+                    resume="allow" if resumed else None,  # not "must": the run may have stopped before W&B knew of it
+                    allow_val_change=True if resumed else None,  # the config has changed: device, checkpoint
                     project=None if by_agent else logging.project,
                     entity=None if by_agent else logging.entity,
                     group=group,
@@ -189,14 +188,14 @@ class Tracker:
                 )
 
         _find_cache()
-        python_logging.raiseExceptions = False  # W&B's log on a full disk: else a traceback for each of its lines
+        python_logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
         less = {WandbMode.online: logging.without_key, WandbMode.offline: WandbMode.disabled}
         failures = []
         while self.mode is not WandbMode.disabled:
             try:
                 self._run = start(self.mode)
                 break
-            except Exception as error:  # whatever is wrong with the network, the key or the disk: training does without W&B
+            except Exception as error:  # the network, the key, the disk: training goes on without W&B
                 failures.append(f"{self.mode} start failed: {str(error).partition(chr(10))[0]}")
                 self.mode = less[self.mode]
         self.note = "; ".join(failures)
@@ -220,7 +219,7 @@ class Tracker:
         self._run = None
 
     def _tell(self, act: Callable[[Any], object]) -> None:
-        """Calls act(W&B's run). What is wrong with its process or its disk ends W&B, and no training."""
+        """Calls act(W&B's run). An error ends W&B, but not the training."""
         if self._run is None:
             return
         try:
@@ -233,20 +232,20 @@ class Tracker:
 
 
 @contextlib.contextmanager
-def _nothing_left_by_a_failure(place: Path, run_id: str | None) -> Iterator[None]:
-    """A start that fails, or that a signal stops, leaves no files, nor a process that holds the run's id and goes on trying."""
-    files = f"*wandb/*run-*-{run_id}*"  # of other starts of this run, too
+def _failed_start_cleaned(place: Path, run_id: str | None) -> Iterator[None]:
+    """Deletes the files and ends the process of a W&B start that fails or that a signal stops."""
+    files = f"*wandb/*run-*-{run_id}*"  # also of other starts of this run
     before = set(place.glob(files))
     try:
         yield
     except BaseException:
-        # W&B's own way to end it waits until the start has timed out
+        # W&B's own teardown waits until the start has timed out
         process: Any = wandb_setup.singleton()
-        for part in ("_connection", "_proc", "_process"):  # no public name leads there
+        for part in ("_connection", "_proc", "_process"):  # W&B has no public name for it
             process = getattr(process, part, None)
         if process is not None:
             process.kill()
-        with contextlib.suppress(Exception, SystemExit):  # of a process that is gone, or its exit code
+        with contextlib.suppress(Exception, SystemExit):  # the process is gone, or has failed
             wandb.teardown()
         for path in set(place.glob(files)) - before:
             shutil.rmtree(path, ignore_errors=True)
@@ -260,7 +259,7 @@ def _nothing_left_by_a_failure(place: Path, run_id: str | None) -> Iterator[None
 
 
 def _find_cache() -> None:
-    """W&B's process keeps its log in the user's cache; where it finds no such folder it prints the log."""
+    """Gives W&B's process a cache folder for its log; without one it prints the log."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         cache.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from configs import ConfigError, command_line
 from configs.machine import Machine
 from configs.schema import Precision
 from tests.resume.stops import AUTO, train_until
-from tests.runs import read_json, train_here
+from tests.runs import train_here
 from training import checkpoint, storage
 from training.resume import settle
 
@@ -27,25 +27,13 @@ def test_auto_goes_on_in_the_precision_that_the_run_began_with(stopped, tiny):
     folder, _ = stopped
     cfg = configs.load([*tiny, *AUTO], on=Machine("cpu"))
     assert cfg.train.precision is Precision.auto  # which would be fp32 on this CPU
-
     assert settle(cfg, folder, [], chosen=True).cfg.train.precision is Precision.bf16
     cfg.resume = str(folder)
     found = settle(cfg, folder.with_name("new"), ["train.precision=auto"], chosen=False)
     assert found.cfg.train.precision is Precision.bf16 and found.in_place
-
     cfg.resume, cfg.train.precision = "auto", Precision.fp32
     with pytest.raises(ConfigError, match=r"train.precision=fp32: the checkpoint was made with train.precision=bf16"):
         settle(cfg, folder, [], chosen=True)
-
-
-def test_the_environment_of_each_start_is_kept(stopped):
-    folder, command = stopped
-    first = (folder / "environment.json").read_bytes()
-    step = storage.step_of(storage.kept(folder)[0])
-    train_here(command, folder)
-
-    assert (folder / "environment.json").read_bytes() == first
-    assert read_json(folder / f"environment_from_{step:08d}.json").keys() == read_json(folder / "environment.json").keys()
 
 
 def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_run_goes_on(stopped, capfd):
@@ -53,7 +41,6 @@ def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_
     train_here([*command, "checkpoint.keep=9"], folder)
     storage.link(folder, "best", folder / "checkpoints" / storage.name(10))
     shutil.rmtree(folder / "checkpoints" / storage.name(10))
-
     with pytest.raises(ConfigError, match=r"best points to checkpoints/step_00000010, which is gone. Give the run"):
         checkpoint.read(folder / "best")
     assert storage.drop_dangling_link(folder, "best") and not (folder / "best").is_symlink()
@@ -64,7 +51,6 @@ def test_a_sweep_does_not_send_several_jobs_into_one_folder(stopped, capsys):
     folder, _ = stopped
     with pytest.raises(SystemExit) as refused:
         command_line.check(["-m", f"resume={folder}", "norm.impl=fused,torch"])
-
     assert refused.value.code == command_line.EXIT_CODE
     message = capsys.readouterr().err
     assert f"resume={folder}: several jobs of this sweep would go on in that folder" in message
@@ -80,7 +66,6 @@ def test_ablate_refuses_torchrun_and_says_it_once(monkeypatch, capsys):
     assert (
         "ablate.py is one process on one device, and each of 2 ranks would do all of its work anew" in capsys.readouterr().err
     )
-
     monkeypatch.setenv("RANK", "1")
     assert ablate([]) == command_line.EXIT_CODE
     assert capsys.readouterr().err == ""

@@ -24,11 +24,10 @@ def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_u
     monkeypatch.setattr(GPT, "generate", lambda *_, **__: signal.raise_signal(number))
     with pytest.raises(SystemExit) as stop:
         train_here(overrides, tmp_path / "run")
-
     assert stop.value.code == fake.exit_code == 128 + number
     said = capsys.readouterr()
     assert "step, then a checkpoint" not in said.err and "Stopping." in said.err
-    assert f"all is kept but the sample; to make it up: {storage.go_on(tmp_path / 'run')}" in said.out
+    assert f"all is kept but the sample; to make it up: {storage.resume_command(tmp_path / 'run')}" in said.out
     assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
     assert not (tmp_path / "run" / "sample.txt").exists()
     monkeypatch.setattr(GPT, "generate", original)
@@ -43,7 +42,6 @@ def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
     assert settle(cfg, tmp_path / "run", [], chosen=True).finished
     (tmp_path / "run" / "summary.json").unlink()  # as after a kill between the last checkpoint and the results
     assert not settle(cfg, tmp_path / "run", [], chosen=True).finished
-
     train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
     assert settle(cfg, tmp_path / "run", [], chosen=True).finished
 
@@ -53,7 +51,6 @@ def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half
     assert train_and_kill(overrides, run, drawing=True)
     assert not (run / "loss.png").exists()
     assert not settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
-
     train_here(overrides, run, plot=True)
     assert settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
     assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82")

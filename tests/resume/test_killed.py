@@ -44,7 +44,6 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny
     assert not train_and_kill(overrides, tmp_path / "whole")
     whole_s = time.monotonic() - began
     wanted = bits(tmp_path / "whole")
-
     choose, kills, number, steps = random.Random(0), 0, 0, set()
     while kills < KILLS // 2:
         folder = tmp_path / f"run_{number}"
@@ -69,7 +68,6 @@ def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tin
     assert not train_and_kill(command, tmp_path / "whole")
     command += ["folder=mine", "logging.wandb=offline"]
     choose, folder = random.Random(0), tmp_path / "mine"
-
     for number, low in ((signal.SIGKILL, 10), (signal.SIGTERM, 70)):
         process, wanted = Command(command, tmp_path), low + choose.randrange(30)
         deadline = time.monotonic() + 100
@@ -77,13 +75,11 @@ def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tin
             time.sleep(0.02)
         process.send_signal(number)
         done = process.finish()
-
         assert done.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), done.stderr
         assert "Traceback" not in done.stderr
         assert reached(folder) - newest_step(folder) <= 20
     assert "resume=auto: goes on from mine/checkpoints/step_" in done.stdout and "stopped after step" in done.stdout
     last = Command(command, tmp_path).finish()
-
     assert last.returncode == 0, last.stderr
     assert bits(folder) == bits(tmp_path / "whole")
     names = [path.name.rpartition("-")[2] for path in folder.glob("wandb/offline-run-*")]

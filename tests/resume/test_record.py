@@ -5,10 +5,9 @@ import signal
 
 import pytest
 
-import train
 from tests.resume.stops import AUTO, train_until
 from tests.runs import FakeWandb, read_json, train_here
-from training import checkpoint, storage
+from training import checkpoint, evaluation, storage
 from training.evaluation import Validation
 
 
@@ -16,8 +15,10 @@ def test_the_metrics_of_a_run_that_goes_on_have_no_hole_and_no_repeat(tiny, tmp_
     train_until(16, [*tiny, *AUTO], tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "tra')  # torn
+    first = (tmp_path / "run" / "environment.json").read_bytes()
     train_here([*tiny, *AUTO], tmp_path / "run")
-
+    assert (tmp_path / "run" / "environment.json").read_bytes() == first
+    assert (tmp_path / "run" / "environment_from_00000012.json").is_file(), "each start has its own"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 31))
     assert [line["step"] for line in lines if "val/loss" in line] == [10, 20, 30]
@@ -31,30 +32,19 @@ def test_a_run_that_goes_on_is_the_same_run_to_wandb(tiny, tmp_path, monkeypatch
     train_here(overrides, tmp_path / "run")
     again = fake.arguments
     train_here(overrides, tmp_path / "other")
-
     assert first["id"] == again["id"] != fake.arguments["id"]
     assert (first["resume"], again["resume"], fake.arguments["resume"]) == (None, "allow", None)
     assert first["group"] == again["group"] == "g"
 
 
-def test_a_run_has_the_tags_that_were_given_and_those_of_its_norms(tiny, tmp_path, monkeypatch):
-    fake = FakeWandb(monkeypatch)
-    overrides = ["norm.impl=torch", "norm.kind=rmsnorm", "logging.tags=[mine,torch]", "logging.wandb=offline", "train.steps=4"]
-    train_here([*tiny, *overrides], tmp_path / "run")
-
-    assert fake.arguments["tags"] == ["mine", "torch", "rmsnorm"]
-
-
 def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monkeypatch):
     values = iter([1.0, 3.0, 2.0])  # the first is of the run that is resumed, and better than what follows
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
     train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")
     before = {path: path.read_bytes() for path in (tmp_path / "half").rglob("*") if path.is_file()}
-
     summary, metrics = train_here(
         [*tiny, "train.steps=15", "eval.every=10", f"resume={tmp_path / 'half'}", "resume_with_changes=true"], tmp_path / "rest"
     )
-
     assert {path: path.read_bytes() for path in (tmp_path / "half").rglob("*") if path.is_file()} == before
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 15]
     assert summary.best.loss == 2.0  # of this folder, whose best checkpoint is its own
@@ -64,36 +54,30 @@ def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monk
 
 def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatch):
     values = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
     train_here([*tiny, "checkpoint.every=3", "checkpoint.keep=3"], tmp_path / "run")
-
-    assert [storage.step_of(path) for path in storage.kept(tmp_path / "run")] == [30, 27, 24, 20]
+    assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [30, 27, 24, 20]
     assert (tmp_path / "run" / "best").resolve().name == storage.name(20)
     assert (tmp_path / "run" / "last").resolve().name == storage.name(30)
 
 
 def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
-    original = train.evaluate
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    original = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         train_here([*tiny, *AUTO], tmp_path / "run")  # at step 10
-    monkeypatch.setattr(train, "evaluate", original)
+    monkeypatch.setattr(evaluation, "evaluate", original)
     train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
-
     _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")
-
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
 
 
-@pytest.mark.parametrize("harm", [b"{torn", b"\x00\xff\xfe"])
-def test_a_damaged_line_of_metrics_takes_no_other_with_it_and_is_said(tiny, tmp_path, capsys, harm):
+def test_a_damaged_line_of_metrics_takes_no_other_with_it_and_is_said(tiny, tmp_path, capsys):
     train_until(8, [*tiny, *AUTO], tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([*lines[:2], harm, *lines[3:]]) + b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], b"\x00\xff\xfe{torn", *lines[3:]]) + b"\n")
     capsys.readouterr()
-
     _, metrics = train_here([*tiny, *AUTO, "train.steps=9", "resume_with_changes=true"], tmp_path / "run")
-
     assert [line["step"] for line in metrics if "train/loss" in line] == [1, 2, 4, 5, 6, 7, 8, 9]
     assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out

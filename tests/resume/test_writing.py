@@ -17,7 +17,7 @@ from tests.resume.stops import AUTO, in_step, stop_with, train_until
 from tests.runs import bits, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
-from training.health import NonFiniteError
+from training.metrics import NonFiniteError
 from training.storage import StorageError
 
 
@@ -32,32 +32,20 @@ def disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("resume", ["never", "auto"])
-def test_where_not_one_checkpoint_has_room_the_advice_is_another_than_to_go_on_and_works(tiny, tmp_path, disk, resume):
+def test_a_full_disk_is_answered_with_advice_that_works(tiny, tmp_path, disk):
     folder, resize = disk
-    command = [*tiny, "eval.every=0", f"folder={folder}/run", f"resume={resume}"]
+    command = [*tiny, "checkpoint.every=4", "checkpoint.keep=9", "eval.every=0", f"folder={folder}/run"]
     full = Command(command, tmp_path).finish()
-
-    assert full.returncode == 1 and "Traceback" not in full.stderr
-    assert "step_00000030 can't be written: No space left on device. There is no checkpoint yet: make room" in full.stderr
-    assert "resume=" not in full.stderr and "give the command again" in full.stderr
-    resize("16m")
-    again = Command(command, tmp_path).finish()
-    assert again.returncode == 0, again.stderr
-
-
-def test_where_there_are_checkpoints_the_advice_is_to_go_on_and_works(tiny, tmp_path, disk):
-    folder, resize = disk
+    assert full.returncode == 1 and "Traceback" not in full.stderr and "resume=" not in full.stderr
+    assert "step_00000004 can't be written: No space left on device. There is no checkpoint yet: make room" in full.stderr
     resize("1m")
-    every = ["checkpoint.every=4", "checkpoint.keep=9", "eval.every=0"]
-    full = Command([*tiny, *every, f"folder={folder}/run"], tmp_path).finish()
-
+    full = Command([*command, "resume=auto"], tmp_path).finish()
     assert full.returncode == 1
     assert "Earlier checkpoints are whole. Make room, then go on: python train.py " in full.stderr
     resize("16m")
     program, *arguments = shlex.split(full.stderr.partition("go on: python ")[2].splitlines()[0])
     assert program == "train.py" and Command(arguments, tmp_path).finish().returncode == 0
-    assert storage.step_of(storage.kept(folder / "run")[0]) == 30
+    assert storage.step_of(storage.checkpoints(folder / "run")[0]) == 30
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
@@ -75,24 +63,13 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(tiny, tmp_path
     with pytest.raises(StorageError, match=r"step_00000012 can't be written: No space left on device.*Earlier checkpoints"):
         train_here(overrides, tmp_path / "run")
     assert storage.newest(tmp_path / "run") == (tmp_path / "run" / "checkpoints" / storage.name(6), [])
-
     monkeypatch.setattr(checkpoint, "write_tensors", original)
     train_here(overrides, tmp_path / "run")
     assert bits(tmp_path / "run") == bits(tmp_path / "whole")
 
 
-def test_a_full_disk_in_the_metrics_names_the_file(tiny, tmp_path, monkeypatch):
-    def full():
-        (tmp_path / "run" / "metrics.jsonl").unlink()
-        (tmp_path / "run" / "metrics.jsonl").symlink_to("/dev/full")
-
-    with in_step(4, full), pytest.raises(StorageError, match=r"metrics\.jsonl can't be written: No space left on device"):
-        train_here([*tiny, "logging.every=1"], tmp_path / "run")
-
-
 def test_a_signal_while_a_thread_writes_waits_for_it(tiny, tmp_path):
     overrides = [*tiny, *AUTO, "checkpoint.background=true", "checkpoint.every=1"]
-
     assert stop_with(signal.SIGTERM, 4, overrides, tmp_path / "run") == 143
     assert storage.newest(tmp_path / "run") == (tmp_path / "run" / "checkpoints" / storage.name(4), [])
 
@@ -115,7 +92,6 @@ def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, t
         train_here([*tiny, *AUTO, "checkpoint.background=true", "checkpoint.every=3", "checkpoint.keep=99"], tmp_path / "run")
     monkeypatch.setattr(TrainState, "parts", original)
     train_here([*tiny, *AUTO, "checkpoint.every=3", "checkpoint.keep=99"], tmp_path / "plain")
-
     assert stepped
     for name in ("model.safetensors", "training.safetensors"):
         files = [tmp_path / run / "checkpoints" / storage.name(3) / name for run in ("run", "plain")]
@@ -147,7 +123,6 @@ def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tm
     train_until(14, [*tiny, *AUTO], tmp_path / "run")
     assert capsys.readouterr().err.count("without symbolic links: no last and no best there") == 1
     monkeypatch.setattr(Path, "symlink_to", original)
-
     train_here([*tiny, *AUTO], tmp_path / "run")
     assert checkpoint.read(tmp_path / "run" / "last").step == 30
 
@@ -163,24 +138,12 @@ def test_a_checkpoint_is_made_by_time_too(tiny, tmp_path, monkeypatch, overrides
     """Of steps that take a minute each; the default is 10 minutes."""
     minutes, original = [], train.training_step
     monkeypatch.setattr(train, "training_step", lambda *given: (minutes.append(1), original(*given))[1])
-    monkeypatch.setattr("training.saver.monotonic", lambda: 60.0 * len(minutes))
+    monkeypatch.setattr("training.checkpoint.monotonic", lambda: 60.0 * len(minutes))
     train_here([*tiny, *MINUTES, *overrides], tmp_path / "run")
-
-    assert [storage.step_of(path) for path in reversed(storage.kept(tmp_path / "run"))] == steps
-
-
-def test_a_run_that_dies_goes_on_from_a_checkpoint_that_was_made_by_time_with_the_same_bits(tiny, tmp_path):
-    overrides = [*tiny, *MINUTES, "model.dropout=0.1", "resume=auto"]
-    train_here(overrides, tmp_path / "whole")
-    train_until(14, [*overrides, "checkpoint.minutes=1e-9"], tmp_path / "cut")
-    assert storage.step_of(storage.kept(tmp_path / "cut")[0]) == 13
-
-    train_here(overrides, tmp_path / "cut")
-    assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
+    assert [storage.step_of(path) for path in reversed(storage.checkpoints(tmp_path / "run"))] == steps
 
 
 def test_ranks_agree_on_checkpoints_by_time(tiny, tmp_path):
     """Of 20 ms, which end at other moments on each rank: one that saved alone would wait for the other to its timeout."""
     told = train_together(2, [*tiny, *MINUTES, "checkpoint.minutes=0.00033"], tmp_path / "run")
-
-    assert [one["ended"] for one in told] == [None, None] and len(storage.kept(tmp_path / "run")) > 1
+    assert [one["ended"] for one in told] == [None, None] and len(storage.checkpoints(tmp_path / "run")) > 1

@@ -1,11 +1,9 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from ablation.arms import Arm, build
+from ablation.arms import build
 from configs import Config
 from configs.schema import NormImpl, NormKind
 from tests.runs import config, precision
@@ -26,23 +24,12 @@ from training.step import training_step
 VOCABULARY = 64
 NAMES = {
     "norm": [
-        "norm_forward_kernel",
-        "norm_backward_kernel",
-        "finish_weight_gradients_kernel",
-        "dropout_kernel",
         "triton_red_fused__to_copy_add_native_layer_norm_native_dropout_3",
         "triton_per_fused__to_copy_add_native_dropout_backward_native_layer_norm_backward_sum_view_12",
-        "triton_per_fused_add_embedding_native_layer_norm_0",
-        "triton_poi_fused_native_dropout_1",
-        "triton_poi_fused__to_copy_native_dropout_backward_9",
-        "triton_red_fused__to_copy_native_dropout_backward_native_layer_norm_backward_sum_view_3",
         "triton_poi_fused__to_copy_view_2",
         "triton_poi_fused_inductor_lookup_seed_inductor_random_2",
-        "triton_red_fused__fused_rms_norm__to_copy_add_view_7",
         "triton_red_fused__fused_rms_norm_backward__to_copy_add_mul_select_slice_backward_view_12",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4",
-        "triton_red_fused__fused_rms_norm__scaled_dot_product_flash_attention_add_cat_mul_neg_5",
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float, float const*)",
         "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float, float, false>(float const*)",
         "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)",
         "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(...)",
@@ -50,7 +37,6 @@ NAMES = {
     ],
     "GEMM": [
         "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
-        "nvjet_sm90_tst_64x24_64x16_4x1_v_bz_splitK_TNT",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x256_64x3_nn_align8>(Params)",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
         "ampere_sgemm_128x64_tn",
@@ -60,19 +46,13 @@ NAMES = {
     ],
     "attention": [
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, cutlass::bfloat16_t>>(...)",
-        "flash_fwd_kernel",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, cutlass::bfloat16_t>>",
-        "void pytorch_flash::flash_bwd_convert_dq_kernel<...>",
         "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128, 64, 128>(...)",
-        "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<cutlass::arch::Sm80>::Params)",
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
     ],
     "loss": [
         "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float, LogSoftMaxForwardEpilogue>",
-        "void at::native::(anonymous namespace)::cunn_SoftMaxBackwardSmem<8, float, float, float, LogSoftMaxBackwardEpilogue>",
         "triton_red_fused__to_copy_prepare_softmax_online_view_33",
         "triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward_nll_loss_forward_view_30",
     ],
@@ -82,9 +62,7 @@ NAMES = {
     ],
     "other": [
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3>>",
-        "triton_poi_fused_addmm_gelu_4",
         "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",
-        "triton_poi_fused__to_copy_2",
         "triton_poi_fused__to_copy_t_16",
         "triton_red_fused_sum_view_7",  # a bias gradient
         "triton_red_fused__to_copy_native_dropout_backward_sum_view_2",  # the same where dropout's backward is made anew for it
@@ -93,19 +71,16 @@ NAMES = {
 }
 
 
-def stepping(cfg: Config, impl: NormImpl, dtype: torch.dtype = torch.bfloat16) -> tuple[Arm, Callable[[], None]]:
-    arm = build(impl.value, cfg, impl, precision(dtype), VOCABULARY)
+def profiled(cfg: Config, dtype: torch.dtype = torch.bfloat16) -> list[KernelTime]:
+    arm = build("torch", cfg, NormImpl.torch, precision(dtype), VOCABULARY)
     batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
 
     def step() -> None:
         training_step(arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
 
-    return arm, step
-
-
-def profiled(cfg: Config, impl: NormImpl = NormImpl.torch, dtype: torch.dtype = torch.bfloat16) -> list[KernelTime]:
-    arm, step = stepping(cfg, impl, dtype)
-    return profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
+    found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules()), "the marks are gone"
+    return found
 
 
 def count(kernels: list[KernelTime], name: str, group: str) -> float:
@@ -115,6 +90,27 @@ def count(kernels: list[KernelTime], name: str, group: str) -> float:
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
 def test_a_kernels_name_alone_gives_its_group(group, name):
     assert group_of(KernelTime(name, 1.0, 1)) == group
+
+
+def test_products_loss_optimizer_and_attention_are_in_their_groups_which_sum_to_the_total():
+    kernels = profiled(config())
+    for name, group, least in (
+        ("aten::addmm", "GEMM", 8),
+        ("aten::_log_softmax", "loss", 1),
+        ("aten::_log_softmax_backward_data", "loss", 1),
+        ("aten::nll_loss_backward", "loss", 1),
+        ("aten::_fused_adamw_", "optimizer", 1),
+    ):
+        assert count(kernels, name, group) == sum(k.launches for k in kernels if k.name == name) >= least, name
+    assert not any(group_of(k) == "norm" for k in kernels if "gelu" in k.name or "embedding" in k.name)
+    met = [k for k in kernels if k.name in ("aten::add", "aten::add_") and "NativeLayerNormBackward0" in k.within[-1]]
+    assert sum(k.launches for k in met) == 4 and {group_of(k) for k in met} == {"norm"}  # the final norm has no dr
+    attention = [k for k in kernels if group_of(k) == "attention"]
+    assert any(k.forward for k in attention) and any(not k.forward for k in attention)
+    table = shares(kernels)
+    assert tuple(share.group for share in table) == GROUPS and all(share.ms > 0 for share in table)
+    assert sum(share.ms for share in table) == pytest.approx(sum(kernel.us for kernel in kernels) / 1000)
+    assert sum(share.launches for share in table) == launches(kernels)
 
 
 def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
@@ -148,8 +144,7 @@ def test_the_place_of_an_elementwise_kernel_gives_its_group(group, within, forwa
     assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", NormKind)
+@pytest.mark.parametrize(("kind", "dtype"), [(NormKind.layernorm, torch.bfloat16), (NormKind.rmsnorm, torch.float32)])
 def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(dtype, kind):
     cfg = config(attention_dropout=0.0)
     cfg.norm.kind = kind
@@ -166,49 +161,6 @@ def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(d
             assert count(kernels, name, "norm") == sum(k.launches for k in kernels if k.name == name) == sites
     positions = [k for k in kernels if k.name == "aten::add" and k.within == ("aten::add",)]
     assert positions and {group_of(k) for k in positions} == {"other"}
-
-
-def test_gradients_that_meet_at_a_site_are_added_in_norm():
-    kernels = profiled(config())
-    met = [k for k in kernels if k.name in ("aten::add", "aten::add_") and "NativeLayerNormBackward0" in k.within[-1]]
-    assert sum(k.launches for k in met) == 4 and {group_of(k) for k in met} == {"norm"}  # the final norm has no dr
-
-
-def test_products_loss_and_optimizer_are_in_their_groups():
-    kernels = profiled(config())
-    for name, group, least in (
-        ("aten::addmm", "GEMM", 8),
-        ("aten::_log_softmax", "loss", 1),
-        ("aten::_log_softmax_backward_data", "loss", 1),
-        ("aten::nll_loss_backward", "loss", 1),
-        ("aten::_fused_adamw_", "optimizer", 1),
-    ):
-        assert count(kernels, name, group) == sum(k.launches for k in kernels if k.name == name) >= least, name
-    assert not any(group_of(k) == "norm" for k in kernels if "gelu" in k.name or "embedding" in k.name)
-
-
-def test_groups_sum_to_the_total():
-    kernels = profiled(config())
-    table = shares(kernels)
-    assert tuple(share.group for share in table) == GROUPS
-    assert all(share.ms > 0 for share in table)
-    assert sum(share.ms for share in table) == pytest.approx(sum(kernel.us for kernel in kernels) / 1000)
-    assert sum(share.launches for share in table) == launches(kernels)
-
-
-def test_attention_of_a_step_holds_forward_and_backward():
-    kernels = [k for k in profiled(config()) if group_of(k) == "attention"]
-    assert any(k.forward for k in kernels) and any(not k.forward for k in kernels)
-
-
-@pytest.mark.parametrize("impl", NormImpl)
-def test_without_marks_nothing_is_placed_by_them_and_marks_go_with_the_window(impl):
-    arm, step = stepping(config(), impl)
-    marked = profile_step(step, torch.device("cpu"), arm.state.model, steps=1, warmup=0)
-    unmarked = profile_step(step, torch.device("cpu"), steps=1, warmup=0)
-    assert any(NORM_SITE in k.within for k in marked)
-    assert not any(NORM_SITE in k.within + k.forward for k in unmarked)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules())
 
 
 def event(id_, name, start, end, parent=None, *, device=DeviceType.CPU, thread=1, annotation=False, **more) -> FunctionEvent:
@@ -245,9 +197,7 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     call = event(3, "cuLaunchKernelEx", 30, 31, site)  # numbered like `late`, so the profiler lists its kernels here too
     call.append_kernel(elementwise, 0, 5)
     events.insert(0, call)
-
     kernels = device_times(events, steps=1)
-
     found = {share.group: (share.ms, share.launches) for share in shares(kernels)}
     assert found["norm"] == (pytest.approx((30 + 40 + 11) / 1000), 3)
     assert found["other"] == (pytest.approx((5 + 2) / 1000), 1)

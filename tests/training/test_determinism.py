@@ -11,8 +11,9 @@ import configs
 from configs import ConfigError
 from configs.machine import Machine
 from configs.rules import CUBLAS_WORKSPACE
+from tests.forks import Command
 from tests.runs import bits, corpus, finish, read_json, start
-from training.determinism import deterministic
+from training.precision import deterministic
 
 
 def state():
@@ -44,8 +45,7 @@ def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypat
 
 
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):
-    done = run(tmp_path, ["device=cpu", "folder=run", "train.steps=4", "model.dropout=0.1"])
-
+    done = Command([*corpus(tmp_path), "deterministic=true", "folder=run", "train.steps=4"], tmp_path).finish()
     assert done.returncode == 0, done.stderr
     stored = read_json(tmp_path / "run" / "last" / "state.json")["config"]
     assert stored["deterministic"] and stored["train"]["precision"] == "fp32", "what auto was is kept"

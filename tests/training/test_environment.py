@@ -1,12 +1,15 @@
-"""Facts about the machine that a run's numbers depend on."""
+"""Facts about the machine that a run's numbers depend on. MFU is computed for a known GPU or not at all."""
 
 import stat
+import subprocess
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from training import environment
+from training.environment import _peak, git_state, peak_flops
 
 
 def test_clocks_and_power_are_asked_of_nvidia_smi_and_missing_without_it(tmp_path, monkeypatch):
@@ -25,3 +28,40 @@ def test_the_state_of_a_gpu_is_asked_for_between_the_first_and_the_last_of_its_s
     monkeypatch.setattr(environment, "gpu_state", lambda device: asked_at.append(len(taken)) or {"clocks.sm": "1500 MHz"})
     state = environment.gpu_state_during(lambda: taken.append(time.sleep(0.005)), torch.device("cuda"), settle_s=0.1)
     assert state == {"clocks.sm": "1500 MHz"} and 0 < asked_at[0] <= len(taken)
+
+
+def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    assert git_state(tmp_path / "nowhere") is None
+    git("init")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-m", "a")
+    clean = git_state(tmp_path)
+    (tmp_path / "a").write_text("2")
+    assert len(clean["revision"]) == 40 and clean["dirty"] is False
+    assert git_state(tmp_path) == {"revision": clean["revision"], "dirty": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA RTX A4000", None),  # no A40
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("Some GPU", None),
+        ("Tesla V100-SXM2-16GB", None),  # which has no bf16
+    ],
+)
+def test_a_gpu_has_its_datasheets_peak_and_one_that_only_sounds_like_it_has_none(name, tflops):
+    assert _peak(name, torch.bfloat16) == (tflops and tflops * 1e12)
+    assert peak_flops(torch.device("cpu"), torch.float32) is None

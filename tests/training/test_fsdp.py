@@ -14,7 +14,6 @@ from configs.machine import Machine
 from tests.runs import ROOT, corpus, train_here
 from tests.sharded_ranks import train_one_after_the_other
 from training.plot import read_metrics
-from training.sharding import collect
 
 SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
 # A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
@@ -24,19 +23,8 @@ FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
 DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """The folder of all runs below, named after their number of ranks where they have several, and what those counted."""
-    return train_all(tmp_path_factory)
-
-
-@pytest.fixture
-def runs(everything):
-    return everything[0]
-
-
-def train_all(tmp_path_factory):
-    at, base = tmp_path_factory.mktemp("runs"), [*corpus(tmp_path_factory.mktemp("corpus")), *SHORT]
+def train_all(at):
+    base = [*corpus(at), *SHORT]
     train_here(base, at / "whole")
     train_here([*base, *HALF], at / "begun")
     with (at / "begun" / "last" / "training.safetensors").open("r+b") as file:
@@ -59,7 +47,7 @@ def train_all(tmp_path_factory):
         shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}", symlinks=True)
     train_one_after_the_other(4, {at / "fsdp_4": [*base, FSDP], at / "half_2_then_4": [*base, FSDP, "resume=auto"]})
     train_here([*base, "resume=auto"], at / "half_2_then_1")
-    return at, counted
+    return counted
 
 
 def losses(folder):
@@ -67,41 +55,34 @@ def losses(folder):
     return torch.tensor([line[name] for line in read_metrics(folder / "metrics.jsonl") for name in names if name in line])
 
 
-@pytest.mark.parametrize("run", ["fsdp_2", "fsdp_4", "begun", "half_2_then_4", "half_2_then_1"])
-def test_a_run_is_that_of_one_process(runs, run):
-    torch.testing.assert_close(losses(runs / run), losses(runs / "whole"), rtol=1e-5, atol=0)
+def assert_same_run(found, whole):
+    torch.testing.assert_close(losses(found), losses(whole), rtol=1e-5, atol=0)
     for file in ("model.safetensors", "training.safetensors"):
-        found, expected = (load_file(runs / name / "last" / file) for name in (run, "whole"))
-        assert found.keys() == expected.keys()
+        ours, expected = (load_file(folder / "last" / file) for folder in (found, whole))
+        assert ours.keys() == expected.keys()
         for name, tensor in expected.items():
             # a second moment is smaller than any tolerance that is not its own
             atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
-            torch.testing.assert_close(
-                found[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, at=(file, name): f"{at}: {why}"
-            )
-    assert (runs / run / "sample.txt").read_text() == (runs / "whole" / "sample.txt").read_text()
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, name=name: f"{name}: {why}")
+    assert (found / "sample.txt").read_text() == (whole / "sample.txt").read_text()
 
 
-def test_bf16_products_and_fp32_sums_are_those_of_ddp(runs):
-    torch.testing.assert_close(losses(runs / "bf16_fsdp_2"), losses(runs / "bf16_2"), rtol=5e-4, atol=0)
-    assert not torch.allclose(losses(runs / "bf16_2"), losses(runs / "fsdp_2"), rtol=1e-5, atol=0), "it was bf16"
-
-
-def test_recomputed_and_compiled_parts_drop_what_ddp_drops_layer_by_layer(runs):
-    torch.testing.assert_close(losses(runs / "dropped_fsdp_2"), losses(runs / "dropped_2"), rtol=1e-5, atol=0)
-
-
-def test_each_rank_holds_its_part_and_reduces_gradients_once_a_step(everything):
-    runs, counted = everything
-    model = load_file(runs / "whole" / "last" / "model.safetensors")
+def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
+    """One test, since the runs that it compares take longer than all else here."""
+    counted = train_all(tmp_path)
+    for run in ("fsdp_2", "fsdp_4", "begun", "half_2_then_4", "half_2_then_1"):
+        assert_same_run(tmp_path / run, tmp_path / "whole")
+    bf16, sharded_bf16, dropped, sharded_dropped, fp32 = (
+        losses(tmp_path / run) for run in ("bf16_2", "bf16_fsdp_2", "dropped_2", "dropped_fsdp_2", "fsdp_2")
+    )
+    torch.testing.assert_close(sharded_bf16, bf16, rtol=5e-4, atol=0)
+    assert not torch.allclose(bf16, fp32, rtol=1e-5, atol=0), "it was bf16"
+    torch.testing.assert_close(sharded_dropped, dropped, rtol=1e-5, atol=0)  # recomputed and compiled
     held = [rank["fsdp_2"]["held"] for rank in counted]
-
+    model = load_file(tmp_path / "whole" / "last" / "model.safetensors")
     assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
     assert [rank["fsdp_2"]["reduced"] for rank in counted] == [6 * 3] * 2, "steps × (blocks and the rest), of two micro-batches"
-
-
-def test_a_gradient_that_overflows_on_one_rank_is_skipped_by_all_and_halves_their_scale(everything):
-    _, counted = everything
+    # a gradient that overflows on one rank is skipped by all, and halves their scale
     assert [rank["overflow"] for rank in counted] == [[[1024.0, True], [512.0, False], [512.0, True]]] * 2
 
 
@@ -110,14 +91,6 @@ def test_it_is_refused_where_there_are_no_ranks_or_no_collectives():
         configs.load([FSDP], on=Machine("cpu"))
     with pytest.raises(ConfigError, match=r"parallel=fsdp: PyTorch has no collectives on mps.* Use device=cpu"):
         configs.load([FSDP, "norm.impl=torch"], on=Machine("mps", by_torchrun=True))
-
-
-def test_what_is_collected_for_a_checkpoint_stays_as_it_is_while_training_goes_on():
-    live = torch.zeros(3)
-    kept = collect({"step": live}, keep=True)
-    live += 1
-
-    assert torch.equal(kept["step"], torch.zeros(3))
 
 
 @pytest.mark.gpu

@@ -13,10 +13,8 @@ import configs
 from configs import ConfigError
 from configs.machine import Machine
 from configs.schema import WandbMode
-from training.environment import environment, git_state
 from training.evaluation import Validation
-from training.folder import claim
-from training.plot import loss_curve, read_metrics
+from training.plot import read_metrics
 from training.report import Summary, report
 from training.resume import Start
 from training.run import open_run
@@ -30,21 +28,27 @@ def cfg():
     return configs.load(["logging.wandb=disabled"], on=Machine("cpu"))
 
 
-def test_no_two_runs_share_a_folder(tmp_path):
-    folders = [claim(tmp_path / "run") for _ in range(3)]
-
-    assert [folder.name for folder in folders] == ["run", "run_2", "run_3"]
-
-
-def test_a_run_that_gets_another_folder_than_was_asked_for_says_so(cfg, tmp_path, capsys):
+def test_no_two_runs_share_a_folder_and_the_one_that_gets_another_says_so(cfg, tmp_path, capsys):
     said = []
-    for _ in range(2):
+    for _ in range(3):
         with open_run(Start(cfg, tmp_path / "run"), CPU):
             pass
         said.append(capsys.readouterr().out)
-
     assert said[0] == ""
-    assert said[1] == f"{tmp_path}/run has another run already, so this one is kept in {tmp_path}/run_2.\n"
+    assert said[2] == f"{tmp_path}/run has another run already, so this one is kept in {tmp_path}/run_3.\n"
+
+
+def test_config_and_environment_are_kept_and_metrics_are_lines_of_json_without_what_is_no_number(cfg, tmp_path):
+    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+        run.log(10, {"train/loss": 2.0, "perf/mfu": None, "train/grad_norm": float("nan"), "perf/peak_gb": float("inf")})
+        run.log(20, {"train/loss": 1.0})
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "tra')  # torn
+    assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}, {"step": 20, "train/loss": 1.0}]
+    assert configs.from_dict(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == cfg
+    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert facts["versions"]["torch"] in torch.__version__ and facts["gpu"] is None
+    assert {"command", "git", "python", "cuda", "threads"} <= facts.keys()
 
 
 @pytest.mark.parametrize("lines", [1, 2])
@@ -55,62 +59,7 @@ def test_the_end_of_a_run_names_its_picture_only_if_one_was_drawn(cfg, tmp_path,
         for step in range(lines):
             opened.log(step + 1, {"train/loss": 2.0 - step})
     text = report(Summary(run, Validation(1.0, 1.0), Validation(1.0, 1.0), None, ""))
-
     assert (run / "loss.png").is_file() == (f"loss curve  {run}/loss.png" in text) == ("loss curve" in text) == (lines > 1)
-
-
-def test_the_config_is_kept_and_loads_again(cfg, tmp_path):
-    with open_run(Start(cfg, tmp_path / "run"), CPU):
-        pass
-
-    assert configs.from_dict(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())) == cfg
-
-
-def test_the_environment_is_kept(cfg, tmp_path):
-    with open_run(Start(cfg, tmp_path / "run"), CPU):
-        pass
-    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
-
-    assert facts["versions"]["torch"] == torch.__version__ or facts["versions"]["torch"] in torch.__version__
-    assert {"command", "git", "python", "cuda", "gpu", "threads"} <= facts.keys()
-
-
-def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
-    import subprocess
-
-    def git(*arguments):
-        subprocess.run(
-            ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
-            check=True,
-            capture_output=True,
-        )
-
-    assert git_state(tmp_path / "nowhere") is None
-    git("init")
-    (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "-m", "a")
-    clean = git_state(tmp_path)
-    (tmp_path / "a").write_text("2")
-
-    assert len(clean["revision"]) == 40 and clean["dirty"] is False
-    assert git_state(tmp_path) == {"revision": clean["revision"], "dirty": True}
-
-
-def test_metrics_are_lines_of_json_and_none_is_left_out(cfg, tmp_path):
-    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
-        run.log(10, {"train/loss": 2.0, "perf/mfu": None})
-        run.log(20, {"train/loss": 1.0})
-
-    assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}, {"step": 20, "train/loss": 1.0}]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_no_number_is_left_out_of_the_metrics(cfg, tmp_path, bad):
-    with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
-        run.log(10, {"train/loss": 2.0, "train/grad_norm": bad})
-
-    assert read_metrics(run.folder / "metrics.jsonl") == [{"step": 10, "train/loss": 2.0}]
 
 
 @pytest.mark.parametrize("error", [None, ValueError("the real one")])
@@ -131,31 +80,9 @@ def test_a_plot_that_fails_closes_wandb_and_hides_no_error(cfg, tmp_path, capsys
                 raise error
     except Exception as caught:
         raised = caught
-
     assert raised is error
     assert codes == [1 if error else 0]
     assert "no plot: OSError: disk full" in capsys.readouterr().out
-
-
-def test_a_torn_last_line_does_not_hide_the_others(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "tra')
-
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
-
-
-def test_the_loss_curve_is_a_picture(tmp_path):
-    lines = [{"step": s, "train/loss": 5 / s + 1} for s in range(1, 50)] + [{"step": 49, "val/loss": 1.2}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-
-    assert loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "title", bytes_per_token=2.0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_there_is_no_picture_of_nothing(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-
-    assert not loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "title", bytes_per_token=2.0)
-    assert not (tmp_path / "loss.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -176,15 +103,14 @@ def test_wandb_is_told_how_the_run_ended(cfg, tmp_path, error, code):
                 raise error
     except BaseException as raised:
         assert raised is error
-
     assert codes == [code]
 
 
-def test_the_environment_of_a_cpu_has_no_gpu():
-    assert environment(CPU)["gpu"] is None
-
-
 def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_path, monkeypatch):
+    message = r"metrics\.jsonl can't be written: Is a directory"
+    with pytest.raises(StorageError, match=message), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+        (run.folder / "metrics.jsonl").mkdir()
+        run.log(1, {"train/loss": 1.0})
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=r"file.*(Choose another folder|folder=PATH)"), open_run(Start(cfg, folder), CPU):
@@ -199,13 +125,6 @@ def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_pa
         open_run(Start(cfg, tmp_path / "a"), CPU),
     ):
         pass
-
-
-def test_metrics_that_can_not_be_written_are_named(cfg, tmp_path):
-    message = r"metrics\.jsonl can't be written: Is a directory"
-    with pytest.raises(StorageError, match=message), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
-        (run.folder / "metrics.jsonl").mkdir()
-        run.log(1, {"train/loss": 1.0})
 
 
 class Tracked:

@@ -1,24 +1,33 @@
-"""One training step: what micro-batches, loss scales, clipping and schedule do to it."""
+"""One training step: micro-batches, loss scales, clipping, learning rates, seeds, and which parameters decay."""
+
+import itertools
+import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 import configs
 import training.step as step_module
 from configs.machine import Machine
-from configs.schema import COMPILE_MODES, TrainConfig
+from configs.schema import COMPILE_MODES, OptimConfig, Schedule, TrainConfig
 from model import GPT
 from tests.runs import composed
 from training.checkpoint import TrainState
-from training.optimizer import adamw
 from training.precision import Precision
-from training.step import compile_model, prepare, training_step
+from training.step import adamw, compile_model, learning_rate, parameter_groups, prepare, seed_micro_batch, training_step
+
+
+def gpt(overrides):
+    cfg = composed(overrides)
+    torch.manual_seed(0)
+    return cfg, GPT(cfg.model, cfg.norm, vocab_size=20)
 
 
 def one_step(overrides, batch, scaled=False):
-    cfg = composed(overrides)
-    torch.manual_seed(0)
-    model = GPT(cfg.model, cfg.norm, vocab_size=20)
+    cfg, model = gpt(overrides)
     state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=scaled), tokenizer="")
     seen = {}
     state.optimizer.register_step_pre_hook(
@@ -34,63 +43,40 @@ def batch():
     return tuple(torch.randint(20, (8, 32), generator=generator) for _ in range(2))
 
 
-@pytest.mark.parametrize("pieces", [2, 4, 8])
+@pytest.mark.parametrize("pieces", [2, 8])
 def test_accumulated_gradients_are_those_of_the_whole_batch(tiny, batch, pieces):
-    loss, norm, grads, _ = one_step([*tiny, "optim.clip_norm=0"], batch)
-    loss_in_pieces, norm_in_pieces, grads_in_pieces, _ = one_step(
-        [*tiny, "optim.clip_norm=0", f"train.accumulation={pieces}"], batch
-    )
-
-    torch.testing.assert_close(loss_in_pieces, loss)
-    torch.testing.assert_close(norm_in_pieces, norm)
+    unclipped = [*tiny, "optim.clip_norm=0"]
+    loss, norm, grads, _ = one_step(unclipped, batch)
+    loss_in_pieces, norm_in_pieces, grads_in_pieces, _ = one_step([*unclipped, f"train.accumulation={pieces}"], batch)
+    torch.testing.assert_close((loss_in_pieces, norm_in_pieces), (loss, norm))
     for name, grad in grads.items():
         torch.testing.assert_close(grads_in_pieces[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_micro_batches_have_masks_of_their_own(tiny, batch, monkeypatch):
     seen = []
-    original = step_module.seed_micro_batch
-    monkeypatch.setattr(step_module, "seed_micro_batch", lambda *a, **k: seen.append(original(*a, **k)) or seen[-1])
-
+    monkeypatch.setattr(step_module, "seed_micro_batch", lambda *a, **k: seen.append(seed_micro_batch(*a, **k)) or seen[-1])
     one_step([*tiny, "model.dropout=0.1", "train.accumulation=4"], batch)
-
     assert len(torch.stack(seen).unique()) == 4 * len(seen[0])
 
 
 @pytest.mark.parametrize("clip_norm", [0, 0.01])
-def test_a_gradient_scaler_changes_neither_the_norm_nor_what_is_clipped(tiny, batch, clip_norm):
+def test_a_gradient_is_clipped_after_its_norm_is_measured_with_and_without_a_scaler(tiny, batch, clip_norm):
     _, norm, grads, _ = one_step([*tiny, f"optim.clip_norm={clip_norm}"], batch)
     _, scaled_norm, scaled_grads, _ = one_step([*tiny, f"optim.clip_norm={clip_norm}"], batch, scaled=True)
-
+    left = torch.stack([grad.norm() for grad in grads.values()]).norm().item()
+    assert norm > 0.1 and left == pytest.approx(clip_norm or norm.item(), rel=1e-3)
     torch.testing.assert_close(scaled_norm, norm)
     for name, grad in grads.items():
         torch.testing.assert_close(scaled_grads[name], grad, rtol=1e-4, atol=1e-8, msg=name)
 
 
-def test_the_gradient_is_clipped_and_its_norm_reported_from_before(tiny, batch):
-    _, norm, grads, _ = one_step([*tiny, "optim.clip_norm=0.01"], batch)
-    clipped = torch.stack([grad.norm() for grad in grads.values()]).norm()
-
-    assert norm > 0.1
-    assert clipped.item() == pytest.approx(0.01, rel=1e-3)
-
-
-def test_no_clipping_leaves_the_gradient_alone(tiny, batch):
-    _, norm, grads, _ = one_step([*tiny, "optim.clip_norm=0"], batch)
-
-    torch.testing.assert_close(torch.stack([grad.norm() for grad in grads.values()]).norm(), norm)
-
-
-def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
-    slow = one_step([*tiny, "optim.lr=1e-6", "optim.min_lr=0"], batch)[3]
-    fast = one_step([*tiny, "optim.lr=1e-2", "optim.min_lr=0"], batch)[3]
-    torch.manual_seed(0)
-    cfg = composed(tiny)
-    start = GPT(cfg.model, cfg.norm, vocab_size=20)
-
-    moved = [(model.blocks[0].mlp.down.weight - start.blocks[0].mlp.down.weight).abs().max().item() for model in (slow, fast)]
-    # Adam's first step is the rate itself; warm-up starts at a third of it
-    assert moved == pytest.approx([1e-6 / 3, 1e-2 / 3], rel=0.05)
+@pytest.mark.parametrize("lr", [1e-6, 1e-2])
+def test_the_step_uses_the_rate_of_the_schedule(tiny, batch, lr):
+    moved = one_step([*tiny, f"optim.lr={lr}", "optim.min_lr=0"], batch)[3]
+    _, start = gpt(tiny)
+    distance = (moved.blocks[0].mlp.down.weight - start.blocks[0].mlp.down.weight).abs().max().item()
+    assert distance == pytest.approx(lr / 3, rel=0.05), "Adam's first step is the rate itself; warm-up starts at a third of it"
 
 
 @pytest.mark.parametrize(
@@ -105,8 +91,7 @@ def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
     ],
 )
 def test_the_loss_is_compiled_where_it_is_asked_for_or_left_open_on_a_gpu(tiny, given, machine, expected):
-    cfg = composed(tiny)
-    model = GPT(cfg.model, cfg.norm, vocab_size=20)
+    _, model = gpt(tiny)
     prepare(model, TrainConfig(compile_loss=given, recompute=True), machine)
     assert model.compile_loss is expected and model.recompute
 
@@ -144,11 +129,91 @@ def test_the_mode_is_asked_of_torch_compile(monkeypatch, mode):
     assert found["online_softmax"] is False  # the loss inside
 
 
-def test_both_implementations_start_from_the_same_weights(tiny):
-    weights = []
-    for impl in ("fused", "torch"):
-        cfg = composed([*tiny, f"norm.impl={impl}"])
-        torch.manual_seed(cfg.seed)
-        weights.append(GPT(cfg.model, cfg.norm, vocab_size=20).state_dict())
+# ---- which parameters decay --------------------------------------------------------------------------------------------------
 
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("variant", ["model.qk_norm=true", "model.block=parallel", "model.tie_embeddings=false"])
+def test_both_implementations_start_alike_with_each_parameter_in_one_group_and_no_norm_decays(tiny, kind, variant):
+    (cfg, fused), (_, plain) = (gpt([*tiny, f"norm.kind={kind}", variant, f"norm.impl={i}"]) for i in ("fused", "torch"))
+    decayed, kept = adamw(fused, cfg.optim).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (cfg.optim.weight_decay, 0.0)
+    ids = [id(p) for group in (decayed, kept) for p in group["params"]]
+    assert sorted(ids) == sorted(id(p) for p in fused.parameters())
+    assert not {id(p) for name, p in fused.named_parameters() if "norm" in name} & {id(p) for p in decayed["params"]}
+    for ours, theirs in zip(parameter_groups(fused), parameter_groups(plain), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_adamws_settings_are_those_of_the_config_and_decay_shrinks_matrices_alone(tiny):
+    given = ["optim.lr=0.1", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5", "optim.weight_decay=0.5"]
+    cfg, model = gpt([*tiny, *given])
+    optimizer = adamw(model, cfg.optim)
+    assert all((group["lr"], group["betas"], group["eps"]) == (0.1, (0.7, 0.8), 1e-5) for group in optimizer.param_groups)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] * (1.0 if p.ndim < 2 else 1 - 0.1 * 0.5))
+
+
+def test_frozen_parameters_are_left_out_and_a_norm_among_the_matrices_is_caught():
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    assert [len(group) for group in parameter_groups(model)] == [1, 0]
+    with pytest.raises(AssertionError, match=r"norm\.weight .* would be decayed"):
+        parameter_groups(nn.ModuleDict({"norm": model}))
+
+
+# ---- learning rates against their closed forms -------------------------------------------------------------------------------
+
+RUNS = st.tuples(st.integers(1, 2000), st.integers(0, 300), st.sampled_from(Schedule)).map(
+    lambda run: (run[0], OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=min(run[1], run[0]), schedule=run[2]))
+)
+
+
+@given(RUNS)
+def test_the_rate_rises_through_warm_up_and_never_after_and_stays_between_zero_and_its_peak(run):
+    steps, optim = run
+    rates = [learning_rate(step, steps, optim) for step in range(steps)]
+    up, down = rates[: optim.warmup_steps], rates[max(optim.warmup_steps - 1, 0) :]
+    assert up == sorted(up) and down == sorted(down, reverse=True)
+    assert min(rates) > 0 and max(rates) <= optim.lr * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"min_lr": 1e-4}, {0: 1e-4, 4: 5e-4, 9: 1e-3, 33: 1e-4 + 9e-4 * (1 + math.cos(math.pi * 23 / 90)) / 2, 100: 1e-4}),
+        ({"min_lr": 1e-4, "warmup_steps": 0}, {50: 5.5e-4, 100: 1e-4}),
+        ({"min_lr": None}, {100: 1e-4}),  # a tenth of its peak
+        ({"min_lr": None, "schedule": Schedule.wsd}, {100: 1e-4}),
+        (
+            {"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 0.2},
+            {10: 1e-3, 80: 1e-3, 85: 7.5e-4, 95: 2.5e-4, 100: 0},
+        ),
+        ({"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 1.0, "warmup_steps": 60}, {60: 1e-3}),
+        ({"schedule": Schedule.constant}, {10: 1e-3, 99: 1e-3}),
+        ({"warmup_steps": None}, {0: 2e-4, 4: 1e-3}),  # a twentieth of the steps
+    ],
+)
+def test_the_rate_follows_its_formula(given, rates):
+    optim = OptimConfig(**{"lr": 1e-3, "warmup_steps": 10, **given})
+    assert {step: learning_rate(step, 100, optim) for step in rates} == pytest.approx(rates)
+
+
+# ---- seeds -------------------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_and_torchs_generator_do_not_depend_on_what_was_drawn_before():
+    first, draw = seed_micro_batch(1, 5, 0, 0, sites=9), torch.rand(3)
+    torch.rand(1000)
+    assert torch.equal(first, seed_micro_batch(1, 5, 0, 0, sites=9)) and torch.equal(draw, torch.rand(3))
+
+
+def test_each_place_has_other_seeds_which_are_positive_int64():
+    places = itertools.product((1, 2), range(10), range(4), range(4))  # seed, step, micro-batch, rank
+    seeds = torch.cat([seed_micro_batch(*place, sites=9) for place in places])
+    assert len(seeds.unique()) == len(seeds) == 2 * 10 * 4 * 4 * 9
+    assert seeds.dtype == torch.int64 and seeds.min() >= 0 and seeds.max() > 2**62, "all bits but the sign are in use"

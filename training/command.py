@@ -1,0 +1,130 @@
+"""What turns a command into a run, or into the runs of a sweep: Hydra, refused configs, exit codes."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import configs
+from configs import Config, ConfigError, command_line, machine, rules
+from configs.machine import Machine
+from training import resume, tracking
+from training.console import mute, show, take_any_encoding
+from training.distributed import World, join
+from training.environment import ROOT
+from training.interrupt import Stopped, exit_on_signals
+from training.metrics import NonFiniteError
+from training.precision import deterministic
+from training.report import Summary, report
+from training.run import Follower, Run, open_run
+from training.storage import StorageError, relative
+
+Train = Callable[[Config, Run, Machine, World], Summary]
+
+
+def main(train: Train) -> int:
+    """Runs the command in sys.argv, with `train` for each run of it. Returns the exit code of the process.
+
+    Returns:
+        0: done. 1: NaN, or a full disk. 2: an error in the config. 128 plus the signal's number: a signal. For a sweep, the
+        highest of its runs.
+    """
+    take_any_encoding()
+    codes, world = [0], join()
+
+    def run(composed: DictConfig) -> None:
+        try:
+            codes.append(job(train, composed, world) or 0)
+        except Exception:
+            if world.size == 1:
+                raise
+            # Hydra would start the sweep's next job, where this rank would wait for ranks that wait for it in this one
+            traceback.print_exc()
+            raise SystemExit(1) from None
+
+    exit_on_signals()
+    try:
+        world.on_first(lambda: command_line.check(sys.argv[1:]))
+        command_line.register_resolvers(sys.argv[1:], started=world.on_first(command_line.now))
+        hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="config")(run)()
+    except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
+        mute(sys.stdout)
+    except KeyboardInterrupt:  # before the first step, from which on Interrupt handles it, or the second Ctrl-C
+        codes.append(130)
+    except SystemExit as end:
+        if end.code == 1 or isinstance(end.code, str):
+            raise  # an exception on this rank alone: it waits for nobody, and torchrun ends the other ranks
+        codes.append(end.code or 0)
+    world.leave(max(codes))
+    return max(codes)
+
+
+@record  # torchrun's report of a rank that failed then has the traceback
+def job(train: Train, composed: DictConfig, world: World) -> int:
+    """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
+    context = HydraConfig.get()
+    os.chdir(context.runtime.cwd)  # undoes hydra.job.chdir=true: paths in commands and messages are relative to this folder
+    folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
+    try:
+        cfg = configs.from_dict(composed)
+        chosen = command_line.chooses_folder(cfg, context.overrides.hydra)
+        world.max(0)  # waits until Hydra has made the folder on every rank
+        origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))
+        if origin.folder != folder and world.leads:
+            with suppress(OSError):  # Hydra made this folder, and the run has another one
+                folder.rmdir()
+        if origin.finished:
+            if world.leads:
+                show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
+            return 0
+        with world.shared_errors():
+            inspected = machine.inspect(origin.cfg.device)
+            rules.check(origin.cfg, inspected)
+            tracking.settle(origin.cfg.logging)
+        group = Path(context.sweep.dir).name if sweep else None
+        with (
+            deterministic(origin.cfg.deterministic),
+            open_run(origin, torch.device(inspected.device), group, world) as run,
+            without_refused(run),
+        ):
+            summary = train(origin.cfg, run, inspected, world)
+    except (NonFiniteError, StorageError) as error:
+        if world.leads:
+            show(f"stopped: {error}", sys.stderr)
+            machine.tell_torchrun(f"stopped: {error}")
+        if sweep and world.size > 1 and isinstance(error, StorageError):
+            # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
+            raise SystemExit(1) from None
+        return 1
+    except ConfigError as error:
+        if not world.leads:
+            return command_line.EXIT_CODE
+        with suppress(OSError):
+            folder.rmdir()
+        return command_line.refuse(error, overrides if sweep else None)
+    if world.leads:
+        show(report(summary))
+    return 0
+
+
+@contextmanager
+def without_refused(run: Run) -> Iterator[None]:
+    """Deletes the folder of a new run that ends before it starts. Files that others put there stay."""
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt, Stopped):
+        if run.tracker is None and not run.origin.in_place and not isinstance(run, Follower):
+            for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
+                (run.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                run.folder.rmdir()
+        raise

@@ -9,8 +9,6 @@ Tensors are stored whole, by the name of their parameter, and reading them runs 
 by tensor, into the host memory of the first rank, which writes the same files. So any number of ranks, sharded or not, can
 resume from a checkpoint, and sample.py can read it. That takes 12 bytes of host memory a parameter, and 28 during the write.
 torch.distributed.checkpoint needs less, but its index is a pickle, which runs code when it is read.
-
-`storage.py` writes the folder that holds these files.
 """
 
 import json

@@ -7,11 +7,8 @@
 
 Tensors are stored whole, by the name of their parameter, and reading them runs no code. A sharded run gathers its state, tensor
 by tensor, into the host memory of the first rank, which writes the same files. So any number of ranks, sharded or not, can
-resume from a checkpoint, and sample.py can read it. Gathering takes host memory: 12 bytes a parameter, and 28 while safetensors
-writes the optimizer's state. torch.distributed.checkpoint needs less memory, but its index is a pickle, which runs code when it
-is read, and no single rename completes a folder that several ranks write.
-
-`storage.py` writes the folder that holds these files.
+resume from a checkpoint, and sample.py can read it. That takes 12 bytes of host memory a parameter, and 28 during the write.
+torch.distributed.checkpoint needs less, but its index is a pickle, which runs code when it is read.
 """
 
 import json

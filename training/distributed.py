@@ -92,10 +92,9 @@ class World:
 
     def max(self, number: int) -> int:
         """The largest `number` of any rank."""
-        if self.size == 1:
-            return number
         largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
-"""Writes the tables of README.md from recorded results, between markers that name what goes there.
+"""Writes the tables of README.md and docs/ from recorded results, between markers that name what goes there.
 
 python -m benchmarks.readme            rewrites
-python -m benchmarks.readme --check    fails if README.md is not what the records say
+python -m benchmarks.readme --check    fails if a table is not what the records say
 
     <!-- benchmarks: norms nvidia-h200 -->
     anything here is replaced
     <!-- end of benchmarks -->
+
+Words behind the GPU's name choose rows: `norms nvidia-h200 768 4096` these widths, a row each, and
+`ablation nvidia-h200 llama gpt2/model.dropout=0.1` these records, or of a record the cells with this override.
 """
 
 import argparse
 import itertools
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -20,11 +24,15 @@ from typing import Any
 from ablation import serialize
 from ablation.compared import FUSED, TORCH
 from benchmarks import scaling_tables, step_tables, tables
+from benchmarks.cases import CASES, DIRECTIONS
 from benchmarks.plots import machine
 from benchmarks.results import FOLDER, ResultsError, load
+from benchmarks.selection import MODEL_WIDTHS
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
+NAMED_WIDTHS = {768: "GPT-2", 1600: "GPT-2 XL", 2048: "Llama 3.2 1B", 4096: "Llama 3 8B"} | MODEL_WIDTHS
 
 
 def norms(file: dict[str, Any]) -> str:
@@ -33,6 +41,22 @@ def norms(file: dict[str, Any]) -> str:
 
 def norms_models(file: dict[str, Any]) -> str:
     return tables.models_markdown(file["records"])
+
+
+def by_width(records: Sequence[dict[str, Any]], widths: Sequence[str], stream: str = "fp32") -> str:
+    """Add + norm in both directions, ours and the best peer: a row for each width that a model has; of the most rows."""
+    most = next(iter(tables.by_rows(records).values()), [])
+    cases = {key: found for key, found in tables.grouped(most).items() if key[0] in ("add_ln", "add_rms") and key[2] == stream}
+    columns = sorted(cases, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
+    rows = []
+    for width in map(int, widths):
+        if not any(width in found for found in cases.values()):
+            raise ResultsError(
+                f"no record of width {width} with a stream in {stream}; measure it, or leave it out of the marker"
+            )
+        cells = (tables.norms_cell(cases[key].get(width, {})) for key in columns)
+        rows.append([f"{width}, {NAMED_WIDTHS[width]}" if width in NAMED_WIDTHS else str(width), *cells])
+    return tables.markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
 
 
 def host(file: dict[str, Any]) -> str:
@@ -51,24 +75,33 @@ def seed_figures(file: dict[str, Any]) -> str:
     return "\n\n".join(f"{title}\n\n{tables.markdown(header, rows)}" for title, header, rows in found.values())
 
 
-def ablation(folder: Path) -> str:
-    """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …"""
+def ablation(folder: Path, words: Sequence[str], root: str) -> str:
+    """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …; links begin at `root`."""
     rows, machines = [], []
-    for name in sorted(path.parent.name for path in folder.glob("*/report.json")):
+    chosen = dict(word.partition("/")[::2] for word in words)
+    for name in chosen or sorted(path.parent.name for path in folder.glob("*/report.json")):
+        if not (folder / name / "report.json").exists():
+            raise ResultsError(
+                f"{folder / name} has no report.json; record that ablation there, or leave {name} out of the marker"
+            )
         found = serialize.load(folder / name)
         machines.append(machine(found.environment))
         for cell in found.cells:
+            overrides = [f"{key}={value}" for key, value in cell.overrides.items()]
+            if chosen.get(name) and chosen[name] not in overrides:
+                continue
             torch, fused = (median(itertools.chain(*cell.arms[arm].blocks_ms)) for arm in (TORCH, FUSED))
             bound = "–" if cell.attribution is None else f"{cell.attribution.bound:.3f}"
             speedups = [
                 f"{one.speedup.median:.3f} ({one.speedup.low:.3f} to {one.speedup.high:.3f})"
                 for one in (cell.fused, cell.control)
             ]
-            what = ", ".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
-            link = f"[{name}](benchmarks/results/{folder.parent.name}/{folder.name}/{name}/report.md)"
-            rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
-    if not machines:
-        raise ResultsError(f"README.md: {folder} has no report.json; record an ablation there, or remove the marker")
+            link = f"[{name}]({root}/{folder.parent.name}/{folder.name}/{name}/report.md)"
+            rows.append([", ".join([link, cell.mode, *overrides]), f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
+    if not rows:
+        raise ResultsError(
+            f"{folder} has no report.json with {words or 'anything'}; record an ablation there, or remove the marker"
+        )
     header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
     return f"{tables.markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
 
@@ -84,49 +117,54 @@ TABLES = {
 }
 
 
-def rewritten(text: str, folder: Path = FOLDER) -> str:
-    """README's text with every marked block made anew.
+def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
+    """The text of a page with every marked block made anew.
 
     Raises:
-        ResultsError: a marker names a table or a file that is not there.
+        ResultsError: a marker names a table, a row or a file that is not there.
     """
+    root = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
 
     def block(match: re.Match[str]) -> str:
-        begin, name, gpu, _, end = match.groups()
-        return f"{begin}\n{content(name, folder / gpu)}\n\n{end}"
+        begin, name, gpu, words, _, end = match.groups()
+        return f"{begin}\n{content(name, folder / gpu, words.split(), root)}\n\n{end}"
 
     return BLOCK.sub(block, text)
 
 
-def content(name: str, folder: Path) -> str:
+def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     if name == "ablation":
-        return ablation(folder / name)
+        return ablation(folder / name, words, root)
     path = folder / f"{name}.json"
     if name not in TABLES:
-        raise ResultsError(f"README.md: there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
+        raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
     if not path.exists():
         program = "norms --models" if name == "norms_models" else name
-        raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{program}, or remove the marker")
+        raise ResultsError(f"{path} is not there; run python -m benchmarks.{program}, or remove the marker")
+    if words and not name.startswith("norms"):
+        raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
-    return f"{TABLES[name](file)}\n\n{machine(file['environment'])}"
+    table = by_width(file["records"], words) if words else TABLES[name](file)
+    return f"{table}\n\n{machine(file['environment'])}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
-    parser.add_argument("--readme", type=Path, default=README, help="(README.md)")
+    parser.add_argument("--readme", type=Path, nargs="+", default=PAGES, help="pages (README.md and docs/*.md)")
     parser.add_argument("--results", type=Path, default=FOLDER, help="(benchmarks/results)")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    text = options.readme.read_text(encoding="utf-8")
-    try:
-        new = rewritten(text, options.results)
-    except ResultsError as error:
-        raise SystemExit(str(error)) from error
-    if options.check and new != text:
-        raise SystemExit(f"{options.readme} is not what {options.results} says; run python -m benchmarks.readme")
-    if new != text:
-        options.readme.write_text(new, encoding="utf-8")
-    print(f"{options.readme}: {'as it was' if new == text else 'written'}, by {options.results}")
+    for page in options.readme:
+        text = page.read_text(encoding="utf-8")
+        try:
+            new = rewritten(text, page, options.results)
+        except ResultsError as error:
+            raise SystemExit(f"{page}: {error}") from error
+        if options.check and new != text:
+            raise SystemExit(f"{page} is not what {options.results} says; run python -m benchmarks.readme")
+        if new != text:
+            page.write_text(new, encoding="utf-8")
+        print(f"{page}: {'as it was' if new == text else 'written'}, by {options.results}")
 
 
 if __name__ == "__main__":

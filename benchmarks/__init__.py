@@ -6,5 +6,5 @@ python -m benchmarks.host            what one call costs the CPU, eager and comp
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
 python -m benchmarks.train_step      a whole training step beside nanoGPT's, with the breakdown of each
 
-python -m benchmarks.readme          writes the tables of README.md from benchmarks/results/
+python -m benchmarks.readme          writes the tables of README.md and docs/ from benchmarks/results/
 """

@@ -49,11 +49,13 @@ def by_width(records: Sequence[dict[str, Any]], widths: Sequence[str], stream: s
     cases = {key: found for key, found in tables.grouped(most).items() if key[0] in ("add_ln", "add_rms") and key[2] == stream}
     columns = sorted(cases, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
     rows = []
+    measured = {width for found in cases.values() for width in found}
+    if missing := [width for width in widths if width not in map(str, measured)]:
+        known = ", ".join(map(str, sorted(measured)))
+        raise ResultsError(
+            f"no add + norm of width {', '.join(missing)} is recorded with a stream in {stream}; there are {known}"
+        )
     for width in map(int, widths):
-        if not any(width in found for found in cases.values()):
-            raise ResultsError(
-                f"no record of width {width} with a stream in {stream}; measure it, or leave it out of the marker"
-            )
         cells = (tables.norms_cell(cases[key].get(width, {})) for key in columns)
         rows.append([f"{width}, {NAMED_WIDTHS[width]}" if width in NAMED_WIDTHS else str(width), *cells])
     return tables.markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
@@ -86,10 +88,14 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> str:
             )
         found = serialize.load(folder / name)
         machines.append(machine(found.environment))
-        for cell in found.cells:
-            overrides = [f"{key}={value}" for key, value in cell.overrides.items()]
-            if chosen.get(name) and chosen[name] not in overrides:
-                continue
+        override = chosen.get(name)
+        cells = [(cell, [f"{key}={value}" for key, value in cell.overrides.items()]) for cell in found.cells]
+        cells = [(cell, overrides) for cell, overrides in cells if not override or override in overrides]
+        if not cells:
+            raise ResultsError(
+                f"{folder / name} has no cell with {override}; choose another, or leave /{override} out of the marker"
+            )
+        for cell, overrides in cells:
             torch, fused = (median(itertools.chain(*cell.arms[arm].blocks_ms)) for arm in (TORCH, FUSED))
             bound = "–" if cell.attribution is None else f"{cell.attribution.bound:.3f}"
             speedups = [
@@ -98,10 +104,8 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> str:
             ]
             link = f"[{name}]({root}/{folder.parent.name}/{folder.name}/{name}/report.md)"
             rows.append([", ".join([link, cell.mode, *overrides]), f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
-    if not rows:
-        raise ResultsError(
-            f"{folder} has no report.json with {words or 'anything'}; record an ablation there, or remove the marker"
-        )
+    if not machines:
+        raise ResultsError(f"{folder} has no report.json; record an ablation there, or remove the marker")
     header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
     return f"{tables.markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
 
@@ -129,7 +133,10 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
         begin, name, gpu, words, _, end = match.groups()
         return f"{begin}\n{content(name, folder / gpu, words.split(), root)}\n\n{end}"
 
-    return BLOCK.sub(block, text)
+    new, count = BLOCK.subn(block, text)
+    if text.count("<!-- benchmarks:") != count:
+        raise ResultsError("a marker has no end, or is not of the form <!-- benchmarks: TABLE GPU [ROWS …] -->")
+    return new
 
 
 def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:

@@ -7,5 +7,5 @@ python -m benchmarks.memory          what a chain of fused blocks holds, against
 python -m benchmarks.train_step      a whole training step beside nanoGPT's, with the breakdown of each
 python -m benchmarks.scaling         weak scaling of a training step over the GPUs of a machine
 
-python -m benchmarks.readme          writes the tables of README.md from benchmarks/results/
+python -m benchmarks.readme          writes the tables of README.md and docs/ from benchmarks/results/
 """

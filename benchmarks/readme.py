@@ -1,15 +1,19 @@
-"""Writes the tables of README.md from recorded results, between markers that name what goes there.
+"""Writes the tables of README.md and docs/ from recorded results, between markers that name what goes there.
 
 python -m benchmarks.readme            rewrites
-python -m benchmarks.readme --check    fails if README.md is not what the records say
+python -m benchmarks.readme --check    fails if a table is not what the records say
 
     <!-- benchmarks: norms nvidia-h200 -->
     anything here is replaced
     <!-- end of benchmarks -->
+
+Words behind the GPU's name choose rows: `norms nvidia-h200 768 4096` these widths, a row each, and
+`ablation nvidia-h200 llama gpt2/model.dropout=0.1` these records, or of a record the cells with this override.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,30 +21,63 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import host, memory, report, seed_figures, training_tables
-from benchmarks.command import FOLDER, ResultsError, load
+from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
+from benchmarks.command import FOLDER, Record, ResultsError, load
 from measure.comparison import FUSED, TORCH
 from measure.statistics import Interval
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
+NAMED_WIDTHS = {768: "GPT-2", 1600: "GPT-2 XL", 2048: "Llama 3.2 1B", 4096: "Llama 3 8B"} | MODEL_WIDTHS
 
 
-def ablation(folder: Path) -> str:
-    """A row for each cell of the ablations that are recorded in the folder: gpt2/, shakespeare_char/ …"""
+def by_width(records: Sequence[Record], widths: Sequence[str], stream: str = "fp32") -> str:
+    """Add + norm in both directions, ours and the best peer: a row for each width that a model has; of the most rows."""
+    most = next(iter(report.by_rows(records).values()), [])
+    cases = {key: found for key, found in report.grouped(most).items() if key[0] in ("add_ln", "add_rms") and key[2] == stream}
+    columns = sorted(cases, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
+    rows = []
+    measured = {width for found in cases.values() for width in found}
+    if missing := [width for width in widths if width not in map(str, measured)]:
+        known = ", ".join(map(str, sorted(measured)))
+        raise ResultsError(
+            f"no add + norm of width {', '.join(missing)} is recorded with a stream in {stream}; there are {known}"
+        )
+    for width in map(int, widths):
+        cells = (report.norms_cell(cases[key].get(width, {})) for key in columns)
+        rows.append([f"{width}, {NAMED_WIDTHS[width]}" if width in NAMED_WIDTHS else str(width), *cells])
+    return compact_markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
+
+
+def ablation(folder: Path, words: Sequence[str], root: str) -> str:
+    """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …; links begin at `root`."""
     rows, machines = [], []
-    for path in sorted(folder.glob("*/report.json")):
-        found, name = json.loads(path.read_text(encoding="utf-8")), path.parent.name
+    chosen = dict(word.partition("/")[::2] for word in words)
+    for name in chosen or sorted(path.parent.name for path in folder.glob("*/report.json")):
+        path = folder / name / "report.json"
+        if not path.exists():
+            raise ResultsError(
+                f"{path.parent} has no report.json; record that ablation there, or leave {name} out of the marker"
+            )
+        found = json.loads(path.read_text(encoding="utf-8"))
         machines.append(machine(found["environment"]))
-        for cell in found["cells"]:
+        override = chosen.get(name)
+        cells = [cell for cell in found["cells"] if not override or override in label(cell["overrides"]).split(", ")]
+        if not cells:
+            raise ResultsError(
+                f"{path.parent} has no cell with {override}; choose another, or leave /{override} out of the marker"
+            )
+        for cell in cells:
             torch, fused = (cell["arms"][arm]["step_ms"]["median"] for arm in (TORCH, FUSED))
             bound = NOTHING if cell["attribution"] is None else f"{cell['attribution']['bound']:.3f}"
             speedups = [interval_text(Interval(**cell[one]["speedup"])) for one in ("fused", "control")]
-            link = f"[{name}](benchmarks/results/{folder.parent.name}/{folder.name}/{name}/report.md)"
+            link = f"[{name}]({root}/{folder.parent.name}/{folder.name}/{name}/report.md)"
             what = label(cell["overrides"], cell["mode"])
             rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
     if not machines:
-        raise ResultsError(f"README.md: {folder} has no report.json; record an ablation there, or remove the marker")
+        raise ResultsError(f"{folder} has no report.json; record an ablation there, or remove the marker")
     header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
     return f"{compact_markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
 
@@ -56,49 +93,57 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def rewritten(text: str, folder: Path = FOLDER) -> str:
-    """README's text with new contents of every marked block.
+def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
+    """The text of a page with new contents of every marked block.
 
     Raises:
-        ResultsError: a marker names a table or a file that is not there.
+        ResultsError: a marker names a table, a row or a file that is not there.
     """
+    root = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
 
     def block(match: re.Match[str]) -> str:
-        begin, name, gpu, _, end = match.groups()
-        return f"{begin}\n{content(name, folder / gpu)}\n\n{end}"
+        begin, name, gpu, words, _, end = match.groups()
+        return f"{begin}\n{content(name, folder / gpu, words.split(), root)}\n\n{end}"
 
-    return BLOCK.sub(block, text)
+    new, count = BLOCK.subn(block, text)
+    if text.count("<!-- benchmarks:") != count:
+        raise ResultsError("a marker has no end, or is not of the form <!-- benchmarks: TABLE GPU [ROWS …] -->")
+    return new
 
 
-def content(name: str, folder: Path) -> str:
+def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
     if name == "ablation":
-        return ablation(folder / name)
+        return ablation(folder / name, words, root)
     path = folder / f"{name}.json"
     if name not in TABLES:
-        raise ResultsError(f"README.md: there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
+        raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
     if not path.exists():
         program = "norms --models" if name == "norms_models" else name
-        raise ResultsError(f"README.md: {path} is not there; run python -m benchmarks.{program}, or remove the marker")
+        raise ResultsError(f"{path} is not there; run python -m benchmarks.{program}, or remove the marker")
+    if words and not name.startswith("norms"):
+        raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
-    return f"{TABLES[name](file)}\n\n{machine(file['environment'])}"
+    table = by_width(file["records"], words) if words else TABLES[name](file)
+    return f"{table}\n\n{machine(file['environment'])}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
-    parser.add_argument("--readme", type=Path, default=README, help="(README.md)")
+    parser.add_argument("--readme", type=Path, nargs="+", default=PAGES, help="pages (README.md and docs/*.md)")
     parser.add_argument("--results", type=Path, default=FOLDER, help="(benchmarks/results)")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    text = options.readme.read_text(encoding="utf-8")
-    try:
-        new = rewritten(text, options.results)
-    except ResultsError as error:
-        raise SystemExit(str(error)) from error
-    if options.check and new != text:
-        raise SystemExit(f"{options.readme} is not what {options.results} says; run python -m benchmarks.readme")
-    if new != text:
-        options.readme.write_text(new, encoding="utf-8")
-    print(f"{options.readme}: {'as it was' if new == text else 'written'}, by {options.results}")
+    for page in options.readme:
+        text = page.read_text(encoding="utf-8")
+        try:
+            new = rewritten(text, page, options.results)
+        except ResultsError as error:
+            raise SystemExit(f"{page}: {error}") from error
+        if options.check and new != text:
+            raise SystemExit(f"{page} is not what {options.results} says; run python -m benchmarks.readme")
+        if new != text:
+            page.write_text(new, encoding="utf-8")
+        print(f"{page}: {'as it was' if new == text else 'written'}, by {options.results}")
 
 
 if __name__ == "__main__":

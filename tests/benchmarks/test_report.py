@@ -1,14 +1,10 @@
-"""Tables and pictures of recorded norms; the bars of host and memory; the tables of README.md."""
+"""Tables and pictures of recorded norms; the bars of host and memory."""
 
-import json
 import struct
 
 import pytest
 
-from ablation import records as ablations
-from benchmarks import host, memory, readme, report
-from benchmarks.command import ResultsError
-from tests.ablation import results
+from benchmarks import host, memory, report
 
 from .records import ENVIRONMENT, failed, norm, sweep
 
@@ -79,61 +75,3 @@ def test_a_picture_for_each_direction_number_of_rows_and_dtype_of_weights(tmp_pa
 @pytest.mark.parametrize("plot", [host.plot, memory.plot])
 def test_nothing_measured_makes_no_bars(plot, tmp_path):
     assert plot(file({"case": "add_rms", "provider": "ours", "us": None, "peak": None}), tmp_path) == []
-
-
-# ---- README.md ---------------------------------------------------------------------------------------------------------------
-
-TEXT = "before\n<!-- benchmarks: norms nvidia-h200 -->\nold\n<!-- end of benchmarks -->\nafter\n"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    path = tmp_path / "results" / "nvidia-h200" / "norms.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(file(norm("ln", 768, "ours", 0.9)) | {"command": "c"}))
-    return tmp_path / "results"
-
-
-def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(folder, tmp_path, capsys):
-    path = tmp_path / "README.md"
-    path.write_text(TEXT)
-    options = ["--readme", str(path), "--results", str(folder)]
-    with pytest.raises(SystemExit, match=r"run python -m benchmarks\.readme"):
-        readme.main([*options, "--check"])
-    assert path.read_text() == TEXT
-    readme.main(options)
-    readme.main([*options, "--check"])
-    written, as_it_was = capsys.readouterr().out.splitlines()
-    assert f"{path}: written" in written and f"{path}: as it was" in as_it_was
-    text = path.read_text()
-    assert text.startswith(TEXT[: TEXT.index("old")]) and text.endswith("<!-- end of benchmarks -->\nafter\n")
-    assert "| LN | 0.90 |" in text and "old" not in text
-    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, quack-kernels 0.6.5, git 01234567" in text
-
-
-@pytest.mark.parametrize(
-    "marker, message",
-    [
-        ("norm nvidia-h200", "no table 'norm'; there are norms_models, norms"),
-        ("norms cpu", "run python -m benchmarks.norms,"),
-        ("norms_models nvidia-h200", "run python -m benchmarks.norms --models,"),
-        ("ablation nvidia-h200", r"no report\.json; record an ablation there"),
-    ],
-)
-def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
-    with pytest.raises(ResultsError, match=message):
-        readme.rewritten(TEXT.replace("norms nvidia-h200", marker), folder)
-
-
-def test_recorded_ablations_have_a_row_for_each_cell(folder):
-    found = results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager", "compiled"])
-    ablations.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
-    text = readme.rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200"), folder)
-    rows = [line for line in text.splitlines() if "ablation/gpt2/report.md), " in line]
-    assert [row.split("), ")[1].split(" |")[0] for row in rows] == ["eager, model.dropout=0.1", "compiled, model.dropout=0.1"]
-    speedup = found.cells[0].fused.speedup
-    assert f"| {speedup.median:.3f} ({speedup.low:.3f} to {speedup.high:.3f}) |" in rows[0] and "| 1.250 |" in rows[0]
-
-
-def test_the_tables_in_this_readme_are_those_of_the_recorded_results():
-    readme.main(["--check"])

@@ -1,0 +1,121 @@
+"""The tables of README.md and docs/, and the links between pages."""
+
+import json
+import re
+
+import pytest
+
+from ablation import records as ablations
+from benchmarks import readme
+from benchmarks.command import ResultsError
+from tests.ablation import results
+
+from .records import ENVIRONMENT, norm
+
+TEXT = "before\n<!-- benchmarks: norms nvidia-h200 -->\nold\n<!-- end of benchmarks -->\nafter\n"
+
+
+def write(path, *records):
+    path.write_text(json.dumps({"environment": ENVIRONMENT, "command": "c", "records": records}))
+
+
+def rewritten(text, folder):
+    return readme.rewritten(text, folder.parent / "README.md", folder)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "results" / "nvidia-h200" / "norms.json"
+    path.parent.mkdir(parents=True)
+    write(path, norm("ln", 768, "ours", 0.9))
+    return tmp_path / "results"
+
+
+def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(folder, tmp_path, capsys):
+    path = tmp_path / "README.md"
+    path.write_text(TEXT)
+    options = ["--readme", str(path), "--results", str(folder)]
+    with pytest.raises(SystemExit, match=r"run python -m benchmarks\.readme"):
+        readme.main([*options, "--check"])
+    assert path.read_text() == TEXT
+    readme.main(options)
+    readme.main([*options, "--check"])
+    written, as_it_was = capsys.readouterr().out.splitlines()
+    assert f"{path}: written" in written and f"{path}: as it was" in as_it_was
+    text = path.read_text()
+    assert text.startswith(TEXT[: TEXT.index("old")]) and text.endswith("<!-- end of benchmarks -->\nafter\n")
+    assert "| LN | 0.90 |" in text and "old" not in text
+    assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, quack-kernels 0.6.5, git 01234567" in text
+
+
+@pytest.mark.parametrize(
+    "marker, message",
+    [
+        ("norm nvidia-h200", "no table 'norm'; there are norms_models, norms"),
+        ("norms cpu", "run python -m benchmarks.norms,"),
+        ("norms_models nvidia-h200", "run python -m benchmarks.norms --models,"),
+        ("norms nvidia-h200 768", "no add . norm of width 768 is recorded"),
+        ("norms nvidia-h200 (768)", "not of the form"),
+        ("ablation nvidia-h200", r"no report\.json; record an ablation there"),
+        ("ablation nvidia-h200 gpt3", r"gpt3 has no report\.json"),
+    ],
+)
+def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
+    with pytest.raises(ResultsError, match=message):
+        rewritten(TEXT.replace("norms nvidia-h200", marker), folder)
+
+
+def test_recorded_ablations_have_a_row_for_each_cell(folder):
+    found = results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager", "compiled"])
+    ablations.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
+    text = rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200"), folder)
+    rows = [line for line in text.splitlines() if "ablation/gpt2/report.md), " in line]
+    assert [row.split("), ")[1].split(" |")[0] for row in rows] == ["eager, model.dropout=0.1", "compiled, model.dropout=0.1"]
+    speedup = found.cells[0].fused.speedup
+    assert "[gpt2](results/nvidia-h200/ablation/gpt2/report.md)" in rows[0], "relative to the page"
+    assert f"| {speedup.median:.3f} ({speedup.low:.3f} to {speedup.high:.3f}) |" in rows[0] and "| 1.250 |" in rows[0]
+
+
+def test_words_of_a_marker_choose_widths_and_ablations(folder):
+    def records(n, **shares):
+        return [norm("add_ln", n, provider.replace("_", "-"), share, residual="fp32") for provider, share in shares.items()]
+
+    path = folder / "nvidia-h200" / "norms.json"
+    found = records(768, ours=0.9, liger_kernel=0.7) + records(4096, ours=0.95, torch=0.5) + records(5120, ours=0.96)
+    write(path, *found)
+    text = rewritten(TEXT.replace("h200", "h200 4096 768"), folder)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows] == ["| hidden size", "| ---", "| 4096, Llama 3 8B", "| 768, GPT-2"]
+    assert rows[0] == "| hidden size | add+LN forward |" and "0.50 torch" in rows[2] and "0.70 liger" in rows[3]
+
+    two = results.ablation(overrides=[{"model.dropout": "0.1"}, {"model.dropout": "0.0"}], modes=["eager"])
+    for name in ("gpt2", "llama"):
+        ablations.save(two, folder / "nvidia-h200" / "ablation" / name)
+    text = rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200 gpt2/model.dropout=0.0"), folder)
+    (row,) = [line for line in text.splitlines() if "report.md" in line]
+    assert "[gpt2]" in row and "eager, model.dropout=0.0 |" in row
+    with pytest.raises(ResultsError, match="gpt2 has no cell with seed=1"):
+        rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200 llama gpt2/seed=1"), folder)
+
+
+def test_tables_of_readme_and_docs_are_those_of_the_recorded_results():
+    readme.main(["--check"])
+
+
+def anchors(text):
+    """Of the headings of a page, as GitHub makes them: lower case, without punctuation, a hyphen for each space."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)]+)\)|^\[\w+\]: (\S+)", text, re.MULTILINE)
+    assert links
+    for link in ("".join(pair) for pair in links):
+        if not link.startswith("http"):
+            path, _, heading = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not heading or heading in anchors(target.read_text()), link

@@ -1,1 +1,1 @@
-"""Adopting the norms in somebody else's model. From the root of the checkout: python -m examples.nanogpt_block"""
+"""Adopting the norms in somebody else's model. For example: python examples/nanogpt_block.py"""

@@ -316,7 +316,7 @@ class Results:
             if others := Counter(record["revision"] for record in self.records if "revision" in record):
                 self.environment["git"]["others"] = dict(others)
         head = json.dumps({"environment": self.environment, "command": " && ".join(self.commands)}, indent=1)
-        lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records)
+        lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
         temporary.replace(self.path)

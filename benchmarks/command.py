@@ -198,8 +198,8 @@ def environment(device: torch.device, libraries: dict[str, str], revision: str |
 
 
 def _code_is_dirty() -> bool:
-    """Whether tracked files differ from the revision; results and the README made from them are not code."""
-    paths = (".", ":!benchmarks/results", ":!README.md")
+    """Whether tracked files differ from the revision; results and the pages made from them are not code."""
+    paths = (".", ":!benchmarks/results", ":!README.md", ":!docs")
     command = ["git", "-C", str(FOLDER.parent.parent), "status", "--porcelain", "--untracked-files=no", "--", *paths]
     return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
 

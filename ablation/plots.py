@@ -9,10 +9,9 @@ from matplotlib.ticker import MaxNLocator
 
 from ablation.records import Cell, Parity
 from measure.comparison import AGAIN, FUSED, TORCH
-from measure.plots import GREY, GROUP_FILLS, bare, pyplot
+from measure.plots import GREY, GROUP_FILLS, bare, pyplot, save
 from measure.statistics import spread
 from measure.tables import interval_text, label
-from training.plot import save_figure
 
 WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
 FILL = {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
@@ -318,5 +317,4 @@ def _bare(axes: Any, grid: str) -> None:
 
 def _finish(figure: Any, title: str, path: Path) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, path)
+    save(figure, path)

@@ -103,6 +103,8 @@ PARITY_FIELDS = {"losses": "loss", "gradient_norms": "gradient_norm", "gradient_
 def save(ablation: Ablation, folder: Path) -> None:
     """Writes the four files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
+    A line is a block in steps.jsonl, a training step of an arm in parity.jsonl, a kernel in kernels.jsonl.
+
     report.json has the fields of records.py. In place of step times, kernels, losses and gradients it has how many there are:
     for each block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`;
     for each arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
@@ -118,8 +120,7 @@ def save(ablation: Ablation, folder: Path) -> None:
             arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             for number, block in enumerate(blocks):
-                ran = of | {"block": number} | ({"turn": positions[number]} if positions else {})
-                steps += [ran | {"step": step, "ms": ms} for step, ms in enumerate(block)]
+                steps.append(of | {"block": number} | ({"turn": positions[number]} if positions else {}) | {"ms": block})
         if attribution := cell["attribution"]:
             profiles = attribution.pop("kernels")
             attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
@@ -163,11 +164,9 @@ def load(folder: Path) -> Ablation:
         for cell in report["cells"]:
             for arm in cell["arms"].values():
                 del arm["step_ms"]
-                blocks = [[next(steps) for _ in range(count)] for count in arm.pop("block_steps")]
-                arm["blocks_ms"] = [[line["ms"] for line in block] for block in blocks]
-                arm["positions"] = (
-                    [block[0]["turn"] for block in blocks] if any("turn" in block[0] for block in blocks) else None
-                )
+                blocks = [next(steps) for _ in arm.pop("block_steps")]
+                arm["blocks_ms"] = [block["ms"] for block in blocks]
+                arm["positions"] = [block["turn"] for block in blocks] if any("turn" in block for block in blocks) else None
             if attribution := cell["attribution"]:
                 counts = attribution.pop("kernel_count")
                 fields = [field.name for field in dataclasses.fields(Kernel)]

@@ -198,8 +198,8 @@ def environment(device: torch.device, libraries: dict[str, str], revision: str |
 
 
 def _code_is_dirty() -> bool:
-    """Whether tracked files differ from the revision; results and the README made from them are not code."""
-    paths = (".", ":!benchmarks/results", ":!README.md")
+    """Whether tracked files differ from the revision; results and the pages made from them are not code."""
+    paths = (".", ":!benchmarks/results", ":!README.md", ":!docs")
     command = ["git", "-C", str(FOLDER.parent.parent), "status", "--porcelain", "--untracked-files=no", "--", *paths]
     return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
 
@@ -316,7 +316,7 @@ class Results:
             if others := Counter(record["revision"] for record in self.records if "revision" in record):
                 self.environment["git"]["others"] = dict(others)
         head = json.dumps({"environment": self.environment, "command": " && ".join(self.commands)}, indent=1)
-        lines = ",\n".join(f"  {json.dumps(record)}" for record in self.records)
+        lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
         temporary.replace(self.path)

@@ -9,14 +9,18 @@ python -m benchmarks.readme --check    fails if a table is not what the records 
 
 Words behind the GPU's name choose rows: `norms nvidia-h200 768 4096` these widths, a row each, and
 `ablation nvidia-h200 llama gpt2/model.dropout=0.1` these records, or of a record the cells with this override.
+
+The line under a table names GPU, versions and revision. A second one says which code has been committed since that revision.
 """
 
 import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +55,9 @@ def by_width(records: Sequence[Record], widths: Sequence[str], stream: str = "fp
     return compact_markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
 
 
-def ablation(folder: Path, words: Sequence[str], root: str) -> str:
+def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, list[dict[str, Any]]]:
     """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …; links begin at `root`."""
-    rows, machines = [], []
+    rows, environments = [], []
     chosen = dict(word.partition("/")[::2] for word in words)
     for name in chosen or sorted(path.parent.name for path in folder.glob("*/report.json")):
         path = folder / name / "report.json"
@@ -62,7 +66,7 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> str:
                 f"{path.parent} has no report.json; record that ablation there, or leave {name} out of the marker"
             )
         found = json.loads(path.read_text(encoding="utf-8"))
-        machines.append(machine(found["environment"]))
+        environments.append(found["environment"])
         override = chosen.get(name)
         cells = [cell for cell in found["cells"] if not override or override in label(cell["overrides"]).split(", ")]
         if not cells:
@@ -76,10 +80,42 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> str:
             link = f"[{name}]({root}/{folder.parent.name}/{folder.name}/{name}/report.md)"
             what = label(cell["overrides"], cell["mode"])
             rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
-    if not machines:
+    if not environments:
         raise ResultsError(f"{folder} has no report.json; record an ablation there, or remove the marker")
     header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
-    return f"{compact_markdown(header, rows)}\n\n{'; '.join(dict.fromkeys(machines))}"
+    return compact_markdown(header, rows), environments
+
+
+STEP_CODE = ("ops", "model", "training")  # the folders whose code runs in a training step
+CODE = {"ablation": STEP_CODE, "scaling": STEP_CODE, "train_step": STEP_CODE}  # that a table describes; of all others ops/
+CHANGED = re.compile(r"^Changed since git ([\w, ]+): .*$", re.MULTILINE)
+
+
+@cache
+def is_changed(folder: str, revision: str) -> bool | None:
+    """Whether the folder of the last commit differs from that of a revision; None where git does not know."""
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", revision, "HEAD", "--", folder]
+    try:
+        return {0: False, 1: True}.get(subprocess.run(command, capture_output=True, timeout=60).returncode)
+    except OSError:  # no git
+        return None
+
+
+def changed_since(name: str, environments: Sequence[dict[str, Any]], before: str) -> str:
+    """Says that code is newer than the records of a table; nothing if it is not.
+
+    Where git does not know a revision (a shallow clone, an archive), this is what the page said `before` of the same records.
+    """
+    known = [environment["git"] for environment in environments if environment["git"]]
+    revisions = dict.fromkeys(revision for git in known for revision in (git["revision"], *git.get("others", {})))
+    pairs = [(revision, folder) for revision in revisions for folder in CODE.get(name, ("ops",))]
+    if any(is_changed(folder, revision) is None for revision, folder in pairs):
+        said = CHANGED.search(before)
+        return said.group() if said and {*said[1].split(", ")} <= {revision[:8] for revision in revisions} else ""
+    changed = [(revision, folder) for revision, folder in pairs if is_changed(folder, revision)]
+    older = ", ".join(dict.fromkeys(revision[:8] for revision, _ in changed))
+    folders = ", ".join(dict.fromkeys(f"`{folder}/`" for _, folder in changed))
+    return f"Changed since git {older}: {folders}. Those figures are of older code." if changed else ""
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -102,8 +138,11 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
     root = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
 
     def block(match: re.Match[str]) -> str:
-        begin, name, gpu, words, _, end = match.groups()
-        return f"{begin}\n{content(name, folder / gpu, words.split(), root)}\n\n{end}"
+        begin, name, gpu, words, before, end = match.groups()
+        table, environments = content(name, folder / gpu, words.split(), root)
+        machines = "; ".join(dict.fromkeys(map(machine, environments)))
+        parts = [machines, changed_since(name, environments, before)]
+        return "\n\n".join([f"{begin}\n{table}", *filter(None, parts), end])
 
     new, count = BLOCK.subn(block, text)
     if text.count("<!-- benchmarks:") != count:
@@ -111,7 +150,8 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
     return new
 
 
-def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
+def content(name: str, folder: Path, words: Sequence[str], root: str) -> tuple[str, list[dict[str, Any]]]:
+    """A table, and the environments of the records that it shows."""
     if name == "ablation":
         return ablation(folder / name, words, root)
     path = folder / f"{name}.json"
@@ -124,7 +164,7 @@ def content(name: str, folder: Path, words: Sequence[str], root: str) -> str:
         raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
     table = by_width(file["records"], words) if words else TABLES[name](file)
-    return f"{table}\n\n{machine(file['environment'])}"
+    return table, [file["environment"]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -41,7 +41,7 @@ def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ra
     report = (folder / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
-    assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12
+    assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
     assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in folder.iterdir()}
     assert "report.md" in capsys.readouterr().out

@@ -38,13 +38,13 @@ def test_what_is_saved_is_what_is_loaded_and_numbers_that_json_lacks_survive(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
-def test_raw_files_have_a_line_for_each_step_and_the_report_has_none_of_them(tmp_path, small):
+def test_raw_files_have_a_line_for_each_block_step_or_kernel_and_the_report_has_none_of_them(tmp_path, small):
     records.save(small, tmp_path)
     (cell,), (parity,) = small.cells, small.parity
     kernels, losses, steps = (lines(tmp_path / name) for name in FILES if name.endswith("jsonl"))
     where = {"overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH}
-    assert steps[1] == where | {"block": 0, "turn": 0, "step": 1, "ms": cell.arms[TORCH].blocks_ms[0][1]}
-    assert len(steps) == sum(len(block) for arm in cell.arms.values() for block in arm.blocks_ms)
+    assert steps[1] == where | {"block": 1, "turn": cell.arms[TORCH].positions[1], "ms": cell.arms[TORCH].blocks_ms[1]}
+    assert len(steps) == sum(len(arm.blocks_ms) for arm in cell.arms.values())
     assert len(losses) == len(results.PARITY_ARMS) * 2 * parity.steps
     line = next(one for one in losses if (one["arm"], one["seed"], one["step"]) == (FUSED, parity.seeds[1], 3))
     for key, of in (

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -15,8 +16,8 @@ from .records import ENVIRONMENT, norm
 TEXT = "before\n<!-- benchmarks: norms nvidia-h200 -->\nold\n<!-- end of benchmarks -->\nafter\n"
 
 
-def write(path, *records):
-    path.write_text(json.dumps({"environment": ENVIRONMENT, "command": "c", "records": records}))
+def write(path, *records, environment=ENVIRONMENT):
+    path.write_text(json.dumps({"environment": environment, "command": "c", "records": records}))
 
 
 def rewritten(text, folder):
@@ -96,6 +97,42 @@ def test_words_of_a_marker_choose_widths_and_ablations(folder):
     assert "[gpt2]" in row and "eager, model.dropout=0.0 |" in row
     with pytest.raises(ResultsError, match="gpt2 has no cell with seed=1"):
         rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200 llama gpt2/seed=1"), folder)
+
+
+def commit(root, name, text):
+    """Commits a file; returns the revision."""
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text(text)
+    who = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", name], [*who, "commit", "-q", "-m", text]):
+        subprocess.run(["git", "-C", root, *words], check=True)
+    readme.is_changed.cache_clear()
+    return subprocess.check_output(["git", "-C", root, "rev-parse", "HEAD"], text=True).strip()
+
+
+def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewed(folder, tmp_path, monkeypatch):
+    def page(revision, others=(), text=TEXT):
+        git = {"revision": revision, "dirty": False, "others": dict.fromkeys(others, 1)}
+        write(folder / "nvidia-h200" / "norms.json", norm("ln", 768, "ours", 0.9), environment=ENVIRONMENT | {"git": git})
+        return rewritten(text, folder)
+
+    root = tmp_path / "repository"
+    root.mkdir()
+    monkeypatch.setattr(readme, "ROOT", root)
+    old = commit(root, "ops/kernel.py", "one")
+    commit(root, "model/gpt.py", "of another table")
+    assert "Changed since" not in page(old)
+    new = commit(root, "ops/kernel.py", "two")
+    sentence = f"Changed since git {old[:8]}: `ops/`. Those figures are of older code.\n\n<!-- end"
+    assert sentence in page(old) and sentence in page(new, others=[old]), "renewed in part"
+    assert "Changed since" not in page(new, text=page(old)), "renewed"
+
+    stale = page(old)
+    monkeypatch.setattr(readme, "ROOT", tmp_path)  # no repository: nothing new is said, and what was said stays
+    readme.is_changed.cache_clear()
+    assert page(old, text=stale) == stale and "Changed since" not in page(old)
+    assert "Changed since" not in page(new, text=stale), "it was said of other records"
+    readme.is_changed.cache_clear()
 
 
 def test_tables_of_readme_and_docs_are_those_of_the_recorded_results():

@@ -1,4 +1,4 @@
-"""The command line of train.py. `check` checks every run of a command before Hydra starts the first."""
+"""The command line of train.py. `check` checks the runs of a command before Hydra starts the first."""
 
 import argparse
 import itertools

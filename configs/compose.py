@@ -42,9 +42,10 @@ def compose_only(overrides: Sequence[str]) -> Config:
         name, option = override.key_or_group, override.value()
         if re.split("[./]", name)[0] not in sections:  # Hydra's error would have the section alone, without the key
             raise keys.unknown_key(name)
-        option = getattr(option, "text", option)  # of a quoted string
+        option = override.get_value_element_as_str() if override.is_sweep_override() else option
         if name in keys.groups() and option not in keys.groups()[name]:
-            more = f" Several options make several runs: -m {name}=A,B." if isinstance(option, list) else ""
+            several = isinstance(option, list) or override.is_sweep_override()
+            more = f" Several options make several runs: -m {name}=A,B." if several else ""
             raise ConfigError(f"{keys.unknown_option(name, option)}{more}")
     try:
         return from_dict(composed(overrides))
@@ -109,7 +110,7 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
             name = override.get_key_element().lstrip("+")
             if name in keys.groups():
                 raise ConfigError(f"{override.input_line}: a resumed run keeps its {name}. Override single keys instead.")
-            if not name.startswith("hydra"):
+            if name.partition(".")[0] != "hydra":
                 OmegaConf.update(config, name, override.value())
         cfg = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:

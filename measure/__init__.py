@@ -1,1 +1,1 @@
-"""What ablation, benchmarks and training share: statistics, timing, the order of blocks, tables. It imports none of them."""
+"""What ablation and benchmarks share: statistics, timing, the order of blocks, tables. It imports none of them."""

@@ -70,7 +70,7 @@ def fact(value: Any) -> str:
 
 
 def number(ms: float) -> str:
-    """About four digits: 131.70, 12.31, 1.234."""
+    """Four or five digits: 131.70, 12.31, 1.234."""
     return f"{ms:.1f}" if ms >= 1000 else f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}"
 
 

@@ -70,7 +70,7 @@ class Numbers(NamedTuple):
 
 
 # A new number of rows, probability or seed must compile nothing, see norm_forward_kernel.
-@triton.jit(do_not_specialize=["M", "tiles", "threshold", "scale"], do_not_specialize_on_alignment=["p_seed"])
+@triton.jit(do_not_specialize=list(Numbers._fields), do_not_specialize_on_alignment=["p_seed"])
 def norm_backward_kernel(p, p_seed, stride, M, tiles, threshold, scale, HOW: tl.constexpr):
     """Persistent programs, each striding over tiles of HOW.ROWS rows. With g = dy · weight + dy1 · weight1:
 

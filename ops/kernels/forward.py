@@ -65,7 +65,7 @@ class Numbers(NamedTuple):
 
 # A new number of rows, probability or seed must compile nothing. The numbers come one by one, as Triton would specialise those
 # of a tuple whatever it is told.
-@triton.jit(do_not_specialize=["M", "eps", "threshold", "scale", "distance"], do_not_specialize_on_alignment=["p_seed"])
+@triton.jit(do_not_specialize=list(Numbers._fields), do_not_specialize_on_alignment=["p_seed"])
 def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, HOW: tl.constexpr):
     """A program for each tile of HOW.ROWS rows, of
 

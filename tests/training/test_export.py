@@ -77,6 +77,14 @@ def test_what_a_layout_can_not_express_is_refused_by_key(tmp_path, tokenizer, la
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("given", "attention"), [([], 0.1), (["model.attention_dropout=0.2"], 0.2)])
+def test_an_exported_config_has_the_rates_of_dropout(tmp_path, tokenizer, given, attention):
+    trained(tmp_path, [*GPT2, "model.dropout=0.1", *given], tokenizer)
+    assert export.main([str(tmp_path), "--format", "gpt2"]) == 0
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "export_gpt2")
+    assert (theirs.embd_pdrop, theirs.resid_pdrop, theirs.attn_pdrop) == (0.1, 0.1, attention)
+
+
 def test_mistakes_are_one_message_and_code_2(tmp_path, tokenizer, capsys):
     assert export.main([str(tmp_path / "none"), "--format", "gpt2"]) == 2
     assert "no such file or folder" in capsys.readouterr().err

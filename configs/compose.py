@@ -42,10 +42,10 @@ def compose_only(overrides: Sequence[str]) -> Config:
         name, option = override.key_or_group, override.value()
         if re.split("[./]", name)[0] not in sections:  # Hydra's error would have the section alone, without the key
             raise keys.unknown_key(name)
-        option = override.get_value_element_as_str() if override.is_sweep_override() else option
-        if name in keys.groups() and option not in keys.groups()[name]:
-            several = isinstance(option, list) or override.is_sweep_override()
+        several = override.is_sweep_override() or isinstance(option, list)
+        if name in keys.groups() and (several or option not in keys.groups()[name]):
             more = f" Several options make several runs: -m {name}=A,B." if several else ""
+            option = str(override.input_line).partition("=")[2]
             raise ConfigError(f"{keys.unknown_option(name, option)}{more}")
     try:
         return from_dict(composed(overrides))

@@ -23,6 +23,7 @@ tran.steps=3                    tran.steps: no such key. Did you mean train.step
 model=gtp2                      model=gtp2: no such option. Did you mean model=gpt2?
 experiment=null                 experiment=null: no such option.
 model=[tiny,gpt2]               Several options make several runs: -m model=A,B.
+data=text,shakespeare           data=text,shakespeare: no such option.
 optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
 ablate.cycle=3                  Did you mean ablate.cycles? Keys of ablate: cycles,
 eval.evry=3                     `python train.py --help` lists all keys.

@@ -68,6 +68,8 @@ def _operator_with_gradients(*flat):
 
 
 def _backward(ctx, dy, dr, dy1) -> tuple:
+    if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
+        return (None,) * 13
     r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = ctx.saved_tensors
     inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
     eager = is_eager(inputs)

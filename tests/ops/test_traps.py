@@ -139,3 +139,20 @@ def test_the_functions_with_flash_attentions_interface_are_norm_fn_of_their_norm
     ):
         expected = norm_fn(norm.name, *tensors, **scales, **named, return_dropout_mask=True, out_dtype=BF16)
         assert len(found) == 5 and all(map(torch.equal, found, expected))
+
+
+class _GivesNoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return None
+
+
+def test_no_gradient_of_any_output_is_none_of_any_input(device):
+    """Trap: a kernel that is started without an upstream gradient."""
+    x, w = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((4, 40), (40,)))
+    used = _GivesNoGradient.apply(layer_norm_fn(x, w, None))
+    assert torch.autograd.grad(used, (x, w), allow_unused=True) == (None, None)

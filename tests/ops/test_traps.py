@@ -121,6 +121,8 @@ def test_returned_tuple_has_the_documented_order(device):
     assert torch.equal(y1, 2 * y) and torch.equal(r, x * mask * 2 + x * mask1 * 2)
     y, mask, mask1 = rms_norm_fn(x, w, None, return_dropout_mask=True)
     assert mask.all() and mask1 is None
+    y, mask, mask1 = rms_norm_fn(x, w, None, x1=x, return_dropout_mask=True)
+    assert mask.all() and mask1.all()
 
 
 def test_the_functions_with_flash_attentions_interface_are_norm_fn_of_their_norm(device):

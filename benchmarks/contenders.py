@@ -33,15 +33,7 @@ from model import GPT
 from training import export
 from training.checkpoint import TrainState
 from training.precision import Precision
-from training.step import (
-    adamw,
-    compile_model,
-    learning_rate,
-    prepare,
-    set_learning_rate,
-    to_device,
-    training_step,
-)
+from training.step import adamw, compile_model, learning_rate, prepare, set_learning_rate, to_device, training_step
 
 Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
 EAGER, COMPILED = "eager", "compiled"

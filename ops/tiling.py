@@ -4,9 +4,9 @@ A thread holds `vector` neighbouring columns of a block: 16 bytes of the widest 
 is as many equal blocks as it needs, the last one masked.
 
     forward     a program holds one row, about 4 vectors a thread; several rows where that is less than 8 KB
-    backward    8 warps on each multiprocessor in persistent programs of 4 or 8, with up to 4096 columns in work, or one row
+    backward    persistent programs, mostly 8 warps on each multiprocessor, with up to 4096 columns in work, or one row
     split       backward rows that do not fit: 1024 columns or more in each of several programs, which exchange their sums
-    looped      rows that fit nowhere: read twice, block by block
+    looped      rows that fit nowhere: read twice, block by block (forward keeps the first block)
 
 docs/kernels.md has the measurements behind each number.
 """

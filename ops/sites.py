@@ -85,12 +85,14 @@ def _remember(table: Table, key: tuple, make: Callable[[], Callable | None]) -> 
 
 def _call(given: tuple, prenorm: bool, plan: Plan) -> Callable | None:
     tensors = {name: t for name, t in zip(Inputs._fields, given, strict=True) if isinstance(t, Tensor)}
+    if not _usual([*tensors.values()]) or (plan.drops and isinstance(given[9], int)):
+        return None
     training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     dtypes: Any = Inputs(*plan.dtypes)  # type: ignore[arg-type]
     options = plan.training if training else plan.inference
     x, launch = tensors["x"], launches()
     launcher = launch._forward_launcher(options, x.shape, x.device, dtypes, None)
-    if (plan.drops and isinstance(given[9], int)) or (text := _text(tensors, tensors, x, launcher)) is None:
+    if (text := _text(tensors, tensors, x, launcher)) is None:
         return None
     made = text.allocate(empty_outputs(Inputs(*_on_meta(given)), options)._asdict())
     taken = [name for name in tensors if name != "seed"] + ["seed"] * plan.drops
@@ -124,7 +126,7 @@ def _with_gradients(text: "_Text", tensors, options: Options, plan: Plan, taken:
         def backward(ctx, a, b=None, c=None):
             saved, plain = ctx.saved_tensors, torch.compiler.is_compiling() or torch.is_grad_enabled()
             key = (ctx.needs_input_grad, a is None, b is None, c is None, a is b)
-            if not (plain or torch._C._len_torch_function_stack() or forward_ad._current_level >= 0):
+            if not plain and forward_ad._current_level < 0:
                 for run in table.get(key, ()):
                     gradients = run(a, b, c, *saved)
                     if gradients is not None:
@@ -143,11 +145,12 @@ def _with_gradients(text: "_Text", tensors, options: Options, plan: Plan, taken:
 
 def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: list[str], same: bool) -> Callable | None:
     """A function of upstream gradients, of which the first two may be the same, and saved tensors."""
-    r, launch = inputs.r, launches()
-    _, dtypes, strides = launch._dense(inputs)
-    how = launch._backward_launch(job.options, r.shape, r.device, dtypes, strides)
     tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
     guarded = [name for name in tensors if not (same and name == upstream[1])]
+    if not _usual([tensors[name] for name in guarded]):
+        return None
+    r, launch = inputs.r, launches()
+    how = launch._backward_launch(job.options, r.shape, r.device, launch._dense(inputs)[1], None)
     if how.words or (text := _text(tensors, guarded, r, how.gradients, *[how.finish] * bool(job.casts))) is None:
         return None
     text.lines = [f"if not ({text.guard}): return None"]
@@ -169,19 +172,28 @@ def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: lis
     return text.function("backward", [*upstream, *kept], f"return ({gradients},)")
 
 
+def _usual(tensors: list[Tensor]) -> bool:
+    """Whether they have elements, lie densely, and none is there twice."""
+    return tensors[0].numel() > 0 and len({*map(id, tensors)}) == len(tensors) and all(t.is_contiguous() for t in tensors)
+
+
 def _text(tensors: dict[str, Tensor], guarded: Iterable[str], x: Tensor, *launchers) -> "_Text | None":
-    """None where the guard would fail or a launch does not know its kernel: no rows, pointers off a 16-byte boundary."""
-    there = [tensors[name] for name in guarded]
-    ready = backend.INTERPRET or all(launcher.compiled is not None for launcher in launchers)
+    """None where its guard fails now, or a launch does not know its kernel yet, because of pointers off a 16-byte boundary."""
+    there = {name: tensors[name] for name in guarded}
     empty = getattr(_guards, f"_empty_strided_{x.device.type}", None)
-    if empty is None or not ready or x.numel() == 0 or not all(t.is_contiguous() for t in there):
+    if empty is None or not (backend.INTERPRET or all(launcher.compiled for launcher in launchers)):
         return None
-    guard = _tensor_guard(there)
-    names = {"guard": guard, "observed": launches()._observed, "empty": empty, "index": x.device.index}
-    if x.is_cuda:
+    names = {
+        "guard": _tensor_guard([*there.values()]),
+        "observed": launches()._observed,
+        "empty": empty,
+        "index": x.device.index,
+    }
+    guard = f"guard({', '.join(there)}) and not observed()"
+    if x.is_cuda:  # allocations and launches are on the current device
         names["current_device"] = torch._C._cuda_getDevice
-    here = " and current_device() == index" if x.is_cuda else ""  # there it allocates and launches
-    return _Text(f"guard({', '.join(guarded)}) and not observed(){here}", names) if guard(*there) else None
+        guard += " and current_device() == index"
+    return _Text(guard, names) if eval(guard, names | there) else None
 
 
 class _Text:

@@ -62,3 +62,36 @@ def interpreter_rounds_like_a_gpu(monkeypatch):
         return convert(values, input_dtype, output_dtype, rounding_mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, *arguments):
+        self.runs.append(arguments)
+
+
+class Kernel:
+    """Triton's side, played by the test: notes the calls that go through it."""
+
+    def __init__(self):
+        self.compiled, self.calls = Compiled(), []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: (self.calls.append((grid, arguments, options)), self.compiled)[1]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    class Driver:
+        class active:
+            @staticmethod
+            def get_current_stream(index):
+                return "stream"
+
+    monkeypatch.setattr(launch, "driver", Driver)
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    return Kernel()

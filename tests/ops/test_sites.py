@@ -301,3 +301,12 @@ def test_new_shapes_and_dtypes_do_not_fill_memory(device, monkeypatch):
             for weight in (x[0].clone(), x[0].half()):
                 rms_norm_fn(t, weight, None)
         assert len(sites.SITES) <= 2 and all(len(alike) <= sites.MOST_ALIKE for alike in sites.SITES.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_than_the_current_device_take_the_plain_path(given, plain):
+    step(given), step(given), step(given), plain.clear()
+    with torch.cuda.device(1):
+        y, r = site(*given)
+    assert plain == ["forward"] and y.device == r.device == given[0].device

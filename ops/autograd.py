@@ -45,11 +45,8 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):
-        if not torch.is_grad_enabled():
-            return _backward(ctx, dy, dr, dy1)
-        with torch.no_grad():
-            gradients = _backward(ctx, dy, dr, dy1)
-        return refuse_second_order(function_name(ctx.options.norm), gradients)
+        inputs = BackwardInputs(dy, dy1, dr, *ctx.saved_tensors)
+        return None, None, None, *norm_gradients(inputs, ctx.options, ctx.dtypes, ctx.needs_input_grad[3:])
 
 
 # Function.apply's own Python unwraps functorch's arguments, 5 µs for this many. Where `is_eager`, there are none.
@@ -67,15 +64,24 @@ def _operator_with_gradients(*flat):
     return operators.present(FusedNorm.apply(False, options, dtypes, *inputs))
 
 
-def _backward(ctx, dy, dr, dy1) -> tuple:
-    if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
-        return (None,) * 13
-    r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed = ctx.saved_tensors
-    inputs = BackwardInputs(dy, dy1, dr, r, x, x1, weight, weight1, rowscale, rowscale1, stats, seed)
+def norm_gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, needs: tuple) -> tuple[Tensor | None, ...]:
+    """Of the fields of Inputs. dtypes: theirs; needs: which of them autograd asks for."""
+    if inputs.dy is None and inputs.dr is None and inputs.dy1 is None:  # those who used the outputs have given no gradient
+        return (None,) * len(needs)
+    if not torch.is_grad_enabled():
+        return _gradients(inputs, options, dtypes, needs)
+    with torch.no_grad():
+        gradients = _gradients(inputs, options, dtypes, needs)
+    return refuse_second_order(function_name(options.norm), gradients)
+
+
+def _gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, needs: tuple) -> tuple[Tensor | None, ...]:
     eager = is_eager(inputs)
-    job = (_known_job if eager else _job)(ctx.options, ctx.dtypes, ctx.needs_input_grad, dy is not None, dy1 is not None)
+    job = (known_job if eager else _job)(options, dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
     gradients: Any = (launches().backward if eager else operators.norm_backward_of)(inputs, job.options)
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
+    rowscale: Any = inputs.rowscale
+    rowscale1: Any = inputs.rowscale1
 
     dweights: list[Tensor | None] = [None, None, None, None]
     if job.casts:
@@ -83,7 +89,6 @@ def _backward(ctx, dy, dr, dy1) -> tuple:
         for row, (i, dtype) in zip(rows, job.casts, strict=True):
             dweights[i] = row if row.dtype == dtype else row.to(dtype)
     return (
-        *(None, None, None),  # eager, options, dtypes
         dz if job.x_takes_dz else dx,
         dz if job.residual_takes_dz else None,
         dz if job.x1_takes_dz else dx1,
@@ -94,7 +99,7 @@ def _backward(ctx, dy, dr, dy1) -> tuple:
     )
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """What backward computes, and which input gets which of its results."""
 
     options: BackwardOptions
@@ -104,10 +109,10 @@ class _Job(NamedTuple):
     casts: tuple[tuple[int, torch.dtype], ...]  # of each weight gradient: which of the four, and its weight's dtype
 
 
-def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> _Job:
-    """dtypes: of Inputs; needs: as autograd counts the arguments of FusedNorm.forward."""
+def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> Job:
+    """dtypes: of Inputs; needs: which of their gradients autograd asks for."""
     given: Any = Inputs(*dtypes)
-    need: Any = Inputs(*needs[3:])
+    need: Any = Inputs(*needs)
     dropped = options.dropout_p > 0.0
     # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
     plain_x = need.x and not dropped and given.rowscale is None
@@ -119,7 +124,7 @@ def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: b
     weight_dtypes = (given.weight, given.bias, given.weight1, given.bias1)
     casts = tuple((i, weight_dtypes[i]) for i in range(4) if wanted[i])
     shared = {dtype for _, dtype in casts}
-    return _Job(
+    return Job(
         BackwardOptions(
             options.dropout_p,
             options.norm,
@@ -138,7 +143,7 @@ def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: b
 
 
 # Apart, because Dynamo, which traces backward for compiled autograd, takes no caches.
-_known_job = lru_cache(maxsize=1024)(_job)
+known_job = lru_cache(maxsize=1024)(_job)
 
 
 class _Dropout(torch.autograd.Function):

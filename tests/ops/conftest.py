@@ -3,7 +3,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from ops import backend, launch
+from ops import backend, launch, sites
 from ops.kernels import split
 
 from .tiles import TwiceIfSplit, fitted, read_at_once
@@ -19,8 +19,10 @@ def device() -> torch.device:
 def fresh_launches():
     """Launches are remembered with their tiles and kernels, which tests replace."""
     launch.forget()
+    sites.SITES.clear()
     yield
     launch.forget()
+    sites.SITES.clear()
 
 
 @pytest.fixture
@@ -40,6 +42,7 @@ def use_tile(monkeypatch):
         for name in ("forward_tile", "backward_tile"):
             monkeypatch.setattr(launch, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
         launch.forget()
+        sites.SITES.clear()
 
     return use
 
@@ -59,3 +62,36 @@ def interpreter_rounds_like_a_gpu(monkeypatch):
         return convert(values, input_dtype, output_dtype, rounding_mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+class Compiled:
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.runs = []
+
+    def run(self, *arguments):
+        self.runs.append(arguments)
+
+
+class Kernel:
+    """Triton's side, played by the test: notes the calls that go through it."""
+
+    def __init__(self):
+        self.compiled, self.calls = Compiled(), []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: (self.calls.append((grid, arguments, options)), self.compiled)[1]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    class Driver:
+        class active:
+            @staticmethod
+            def get_current_stream(index):
+                return "stream"
+
+    monkeypatch.setattr(launch, "driver", Driver)
+    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
+    return Kernel()

@@ -296,7 +296,8 @@ def test_cuda_graph_replay_gives_the_bits_of_eager(device):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step()
+        for _ in range(3):  # the third is prepared, forward and backward, and so is the one that is captured
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -19,39 +19,6 @@ DEVICES = {
 }
 
 
-class Compiled:
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self):
-        self.runs = []
-
-    def run(self, *arguments):
-        self.runs.append(arguments)
-
-
-class Kernel:
-    """Triton's side, played by the test: notes the calls that go through it."""
-
-    def __init__(self):
-        self.compiled, self.calls = Compiled(), []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: (self.calls.append((grid, arguments, options)), self.compiled)[1]
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    class Driver:
-        class active:
-            @staticmethod
-            def get_current_stream(index):
-                return "stream"
-
-    monkeypatch.setattr(launch, "driver", Driver)
-    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    return Kernel()
-
-
 def test_the_second_call_starts_what_the_first_compiled(kernel):
     start = Launcher(kernel, 7, CPU, ("numbers", "how"), num_warps=4, launch_pdl=False)
     x, y, seed = torch.zeros(8), torch.zeros(8), torch.zeros(1, dtype=torch.int64)

@@ -1,0 +1,312 @@
+"""Prepared call sites: a call like an earlier one starts the same launches and gives the same bits; no other call is taken."""
+
+from contextlib import contextmanager, suppress
+from fractions import Fraction
+from unittest import mock
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ops import Norm, launch, layer_norm_fn, norm_fn, rms_norm_fn, sites
+
+from .cases import BF16, FP32, SEED, arguments, describe, inputs, outputs_and_gradients, pairwise
+
+KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel")
+CASES = pairwise(
+    norm=[Norm.layernorm, Norm.rmsnorm], x=[BF16, FP32], residual=[None, BF16, FP32], x1=[None, BF16], second=[False, True],
+    weight=[None, BF16, FP32], bias=[False, True], rowscale=["none", "fixed", "learned"], dropout_p=[0.0, 0.2],
+    zero_centered=[False, True], prenorm=[False, True], residual_in_fp32=[False, True], out=[None, FP32],
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """A list that grows with every launch of the plain path."""
+    seen = []
+    for name in ("forward", "backward"):
+        run = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *given, run=run, name=name: (seen.append(name), run(*given))[1])
+    return seen
+
+
+def without_sites():
+    return mock.patch.object(sites, "WORKS", False)
+
+
+@pytest.fixture
+def given(device):
+    """x, residual, weight, bias."""
+    return [torch.rand(*shape, device=device).requires_grad_() for shape in ((4, 24), (4, 24), (24,), (24,))]
+
+
+def site(x, residual, w, b, **how):
+    return layer_norm_fn(x, w, b, residual, **{"prenorm": True} | how)
+
+
+def step(given, upstream=(1, 1), wanted=(0, 1, 2, 3), **how):
+    """Outputs and gradients. upstream: tensors or factors for y and r, or None for no gradient there."""
+    results = site(*given, **how)
+    pairs = [(t, g) for t, g in zip(results, upstream, strict=True) if g is not None]
+    upstream = [g if isinstance(g, torch.Tensor) else torch.full_like(t, g) for t, g in pairs]
+    return *results, *torch.autograd.grad([t for t, _ in pairs], [given[i] for i in wanted], upstream, allow_unused=True)
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(s is t or torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def steps_equal_the_plain_path(given, plain, again: list, **how):
+    """Twice, of which the second takes the plain path for `again`."""
+    with without_sites():
+        expected = step(given, **how)
+    for _ in range(2):
+        plain.clear()
+        assert equal(step(given, **how), expected), how
+    assert plain == again, how
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_the_bits_are_the_same(case, device, plain):
+    seed = torch.tensor([SEED], device=device)
+    with without_sites():
+        expected = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed)
+    for launches in (["forward", "backward"], ["backward"], []):  # a plain forward has a plain backward, which leaves nothing
+        plain.clear()
+        found = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed.clone())
+        assert plain == launches and found.keys() == expected.keys()
+        for name, t in expected.items():
+            assert (found[name].dtype, found[name].shape) == (t.dtype, t.shape) and torch.equal(found[name], t), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_the_same_kernels_start_with_the_same_arguments(case, kernel, monkeypatch, plain):
+    tensors, seed, played = inputs(case, torch.device("cpu")), torch.tensor([SEED]), [type(kernel)() for _ in KERNELS]
+    for name, by in zip(KERNELS, played, strict=True):
+        monkeypatch.setattr(launch, name, by)
+
+    def launches():
+        results = norm_fn(**tensors, **arguments(case) | {"seed": seed})
+        results = results if isinstance(results, tuple) else (results,)
+        upstream = [torch.ones_like(t) for t in results]
+        torch.autograd.grad(results, [t for t in tensors.values() if t.requires_grad], upstream)
+        pointers = {t.data_ptr(): i for i, t in enumerate((seed, *tensors.values(), *results, *upstream))}
+
+        def owners(value):  # in place of pointers
+            if isinstance(value, tuple):
+                return tuple(map(owners, value))
+            return pointers.get(value, "made on the way") if isinstance(value, int) and value > 2**32 else value
+
+        return [owners(by.compiled.runs[-1]) if by.compiled.runs else None for by in played]
+
+    with without_sites():
+        launches()
+        expected = launches()
+    launches(), launches(), plain.clear()
+    assert launches() == expected and not plain and expected[0] and expected[1]
+
+
+@contextmanager
+def launch_hook():
+    hook, hooks = (lambda metadata: None), launch.knobs.runtime.launch_enter_hook
+    hooks.add(hook)
+    yield
+    hooks.remove(hook)
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+WATCHED = [Dispatch, Functions, forward_ad.dual_level, launch_hook]
+OTHER_STATES = [lambda: torch.autocast("cpu", BF16), torch.no_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("around", [*WATCHED, *OTHER_STATES])
+def test_under_what_it_was_not_made_for_a_call_takes_the_plain_path(around, given, plain):
+    expected, _ = step(given), step(given)
+    y, r = site(*given)
+    times = 2 if around in WATCHED else 1  # then it has a site of its own
+    for _ in range(times):
+        plain.clear()
+        with around():
+            assert equal(site(*given), (y, r)) and plain == ["forward"]
+            if torch.is_grad_enabled() and around is not Functions:  # torch.autograd.grad takes that off
+                found = torch.autograd.grad((y, r), given, (torch.ones_like(y), torch.ones_like(r)), retain_graph=True)
+                assert plain == ["forward", "backward"] and equal(found, expected[2:])
+    plain.clear()
+    assert equal(step(given), expected) and not plain
+
+
+OTHERS = {
+    "dtype": lambda x, residual, w, b: (x.bfloat16(), residual, w, b),
+    "shape": lambda x, residual, w, b: (x[:2], residual[:2], w, b),
+    "strides": lambda x, residual, w, b: (x, residual.mT.contiguous().mT, w, b),
+    "requires_grad": lambda x, residual, w, b: (x, residual, w, b.detach()),
+    "class": lambda x, residual, w, b: (x, residual, torch.nn.Parameter(w), b),
+    "given twice": lambda x, residual, w, b: (x, x, w, b),
+    "less": lambda x, residual, w, b: (x, residual, w, None),
+    "as many others": lambda x, residual, w, b: (x, residual, None, w),
+    "negative": lambda x, residual, w, b: (torch._neg_view(x), residual, w, b),
+}
+HOW = [
+    {"eps": 0.1}, {"prenorm": False}, {"dropout_p": 0.5, "seed": 3}, {"zero_centered_weight": True}, {"out_dtype": BF16},
+    {"return_dropout_mask": True}, {"is_rms_norm": True}, {"out": torch.empty(4, 24)}, {"residual_out": torch.empty(4, 24)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", [*OTHERS.values(), *HOW], ids=[*OTHERS, *[next(iter(how)) for how in HOW]])
+def test_other_tensors_and_options_take_the_plain_path(other, given, plain):
+    tensors, how = (given, other) if isinstance(other, dict) else (other(*given), {})
+    how = {name: value.to(given[0].device) if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+    one, two = ((given, {}), (tensors, how))
+    for first, then in ((one, two), (two, one)):
+        sites.SITES.clear()
+        with without_sites():
+            expected = site(*then[0], **then[1])
+        site(*first[0], **first[1]), plain.clear()
+        for _ in range(2):
+            found = site(*then[0], **then[1])
+            assert equal(*[t if isinstance(t, tuple) else (t,) for t in (found, expected)])
+            assert plain[:1] == ["forward"]
+
+
+def test_what_is_refused_stays_refused(given):
+    for name, value in (("eps", Fraction(1, 2)), ("dropout_p", Fraction(1, 2)), ("prenorm", 1.0)):
+        for right in (type(value)(1) == value or 0.5,) * 2:  # equal to what is refused, and hashes alike
+            site(*given, **{name: right})
+        with pytest.raises((TypeError, ValueError), match=name):
+            site(*given, **{name: value})
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        rms_norm_fn([1.0], None, None)
+
+
+def test_transforms_and_graph_capture_see_operators(given):
+    x, *rest = given = [t.detach() for t in given]
+    expected = site(*given)
+    assert torch.equal(torch.func.vmap(lambda x: site(x, *rest)[0])(x.expand(2, 4, 24)), expected[0].expand(2, 4, 24))
+    assert torch.func.grad(lambda x: site(x, *rest)[0].sum())(x).isfinite().all()
+    assert "norm_forward" in str(make_fx(lambda *given: site(*given))(*given).graph)
+    assert "::norm" in str(torch.jit.trace(site, given, check_trace=False).graph)
+    graphs = []
+    compiled = torch.compile(site, fullgraph=True, backend=lambda graph, _: graphs.append(str(graph.graph)) or graph.forward)
+    assert equal(compiled(*given), expected) and "norm" in graphs[0]
+
+
+def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, plain):
+    step(given), step(given)
+    g = torch.rand(8, 24, device=given[0].device)
+    for upstream in ((1, None), (None, 1), (g[:4], g[4:]), (g[:4], g[:4]), (g[4:],) * 2):
+        steps_equal_the_plain_path(given, plain, [], upstream=upstream)
+    for dy in (g[:1].expand(4, 24), g[::2]):
+        for upstream in ((dy, g[4:]), (g[4:], dy)):
+            steps_equal_the_plain_path(given, plain, ["backward"], upstream=upstream)
+    sites.SITES.clear()
+    site(*given)
+    for wanted in ((0,), (2,), (1, 3), (0, 1, 2, 3)):
+        steps_equal_the_plain_path(given, plain, [], wanted=wanted)
+
+
+def test_a_graph_is_used_twice_and_a_site_twice_in_a_graph(given, plain):
+    def chain():
+        y, r = site(*site(*given), *given[2:])
+        loss = y.sin().sum() + r.cos().sum()
+        first = torch.autograd.grad(loss, given, retain_graph=True)
+        assert equal(first, torch.autograd.grad(loss, given))
+        return first
+
+    with without_sites():
+        expected = chain()
+    for _ in range(3):
+        plain.clear()
+        assert equal(chain(), expected)
+    assert not plain
+
+
+def test_gradients_of_gradients_are_refused(given, plain):
+    step(given), step(given), plain.clear()
+    y, r = site(*given)
+    found = torch.autograd.grad((y, r), given, (torch.ones_like(y), torch.ones_like(r)), create_graph=True)
+    assert plain == ["backward"]
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        found[0].sum().backward()
+
+
+def unaligned(t):
+    return t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t)
+
+
+@pytest.mark.parametrize("bring", [torch.clone, unaligned, lambda t: torch.stack((t, t), -1)[..., 0]])
+def test_hooks_on_saved_tensors_may_bring_others(bring, given, plain):
+    step(given), step(given)
+    upstream = torch.ones_like(given[0]), torch.ones_like(given[0])
+    found = []
+    for around in (without_sites, suppress):
+        with around(), saved_tensors_hooks(lambda t: t.detach(), bring):
+            y, r = site(*given)
+            plain.clear()
+            found.append(torch.autograd.grad((y, r), given, upstream))
+    assert equal(*found) and plain == ([] if bring is torch.clone else ["backward"])
+
+
+def test_unaligned_inputs_and_seeds_give_the_same_bits(given):
+    seeds = torch.tensor([1, 2], device=given[0].device)
+    for tensors in (given, [unaligned(t.detach()).requires_grad_() for t in given]):
+        for seed in seeds:
+            with without_sites():
+                expected = step(tensors, dropout_p=0.5, seed=seed)
+            assert all(equal(step(tensors, dropout_p=0.5, seed=seed), expected) for _ in range(3))
+
+
+def test_seeds_are_drawn_as_on_the_plain_path(given, plain):
+    found = []
+    for around in (without_sites, suppress, suppress, suppress):
+        torch.manual_seed(0), plain.clear()
+        with around():
+            found.append([*step(given, dropout_p=0.5), *step(given, dropout_p=0.5)])
+    assert all(equal(found[0], other) for other in found[1:]) and not plain and not torch.equal(found[0][0], found[0][6])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_compares_a_plain_forward_with_a_prepared_one(use_reentrant, given):
+    seed, expected = (
+        torch.tensor([1], device=given[0].device),
+        step(given, dropout_p=0.5, seed=torch.tensor([1]).to(given[0].device)),
+    )
+    sites.SITES.clear()
+    for _ in range(3):
+        results = checkpoint(lambda *given: site(*given, dropout_p=0.5, seed=seed), *given, use_reentrant=use_reentrant)
+        for t in given:
+            t.grad = None
+        torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+        assert equal([t.grad for t in given], expected[2:])
+
+
+def test_new_shapes_and_dtypes_do_not_fill_memory(device, monkeypatch):
+    monkeypatch.setattr(sites, "MOST", 2)
+    for rows in (1, 2, 3):
+        x = torch.rand(rows, 16, device=device)
+        for t in (x, x.half(), x.bfloat16()):
+            for weight in (x[0].clone(), x[0].half()):
+                rms_norm_fn(t, weight, None)
+        assert len(sites.SITES) <= 2 and all(len(alike) <= sites.MOST_ALIKE for alike in sites.SITES.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_than_the_current_device_take_the_plain_path(given, plain):
+    step(given), step(given), step(given), plain.clear()
+    with torch.cuda.device(1):
+        y, r = site(*given)
+    assert plain == ["forward"] and y.device == r.device == given[0].device

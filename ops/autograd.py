@@ -58,8 +58,8 @@ def norm_with_gradients(inputs: Inputs, options: Options, dtypes: tuple[torch.dt
     return Outputs(*_apply_eagerly(True, options, dtypes, *inputs))
 
 
-def _operator_with_gradients(*flat):
-    inputs, options = operators.records(Inputs, Options, flat)
+def _operator_with_gradients(tensors: list[Tensor], how: str) -> list[Tensor]:
+    inputs, options = operators.decode(Inputs, tensors, how)
     dtypes = tuple([None if t is None else t.dtype for t in inputs])
     return operators.present(FusedNorm.apply(False, options, dtypes, *inputs))
 

@@ -115,9 +115,12 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     return Plan(name, inference, training, given_dtypes, drops, weight1 is not None or bias1 is not None, r_is_x)
 
 
+_FUNCTIONS: dict[int, str] = {Norm.layernorm: "layer_norm_fn", Norm.rmsnorm: "rms_norm_fn"}
+
+
 def function_name(norm: int) -> str:
     """The public function of a norm, for messages."""
-    return {Norm.layernorm: "layer_norm_fn", Norm.rmsnorm: "rms_norm_fn"}.get(Norm(norm), "norm_fn")
+    return _FUNCTIONS.get(norm, "norm_fn")
 
 
 def as_norm(norm: Any) -> Norm:

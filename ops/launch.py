@@ -98,7 +98,7 @@ def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
         board = torch.full((launch.words,), -1, dtype=torch.int64, device=device)
     launch.gradients(backward_kernels.Pointers(*inputs[:11], *gradients[:5], partials, board), inputs.seed)
     if weights is not None:
-        launch.finish((partials, weights))
+        launch.finish(backward_kernels.Sums(partials, weights))
     return gradients
 
 

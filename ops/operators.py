@@ -9,14 +9,15 @@ compiled graphs then hold. `norm_forward_out` writes into buffers, for inference
 Every value that an operator returns costs the host time, so what was not asked for is not returned.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, get_type_hints
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, library
 from torch.autograd import forward_ad
 
+from . import prepared
 from .backend import launches
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 
@@ -48,12 +49,13 @@ def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> torch.
 def register_autograd(op: torch._ops.OpOverload, below: torch._ops.OpOverload, with_gradients: Callable) -> None:
     """Routes calls of `op` that need gradients through `with_gradients`; the others go on to `below`."""
 
-    def autograd(*flat):
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in flat):
-            return with_gradients(*flat)
-        if has_tangents() and any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in flat):
-            return with_gradients(*flat)  # which has no formula for them, and raises
-        return below_autograd(below, *flat)
+    def autograd(first, *rest):
+        tensors = [t for t in (first if isinstance(first, list) else (first, *rest)) if isinstance(t, Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return with_gradients(first, *rest)
+        if has_tangents() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            return with_gradients(first, *rest)  # which has no formula for them, and raises
+        return below_autograd(below, first, *rest)
 
     LIBRARY.impl(op._schema.name.split("::")[1], autograd, "Autograd")
 
@@ -68,43 +70,59 @@ def has_tangents() -> bool:
     return forward_ad._current_level >= 0
 
 
-def list_operator(name: str, record: type, options: type, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """An operator on records, flattened, that returns those tensors that were asked for."""
+def record_operator(name: str, record: Any, kernel: Callable, prepare: Callable, empty: Callable) -> torch._ops.OpOverload:
+    """An operator on the tensors of a record that returns those that were asked for.
 
-    def run(function, *flat):
-        return present(function(*records(record, options, flat)))
+    (Tensor[] tensors, str how) -> Tensor[]: `how` names the fields and holds the options, because the dispatcher's price is by
+    the argument, and the records have twenty-five. kernel, empty: of record and options; prepare: of both, makes a function of
+    the tensors for calls like this one.
+    """
+    table = prepared.table()
 
-    op = operator(name, f"({arguments(record, options)}) -> Tensor[]", partial(run, kernel), partial(run, fake))
+    def run(tensors: list[Tensor], how: str) -> list[Tensor]:
+        key = (how, tensors[0].shape)
+        for function in table.get(key, ()):
+            if (found := function(*tensors)) is not None:
+                return found
+        inputs, options = decode(record, tensors, how)
+        outputs = present(kernel(inputs, options))
+        prepared.remember(table, key, lambda: prepare(inputs, options))
+        return outputs
+
+    def fake(tensors: list[Tensor], how: str) -> list[Tensor]:
+        return present(empty(*decode(record, tensors, how)))
+
+    op = operator(name, "(Tensor[] tensors, str how) -> Tensor[]", run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
     return op
 
 
-def records(record: type, options: type, flat: tuple) -> tuple[Any, Any]:
-    """Both, of the values of their fields."""
-    count = len(record._fields)  # type: ignore[attr-defined]
-    return record(*flat[:count]), options(*[tuple(v) if isinstance(v, list) else v for v in flat[count:]])  # lists have no hash
+def encode(inputs: Inputs | BackwardInputs, options: Options | BackwardOptions) -> tuple[list[Tensor], str]:
+    """The arguments of an operator. Written out, as Dynamo can't trace repr."""
+    names = [name for name, t in zip(inputs._fields, inputs, strict=True) if t is not None]
+    values = [f"{name}={value}" for name, value in zip(options._fields, options, strict=True)]
+    return present(inputs), f"{' '.join(names)}: {type(options).__name__}({', '.join(values)})"
 
 
-def _one_by_one(op, info, in_dims, *flat):
+def decode(record: Any, tensors: Sequence[Tensor], how: str) -> tuple[Any, Any]:
+    names, options = _decoded(how)
+    return record(*map(dict(zip(names, tensors, strict=True)).get, record._fields)), options
+
+
+@lru_cache(maxsize=1024)
+def _decoded(how: str) -> tuple[list[str], Options | BackwardOptions]:
+    names, _, options = how.partition(": ")
+    return names.split(), eval(options, {"Options": Options, "BackwardOptions": BackwardOptions, "torch": torch})
+
+
+def _one_by_one(op, info, in_dims, tensors, how):
     """vmap: a call for each sample. PyTorch does that by itself for operators that return no lists."""
     samples = [
-        op(*[value if dim is None else value.select(dim, i) for value, dim in zip(flat, in_dims, strict=True)])
+        op([t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[0], strict=True)], how)
         for i in range(info.batch_size)
     ]
-    outputs = [torch.stack(tensors) for tensors in zip(*samples, strict=True)]
+    outputs = [torch.stack(same) for same in zip(*samples, strict=True)]
     return outputs, [0] * len(outputs)
-
-
-_SCHEMA_TYPES = {
-    Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool",
-    torch.dtype: "ScalarType", torch.dtype | None: "ScalarType?", tuple[bool, ...]: "bool[]",
-}  # fmt: skip
-
-
-def arguments(record: type, options: type) -> str:
-    """The fields of both, as a schema names them."""
-    fields = [*get_type_hints(record).items(), *get_type_hints(options).items()]
-    return ", ".join(f"{_SCHEMA_TYPES[t]} {name}" for name, t in fields)
 
 
 def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
@@ -114,21 +132,21 @@ def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 # Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
 # or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none.
 norm, norm_forward = (
-    list_operator(name, Inputs, Options, lambda *records: launches().forward(*records), empty_outputs)
+    record_operator(name, Inputs, lambda *given: launches().forward(*given), prepared.forward, empty_outputs)
     for name in ("norm", "norm_forward")
 )
-norm_backward = list_operator(
-    "norm_backward", BackwardInputs, BackwardOptions, lambda *records: launches().backward(*records), empty_gradients
+norm_backward = record_operator(
+    "norm_backward", BackwardInputs, lambda *given: launches().backward(*given), prepared.backward, empty_gradients
 )
 
 
-def _norm_forward_out(y, r, *flat):
+def _norm_forward_out(y, r, tensors, how):
     """Returns y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    return _no_none(launches().forward(*records(Inputs, Options, flat), y, r))
+    return _no_none(launches().forward(*decode(Inputs, tensors, how), y, r))
 
 
-def _norm_forward_out_fake(y, r, *flat):
-    return _no_none(empty_outputs(*records(Inputs, Options, flat), y, r))
+def _norm_forward_out_fake(y, r, tensors, how):
+    return _no_none(empty_outputs(*decode(Inputs, tensors, how), y, r))
 
 
 def _no_none(outputs: Outputs) -> tuple[Tensor, ...]:
@@ -141,7 +159,7 @@ norm_forward_out = library.custom_op(
     f"{NAMESPACE}::norm_forward_out",
     _norm_forward_out,
     mutates_args=("y", "r"),
-    schema=f"(Tensor(a!) y, Tensor(b!)? r, {arguments(Inputs, Options)}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor(a!) y, Tensor(b!)? r, Tensor[] tensors, str how) -> (Tensor, Tensor, Tensor)",
 )
 norm_forward_out.register_fake(_norm_forward_out_fake)
 
@@ -161,11 +179,11 @@ dropout_mask = operator(
 
 
 def norm_of(inputs: Inputs, options: Options) -> Outputs:
-    return _outputs(norm(*inputs, *options), inputs, options)
+    return _outputs(norm(*encode(inputs, options)), inputs, options)
 
 
 def norm_below_autograd(inputs: Inputs, options: Options) -> Outputs:
-    return _outputs(below_autograd(norm_forward, *inputs, *options), inputs, options)
+    return _outputs(below_autograd(norm_forward, *encode(inputs, options)), inputs, options)
 
 
 def norm_into(inputs: Inputs, options: Options, y: Tensor | None, r: Tensor | None) -> Outputs:
@@ -174,7 +192,7 @@ def norm_into(inputs: Inputs, options: Options, y: Tensor | None, r: Tensor | No
         y = x.new_empty(x.shape, dtype=options.out_dtype)
     if r is None and options.store_residual:
         r = x.new_empty(x.shape, dtype=options.residual_dtype)
-    y1, mask, mask1 = norm_forward_out(y, r, *inputs, *options)
+    y1, mask, mask1 = norm_forward_out(y, r, *encode(inputs, options))
     return Outputs(y, r, y1, mask, mask1)
 
 
@@ -187,7 +205,7 @@ def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradie
         inputs.x1 is not None,
         True in options.wanted,
     )
-    return Gradients(*_in_places(there, norm_backward(*inputs, *options)))
+    return Gradients(*_in_places(there, norm_backward(*encode(inputs, options))))
 
 
 def _outputs(tensors: list[Tensor], inputs: Inputs, options: Options) -> Outputs:

@@ -51,6 +51,11 @@ class Pointers(NamedTuple):
     board: tl.tensor  # of split rows, see `split`
 
 
+class Sums(NamedTuple):
+    partials: tl.tensor  # fp32 [groups of programs, WIDTH]
+    weights: tl.tensor  # [WIDTH]: the sum over groups
+
+
 class Strides(NamedTuple):
     """Between rows, over Variant.STRIDE_UNIT; None where rows lie next to each other, as those of outputs do."""
 
@@ -421,8 +426,7 @@ def prefetch_slice(p, stride, tile, groups, first_col, M, HOW: tl.constexpr):
 def finish_weight_gradients_kernel(
     p, groups, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr
 ):
-    """p: partials [groups, WIDTH] and out [WIDTH], the sum over their rows in a fixed order."""
-    p_partials, p_out = p
+    """p: Sums. Adds up the rows in a fixed order."""
     if EARLY_START:
         gdc_wait()
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -430,5 +434,5 @@ def finish_weight_gradients_kernel(
     for first in tl.range(0, groups, BLOCK_P):
         rows = first + tl.arange(0, BLOCK_P)
         m = (rows < groups)[:, None] & (cols < WIDTH)[None, :]
-        b_sum += tl.load(p_partials + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :], mask=m, other=0.0)
-    tl.store(p_out + cols, tl.sum(b_sum, 0), mask=cols < WIDTH)
+        b_sum += tl.load(p.partials + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :], mask=m, other=0.0)
+    tl.store(p.weights + cols, tl.sum(b_sum, 0), mask=cols < WIDTH)

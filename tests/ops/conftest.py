@@ -3,7 +3,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from ops import backend, launch, sites
+from ops import backend, launch, prepared
 from ops.kernels import split
 
 from .tiles import TwiceIfSplit, fitted, read_at_once
@@ -19,10 +19,10 @@ def device() -> torch.device:
 def fresh_launches():
     """Launches are remembered with their tiles and kernels, which tests replace."""
     launch.forget()
-    sites.SITES.clear()
+    prepared.forget()
     yield
     launch.forget()
-    sites.SITES.clear()
+    prepared.forget()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def use_tile(monkeypatch):
         for name in ("forward_tile", "backward_tile"):
             monkeypatch.setattr(launch, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
         launch.forget()
-        sites.SITES.clear()
+        prepared.forget()
 
     return use
 

@@ -25,7 +25,7 @@ from ops import (
     rms_norm_fn,
     seeded_dropout,
 )  # fmt: skip
-from ops.records import BackwardOptions, Options
+from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
 
 from .cases import BF16, FP16, FP32, Case, describe, inputs, outputs_and_gradients
 
@@ -211,12 +211,15 @@ def test_opcheck(name, device):
         torch.rand(4, 2, device=device),
     )
     how = BackwardOptions(0.25, Norm.layernorm, False, FP32, BF16, FP32, (True, True, False, True), FP32)
+    encode = operators.encode
+    given = Inputs(bf16, *tensors[1:], seed)
+    backward = BackwardInputs(bf16, x1, residual, residual, bf16, x1, w, w1, scale, scale1, stats, seed)
     calls = {
-        "norm_forward_out": [(torch.empty_like(bf16), torch.empty_like(residual), bf16, *tensors[1:], seed, *HOW)],
-        "norm_backward": [(bf16, x1, residual, residual, bf16, x1, w, w1, scale, scale1, stats, seed, *how)],
+        "norm_forward_out": [(torch.empty_like(bf16), torch.empty_like(residual), *encode(given, HOW))],
+        "norm_backward": [encode(backward, how)],
         "dropout": [(x, seed, 0.25, 1)],
         "dropout_mask": [(seed, 4, 24, 0.25, 0)],
-    }.get(name, [(bf16, *tensors[1:], seed, *HOW), (x, *(None,) * 9, *PLAIN)])
+    }.get(name, [encode(given, HOW), encode(Inputs(x, *(None,) * 9), PLAIN)])
     for arguments in calls:
         library.opcheck(getattr(operators, name), arguments)
 

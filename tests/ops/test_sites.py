@@ -1,6 +1,6 @@
 """Prepared call sites: a call like an earlier one starts the same launches and gives the same bits; no other call is taken."""
 
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
 from unittest import mock
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ops import Norm, launch, layer_norm_fn, norm_fn, rms_norm_fn, sites
+from ops import Norm, launch, layer_norm_fn, norm_fn, prepared, rms_norm_fn, sites
 
 from .cases import BF16, FP32, SEED, arguments, describe, inputs, outputs_and_gradients, pairwise
 
@@ -23,6 +23,14 @@ CASES = pairwise(
     weight=[None, BF16, FP32], bias=[False, True], rowscale=["none", "fixed", "learned"], dropout_p=[0.0, 0.2],
     zero_centered=[False, True], prenorm=[False, True], residual_in_fp32=[False, True], out=[None, FP32],
 )  # fmt: skip
+
+
+class Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+WAYS = pytest.mark.parametrize("way", [nullcontext, Dispatch], ids=["eager", "operators"])
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +44,7 @@ def plain(monkeypatch):
 
 
 def without_sites():
-    return mock.patch.object(sites, "WORKS", False)
+    return mock.patch.object(prepared, "WORKS", False)
 
 
 @pytest.fixture
@@ -71,21 +79,25 @@ def steps_equal_the_plain_path(given, plain, again: list, **how):
     assert plain == again, how
 
 
+@WAYS
 @pytest.mark.parametrize("case", CASES, ids=describe)
-def test_the_bits_are_the_same(case, device, plain):
+def test_the_bits_are_the_same(case, way, device, plain):
     seed = torch.tensor([SEED], device=device)
     with without_sites():
         expected = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed)
-    for launches in (["forward", "backward"], ["backward"], []):  # a plain forward has a plain backward, which leaves nothing
+    # In eager code a plain forward has a plain backward, which leaves nothing.
+    for launches in (["forward", "backward"], ["backward"] if way is nullcontext else [], []):
         plain.clear()
-        found = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed.clone())
+        with way():
+            found = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed.clone())
         assert plain == launches and found.keys() == expected.keys()
         for name, t in expected.items():
             assert (found[name].dtype, found[name].shape) == (t.dtype, t.shape) and torch.equal(found[name], t), name
 
 
+@WAYS
 @pytest.mark.parametrize("case", CASES, ids=describe)
-def test_the_same_kernels_start_with_the_same_arguments(case, kernel, monkeypatch, plain):
+def test_the_same_kernels_start_with_the_same_arguments(case, way, kernel, monkeypatch, plain):
     tensors, seed, played = inputs(case, torch.device("cpu")), torch.tensor([SEED]), [type(kernel)() for _ in KERNELS]
     for name, by in zip(KERNELS, played, strict=True):
         monkeypatch.setattr(launch, name, by)
@@ -107,8 +119,9 @@ def test_the_same_kernels_start_with_the_same_arguments(case, kernel, monkeypatc
     with without_sites():
         launches()
         expected = launches()
-    launches(), launches(), plain.clear()
-    assert launches() == expected and not plain and expected[0] and expected[1]
+    with way():
+        launches(), launches(), plain.clear()
+        assert launches() == expected and not plain and expected[0] and expected[1]
 
 
 @contextmanager
@@ -124,11 +137,6 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 WATCHED = [Dispatch, Functions, forward_ad.dual_level, launch_hook]
 OTHER_STATES = [lambda: torch.autocast("cpu", BF16), torch.no_grad, torch.inference_mode]
 
@@ -137,14 +145,14 @@ OTHER_STATES = [lambda: torch.autocast("cpu", BF16), torch.no_grad, torch.infere
 def test_under_what_it_was_not_made_for_a_call_takes_the_plain_path(around, given, plain):
     expected, _ = step(given), step(given)
     y, r = site(*given)
-    times = 2 if around in WATCHED else 1  # then it has a site of its own
-    for _ in range(times):
-        plain.clear()
-        with around():
-            assert equal(site(*given), (y, r)) and plain == ["forward"]
-            if torch.is_grad_enabled() and around is not Functions:  # torch.autograd.grad takes that off
-                found = torch.autograd.grad((y, r), given, (torch.ones_like(y), torch.ones_like(r)), retain_graph=True)
-                assert plain == ["forward", "backward"] and equal(found, expected[2:])
+    before = dict(sites.SITES)
+    plain.clear()
+    with around():
+        assert equal(site(*given), (y, r)) and plain == ["forward"]
+        if torch.is_grad_enabled() and around is not Functions:  # torch.autograd.grad takes that off
+            found = torch.autograd.grad((y, r), given, (torch.ones_like(y), torch.ones_like(r)), retain_graph=True)
+            assert plain == ["forward", "backward"] and equal(found, expected[2:])
+    assert around in OTHER_STATES or sites.SITES == before  # the others have sites of their own
     plain.clear()
     assert equal(step(given), expected) and not plain
 
@@ -172,7 +180,7 @@ def test_other_tensors_and_options_take_the_plain_path(other, given, plain):
     how = {name: value.to(given[0].device) if isinstance(value, torch.Tensor) else value for name, value in how.items()}
     one, two = ((given, {}), (tensors, how))
     for first, then in ((one, two), (two, one)):
-        sites.SITES.clear()
+        prepared.forget()
         with without_sites():
             expected = site(*then[0], **then[1])
         site(*first[0], **first[1]), plain.clear()
@@ -212,7 +220,7 @@ def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, 
     for dy in (g[:1].expand(4, 24), g[::2]):
         for upstream in ((dy, g[4:]), (g[4:], dy)):
             steps_equal_the_plain_path(given, plain, ["backward"], upstream=upstream)
-    sites.SITES.clear()
+    prepared.forget()
     site(*given)
     for wanted in ((0,), (2,), (1, 3), (0, 1, 2, 3)):
         steps_equal_the_plain_path(given, plain, [], wanted=wanted)
@@ -284,7 +292,7 @@ def test_checkpointing_compares_a_plain_forward_with_a_prepared_one(use_reentran
         torch.tensor([1], device=given[0].device),
         step(given, dropout_p=0.5, seed=torch.tensor([1]).to(given[0].device)),
     )
-    sites.SITES.clear()
+    prepared.forget()
     for _ in range(3):
         results = checkpoint(lambda *given: site(*given, dropout_p=0.5, seed=seed), *given, use_reentrant=use_reentrant)
         for t in given:
@@ -294,13 +302,13 @@ def test_checkpointing_compares_a_plain_forward_with_a_prepared_one(use_reentran
 
 
 def test_new_shapes_and_dtypes_do_not_fill_memory(device, monkeypatch):
-    monkeypatch.setattr(sites, "MOST", 2)
+    monkeypatch.setattr(prepared, "MOST", 2)
     for rows in (1, 2, 3):
         x = torch.rand(rows, 16, device=device)
         for t in (x, x.half(), x.bfloat16()):
             for weight in (x[0].clone(), x[0].half()):
                 rms_norm_fn(t, weight, None)
-        assert len(sites.SITES) <= 2 and all(len(alike) <= sites.MOST_ALIKE for alike in sites.SITES.values())
+        assert len(sites.SITES) <= 2 and all(len(alike) <= prepared.MOST_ALIKE for alike in sites.SITES.values())
 
 
 @pytest.mark.gpu

@@ -1,0 +1,207 @@
+"""Prepared launches: straight code for a call like an earlier one, in place of working out anew what that one has shown.
+
+On small tensors the GPU waits for Python: for allocations through the dispatcher, for launches whose arguments are put together
+anew. All of that follows from shapes, dtypes and options. So a first call leaves a function for its like: a guard, and code that
+is written as text and compiled for this case alone. For the operator `norm_forward` of add + RMSNorm:
+
+    def forward(x, residual, weight):
+        if not (guard(x, residual, weight) and not observed() and current_device() == index): return None
+        y = empty(y_size, y_stride, y_dtype)
+        …                                          # r and stats too; the pointers; the launch
+        return [y, r, stats]
+
+The guard is PyTorch's TensorGuards, in C++: type, dispatch keys together with those of the thread (autocast, inference mode,
+functorch, dispatch modes, jit.trace), dtype, device, requires_grad, sizes, strides, no tensor given twice. What it does not see
+is asked besides: a profiler's launch hooks, the current device, pointers off a 16-byte boundary. Where any of that differs the
+function returns None or takes the plain launch, which gives the same bits.
+"""
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backend
+from .backend import launches
+from .records import BackwardInputs, BackwardOptions, Inputs, Options, empty_gradients, empty_outputs
+
+Table = dict[Hashable, tuple[Callable, ...]]  # functions that return None where their guard fails
+MOST, MOST_ALIKE = 512, 4  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
+
+
+_TABLES: list[Table] = []
+
+
+def table() -> Table:
+    _TABLES.append({})
+    return _TABLES[-1]
+
+
+def forget() -> None:
+    """Empties all tables; for tests, which change what launches are made of."""
+    for each in _TABLES:
+        each.clear()
+
+
+def remember(table: Table, key: Hashable, make: Callable[[], Callable | None]) -> None:
+    alike = table.get(key, ())
+    if WORKS and len(alike) < MOST_ALIKE and (made := make()) is not None:
+        if len(table) >= MOST:
+            table.clear()
+        table[key] = (made, *alike)
+
+
+def forward(inputs: Inputs, options: Options) -> Callable | None:
+    """A function of the tensors of `inputs` that returns the outputs that are asked for."""
+    tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
+    text = begin(tensors, inputs.x, forward_launchers(inputs, options))
+    if text is None:
+        return None
+    text.lines = [f"if not ({text.guard}): return None"]
+    made = text.forward(inputs, options)
+    return text.function("forward", tensors, f"return [{', '.join(made)}]")
+
+
+def backward(inputs: BackwardInputs, options: BackwardOptions) -> Callable | None:
+    """A function of the tensors of `inputs` that returns the gradients that are asked for."""
+    tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
+    text = begin(tensors, inputs.r, backward_launchers(inputs, options))
+    if text is None:
+        return None
+    text.lines = [f"if not ({text.guard}): return None"]
+    made = text.backward(inputs, options)
+    return text.function("backward", tensors, f"return [{', '.join(made)}]")
+
+
+def forward_launchers(inputs: Inputs, options: Options) -> list:
+    launch = launches()
+    return [launch._forward_launcher(options, inputs.x.shape, inputs.x.device, launch._dense(inputs)[1], None)]
+
+
+def backward_launchers(inputs: BackwardInputs, options: BackwardOptions) -> list:
+    """None where programs share a row: their board of sums needs more than a launch."""
+    launch = launches()
+    how = launch._backward_launch(options, inputs.r.shape, inputs.r.device, launch._dense(inputs)[1], None)
+    return [] if how.words else [how.gradients, how.finish] if True in options.wanted else [how.gradients]
+
+
+def begin(tensors: dict[str, Tensor], like: Tensor, launchers: list) -> "Text | None":
+    """A function of these tensors. None where they are such that nothing is prepared: without elements, or with gaps between
+    rows; where the guard fails now; or where a launch does not know its kernel yet, because of pointers off a 16-byte boundary.
+    """
+    empty = getattr(_guards, f"_empty_strided_{like.device.type}", None)
+    if empty is None or not launchers or not (backend.INTERPRET or all(launcher.compiled for launcher in launchers)):
+        return None
+    if like.numel() == 0 or not all(t.is_contiguous() for t in tensors.values()):
+        return None
+    first: dict[int, str] = {}
+    again = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+    guarded = [name for name in tensors if name not in again]
+    names = {"guard": _tensor_guard([tensors[name] for name in guarded]), "observed": launches()._observed, "empty": empty}
+    names |= {"index": like.device.index}
+    guard = " and ".join([*[f"{name} is {same}" for name, same in again.items()], f"guard({', '.join(guarded)}) and not observed()"])
+    if like.is_cuda:  # allocations and launches are on the current device
+        names |= {"current_device": torch._C._cuda_getDevice}
+        guard += " and current_device() == index"
+    return Text(guard, names, launchers) if eval(guard, names | tensors) else None
+
+
+class Text:
+    """A function in the making: its lines, and the values of the names in them."""
+
+    def __init__(self, guard: str, names: dict[str, Any], launchers: list) -> None:
+        self.guard, self.names, self.launchers, self.lines = guard, names, launchers, list[str]()
+
+    def forward(self, inputs: Inputs, options: Options) -> list[str]:
+        """What `launch.forward` does. The names of the outputs."""
+        made = self.allocate(empty_outputs(Inputs(*_on_meta(inputs)), options)._asdict())
+        there = {name for name, t in inputs._asdict().items() if t is not None}
+        seed = "seed" if "seed" in there else None
+        self.launch(0, launches().forward_kernels.Pointers, {*there, *made}, [seed])
+        return made
+
+    def backward(self, inputs: BackwardInputs, options: BackwardOptions) -> list[str]:
+        """What `launch.backward` does, where no programs share a row. The names of the gradients."""
+        launch = launches()
+        how = launch._backward_launch(options, inputs.r.shape, inputs.r.device, launch._dense(inputs)[1], None)
+        made = self.allocate(empty_gradients(BackwardInputs(*_on_meta(inputs)), options)._asdict())
+        partials = self.allocate({"partials": torch.empty(how.partials, device="meta")} if "weights" in made else {})
+        there = {name for name, t in inputs._asdict().items() if t is not None}
+        seed = "seed" if "seed" in there else None
+        self.launch(0, launch.backward_kernels.Pointers, {*there, *made, *partials}, [seed], unaligned="return None")
+        if "weights" in made:
+            self.launch(1, launch.backward_kernels.Sums, {"partials", "weights"}, [])
+        return made
+
+    def allocate(self, record: dict[str, Tensor | None]) -> list[str]:
+        made = {name: t for name, t in record.items() if t is not None}
+        for name, t in made.items():
+            self.names |= {f"{name}_size": tuple(t.shape), f"{name}_stride": t.stride(), f"{name}_dtype": t.dtype}
+            self.lines.append(f"{name} = empty({name}_size, {name}_stride, {name}_dtype)")
+        return list(made)
+
+    def launch(self, which: int, record: Any, there: set[str], seed: list[str | None], unaligned: str = "") -> None:
+        """What `Launcher.__call__` does. record: of the tensors; unaligned: the line for pointers off a boundary, by default
+        that of a plain launch."""
+        launcher, at = self.launchers[which], f"launch{which}"
+        tensors = [name if name in there else None for name in record._fields]
+        given = [name for name in tensors if name]
+        plain = f"{at}({', '.join([f'{at}_record({_list(tensors)})', *map(str, seed)])})"
+        self.names |= {at: launcher, f"{at}_record": record}
+        self.lines += [f"p_{name} = {name}.data_ptr()" for name in given]
+        self.lines.append(f"if ({' | '.join([f'p_{name}' for name in given])}) % 16: {unaligned or plain}")
+        if launcher.compiled is not None:
+            rest = {f"{at}_{i}": value for i, value in enumerate(launcher.rest)}
+            pointers, seed = _list([name and f"p_{name}" for name in tensors]), [s and f"{s}.data_ptr()" for s in seed]
+            self.names |= {"stream": launches().driver.active.get_current_stream, f"{at}_run": launcher.run, **rest}
+            self.names |= {f"{at}_function": launcher.function, f"{at}_metadata": launcher.metadata}
+            how = f"{launcher.programs}, 1, 1, stream(index), {at}_function, {at}_metadata, None, None, None"
+            plain = f"{at}_run({', '.join([how, f'({pointers},)', *map(str, seed), *rest])})"
+        self.lines.append(f"else: {plain}")
+
+    def function(self, name: str, parameters: Iterable[str], *lines: str) -> Callable:
+        """The lines so far and these; the next function begins anew."""
+        exec(_compiled("\n    ".join([f"def {name}({', '.join(parameters)}):", *self.lines, *lines])), self.names)
+        self.lines = []
+        return self.names[name]
+
+
+def _list(names: list[str | None]) -> str:
+    return ", ".join(map(str, names))
+
+
+@lru_cache(maxsize=1024)
+def _compiled(text: str) -> CodeType:
+    """Functions that differ in shapes and dtypes alone have the same text."""
+    return compile(text, "<prepared launch>", "exec")
+
+
+def _on_meta(tensors: Iterable) -> list:
+    """Without memory, to see what would be allocated."""
+    return [torch.empty_like(t, device="meta") if isinstance(t, Tensor) else None for t in tensors]
+
+
+def _tensor_guard(tensors: list[Tensor]) -> Callable[..., bool]:
+    sizes, strides = [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors]
+    return _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+
+def _works() -> bool:
+    """Whether PyTorch's unpromised names do what is relied on."""
+    x, w = torch.empty(2, 3), torch.nn.Parameter(torch.empty(3))
+    guard = _tensor_guard([x, w])
+    others: list = [(other, w) for other in (x.double(), x[:1], torch.empty(3, 2).mT, x.clone().requires_grad_(), x.to("meta"))]
+    others += [(x, w.detach()), (x, w.detach().requires_grad_()), (x, x), (x, None)]
+    made = _guards._empty_strided_cpu((2, 3), (3, 1), torch.half)
+    as_asked = (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.half)
+    return as_asked and guard(x.clone(), w) and not any(guard(*other) for other in others) and not _tensor_guard([x, x])(x, x)
+
+
+try:
+    _guards: Any = torch._C._dynamo.guards
+    WORKS = _works()
+except (AttributeError, TypeError, RuntimeError):
+    WORKS = False

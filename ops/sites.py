@@ -1,5 +1,7 @@
-"""Prepared call sites: an eager call like an earlier one skips the checks and PyTorch's dispatcher. A reader may skip this file:
-without it and its two call places in `functional` every call takes the plain path, which gives the same bits.
+"""Prepared call sites: an eager call like an earlier one skips the checks and PyTorch's dispatcher.
+
+A reader may skip this file: without it and its two call places in `functional` every call takes the plain path, which gives the
+same bits.
 
 A call on the plain path leaves a site for its like (see `prepared`). For add + RMSNorm:
 
@@ -73,11 +75,11 @@ def _call(given: tuple, prenorm: bool, plan: Plan) -> Callable | None:
     training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     options = plan.training if training else plan.inference
     x = tensors["x"]
-    inputs = Inputs(*given[:9], torch.empty(1, dtype=torch.int64, device=x.device) if plan.drops else None)
-    text = prepared.begin(tensors, x, prepared.forward_launchers(inputs, options))
+    inputs = Inputs(*given)._replace(seed=torch.empty(1, dtype=torch.int64, device=x.device) if plan.drops else None)
+    text = prepared.begin(tensors, prepared.forward_launchers(inputs, options))
     if text is None:
         return None
-    taken = [name for name, t in inputs._asdict().items() if t is not None]
+    taken = [*prepared.tensors_of(inputs)]
     made = text.forward(inputs, options)
     returned: list[str] = [name for name in ("y", "y1", "r") if name in made and (name != "r" or prenorm)]
     if training:
@@ -131,8 +133,7 @@ def _with_gradients(
 
 def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: list[str]) -> Callable | None:
     """A function of upstream gradients and saved tensors."""
-    tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
-    text = prepared.begin(tensors, inputs.r, prepared.backward_launchers(inputs, job.options))
+    text = prepared.begin(prepared.tensors_of(inputs), prepared.backward_launchers(inputs, job.options))
     if text is None:
         return None
     text.lines = [f"if not ({text.guard}): return None"]

@@ -1,9 +1,11 @@
-"""NaN and infinity are noticed, and the first bad step is named."""
+"""NaN and infinity are noticed, and the first bad step is named. What helps a GPU that waits is said."""
 
 import pytest
 import torch
 
-from training.metrics import Health, NonFiniteError
+import configs
+from configs.machine import Machine
+from training.metrics import Health, NonFiniteError, waiting
 
 CPU = torch.device("cpu")
 GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
@@ -55,3 +57,16 @@ def test_a_bad_weight_is_found_while_the_loss_is_still_finite(health, bad):
     model.weight.data[1, 2] = bad
     with pytest.raises(NonFiniteError, match="a weight is NaN or infinite at step 5"):
         health.check_weights(model, 5)
+
+
+@pytest.mark.parametrize(
+    ("gpu_ms", "overrides", "told"),
+    [
+        (9.0, [], ""),
+        (4.0, [], "60 % of a step: its kernels take 4.0 of 10.0 ms. Try train.compile=true train.compile_mode=reduce-overhead"),
+        (4.0, ["train.compile=true", "train.compile_mode=reduce-overhead"], "Try a larger train.batch_size"),
+    ],
+)
+def test_what_helps_where_the_gpu_waits(gpu_ms, overrides, told):
+    text = waiting(10.0, gpu_ms, configs.load(overrides, on=Machine("cuda")))
+    assert told in text and bool(told) == bool(text)

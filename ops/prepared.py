@@ -77,27 +77,36 @@ def tensors_of(record: Inputs | BackwardInputs) -> dict[str, Tensor]:
 
 
 def forward_launchers(inputs: Inputs, options: Options) -> list:
-    launch = launches()
-    return [launch._forward_launcher(options, inputs.x.shape, inputs.x.device, launch._dense(inputs)[1], None)]
+    """Empty where nothing is to be prepared: some tensor is not read where it lies."""
+    dense, dtypes, strides = launches()._dense(inputs)
+    if _moved(inputs, dense):
+        return []
+    return [launches()._forward_launcher(options, inputs.x.shape, inputs.x.device, dtypes, strides)]
 
 
 def backward_launchers(inputs: BackwardInputs, options: BackwardOptions) -> list:
-    """None where programs share a row: their board of sums needs more than a launch."""
+    """As `forward_launchers`; empty, too, where programs share a row: their board of sums needs more than a launch."""
     how = _backward_launch(inputs, options)
-    return [] if how.words else [how.gradients, how.finish] if True in options.wanted else [how.gradients]
+    if how.words or _moved(inputs, launches()._dense(inputs)[0]):
+        return []
+    return [how.gradients, how.finish] if True in options.wanted else [how.gradients]
+
+
+def _moved(record: Inputs | BackwardInputs, dense: Inputs | BackwardInputs) -> bool:
+    return any(t is not d and t.data_ptr() != d.data_ptr() for t, d in zip(record, dense, strict=True))  # type: ignore
 
 
 def begin(tensors: dict[str, Tensor], launchers: list) -> "Text | None":
     """A function of these tensors, the first of which has rows.
 
-    None where nothing is prepared: there are no elements, or gaps between rows; the guard fails now; or a launch does not know
-    its kernel yet, because of pointers off a 16-byte boundary.
+    None where nothing is prepared: there are no elements; the guard fails now; or a launch does not know its kernel yet, as it
+    has seen only pointers off a 16-byte boundary.
     """
     like = next(iter(tensors.values()))
     empty = getattr(_guards, f"_empty_strided_{like.device.type}", None)
     if empty is None or not launchers or not (backend.INTERPRET or all(launcher.compiled for launcher in launchers)):
         return None
-    if like.numel() == 0 or not all(t.is_contiguous() for t in tensors.values()):
+    if like.numel() == 0:
         return None
     first: dict[int, str] = {}  # the guard knows no tensor that is given twice
     twice = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
@@ -174,8 +183,8 @@ class Text:
 
 
 def _backward_launch(inputs: BackwardInputs, options: BackwardOptions) -> Any:
-    launch = launches()
-    return launch._backward_launch(options, inputs.r.shape, inputs.r.device, launch._dense(inputs)[1], None)
+    _, dtypes, strides = launches()._dense(inputs)
+    return launches()._backward_launch(options, inputs.r.shape, inputs.r.device, dtypes, strides)
 
 
 def _list(names: list[str | None]) -> str:

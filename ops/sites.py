@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import prepared
-from .autograd import is_eager, known_job, norm_gradients
+from .autograd import is_eager, job_of, norm_gradients
 from .checks import Plan
 from .philox import draw_seed
 from .prepared import Table, remember
@@ -124,7 +124,7 @@ def _with_gradients(
             gradients = norm_gradients(inputs, options, plan.dtypes, needs)
             upstream_given = a is not None or b is not None or c is not None
             if upstream_given and not plain and is_eager(inputs):
-                job = known_job(options, plan.dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
+                job = job_of(options, plan.dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
                 remember(table, key, lambda: _backward(inputs, job, (*upstream, "_1", "_2")[:3], kept, taken))
             return tuple([gradients[Inputs._fields.index(name)] for name in taken])
 

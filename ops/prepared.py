@@ -29,7 +29,7 @@ from .backend import launches
 from .records import BackwardInputs, BackwardOptions, Inputs, Options, empty_gradients, empty_outputs
 
 Table = dict[Hashable, tuple[Callable, ...]]  # functions that return None where their guard fails
-MOST, MOST_ALIKE = 512, 4  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
+MOST, MOST_ALIKE = 512, 8  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
 
 
 _TABLES: list[Table] = []
@@ -113,7 +113,7 @@ def begin(tensors: dict[str, Tensor], launchers: list) -> "Text | None":
     guarded = [name for name in tensors if name not in twice]
     conditions = [f"{name} is {same}" for name, same in twice.items()]
     conditions += [f"guard({', '.join(guarded)})", "not observed()"]
-    names = {"guard": _tensor_guard([tensors[name] for name in guarded]), "observed": launches()._observed}
+    names = {"guard": _tensor_guard([tensors[name] for name in guarded]), "observed": launches().observed}
     names |= {"empty": empty, "index": like.device.index}
     if like.is_cuda:  # allocations and launches are on the current device
         names["current_device"] = torch._C._cuda_getDevice
@@ -169,8 +169,9 @@ class Text:
         if launcher.compiled is not None:
             rest = {f"{at}_{i}": value for i, value in enumerate(launcher.rest)}
             pointers, seed = _list([name and f"p_{name}" for name in tensors]), [s and f"{s}.data_ptr()" for s in seed]
-            self.names |= {"stream": launches().driver.active.get_current_stream, f"{at}_run": launcher.run, **rest}
-            self.names |= {f"{at}_function": launcher.function, f"{at}_metadata": launcher.metadata}
+            kernel = launcher.compiled
+            self.names |= {"stream": launches().stream_getter(), f"{at}_run": kernel.run, **rest}
+            self.names |= {f"{at}_function": kernel.function, f"{at}_metadata": kernel.packed_metadata}
             how = f"{launcher.programs}, 1, 1, stream(index), {at}_function, {at}_metadata, None, None, None"
             plain = f"{at}_run({', '.join([how, f'({pointers},)', *map(str, seed), *rest])})"
         self.lines.append(f"else: {plain}")

@@ -118,25 +118,28 @@ def test_the_same_kernels_start_with_the_same_arguments(case, way, kernel, monke
         monkeypatch.setattr(launch, name, by)
 
     def launches():
+        """What Triton's launch, and the compiled kernel itself, were given last: programs and arguments of each kernel."""
         results = norm_fn(**tensors, **arguments(case) | {"seed": seed})
         results = results if isinstance(results, tuple) else (results,)
         upstream = [torch.ones_like(t) for t in results]
         torch.autograd.grad(results, [t for t in tensors.values() if t.requires_grad], upstream)
         pointers = {t.data_ptr(): i for i, t in enumerate((seed, *tensors.values(), *results, *upstream))}
 
-        def owners(value):  # in place of pointers
+        def owners(value):  # in place of tensors and pointers
+            value = value.data_ptr() if isinstance(value, torch.Tensor) else value
             if isinstance(value, tuple):
                 return tuple(map(owners, value))
             return pointers.get(value, "made on the way") if isinstance(value, int) and value > 2**32 else value
 
-        return [owners(by.compiled.runs[-1]) if by.compiled.runs else None for by in played]
+        by_triton = [owners((*by.calls[-1][0], *by.calls[-1][1])) if by.calls else None for by in played]
+        by_us = [owners((run[0], *run[9:])) if (run := (by.compiled.runs or [None])[-1]) else None for by in played]
+        return by_triton, by_us
 
     with without_sites():
-        launches()
-        expected = launches()
+        expected, none = launches()
     with way():
         launches(), launches(), launched.clear()
-        assert launches() == expected and not launched and expected[0] and expected[1]
+        assert launches()[1] == expected and not launched and expected[0] and expected[1] and none == [None] * 3
 
 
 @contextmanager

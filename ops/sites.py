@@ -111,7 +111,9 @@ def _with_gradients(
 
         @staticmethod
         def backward(ctx, a, b=None, c=None):
-            saved, plain = ctx.saved_tensors, torch.compiler.is_compiling() or torch.is_grad_enabled()
+            # On a GPU backward has a thread of its own, in which the guard does not see dispatch modes.
+            watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+            saved, plain = ctx.saved_tensors, watched or torch.is_grad_enabled()
             key = (ctx.needs_input_grad, a is None, b is None, c is None)
             if not plain and forward_ad._current_level < 0:
                 for run in table.get(key, ()):

@@ -177,6 +177,7 @@ def test_with_cuda_graphs_places_stay(arms, runs):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_arms_move_to_each_others_places_and_stay_there_while_they_train_and_none_is_compiled_again(arms, compiled):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     listed = list(arms.values())
     if compiled:
         listed = [replace(arm, forward=torch.compile(arm.state.model, backend="eager")) for arm in listed]

@@ -24,9 +24,8 @@ def no_compiler(monkeypatch):
 def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_path, capsys, no_compiler):
     host.main([*CPU, "--output", str(tmp_path), "--provider", "ours", "torch"])
     records = load(tmp_path / "host.json")["records"]
-    assert {(r["provider"], r["direction"]) for r in records} == {
-        (p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")
-    }
+    expected = {(p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")}
+    assert {(r["provider"], r["direction"]) for r in records} == expected
     assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in records)
     assert (tmp_path / "host.png").exists()
     printed = capsys.readouterr().out
@@ -69,9 +68,8 @@ def test_fused_chain_keeps_less_than_torch_does():
 def test_seed_figures_are_recorded_and_drawn(tmp_path, capsys, no_compiler):
     seed_figures.main([*CPU, "--output", str(tmp_path), "--rows", "16", "--width", "32", "48"])
     file = load(tmp_path / "seed_figures.json")
-    assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == {
-        ("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile")),
-    }  # fmt: skip
+    expected = {("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile"))}
+    assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == expected
     assert all(r["us"] > 0 for r in file["records"])
     assert all(("gb_per_s" in r) == (r["figure"] in "ac") for r in file["records"])
     assert {p.name for p in tmp_path.iterdir()} == {"seed_figures.json", *(f"seed_{f}.png" for f in "abcd")}

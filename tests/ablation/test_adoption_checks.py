@@ -48,10 +48,6 @@ def replaced(model):
     return model
 
 
-def as_it_is(model):
-    return model
-
-
 def compiled(model):
     return torch.compile(model, backend="eager")
 
@@ -68,9 +64,6 @@ def part_compiled(model):
     return model
 
 
-WRAPPINGS = pytest.mark.parametrize("wrap", [as_it_is, compiled, compiled_in_place, part_compiled])
-
-
 @pytest.mark.parametrize("compare", [check_parity, measure])
 def test_what_is_no_module_and_one_model_given_twice_are_refused(compare):
     with pytest.raises(TypeError, match=rf"{compare.__name__}: model_b must be a torch\.nn\.Module, got Tensor"):
@@ -81,14 +74,13 @@ def test_what_is_no_module_and_one_model_given_twice_are_refused(compare):
             compare(model, same, X)
 
 
-@WRAPPINGS
-def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names(wrap):
-    """Copied behind replace_norms, the arguments exchanged, or built with our modules."""
+def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names():
+    """Copied behind replace_norms, the arguments exchanged, compiled, or built with our modules."""
     model = Model()
-    of_ours = ((Model(norm), model) for norm in (ops.LayerNorm, ops.RMSNorm))
-    for before, after in ((replaced(model), replaced(model)), (replaced(model), model), *of_ours):
+    fused = [replaced(model), compiled(replaced(model)), Model(ops.LayerNorm), Model(ops.RMSNorm)]
+    for before, after in [(fused[0], replaced(model)), *((one, model) for one in fused)]:
         with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final\. Copy .* restore_norms .* exchange"):
-            check_parity(wrap(before), after, X)
+            check_parity(before, after, X)
     with pytest.raises(ValueError, match="1 of its norms are fused: model_a itself"):
         check_parity(ops.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), X)
 
@@ -104,7 +96,7 @@ def test_norms_fused_by_another_copy_of_the_folder_are_found(tmp_path, monkeypat
         check_parity(fused, Model(), X)
 
 
-@WRAPPINGS
+@pytest.mark.parametrize("wrap", [compiled, compiled_in_place, part_compiled])
 def test_a_model_in_which_nothing_is_replaced_is_refused(wrap):
     model = Model(width=WIDTH, config={"layers": 1}, activation=F.gelu, none=None, plain=torch.zeros(3))
     model.register_buffer("buffer", torch.zeros(3))

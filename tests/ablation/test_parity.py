@@ -212,7 +212,9 @@ def test_a_correct_norm_fails_no_more_often_than_the_level(seeds=5, level=0.01):
 
 def test_a_wrong_norm_fails_by_size_or_by_sign():
     draw = np.random.default_rng(1)
-    for distances, by_size, by_sign in ((made_up(draw, 5, ratio=6.0), False, True), (made_up(draw, 5, shift=3.0), True, False)):
+    cases = [(made_up(draw, 5, ratio=6.0), False, True), (made_up(draw, 5, shift=3.0), True, False)]
+    cases += [(made_up(draw, 8, ratio=2.0), False, True), (made_up(draw, 8, shift=1.0), True, False)]
+    for distances, by_size, by_sign in cases:
         assert size_test("loss", distances, 1e-3, "fp32").quantity.holds == by_size
         assert sign_test("loss", distances, 1e-3).quantity.holds == by_sign
 

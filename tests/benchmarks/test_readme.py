@@ -66,15 +66,6 @@ def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
         rewritten(marker, folder)
 
 
-def test_words_of_a_marker_choose_widths(folder):
-    shares = {(768, "ours"): 0.9, (768, "liger-kernel"): 0.7, (4096, "ours"): 0.95, (4096, "torch"): 0.5, (5120, "ours"): 0.96}
-    found = [norm("add_ln", n, provider, share, residual="fp32") for (n, provider), share in shares.items()]
-    write(folder / "nvidia-h200" / "norms.json", *found)
-    rows = [line for line in rewritten("norms nvidia-h200 4096 768", folder).splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows] == ["| hidden size", "| ---", "| 4096, Llama 3 8B", "| 768, GPT-2"]
-    assert rows[0] == "| hidden size | add+LN forward |" and "0.50 torch" in rows[2] and "0.70 liger" in rows[3]
-
-
 def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choose_some(folder):
     found = results.ablation()
     for name in ("gpt2", "llama"):

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -39,7 +40,7 @@ def hub_config(tmp_path):
             for name, split in splits.items():
                 getattr(split, f"to_{format}")(folder / f"{name}.{format}")
         config = DataConfig(name="hub", source=Source.hub, path=str(folder), val_fraction=0.2, cache_dir=f"{tmp_path}/cache")
-        return changed(config, settings)
+        return replace(config, **settings)
 
     return write
 
@@ -48,12 +49,6 @@ def hub_config(tmp_path):
 def no_build(monkeypatch):
     """No corpus can be made from here on."""
     return lambda: monkeypatch.setattr(data.corpora, "_build", lambda *_: pytest.fail("made again what was in the cache"))
-
-
-def changed(config: DataConfig, settings: dict) -> DataConfig:
-    for key, value in settings.items():
-        setattr(config, key, value)
-    return config
 
 
 def load(config: DataConfig, tokenizer: TokenizerConfig = BPE, context: int = 16) -> Corpus:
@@ -163,8 +158,8 @@ def test_settings_that_change_tokens_have_caches_of_their_own(text_config, tmp_p
     no_size = TokenizerConfig(kind=TokenizerKind.char, vocab_size=0)  # characters have no use for it
     for tokenizer in (BPE, CHAR, no_size, TokenizerConfig(vocab_size=290)):
         load(text_config, tokenizer)
-    load(changed(text_config, {"val_fraction": 0.4}))
-    load(changed(text_config, {"processes": 2}), context=32)  # changes nothing about the tokens
+    load(replace(text_config, val_fraction=0.4))
+    load(replace(text_config, processes=2), context=32)  # changes nothing about the tokens
     folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     facts = [json.loads((folder / "corpus.json").read_text()) for folder in folders]
     assert sorted(fact["settings"]["tokenizer"] for fact in facts) == ["bpe", "bpe", "bpe", "char"]
@@ -281,6 +276,6 @@ def test_a_missing_tokenizer_is_known_before_documents_are_read(text_config, mon
 
 def test_the_rules_hold_without_a_command_line(text_config):
     with pytest.raises(ValueError, match=r"data.val_fraction=1.0: must be more than 0 and less than 1"):
-        load(changed(text_config, {"val_fraction": 1.0}))
+        load(replace(text_config, val_fraction=1.0))
     with pytest.raises(ValueError, match=r"tokenizer.vocab_size=256: .* at least 257"):
-        load(changed(text_config, {"val_fraction": 0.1}), TokenizerConfig(vocab_size=256))
+        load(replace(text_config, val_fraction=0.1), TokenizerConfig(vocab_size=256))

@@ -87,25 +87,20 @@ def with_norms(model, change):
 # ---- planted mistakes --------------------------------------------------------------------------------------------------------
 
 
-class Drift(torch.autograd.Function):
-    """The identity, with a gradient that is off by a thousandth."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 1.001
-
-
 def wrong_eps(norm):
     norm.eps = 2e-5 if norm.weight.dtype is FP32 else 0.1
 
 
 def wrong_backward(norm):
-    own = norm.forward
-    norm.forward = lambda x: own(Drift.apply(x))
+    """A gradient that is off by a thousandth."""
+
+    def forward(x):
+        x = x.clone()
+        if x.requires_grad:
+            x.register_hook(lambda dx: dx * 1.001)
+        return own(x)
+
+    own, norm.forward = norm.forward, forward
 
 
 def lost_weight_gradient(norm):

@@ -102,7 +102,7 @@ def test_a_mistake_is_answered_with_key_value_and_remedy(overrides, on, message)
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "bf16"), [({"avx2": True, "avx512_bf16": False}, False), ({"amx_bf16": True}, True), ({}, True)]
+    ("capabilities", "bf16"), [({"avx2": True, "avx512_bf16": False}, False), ({"avx512_bf16": True}, True), ({}, True)]
 )
 def test_a_cpu_without_bf16_is_known_and_neither_it_nor_one_rank_of_torchrun_is_refused(capabilities, bf16, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)

@@ -90,6 +90,7 @@ CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
         (comparison(1.00, 1.05, 1.11), CONTROL, "no difference found"),
         (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found: .*, and A/A shows as much"),
         (comparison(0.997, 0.9985, 0.9995), CONTROL, "no difference found: .*, and A/A shows as much"),
+        (comparison(1.001, 1.002, 1.003), comparison(0.9995, 1.0, 1.003), "no difference found: .*, and A/A shows as much"),
         (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found: .* leaves out 1: intervals here"),
         (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused norms 1.150 .* leaves out 1: intervals here"),
         (NAN, CONTROL, "no conclusion"),

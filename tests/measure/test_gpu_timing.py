@@ -1,6 +1,8 @@
+import pytest
 import torch
 
-from measure.timing import Contender, measure
+from measure import timing
+from measure.timing import Contender, measure, rotating_sets
 
 CPU = torch.device("cpu")
 
@@ -15,5 +17,49 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
 
     assert [len(outcomes[name].us) for name in "ab"] == [4, 4]
     turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)][-8:]
+    assert all([s for _, s in turn] == [0, 1, 2] for turn in turns), "each turn goes through the sets in order"
+    names = [turn[0][0] for turn in turns]
+    assert all(sorted(names[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)), "both in every round"
+
+
+def test_inputs_that_calls_overwrite_are_restored_before_each_turn():
+    x = torch.ones(1)
+    contender = Contender("doubles", lambda: [lambda: x.mul_(2)], before=lambda: x.fill_(1))
+    measure([contender], CPU, rounds=50, round_ms=1e-9)
+    assert x.item() <= 2
+
+
+def test_sets_together_are_several_times_l2(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"L2_cache_size": 60_000_000}))
+    gpu = torch.device("cuda")
+    assert rotating_sets(50_000_000, gpu) == 5
+    assert rotating_sets(1, gpu) == 512
+
+
+def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch):
+    outcomes = {"add": timing.Outcome([10.0] * 3), "copy": timing.Outcome([8.0] * 3)}
+    monkeypatch.setattr(timing, "measure", lambda *a, **k: outcomes)
+    assert timing.copy_bandwidth(CPU, gigabytes=1e-3) == pytest.approx(2e6 / 8e-6 / 1e9)
+
+
+@pytest.mark.gpu
+def test_graphs_time_forward_and_backward_on_a_gpu_and_put_their_outputs_elsewhere_in_every_round():
+    device, places = torch.device("cuda", 0), []
+    sets = [torch.randn(4096, 4096, device=device, requires_grad=True) for _ in range(2)]
+    grads = torch.ones(4096, 4096, device=device)
+
+    def forward():
+        y = sets[0].detach().sin()
+        if torch.cuda.is_current_stream_capturing():
+            places.append(y.data_ptr())
+        return y
+
+    def backward():
+        outputs = [(x.sin(), x) for x in sets]
+        return [lambda y=y, x=x: torch.autograd.grad(y, x, grads, retain_graph=True) for y, x in outputs]
+
+    with timing.side_stream(device):
+        both = [Contender("forward", lambda: [forward]), Contender("backward", backward)]
+        outcomes = measure(both, device, rounds=8, move_outputs=True)
     assert all(found.error is None and len(found.us) == 8 and min(found.us) > 1 for found in outcomes.values()), outcomes
     assert len(set(places[1:])) > 4

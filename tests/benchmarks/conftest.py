@@ -1,12 +1,30 @@
-"""Timers collect garbage before every turn, which takes the longer the more is imported."""
+"""What the tests of all programs here need."""
 
 import gc
 
 import pytest
 
+from benchmarks.command import load
+
 
 @pytest.fixture(autouse=True)
 def imported_is_no_garbage():
+    """Timers collect garbage before every turn, which takes the longer the more is imported."""
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def recorded(tmp_path, capsys):
+    """A function: what a program records with these arguments, and what it prints, then and by --plot-only."""
+
+    def recorded(program, *arguments):
+        program.main([*arguments, "--output", str(tmp_path)])
+        printed = capsys.readouterr().out
+        program.main(["--plot-only", "--output", str(tmp_path)])
+        assert capsys.readouterr().out == printed
+        name = program.__name__.removeprefix("benchmarks.")
+        return load(tmp_path / f"{name}.json"), printed
+
+    return recorded

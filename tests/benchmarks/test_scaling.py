@@ -28,11 +28,11 @@ def overrides(*more):
     return ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", "train.steps=4", *more]
 
 
-def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, capsys, monkeypatch):
+def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, recorded, monkeypatch):
     monkeypatch.setattr(scaling, "Job", partial(Job, program=RANK))
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    scaling.main([*CPU, "--output", str(tmp_path), "--rounds", "1"])
-    found = {(r["parallel"], r["ranks"]): r for r in load(tmp_path / "scaling.json")["records"]}
+    file, printed = recorded(scaling, *CPU, "--rounds", "1")
+    found = {(r["parallel"], r["ranks"]): r for r in file["records"]}
     assert list(found) == [("alone", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
     for (_, ranks), r in found.items():
         assert "error" not in r and [len(block) for block in r["blocks_ms"]] == [3] * 2, "two turns in a round"
@@ -47,10 +47,7 @@ def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, c
         *((name, kind, 2, rank, ranks) for name, kind in KINDS for ranks in (1, 2) for rank in range(ranks)),
     }
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
     assert all(word in printed for word in ("alone", "ddp", "fsdp", "efficiency", "2 × 16 tokens a GPU"))
-    scaling.main(["--plot-only", "--output", str(tmp_path)])
-    assert capsys.readouterr().out == printed
 
 
 def test_efficiency_is_the_time_of_one_rank_over_that_of_many_within_a_round():

@@ -144,14 +144,13 @@ def test_the_second_load_makes_nothing_even_if_the_files_have_moved(text_config,
 
 
 def test_a_changed_file_makes_the_corpus_anew_even_with_its_old_time(text_config, notes):
-    before = load(text_config)
-    path = notes / "3.txt"
+    before, path = load(text_config), notes / "3.txt"
     times = path.stat()
     path.write_text(path.read_text()[:-1] + "?")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     after = load(text_config)
-    marked = [any("?" in document for split in decoded(corpus) for document in split) for corpus in (before, after)]
-    assert marked == [False, True] and before.identity != after.identity
+    assert [any("?" in text for split in decoded(corpus) for text in split) for corpus in (before, after)] == [False, True]
+    assert before.identity != after.identity
 
 
 def test_settings_that_change_tokens_have_caches_of_their_own(text_config, tmp_path):

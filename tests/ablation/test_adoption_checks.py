@@ -42,18 +42,9 @@ class BySwitch(Model):
         return ByHand.forward(self, x) if self.switch["fused"] else super().forward(x)
 
 
-@pytest.fixture(params=[check_parity, measure])
-def compare(request):
-    return lambda a, b: request.param(a, b, X, **({} if request.param is check_parity else {"cycles": 6, "block_steps": 1}))
-
-
 def replaced(model):
     model = copy.deepcopy(model)
     ops.replace_norms(model, verbose=False)
-    return model
-
-
-def as_it_is(model):
     return model
 
 
@@ -73,36 +64,28 @@ def part_compiled(model):
     return model
 
 
-WRAPPINGS = pytest.mark.parametrize("wrap", [as_it_is, compiled, compiled_in_place, part_compiled])
-
-
+@pytest.mark.parametrize("compare", [check_parity, measure])
 def test_what_is_no_module_and_one_model_given_twice_are_refused(compare):
-    with pytest.raises(TypeError, match=r"(check_parity|measure): model_b must be a torch\.nn\.Module, got Tensor"):
-        compare(Model(), X)
+    with pytest.raises(TypeError, match=rf"{compare.__name__}: model_b must be a torch\.nn\.Module, got Tensor"):
+        compare(Model(), X, X)
     model = replaced(Model())
     for same in (model, compiled(model)):
         with pytest.raises(ValueError, match=r"one and the same model, .* \(before = copy\.deepcopy\(model\)\)"):
-            compare(model, same)
+            compare(model, same, X)
 
 
-@WRAPPINGS
-def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names(compare, wrap):
-    """Copied behind replace_norms, or the arguments exchanged."""
+def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names():
+    """Copied behind replace_norms, the arguments exchanged, compiled, or built with our modules."""
     model = Model()
-    for before, after in ((replaced(model), replaced(model)), (replaced(model), model)):
+    fused = [replaced(model), compiled(replaced(model)), Model(ops.LayerNorm), Model(ops.RMSNorm)]
+    for before, after in [(fused[0], replaced(model)), *((one, model) for one in fused)]:
         with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final\. Copy .* restore_norms .* exchange"):
-            compare(wrap(before), after)
-
-
-@pytest.mark.parametrize(("ours", "torchs"), [(ops.LayerNorm, nn.LayerNorm), (ops.RMSNorm, nn.RMSNorm)])
-def test_norms_that_are_modules_of_ours_are_fused_ones(compare, ours, torchs):
-    with pytest.raises(ValueError, match="2 of its norms are fused"):
-        compare(Model(ours), Model(torchs))
+            check_parity(before, after, X)
     with pytest.raises(ValueError, match="1 of its norms are fused: model_a itself"):
-        compare(ours(WIDTH), nn.LayerNorm(WIDTH))
+        check_parity(ops.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), X)
 
 
-def test_norms_fused_by_another_copy_of_the_folder_are_found(compare, tmp_path, monkeypatch):
+def test_norms_fused_by_another_copy_of_the_folder_are_found(tmp_path, monkeypatch):
     """As the package is installed, beside the checkout that checks it."""
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "their_norms", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -110,23 +93,17 @@ def test_norms_fused_by_another_copy_of_the_folder_are_found(compare, tmp_path, 
     importlib.import_module("their_norms").replace_norms(fused, verbose=False)
     assert not isinstance(fused.final, ops.LayerNorm)
     with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final"):
-        compare(fused, Model())
+        check_parity(fused, Model(), X)
 
 
-@WRAPPINGS
-def test_a_model_in_which_nothing_is_replaced_is_refused(compare, wrap):
+@pytest.mark.parametrize("wrap", [compiled, compiled_in_place, part_compiled])
+def test_a_model_in_which_nothing_is_replaced_is_refused(wrap):
     model = Model(width=WIDTH, config={"layers": 1}, activation=F.gelu, none=None, plain=torch.zeros(3))
     model.register_buffer("buffer", torch.zeros(3))
     model.layers[2].forward = F.relu  # the same in the copy
     after = copy.deepcopy(model).eval()  # the mode is no difference
     with pytest.raises(ValueError, match=r"nothing is replaced in model_b: .* Call replace_norms"):
-        compare(model, wrap(after))
-
-
-def test_a_model_fused_by_hand_is_told_by_its_class_or_by_any_attribute(compare):
-    for model, other in ((Model(), ByHand()), (BySwitch(switch={"fused": False}), BySwitch(switch={"fused": True}))):
-        other.load_state_dict(model.state_dict())
-        assert compare(model, other).verdict
+        check_parity(model, wrap(after), X)
 
 
 def another_forward(model):
@@ -140,13 +117,15 @@ def another_forward(model):
         lambda model: model.final.register_forward_hook(lambda module, args, y: y.clone()),
         lambda model: setattr(model.layers[0], "fused", True),
         lambda model: model.layers.append(nn.Identity()),
+        lambda model: setattr(model, "__class__", ByHand),
+        lambda model: model.switch.update(fused=True),
     ],
 )
-def test_any_sign_of_a_change_is_enough(compare, change):
-    model = Model()
+def test_any_sign_of_a_change_is_enough(change):
+    model = BySwitch(switch={"fused": False})
     other = copy.deepcopy(model)
     change(other)
-    assert compare(model, other).verdict
+    assert check_parity(model, other, X).verdict
 
 
 @pytest.mark.parametrize(
@@ -169,11 +148,10 @@ def test_compiled_models_are_timed_and_have_no_parity_check_whose_error_says_wha
 def test_what_the_errors_say_to_pass_can_be_compared():
     model = Model()
     after = replaced(model)
-    assert check_parity(compiled(model)._orig_mod, compiled(after)._orig_mod, X).holds
-    assert check_parity(copy.deepcopy(compiled_in_place(model)), copy.deepcopy(compiled_in_place(after)), X).holds
     restored = copy.deepcopy(after)
     ops.restore_norms(restored, verbose=False)
-    assert check_parity(restored, after, X).holds
+    for before in (compiled(model)._orig_mod, copy.deepcopy(compiled_in_place(model)), restored):
+        assert check_parity(before, after, X).holds
     after.forward = torch.compile(after.forward, backend="eager")
     with pytest.raises(ValueError, match=r"model_b is compiled, .* \(del model_b\.forward\)"):
         check_parity(model, after, X)

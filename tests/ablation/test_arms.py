@@ -1,16 +1,23 @@
-"""Arms differ in what runs at their norm sites, and in nothing else."""
+"""Arms: they differ in what runs at their norm sites alone, and are timed on the same batches in each other's places."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import configs
-from ablation.arms import Snapshot, build, check_same, operators_elsewhere
+from ablation import timing
+from ablation.arms import Snapshot, build, check_same, move, operators_elsewhere, places_of
 from configs.machine import Machine
 from configs.schema import NormImpl
+from measure.comparison import AGAIN, ARMS, FUSED, TORCH
 from tests.runs import precision
-from training.step import training_step
 
 SMALL = ["model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "train.batch_size=2", "device=cpu"]
+SHORT = ["model.layers=1", "model.dropout=0", "ablate.cycles=6", "ablate.block_steps=2", "ablate.warmup_steps=1"]
+IMPLS = {TORCH: NormImpl.torch, FUSED: NormImpl.fused}
 FP32 = precision(torch.float32)
 
 
@@ -18,31 +25,52 @@ def load(*overrides):
     return configs.load([*SMALL, *overrides], on=Machine("cpu"))
 
 
-def arms(cfg, settled=FP32):
-    return [build(impl.value, cfg, impl, settled, vocab_size=64) for impl in (NormImpl.torch, NormImpl.fused)]
+def built(cfg, settled=FP32, impls=IMPLS):
+    return {name: build(name, cfg, impl, settled, vocab_size=64) for name, impl in impls.items()}
 
 
 @pytest.fixture
 def pair():
-    return arms(load("model.dropout=0.1"))
+    return list(built(load("model.dropout=0.1")).values())
 
 
-def step(arm, number):
-    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(number))
-    return training_step(arm.forward, arm.state, (tokens[:, :-1], tokens[:, 1:]), number, arm.cfg, arm.precision)
+@pytest.fixture
+def arms():
+    return built(load(*SHORT), impls={TORCH: NormImpl.torch, AGAIN: NormImpl.torch, FUSED: NormImpl.fused})
+
+
+class Batches:
+    """Random tokens."""
+
+    def __getitem__(self, step):
+        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def take(arm, *steps):
+    for step in steps:
+        timing.run(arm, Batches(), range(step, step + 1))
 
 
 def weights(arm):
     return [parameter.detach().clone() for parameter in arm.state.model.parameters()]
 
 
+def addresses(arm):
+    return [parameter.data_ptr() for parameter in arm.state.model.parameters()]
+
+
+# ---- what arms share ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("options", [[], ["model.positions=rotary", "model.tie_embeddings=false", "norm.kind=rmsnorm"]])
 def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
     cfg = load(*options)
-    first, drawn = (arms(cfg)[0] for _ in range(2))
+    first, drawn = (built(cfg)[TORCH] for _ in range(2))
     copied = build("fused", cfg, NormImpl.fused, FP32, vocab_size=64, like=first)
     check_same([drawn, copied])
-    assert all(map(torch.isfinite, step(copied, 0))) and not any(p.is_meta for p in copied.state.model.parameters())
+    take(copied, 0)
+    assert all(torch.isfinite(p).all() and not p.is_meta for p in copied.state.model.parameters())
     assert all(map(torch.equal, weights(first), weights(drawn)))  # its values were copied, not shared
 
 
@@ -50,7 +78,7 @@ def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_graph_outside_the_norm_sites_is_that_of_the_model(options, dtype):
     cfg, settled = load("model.dropout=0.1", "model.drop_path=0.1", *options), precision(dtype)
-    torch_, fused = (arm.state.model for arm in arms(cfg, settled))
+    torch_, fused = (arm.state.model for arm in built(cfg, settled).values())
     found = operators_elsewhere(fused, settled, cfg.model.context)
     assert found == operators_elsewhere(torch_, settled, cfg.model.context)
     products = [given for name, given in found if name in ("aten.addmm.default", "aten.mm.default")]
@@ -92,15 +120,103 @@ def test_any_other_difference_is_found(pair, spoil):
 def test_a_snapshot_puts_weights_and_optimizer_state_back_into_either_arm(pair):
     torch_arm = pair[0]
     for arm in pair:
-        step(arm, 0)
+        take(arm, 0)
     start, expected = Snapshot(torch_arm), weights(torch_arm)
-    step(torch_arm, 1)
+    take(torch_arm, 1)
     after = weights(torch_arm)
     for arm in pair:
-        step(arm, 2)
-        addresses = [parameter.data_ptr() for parameter in arm.state.model.parameters()]
+        take(arm, 2)
+        before = addresses(arm)
         start.restore(arm)
-        assert all(map(torch.equal, weights(arm), expected))
-        assert [parameter.data_ptr() for parameter in arm.state.model.parameters()] == addresses
-    step(torch_arm, 1)  # with the same moments, so the same bits
+        assert all(map(torch.equal, weights(arm), expected)) and addresses(arm) == before
+    take(torch_arm, 1)  # with the same moments, so the same bits
     assert all(map(torch.equal, weights(torch_arm), after))
+
+
+# ---- how they are timed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """A note of each run: arm, first step, number of steps, weights, and where they lie."""
+    noted, real = [], timing.run
+
+    def run(arm, batches, steps, *given, **named):
+        noted.append((arm.name, steps.start, len(steps), weights(arm), addresses(arm)[0]))
+        real(arm, batches, steps, *given, **named)
+
+    monkeypatch.setattr(timing, "run", run)
+    return noted
+
+
+def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, runs):
+    done = []
+    found = timing.time_arms(arms, Batches(), lambda: done.append(1))
+    blocks = [run for run in runs if run[2] == 1 + 2]
+    assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
+    assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
+    assert all(all(map(torch.equal, run[3], blocks[0][3])) for run in blocks)
+    order = [name for name, *_ in blocks][6:]  # without the first cycle
+    for name, arm in found.items():
+        assert [len(block) for block in arm.blocks_ms] == [2] * 12
+        assert [order[at] for at in arm.positions] == [name] * 12
+        assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 and arm.peak_gb is None and arm.launches is None
+    assert found.keys() == set(ARMS) and len(done) == timing.calls_of(cycles=6)
+    of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
+    assert of_torch[::2] == of_torch[1::2] and len(set(of_torch)) == 3
+    assert set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
+
+
+def test_with_cuda_graphs_places_stay(arms, runs):
+    for arm in arms.values():
+        arm.cfg.train.compile, arm.cfg.train.compile_mode = True, "reduce-overhead"
+    timing.time_arms(arms, Batches(), lambda: None)
+    assert len({run[4] for run in runs if run[0] == TORCH}) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_arms_move_to_each_others_places_and_stay_there_while_they_train_and_none_is_compiled_again(arms, compiled):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    listed = list(arms.values())
+    if compiled:
+        listed = [replace(arm, forward=torch.compile(arm.state.model, backend="eager")) for arm in listed]
+    for arm in listed:
+        take(arm, 0, 1)  # with an optimizer's state
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    before, places, start = [addresses(arm) for arm in listed], places_of(listed), Snapshot(listed[0])
+    for order in ((1, 2, 0), (2, 1, 0), (0, 1, 2)):
+        move(listed, places, order)
+        start.restore(listed[0])
+        for arm in listed:
+            take(arm, 0, 1)
+        assert [addresses(arm) for arm in listed] == [before[place] for place in order]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (graphs > 0) == compiled
+
+
+def test_the_step_that_fills_an_empty_queue_is_not_counted_nor_is_drawing_a_batch(arms, monkeypatch):
+    """After each restored state a part of a step takes a second, later ones 10 ms; drawing a batch takes a minute."""
+    clock, empty = [0.0], [False]
+
+    class Slow(Batches):
+        def __getitem__(self, step):
+            clock[0] += 60.0
+            return super().__getitem__(step)
+
+    class Restored(timing.Snapshot):
+        def restore(self, arm):
+            empty[0] = True
+
+    def training_step(*arguments, mark=lambda part: None):
+        for part in ("forward", "backward", "optimizer"):
+            clock[0] += 1.0 if empty[0] else 0.01
+            mark(part)
+        empty[0] = False
+
+    monkeypatch.setattr(timing, "Snapshot", Restored)
+    monkeypatch.setattr(timing, "training_step", training_step)
+    for name in ("StepClock", "PartClock"):
+        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: clock[0]))
+    for arm in timing.time_arms(arms, Slow(), lambda: None).values():
+        assert [ms for block in arm.blocks_ms for ms in block] == pytest.approx([30.0] * 24)
+        assert (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) == pytest.approx((10.0,) * 3)

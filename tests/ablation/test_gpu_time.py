@@ -23,6 +23,8 @@ from training.attribution import Share
         ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 16 + 14),
         # parallel, one site a layer: first 12 + 16, one other of 16 + 20, final 10 + 2 + 8 + 4 + 4
         ({"block": BlockLayout.parallel}, torch.bfloat16, 28 + 36 + 28),
+        # bf16 stream, drop path: there dx is not dresidual
+        ({"dropout": 0.0, "drop_path": 0.1, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 18 + 16),
         # with norms of q and of k (half as wide), 5 tensors of 2 bytes in each of 2 layers
         ({"qk_norm": True, "kv_heads": 1}, torch.bfloat16, 130 + 2 * 10 * 1.5),
     ],
@@ -45,12 +47,6 @@ def test_bound_and_realised_part_are_amdahls(torch_ms, fused_ms, step_ms, bound,
     tables = [[Share("GEMM", 60.0, 100), *([Share("norm", ms, 50)] if ms else [])] for ms in (torch_ms, fused_ms)]
     result = attribute(*tables, step_ms, 16 * 10**9, 4000.0)
     assert (result.bound, result.realised) == pytest.approx((bound, realised))
-
-
-@pytest.mark.parametrize(("step", "moved", "bandwidth"), [(0.0, 1, 1.0), (1.0, 0, 1.0), (1.0, 1, 0.0), (float("nan"), 1, 1.0)])
-def test_what_is_not_positive_is_refused_by_name(step, moved, bandwidth):
-    with pytest.raises(ValueError, match="must be more than 0, got"):
-        attribute([], [], step, moved, bandwidth)
 
 
 @pytest.mark.parametrize(("busy", "told"), [(0.95, False), (0.5, True)])

@@ -23,10 +23,6 @@ def with_parity(found, **changed):
     return dataclasses.replace(found, parity=[dataclasses.replace(found.parity[0], **changed)])
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("kernels", [True, False])
 def test_what_is_saved_is_what_is_loaded_and_numbers_that_json_lacks_survive(tmp_path, kernels):
     found = results.ablation(kernels=kernels)
@@ -41,18 +37,16 @@ def test_what_is_saved_is_what_is_loaded_and_numbers_that_json_lacks_survive(tmp
 def test_raw_files_have_a_line_for_each_block_step_or_kernel_and_the_report_has_none_of_them(tmp_path, small):
     records.save(small, tmp_path)
     (cell,), (parity,) = small.cells, small.parity
-    kernels, losses, steps = (lines(tmp_path / name) for name in FILES if name.endswith("jsonl"))
+    kernels, losses, steps = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in FILES if name.endswith("jsonl")
+    )
     where = {"overrides": {"model.dropout": "0.1"}, "mode": "eager", "arm": TORCH}
     assert steps[1] == where | {"block": 1, "turn": cell.arms[TORCH].positions[1], "ms": cell.arms[TORCH].blocks_ms[1]}
     assert len(steps) == sum(len(arm.blocks_ms) for arm in cell.arms.values())
     assert len(losses) == len(results.PARITY_ARMS) * 2 * parity.steps
     line = next(one for one in losses if (one["arm"], one["seed"], one["step"]) == (FUSED, parity.seeds[1], 3))
-    for key, of in (
-        ("loss", parity.losses),
-        ("gradient_norm", parity.gradient_norms),
-        ("gradient_error", parity.gradient_errors),
-    ):
-        assert line[key] == of[FUSED][1][3]
+    for field, key in (("losses", "loss"), ("gradient_norms", "gradient_norm"), ("gradient_errors", "gradient_error")):
+        assert line[key] == getattr(parity, field)[FUSED][1][3]
     assert "gradient_error" not in losses[0], "the reference is what errors are from"
     assert {(line["arm"], line["group"]) for line in kernels} == {(arm, group) for arm in (TORCH, FUSED) for group in GROUPS}
     kept = json.loads((tmp_path / "report.json").read_text())
@@ -64,10 +58,10 @@ def test_raw_files_have_a_line_for_each_block_step_or_kernel_and_the_report_has_
 def test_records_of_before_gradients_and_turns_were_kept_are_still_read(tmp_path, small):
     old = with_parity(small, gradient_norms={}, gradient_errors={}, distances={})
     records.save(old, tmp_path)
-    kept = json.loads((tmp_path / "report.json").read_text())
+    report, steps = tmp_path / "report.json", tmp_path / "steps.jsonl"
+    kept = json.loads(report.read_text())
     del kept["parity"][0]["distances"]
-    (tmp_path / "report.json").write_text(json.dumps(kept))
-    steps = tmp_path / "steps.jsonl"
+    report.write_text(json.dumps(kept))
     steps.write_text(re.sub(r'"turn": \d+, ', "", steps.read_text()))
     loaded = records.load(tmp_path)
     assert loaded.parity == old.parity and all(arm.positions is None for arm in loaded.cells[0].arms.values())

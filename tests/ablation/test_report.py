@@ -1,4 +1,4 @@
-"""report.md: what its reader meets, and in which order."""
+"""report.md: what its reader meets, in which order, and what its pictures show."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ def words(text) -> str:
     return " ".join(text.split())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one():
     return results.ablation(overrides=[{}], modes=["eager"])
 
@@ -51,18 +51,26 @@ def test_report_has_every_section_and_its_pictures(tmp_path):
     assert "NVIDIA H200" in text and re.search(r"git\.dirty +yes", text) and "power_limit_w  700.0" in text
 
 
-def test_first_three_lines_are_the_verdict(tmp_path):
+def test_first_three_lines_are_the_verdict(tmp_path, one):
     found = results.ablation(overrides=[{}])
-    first, timing, parity = written(found, tmp_path).splitlines()[:3]
+    text = written(found, tmp_path)
+    first, timing, parity = text.splitlines()[:3]
     assert re.search(r"1\.200 × as fast eager, 1\.0\d\d × compiled; parity holds", first)
     assert all(cell.verdict in timing for cell in found.cells) and "A/A" in timing and parity.startswith("Parity holds: ")
-    found = results.ablation(speedups={"compiled": 1.0}, parity=False)
-    text = written(found, tmp_path)
+    alone, after, both = (float(cell.split()[0]) for cell in row(text, "| this configuration"))
+    assert alone == pytest.approx(131.7 / 104.2, rel=0.01), "torch.compile alone is torch eager over torch compiled"
+    assert both == pytest.approx(alone * after, rel=0.01)
+
+    text = written(results.ablation(speedups={"compiled": 1.0}, parity=False), tmp_path)
     assert "no difference found compiled; parity FAILS" in text.splitlines()[0]
     assert "What is left for fused norms after it: no difference found." in words(text)
     stopped = dataclasses.replace(results.ablation(overrides=[{"norm.kind": "rmsnorm"}]), unfinished="2 of 8 parts")
     first, _, parity, *_ = written(stopped, tmp_path).splitlines()
     assert "NOT FINISHED (2 of 8 parts)" in first and parity.startswith("norm.kind=rmsnorm: parity holds: ")
+
+    assert "parity was not measured" in written(dataclasses.replace(one, parity=[]), tmp_path).splitlines()[0]
+    text = written(dataclasses.replace(one, cells=[]), tmp_path)
+    assert "not measured" in text.splitlines()[1] and "## Step times" not in text
 
 
 def test_without_kernels_the_first_line_says_so(tmp_path, one):
@@ -71,18 +79,6 @@ def test_without_kernels_the_first_line_says_so(tmp_path, one):
     assert text.startswith(f"# {NO_KERNEL}\n") and report.table(found).startswith(NO_KERNEL)
     assert "Where the GPU time goes" not in text and "torch.compile" not in text
     assert NO_KERNEL not in written(one, tmp_path)
-
-
-def test_report_without_timing_or_without_parity(tmp_path, one):
-    assert "parity was not measured" in written(dataclasses.replace(one, parity=[]), tmp_path).splitlines()[0]
-    text = written(dataclasses.replace(one, cells=[]), tmp_path)
-    assert "not measured" in text.splitlines()[1] and "## Step times" not in text
-
-
-def test_compile_alone_is_torch_eager_over_torch_compiled(tmp_path):
-    cells = row(written(results.ablation(overrides=[{}]), tmp_path), "| this configuration")
-    alone, after, both = (float(cell.split()[0]) for cell in cells)
-    assert alone == pytest.approx(131.7 / 104.2, rel=0.01) and both == pytest.approx(alone * after, rel=0.01)
 
 
 def test_gpu_time_stands_beside_the_timed_step_and_the_bound_of_any_norm_kernel(tmp_path, one):
@@ -106,11 +102,8 @@ def test_clocks_and_power_are_told_of_each_arm_and_what_a_power_limit_means(tmp_
     assert ("Under fused that is its power limit" in words(text)) == limited and "Under torch" not in text
     table = [line for line in text.partition("## Environment")[2].splitlines() if line.startswith("| eager")]
     assert [line.split("|")[2].strip() for line in table] == ["torch", "torch", "fused", "fused"] and "1635 of 1980" in table[3]
-
-
-@pytest.mark.parametrize("state", [{}, {"clocks.sm": "1710 MHz"}, results.gpu_state(1710, 1) | {"power.draw": "[N/A]"}])
-def test_a_gpu_that_does_not_tell_is_not_told_of(tmp_path, one, state):
-    assert "the GPU was at" not in words(written(with_cell(one, gpu={TORCH: [state], FUSED: [state]}), tmp_path))
+    for state in ({}, {"clocks.sm": "1710 MHz"}, fused[0] | {"power.draw": "[N/A]"}):  # a GPU that does not tell
+        assert "the GPU was at" not in words(written(with_cell(one, gpu={TORCH: [state], FUSED: [state]}), tmp_path))
 
 
 def test_the_tables_of_parity_begin_with_what_failed_and_then_what_came_nearest_to_it(tmp_path, one):
@@ -119,7 +112,7 @@ def test_the_tables_of_parity_begin_with_what_failed_and_then_what_came_nearest_
     found = dataclasses.replace(one, parity=[dataclasses.replace(one.parity[0], quantities=quantities)])
     table = written(found, tmp_path).partition("| distance from reference")[2].partition("\n\n")
     assert [line.split()[1] for line in table[0].splitlines()[2:6]] == ["broken", "a", "b", "c"]
-    assert table[2].startswith("The first 10 of 13: what failed, then by fused over reordered. report.json has all.")
+    assert table[2].startswith("The first 10 of 13")
 
 
 def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):
@@ -131,3 +124,42 @@ def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):
     assert max(len(line) for line in text.splitlines() if not line.startswith(("eager", "compiled"))) <= 128
     for said in (TORCH, f"{AGAIN} (A/A)", FUSED, "tokens/s", "1.200 (", found.cells[0].verdict, "arity holds"):
         assert said in text
+
+
+# ---- pictures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
+    parity = results.parity_of({})
+    first = parity.losses[TORCH]
+    for runs in (first, [[float("nan")] * parity.steps] * len(parity.seeds)):
+        same = dataclasses.replace(parity, losses=dict.fromkeys(parity.losses, first) | {FUSED: runs})
+        plots.losses(same, tmp_path / "parity.png")
+        assert (tmp_path / "parity.png").stat().st_size > 5000
+
+
+def test_pictures_of_finished_runs_have_every_run_every_final_loss_and_how_far_they_are_apart(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
+
+    def drawn(*runs):
+        """Curves of the panels above and between; of the one below the final losses, their colours, and the means."""
+        plots.trained(runs, "here", tmp_path / "x.png")
+        above, between, below = figures[-1].axes
+        dots = [(line.get_xdata()[0], line.get_markerfacecolor()) for line in below.lines if line.get_marker() == "o"]
+        means = [float(line.get_xdata()[0]) for line in below.lines if line.get_marker() != "o"]
+        curves = ([(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] for axes in (above, between))
+        return *curves, dots, means
+
+    ends = ((2.0, 1.5), (2.25, 1.25), (2.5, 1.0), (2.5, 1.5))
+    one, two, three, four = ([(250, first), (500, last)] for first, last in ends)
+    above, between, dots, means = drawn(("torch", 1, one, 1.4), ("fused", 1, two, 1.3), ("fused", 2, [], 1.2))
+    assert above == [([250, 500], [2.0, 1.5]), ([250, 500], [2.25, 1.25]), ([], [])]
+    assert [apart for _, apart in between[:2]] == [[0.25, -0.25]] * 2  # the one seed that has both, and the mean
+    assert dots == [(1.4, "#111111"), (1.3, "#111111"), (1.2, "#111111")]
+    assert means == [1.4, 1.3], "not of the seed that has no partner"
+
+    # A run made again: the mean of each seed, and how far its two runs are apart.
+    _, between, dots, means = drawn(("torch", 1, one, 1.5), ("fused", 1, four, 1.5), ("torch", 1, three, 1.0))
+    assert [apart for _, apart in between[:3]] == [[0.25, 0.25], [0.5, -0.5], [0.25, 0.25]]
+    assert dots == [(1.5, "#111111"), (1.0, "white"), (1.5, "#111111")] and means == [1.25, 1.5]

@@ -27,11 +27,10 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
 
     def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
-        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(0)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(0)
         y = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
-        return F.dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, C)), self.p, self.training)
+        return F.dropout(self.c_proj(y.transpose(1, 2).flatten(-2)), self.p, self.training)
 
 
 class MLP(nn.Module):
@@ -60,13 +59,9 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(c.vocab_size, c.n_embd),
-            "wpe": nn.Embedding(c.block_size, c.n_embd),
-            "h": nn.ModuleList(Block(c) for _ in range(c.n_layer)),
-            "ln_f": nn.LayerNorm(c.n_embd, EPS, bias=c.bias),
-        })
-        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        parts = {"wte": nn.Embedding(c.vocab_size, c.n_embd), "wpe": nn.Embedding(c.block_size, c.n_embd)}
+        parts |= {"h": nn.ModuleList(Block(c) for _ in range(c.n_layer)), "ln_f": nn.LayerNorm(c.n_embd, EPS, bias=c.bias)}
+        self.transformer, self.lm_head = nn.ModuleDict(parts), nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         print("number of parameters: few")
 
@@ -85,10 +80,10 @@ class GPT(nn.Module):
 """
 
 
-def checkout(folder, activation="nn.GELU()", eps="1e-5", **replaced):
-    """A folder with that file, some of its text replaced: text={"old": "new"}."""
-    text = MODEL.replace("ACTIVATION", activation).replace("EPS", eps)
-    for old, new in replaced.get("text", {}).items():
+def checkout(folder, replaced=None, activation="nn.GELU()", eps="1e-5"):
+    """A folder with that file, some of its text replaced: {"old": "new"}."""
+    text = MODEL
+    for old, new in ({"ACTIVATION": activation, "EPS": eps} | (replaced or {})).items():
         assert old in text
         text = text.replace(old, new)
     folder.mkdir(exist_ok=True)

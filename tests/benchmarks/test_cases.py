@@ -1,24 +1,44 @@
-"""The norm cases: their tensors, the bytes that they must move, and the check that a contender computed them."""
+"""The norm cases: their tensors, the bytes that they must move, who computes them, and the check that they did."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from benchmarks import kernels, providers
 from benchmarks.cases import (
     BACKWARD,
     CASES,
+    DIRECTIONS,
     FORWARD,
-    MAX_ELEMENTS,
     Setting,
     WrongResult,
-    capped_rows,
     check_backward,
     check_forward,
     make_inputs,
     minimum_bytes,
 )
-from benchmarks.providers import PROVIDERS
+from benchmarks.providers import PROVIDERS, contender
 
 CPU, STREAMS = torch.device("cpu"), [torch.bfloat16, torch.float32]
+BF16, FP32 = STREAMS
+EACH = [(case, direction, stream) for case in CASES for direction in DIRECTIONS for stream in STREAMS]
+
+
+def one_set(case, setting, rows=70, width=256, device=CPU):
+    (inputs,) = make_inputs(case, setting, rows, width, 1, device)
+    return inputs
+
+
+def run(name, provider, setting):
+    inputs = one_set(CASES[name], setting)
+    return inputs, PROVIDERS[provider].make(CASES[name], setting)(inputs)
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,17 +57,37 @@ def test_minimum_bytes_are_those_of_the_anchors(case, direction, residual_bytes,
     assert minimum_bytes(CASES[case], direction, 32768, 768, 2, residual_bytes) == 32768 * 768 * per_element
 
 
-def test_rows_are_fewer_only_where_elements_would_be_too_many():
-    assert (capped_rows(32768, 16384), capped_rows(32768, 65536), capped_rows(4096, 65536)) == (
-        32768,
-        MAX_ELEMENTS // 65536,
-        4096,
-    )
+def moved(name, direction, stream, device=CPU):
+    """What the kernel that norms are held against reads and writes."""
+    case = CASES[name]
+    inputs = one_set(case, Setting(residual_dtype=stream if case.add else None), 8, 64, device)
+    return inputs, *kernels.tensors_moved(case, direction, inputs)
 
 
-def run(name, provider, setting):
-    (inputs,) = make_inputs(CASES[name], setting, 70, 256, 1, CPU)
-    return inputs, PROVIDERS[provider].make(CASES[name], setting)(inputs)
+@pytest.mark.parametrize("name, direction, stream", EACH)
+def test_traffic_is_the_fewest_bytes_that_a_norm_must_move(name, direction, stream):
+    _, read, written = moved(name, direction, stream)
+    least = minimum_bytes(CASES[name], direction, 8, 64, residual_bytes=stream.itemsize if CASES[name].add else None)
+    assert sum(t.nbytes for t in (*read, *written)) == least
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, direction, stream", EACH)
+def test_traffic_reads_and_writes_every_element(name, direction, stream):
+    inputs, read, written = moved(name, direction, stream, torch.device("cuda"))
+    total, outputs = sum(t.float() for t in read), kernels.move(CASES[name], direction, inputs)
+    assert [t.dtype for t in outputs] == [t.dtype for t in written]
+    for output in outputs:
+        torch.testing.assert_close(output, total.to(output.dtype))
+
+
+def test_what_needs_no_kernel_needs_no_triton():
+    """Tables of recorded results are made on any machine."""
+    code = "import sys; sys.modules['triton'] = None; import benchmarks.readme, benchmarks.norms, benchmarks.train_step"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- the check ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("provider", ["ours", "ours-seeded", "torch"])
@@ -75,20 +115,78 @@ def test_right_results_pass(name, weights, stream, provider):
     ],
 )
 def test_wrong_forward_is_refused(change, message):
-    setting = Setting(residual_dtype=torch.float32)
+    setting = Setting(residual_dtype=FP32)
     inputs, outputs = run("add_ln", "torch", setting)
     with pytest.raises(WrongResult, match=message):
         check_forward(CASES["add_ln"], setting, inputs, change(outputs))
 
 
 def test_dropout_at_another_rate_and_wrong_or_missing_gradients_are_refused():
-    case, setting = CASES["dropout_add_rms"], Setting(residual_dtype=torch.float32)
-    inputs, outputs = run(case.name, "torch", Setting(residual_dtype=torch.float32, dropout_p=0.3))
+    case, setting = CASES["dropout_add_rms"], Setting(residual_dtype=FP32)
     with pytest.raises(WrongResult, match="was dropped"):
-        check_forward(case, setting, inputs, outputs)
+        check_forward(case, setting, *run(case.name, "torch", Setting(residual_dtype=FP32, dropout_p=0.3)))
     inputs, outputs = run(case.name, "torch", setting)
     factor = check_forward(case, setting, inputs, outputs)
     dx, *others = torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
     for gradients, message in (((dx.roll(1, 0), *others), "gradient of x is off"), ((dx, *others[:-1], None), "missing")):
         with pytest.raises(WrongResult, match=message):
             check_backward(case, setting, inputs, outputs, gradients, factor)
+
+
+# ---- who is compared ---------------------------------------------------------------------------------------------------------
+
+
+def test_missing_libraries_are_named_with_the_reason(monkeypatch):
+    def importing(name):
+        raise (ImportError("no such module") if "apex" in name else RuntimeError("no CUDA device\nfound"))
+
+    monkeypatch.setattr(providers, "import_module", importing)
+    reasons = {"apex": "ImportError: no such module", "quack-kernels": "RuntimeError: no CUDA device"}
+    assert providers.missing(["ours", "torch", *reasons]) == reasons
+
+
+@pytest.mark.parametrize("make", [providers.torch_compile, providers.ours_compiled])
+@pytest.mark.parametrize("name", ["rms", "dropout_add_ln"])
+def test_compiled_contenders_compute_the_case(name, make, monkeypatch):
+    """Without Inductor, which needs a C++ compiler and half a minute: what is tested is the wiring."""
+    case, setting = CASES[name], Setting(residual_dtype=FP32)
+    monkeypatch.setattr(providers, "compiled", lambda f: torch.compile(f, backend="eager", fullgraph=True, dynamic=False))
+    inputs = one_set(case, setting, 16, 128)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    check_forward(case, setting, inputs, make(case, setting)(inputs))
+
+
+def test_libraries_are_asked_only_for_what_they_offer(monkeypatch):
+    names = ("LigerLayerNormFunction", "LigerRMSNormFunction", "LigerFusedAddRMSNormFunction")
+    anything = SimpleNamespace(**dict.fromkeys(names, SimpleNamespace(apply=None)))
+    monkeypatch.setattr(providers, "import_module", lambda name: anything)
+    for provider, stream, weights, offered in (
+        ("liger-kernel", BF16, BF16, {"ln", "rms", "add_rms"}),
+        ("liger-kernel", FP32, BF16, {"ln", "rms"}),
+        ("quack-kernels", BF16, BF16, {"rms", "add_rms"}),
+        ("apex", BF16, BF16, {"ln", "rms"}),
+        ("apex", BF16, FP32, set()),
+    ):
+        setting = Setting(residual_dtype=stream, weight_dtype=weights)
+        assert {name for name, case in CASES.items() if PROVIDERS[provider].make(case, setting) is not None} == offered
+
+
+def overwriting(inputs):
+    """RMSNorm whose backward leaves nothing of dy, which Liger's uses for dx."""
+    y = F.rms_norm(inputs.x, inputs.weight.shape, inputs.weight, 1e-5)
+    y.register_hook(lambda dy: (dy.clone(), dy.zero_())[0])
+    return (y,)
+
+
+def test_backward_that_overwrites_dy_leaves_the_others_theirs():
+    case, setting = CASES["rms"], Setting()
+    sets = make_inputs(case, setting, 16, 128, 2, CPU)
+    before = [i.dy.clone() for i in sets]
+    entrant = contender("x", overwriting, case, setting, BACKWARD, sets, overwrites_dy=True)
+
+    calls = entrant.build()
+    first, second = (calls[1]()[0].clone() for _ in range(2))
+    entrant.before()
+    assert all(torch.equal(i.dy, dy) for i, dy in zip(sets, before, strict=True))
+    assert not torch.equal(first, second) and torch.equal(first, calls[1]()[0])

@@ -1,6 +1,6 @@
 """Recorded results: how runs add up, and what they refuse to add to."""
 
-import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,12 +8,9 @@ import torch
 from benchmarks import command
 from benchmarks.command import Results, ResultsError, environment, load, slug
 from measure.tables import machine
+from tests.benchmarks.records import ENVIRONMENT
 
 KEY = ("case", "N", "provider")
-FACTS = {
-    "git": {"revision": "abc", "dirty": False}, "versions": {"torch": "2.11.0", "quack-kernels": "0.6"},
-    "cuda": "13.0", "hip": None, "gpu": {"name": "NVIDIA H200", "driver": "580.1"},
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -22,7 +19,7 @@ def path(tmp_path):
 
 
 def at(revision, dirty=False, **changed):
-    return json.loads(json.dumps(FACTS | {"git": {"revision": revision, "dirty": dirty}} | changed))
+    return ENVIRONMENT | {"git": {"revision": revision, "dirty": dirty}} | changed
 
 
 def record(n, provider="ours", us=1.0):
@@ -42,11 +39,11 @@ def test_runs_add_up_the_same_cell_is_replaced_and_the_file_is_whole_after_each(
         add(path, at("abc"), record(1), record(2), run=run)
     add(path, at("abc"), record(2, us=5.0), record(3), record(2, "torch"), run="second")
     assert kept(path, "N", "provider", "us") == [(1, "ours", 1.0), (2, "ours", 5.0), (3, "ours", 1.0), (2, "torch", 1.0)]
-    assert load(path)["command"] == "first && second" and load(path)["environment"] == FACTS
+    assert load(path)["command"] == "first && second" and load(path)["environment"] == at("abc")
     assert [p.name for p in path.parent.iterdir()] == ["norms.json"]
-    fewer = at("abc", versions={"torch": "2.11.0", "apex": "1"})  # a library that only one run had does not separate them
-    add(path, fewer, record(4))
-    assert load(path)["environment"]["versions"] == {"torch": "2.11.0", "quack-kernels": "0.6", "apex": "1"}
+    # a library that only one run had does not separate them
+    add(path, at("abc", versions={"torch": "2.11.0", "apex": "1"}), record(4))
+    assert load(path)["environment"]["versions"] == ENVIRONMENT["versions"] | {"apex": "1"}
 
 
 @pytest.mark.parametrize(
@@ -70,11 +67,8 @@ def test_results_of_another_environment_are_refused_unless_fresh_and_only_anothe
             Results(path, KEY, elsewhere, "run", renew=renew)
         assert "--fresh" in str(error.value)
         assert ("--renew to measure these cells again" in str(error.value)) == (renewable and renew is False)
-    if renewable:
+    with nullcontext() if renewable else pytest.raises(ResultsError):
         Results(path, KEY, elsewhere, "run", renew=True)
-    else:
-        with pytest.raises(ResultsError):
-            Results(path, KEY, elsewhere, "run", renew=True)
     add(path, elsewhere, record(2), fresh=True)
     assert kept(path, "N") == [(2,)]
 

@@ -103,19 +103,24 @@ def test_case_width_provider_residual_and_direction_choose_what_is_measured(run)
         "--residual", "fp32", "--direction", "backward",
     )  # fmt: skip
     found = {(r["case"], r["direction"], r["residual_dtype"], r["M"], r["N"], r["provider"]) for r in records}
-    expected = {("ln", "backward", None, 64, n, p) for n in (64, 48) for p in ("ours", "torch")}
-    expected |= {("dropout_add_rms", "backward", "fp32", 64, n, p) for n in (64, 48) for p in ("ours", "ours-seeded", "torch")}
-    assert found == expected
+    chosen = {("ln", None, "ours"), ("ln", None, "torch")}
+    chosen |= {("dropout_add_rms", "fp32", provider) for provider in ("ours", "ours-seeded", "torch")}
+    assert found == {(case, "backward", dtype, 64, n, provider) for case, dtype, provider in chosen for n in (64, 48)}
     for record in records:
         assert record["p10"] <= record["us"] <= record["p90"] and record["sets"] >= 2
         assert record["share"] == pytest.approx(record["gb_per_s"] / 10.0, abs=0.01) and record["copy_gb_per_s"] == 10.0
-    assert all(("times_ours" in record) == (record["provider"] != "ours") for record in records)
 
 
 def test_table_and_plots_are_made_and_made_again_without_measuring(run, tmp_path, monkeypatch, capfd):
-    _, printed = run("--case", "rms", "--width", "64", "--provider", "ours", "torch")
-    assert "RMS, forward 64×64" in printed.out and "fastest other" in printed.out and "under the floor: 0" in printed.out
-    assert {p.name for p in tmp_path.iterdir()} == {"norms.json", "norms_forward.png", "norms_backward.png"}
+    ops = str(Path(providers.__file__).parents[1] / "ops")  # another revision, timed beside ours
+    records, printed = run("--case", "rms", "--width", "64", "--provider", "ours", "torch", "--before", ops)
+    assert {r["provider"] for r in records} == {"ours", "torch", "before"} and not any(r.get("error") for r in records)
+    assert all(("times_ours" in r) == (r["provider"] != "ours") for r in records)
+    header, line, *_ = printed.out.splitlines()
+    assert "fastest other" in header and header.endswith("before / ours") and "RMS, forward 64×64" in line
+    assert "under the floor: 0" in printed.out and {path.name for path in tmp_path.iterdir()} == {
+        "norms.json", "norms_forward.png", "norms_backward.png",
+    }  # fmt: skip
     (tmp_path / "norms_forward.png").unlink()
     monkeypatch.setattr(norms, "measure_shape", None)
     norms.main(["--plot-only", "--output", str(tmp_path)])
@@ -138,18 +143,6 @@ def test_missing_measures_only_what_the_file_lacks_and_each_selection_has_a_file
     assert {path.name for path in tmp_path.glob("*.json")} == {"norms.json", "norms_random.json"}
 
 
-def test_another_revision_is_timed_beside_ours(run):
-    records, printed = run(*LN_64, "--provider", "ours", "--before", str(Path(providers.__file__).parents[1] / "ops"))
-    assert {r["provider"] for r in records} == {"ours", "before"} and not any(r.get("error") for r in records)
-    assert all("times_ours" in r for r in records if r["provider"] == "before")
-    header, line = printed.out.splitlines()[:2]
-    assert header.endswith("before / ours") and "LN, forward 64×64" in line and " –  " in line, "before is no peer"
-
-
-def broken(inputs):
-    raise RuntimeError("no kernel")
-
-
 def test_warm_compiles_every_shape_and_provider_first_and_survives_failures(run, monkeypatch):
     ran, original = [], providers.compile_one
     monkeypatch.setattr(providers, "pool", lambda processes, before: ThreadPoolExecutor(1))  # processes take seconds
@@ -158,6 +151,9 @@ def test_warm_compiles_every_shape_and_provider_first_and_survives_failures(run,
     records, printed = run(*arguments, "--warm", "4")
     assert ran == [(case, width, "torch") for width in (64, 32) for case in ("ln", "add_ln")], "wide ones first"
     assert "compiling in 4 processes: 100%" in printed.err and len(records) == 8
+
+    def broken(inputs):
+        raise RuntimeError("no kernel")
 
     monkeypatch.setitem(providers.PROVIDERS, "torch", providers.Provider(lambda *of: broken))
     records, printed = run(*LN_64, "--provider", "ours", "torch", "--direction", "forward", "--warm", "2", "--fresh")
@@ -183,24 +179,17 @@ def test_a_library_that_is_missing_is_told_and_refused_where_it_was_asked_for(ru
     assert "missing: apex (ImportError: no apex)" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "direction, rows, width, least",
-    [
-        ("forward", 2**17, 512, 0.83), ("forward", 2**17, 1592, 0.90), ("forward", 2**17, 1600, 0.93),
-        ("backward", 2**12, 16384, 0.90), ("backward", 2**11, 32768, 0.80), ("forward", 2**16, 1016, 0.0),
-    ],
-)  # fmt: skip
-def test_floors(direction, rows, width, least):
-    assert norms.floor(direction, rows, width) == least
+def test_floors():
+    narrow, middle, wide = (norms.floor("forward", 2**17, width) for width in (512, 1592, 1600))
+    assert (narrow, middle, wide) == (0.83, 0.90, 0.93) and norms.floor("forward", 2**16, 1016) == 0.0
+    assert (norms.floor("backward", 2**12, 16384), norms.floor("backward", 2**11, 32768)) == (0.90, 0.80)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_is_measured_on_a_gpu(case, tmp_path):
-    norms.main(
-        ["--output", str(tmp_path), "--rounds", "3", "--rows", "4096", "--width", "1024", "--case", case,
-         "--provider", "ours", "torch", "compile"]
-    )  # fmt: skip
+    size = ["--rounds", "3", "--rows", "4096", "--width", "1024"]
+    norms.main(["--output", str(tmp_path), *size, "--case", case, "--provider", "ours", "torch", "compile"])
     records = load(tmp_path / "norms.json")["records"]
     assert len(records) == (16 if CASES[case].add else 8)  # three providers and the bound
     assert [r for r in records if r.get("error")] == [] and all(r["share"] > 0 for r in records)

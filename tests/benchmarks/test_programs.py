@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import host, memory, providers, seed_figures
-from benchmarks.command import load
 
 # Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
 from benchmarks.kernels import layer_norm
@@ -21,29 +20,20 @@ def no_compiler(monkeypatch):
     monkeypatch.setitem(seed_figures.PROVIDERS, "compile", seed_figures.PROVIDERS["torch"])
 
 
-def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_path, capsys, no_compiler):
-    host.main([*CPU, "--output", str(tmp_path), "--provider", "ours", "torch"])
-    records = load(tmp_path / "host.json")["records"]
-    assert {(r["provider"], r["direction"]) for r in records} == {
-        (p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")
-    }
-    assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in records)
-    assert (tmp_path / "host.png").exists()
-    printed = capsys.readouterr().out
-    assert "ours-compiled" in printed and "forward + backward" in printed
-    host.main(["--plot-only", "--output", str(tmp_path)])
-    assert capsys.readouterr().out == printed
+def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_path, recorded, no_compiler):
+    file, printed = recorded(host, *CPU, "--provider", "ours", "torch")
+    expected = {(p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")}
+    assert {(r["provider"], r["direction"]) for r in file["records"]} == expected
+    assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in file["records"])
+    assert (tmp_path / "host.png").exists() and "ours-compiled" in printed and "forward + backward" in printed
 
 
-def test_memory_covers_cases_streams_and_providers(tmp_path, capsys):
-    arguments = ["--rows", "16", "--width", "32", "--blocks", "2", "--provider", "ours", "torch"]
-    memory.main([*CPU, "--output", str(tmp_path), *arguments])
-    records = load(tmp_path / "memory.json")["records"]
-    assert len(records) == 2 * 2 * 2
-    assert all(r["blocks"] == 2 and r["M"] == 16 and r["kept"] is None and "error" not in r for r in records), "not on a CPU"
-    shown = capsys.readouterr().out
-    assert "dropout+add+RMS" in shown and "No bytes: PyTorch counts those of a GPU alone." in shown
-    memory.main(["--plot-only", "--output", str(tmp_path)])
+def test_memory_covers_cases_streams_and_providers(recorded):
+    file, printed = recorded(memory, *CPU, "--rows", "16", "--width", "32", "--blocks", "2", "--provider", "ours", "torch")
+    assert len(file["records"]) == 2 * 2 * 2
+    for r in file["records"]:
+        assert r["blocks"] == 2 and r["M"] == 16 and r["kept"] is None and "error" not in r, "not on a CPU"
+    assert "dropout+add+RMS" in printed and "No bytes: PyTorch counts those of a GPU alone." in printed
 
 
 def test_chain_hands_both_streams_from_block_to_block():
@@ -66,19 +56,13 @@ def test_fused_chain_keeps_less_than_torch_does():
     assert 0 < ours["kept"] < plain["kept"] and ours["peak"] < plain["peak"]
 
 
-def test_seed_figures_are_recorded_and_drawn(tmp_path, capsys, no_compiler):
-    seed_figures.main([*CPU, "--output", str(tmp_path), "--rows", "16", "--width", "32", "48"])
-    file = load(tmp_path / "seed_figures.json")
-    assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == {
-        ("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile")),
-    }  # fmt: skip
-    assert all(r["us"] > 0 for r in file["records"])
-    assert all(("gb_per_s" in r) == (r["figure"] in "ac") for r in file["records"])
+def test_seed_figures_are_recorded_and_drawn(tmp_path, recorded, no_compiler):
+    file, printed = recorded(seed_figures, *CPU, "--rows", "16", "--width", "32", "48")
+    expected = {("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile"))}
+    assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == expected
+    assert all(r["us"] > 0 and ("gb_per_s" in r) == (r["figure"] in "ac") for r in file["records"])
     assert {p.name for p in tmp_path.iterdir()} == {"seed_figures.json", *(f"seed_{f}.png" for f in "abcd")}
-    printed = capsys.readouterr().out
     assert all(f"{figure}: " in printed for figure in "abcd")
-    seed_figures.main(["--plot-only", "--output", str(tmp_path)])
-    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize("width", [64, 100])

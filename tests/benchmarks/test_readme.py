@@ -20,8 +20,8 @@ def write(path, *records, environment=ENVIRONMENT):
     path.write_text(json.dumps({"environment": environment, "command": "c", "records": records}))
 
 
-def rewritten(text, folder):
-    return readme.rewritten(text, folder.parent / "README.md", folder)
+def rewritten(marker, folder, text=TEXT):
+    return readme.rewritten(text.replace("norms nvidia-h200", marker), folder.parent / "README.md", folder)
 
 
 @pytest.fixture
@@ -63,40 +63,22 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
 )
 def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
     with pytest.raises(ResultsError, match=message):
-        rewritten(TEXT.replace("norms nvidia-h200", marker), folder)
+        rewritten(marker, folder)
 
 
-def test_recorded_ablations_have_a_row_for_each_cell(folder):
-    found = results.ablation(overrides=[{"model.dropout": "0.1"}], modes=["eager", "compiled"])
-    ablations.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
-    text = rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200"), folder)
-    rows = [line for line in text.splitlines() if "ablation/gpt2/report.md), " in line]
-    assert [row.split("), ")[1].split(" |")[0] for row in rows] == ["eager, model.dropout=0.1", "compiled, model.dropout=0.1"]
+def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choose_some(folder):
+    found = results.ablation()
+    for name in ("gpt2", "llama"):
+        ablations.save(found, folder / "nvidia-h200" / "ablation" / name)
+    rows = [line for line in rewritten("ablation nvidia-h200", folder).splitlines() if "report.md" in line]
+    assert len(rows) == 2 * 4 and "eager, model.dropout=0.1 |" in rows[0] and "compiled, model.dropout=0.1 |" in rows[1]
     speedup = found.cells[0].fused.speedup
     assert "[gpt2](results/nvidia-h200/ablation/gpt2/report.md)" in rows[0], "relative to the page"
     assert f"| {speedup.median:.3f} ({speedup.low:.3f} to {speedup.high:.3f}) |" in rows[0] and "| 1.250 |" in rows[0]
-
-
-def test_words_of_a_marker_choose_widths_and_ablations(folder):
-    def records(n, **shares):
-        return [norm("add_ln", n, provider.replace("_", "-"), share, residual="fp32") for provider, share in shares.items()]
-
-    path = folder / "nvidia-h200" / "norms.json"
-    found = records(768, ours=0.9, liger_kernel=0.7) + records(4096, ours=0.95, torch=0.5) + records(5120, ours=0.96)
-    write(path, *found)
-    text = rewritten(TEXT.replace("h200", "h200 4096 768"), folder)
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows] == ["| hidden size", "| ---", "| 4096, Llama 3 8B", "| 768, GPT-2"]
-    assert rows[0] == "| hidden size | add+LN forward |" and "0.50 torch" in rows[2] and "0.70 liger" in rows[3]
-
-    two = results.ablation(overrides=[{"model.dropout": "0.1"}, {"model.dropout": "0.0"}], modes=["eager"])
-    for name in ("gpt2", "llama"):
-        ablations.save(two, folder / "nvidia-h200" / "ablation" / name)
-    text = rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200 gpt2/model.dropout=0.0"), folder)
-    (row,) = [line for line in text.splitlines() if "report.md" in line]
-    assert "[gpt2]" in row and "eager, model.dropout=0.0 |" in row
+    text = rewritten("ablation nvidia-h200 gpt2/model.dropout=0.0", folder)
+    assert [line for line in text.splitlines() if "report.md" in line] == [row for row in rows[:4] if "dropout=0.0" in row]
     with pytest.raises(ResultsError, match="gpt2 has no cell with seed=1"):
-        rewritten(TEXT.replace("norms nvidia-h200", "ablation nvidia-h200 llama gpt2/seed=1"), folder)
+        rewritten("ablation nvidia-h200 llama gpt2/seed=1", folder)
 
 
 def commit(root, name, text):
@@ -114,7 +96,7 @@ def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewe
     def page(revision, others=(), text=TEXT):
         git = {"revision": revision, "dirty": False, "others": dict.fromkeys(others, 1)}
         write(folder / "nvidia-h200" / "norms.json", norm("ln", 768, "ours", 0.9), environment=ENVIRONMENT | {"git": git})
-        return rewritten(text, folder)
+        return rewritten("norms nvidia-h200", folder, text)
 
     root = tmp_path / "repository"
     root.mkdir()

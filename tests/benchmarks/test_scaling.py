@@ -1,24 +1,23 @@
 """Weak scaling: what is measured and recorded, its arithmetic, and ranks that fail."""
 
+import json
 import math
+from functools import partial
 
 import pytest
 import torch
 
-import configs
-from benchmarks import scaling, scaling_ranks
+from benchmarks import scaling
 from benchmarks.command import load
 from benchmarks.scaling import Cell, Measured, records_of
-from benchmarks.scaling_ranks import Job, JobError, measure
-from tests.ranks import on_ranks
-from training.distributed import ALONE
+from benchmarks.scaling_ranks import Job, JobError
+from tests.benchmarks import records
 
-SMALL = [
-    *("model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "model.vocab_size=64", "tokenizer=char"),
-    "train.precision=fp32",
-]
+SMALL = [*records.SMALL, "train.precision=fp32"]
+
 CPU = ["--device", "cpu", "--rounds", "2", "--steps", "3", "--batch-size", "2", "--common", *SMALL]
-STEPS = 4
+KINDS = (("ddp", "DistributedDataParallel"), ("fsdp", "FSDPGPT"))
+RANK = "tests.benchmarks.rank"
 
 
 def cell(parallel, ranks):
@@ -26,12 +25,14 @@ def cell(parallel, ranks):
 
 
 def overrides(*more):
-    return ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", f"train.steps={STEPS}", *more]
+    return ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", "train.steps=4", *more]
 
 
-def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, capsys):
-    scaling.main([*CPU, "--output", str(tmp_path), "--rounds", "1"])
-    found = {(r["parallel"], r["ranks"]): r for r in load(tmp_path / "scaling.json")["records"]}
+def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, recorded, monkeypatch):
+    monkeypatch.setattr(scaling, "Job", partial(Job, program=RANK))
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    file, printed = recorded(scaling, *CPU, "--rounds", "1")
+    found = {(r["parallel"], r["ranks"]): r for r in file["records"]}
     assert list(found) == [("alone", 1), ("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
     for (_, ranks), r in found.items():
         assert "error" not in r and [len(block) for block in r["blocks_ms"]] == [3] * 2, "two turns in a round"
@@ -40,11 +41,13 @@ def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, c
         assert r["tokens_per_s_of_rank"] == pytest.approx(r["tokens_per_s"] / ranks, rel=1e-3)
         assert r["efficiency"] > 0 and (ranks > 1 or r["efficiency"] == 1)
         assert (r["model"], r["precision"], r["compiled"], r["common"]) == ("tiny", "fp32", False, " ".join(SMALL))
+    steps = {tuple(json.loads(line)) for line in (tmp_path / "notes").read_text().splitlines()}
+    assert steps == {
+        ("auto", "GPT", 2, 0, 1),
+        *((name, kind, 2, rank, ranks) for name, kind in KINDS for ranks in (1, 2) for rank in range(ranks)),
+    }
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
     assert all(word in printed for word in ("alone", "ddp", "fsdp", "efficiency", "2 × 16 tokens a GPU"))
-    scaling.main(["--plot-only", "--output", str(tmp_path)])
-    assert capsys.readouterr().out == printed
 
 
 def test_efficiency_is_the_time_of_one_rank_over_that_of_many_within_a_round():
@@ -98,55 +101,23 @@ def test_a_failure_is_recorded_and_the_other_cells_have_their_turns(tmp_path, ca
     assert "failed: fsdp on 2: rank 1: OutOfMemoryError: no" in capsys.readouterr().out
 
 
-def test_an_error_of_a_rank_is_told_and_the_next_turn_starts_ranks_anew():
-    job = Job(1, timeout_s=120)
-    try:
-        with pytest.raises(JobError, match=r"rank 0: ConfigError: no\.such\.key"):
-            job.turn(overrides("no.such.key=1"), 1)
-        assert len(job.turn(overrides("parallel=ddp"), 2)["steps_ms"]) == 2
-    finally:
-        job.dismiss()
-        job.end()
+def test_a_killed_rank_ends_the_turn_the_next_starts_ranks_anew_and_an_error_of_theirs_is_told():
+    job = Job(2, timeout_s=120, program=RANK)
+    with pytest.raises(JobError, match="SIGKILL"):
+        job.turn(overrides("parallel=ddp", "logging.name=kill_rank_1"), 1)
+    with pytest.raises(JobError, match=r"rank \d: ConfigError: no\.such\.key"):
+        job.turn(overrides("no.such.key=1"), 1)
 
 
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
-        (lambda: Job(2, timeout_s=120, program="tests.benchmarks.killed_rank"), "SIGKILL"),
-        (lambda: Job(1, timeout_s=0), r"no answer in 0 s \(--timeout\)"),
-    ],
-)
-def test_a_rank_that_is_killed_or_takes_too_long_ends_the_turn(job, message):
-    with pytest.raises(JobError, match=message):
-        job().turn(overrides("parallel=ddp"), 1)
-
-
-def test_a_turn_trains_what_its_cell_says_on_a_share_of_the_batch_for_each_rank(tmp_path):
-    for rank in on_ranks(2, _what_steps_are_given, tmp_path / "turns"):
-        assert rank["auto"] == [["GPT", 4, 1]] * STEPS
-        assert rank["ddp"] == [["DistributedDataParallel", 2, 2]] * STEPS
-        assert rank["fsdp"] == [["FSDPGPT", 2, 2]] * STEPS
-
-
-def _what_steps_are_given(world, on):
-    """The class of the model, the rows of the batch and the size of the world, of each step by `parallel`."""
-    step, told = scaling_ranks.training_step, {}
-
-    def watched(forward, state, batch, number, cfg, precision, within):
-        told.setdefault(str(cfg.parallel), []).append([type(forward).__name__, len(batch[0]), within.size])
-        return step(forward, state, batch, number, cfg, precision, within)
-
-    scaling_ranks.training_step = watched  # of a process that ends after this
-    for parallel in ("auto", "ddp", "fsdp"):
-        measure(configs.compose_only(overrides(f"parallel={parallel}")), 1, ALONE if parallel == "auto" else world)
-    return told
+def test_ranks_that_take_too_long_end_the_turn():
+    with pytest.raises(JobError, match=r"no answer in 0 s \(--timeout\)"):
+        Job(1, timeout_s=0).turn(overrides("parallel=ddp"), 1)
 
 
 def test_bad_options_are_refused_by_name(tmp_path, capsys, monkeypatch):
-    refused = {f"{key}=1": rf"--common {key}=1: .* is set by --" for key in ("parallel", "train.batch_size", "model")}
-    for text, message in (
-        refused | {"train.accumulation=4": "train.batch_size=2 can't be cut .* train.accumulation=4"}
-    ).items():
+    refused = {f"{key}=1": f"--common {key}=1: .* is set by --" for key in ("parallel", "train.batch_size", "model")}
+    refused["train.accumulation=4"] = "train.batch_size=2 can't be cut .* train.accumulation=4"
+    for text, message in refused.items():
         with pytest.raises(SystemExit, match=message):
             scaling.main([*CPU, text, "--output", str(tmp_path)])
     with monkeypatch.context() as by_torchrun, pytest.raises(SystemExit, match="Start it without torchrun"):

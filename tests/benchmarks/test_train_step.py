@@ -8,29 +8,26 @@ import torch
 
 from benchmarks import contenders, train_step
 from benchmarks.command import load
-from benchmarks.contenders import PeerError
 from tests.benchmarks.peer import checkout
+from tests.benchmarks.records import SMALL
 from tests.runs import precision
 from training.attribution import GROUPS
 
-SMALL = [
-    *("model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "model.vocab_size=64", "tokenizer=char"),
-    *("train.batch_size=2", "ablate.block_steps=2", "ablate.warmup_steps=2"),
-]
+SIZES = [*SMALL, "train.batch_size=2", "ablate.block_steps=2", "ablate.warmup_steps=2"]
 QUICK = ["--dropout", "0", "--no-profile"]
 
 
 def config(*overrides):
-    return contenders.config_of(train_step.options_of(["--device", "cpu", "--common", *SMALL, *overrides])[1], 0.0)
+    return contenders.config_of(train_step.options_of(["--device", "cpu", "--common", *SIZES, *overrides])[1], 0.0)
 
 
 @pytest.fixture
 def run(tmp_path):
     """Runs the program on tiny sizes, with a nanoGPT unless that is None; gives its file of results."""
 
-    def run(*arguments, device=("--device", "cpu"), **nanogpt):
-        peer = [] if nanogpt.get("peer", "") is None else ["--nanogpt", str(checkout(tmp_path / "nanoGPT", **nanogpt))]
-        train_step.main([*device, "--rounds", "2", "--common", *SMALL, "--output", str(tmp_path), *peer, *arguments])
+    def run(*arguments, device=("--device", "cpu"), peer=True, **nanogpt):
+        peer = ["--nanogpt", str(checkout(tmp_path / "nanoGPT", **nanogpt))] if peer else []
+        train_step.main([*device, "--rounds", "2", "--common", *SIZES, "--output", str(tmp_path), *peer, *arguments])
         return load(tmp_path / "train_step.json")
 
     return run
@@ -72,10 +69,10 @@ def test_all_contenders_learn_the_same_without_dropout(run):
     [
         {"eps": "1e-6"},
         {"activation": "nn.ReLU()"},
-        {"text": {"tril(0)": "tril(1)"}},  # sees one token ahead
-        {"text": {"return x + self.mlp(self.ln_2(x))": "return x + self.mlp(self.ln_1(x))"}},
-        {"text": {"self.transformer.wte.weight = self.lm_head.weight": "pass"}},
-        {"text": {"nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)": "nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)"}},
+        {"replaced": {"tril(0)": "tril(1)"}},  # sees one token ahead
+        {"replaced": {"return x + self.mlp(self.ln_2(x))": "return x + self.mlp(self.ln_1(x))"}},
+        {"replaced": {"self.transformer.wte.weight = self.lm_head.weight": "pass"}},
+        {"replaced": {"nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)": "nn.Linear(c.n_embd, 4 * c.n_embd, bias=False)"}},
     ],
 )
 def test_a_model_that_computes_something_else_is_not_timed(run, change, monkeypatch):
@@ -87,7 +84,7 @@ def test_a_model_that_computes_something_else_is_not_timed(run, change, monkeypa
 @pytest.mark.parametrize("activation", ["nn.GELU()", "nn.GELU(approximate='tanh')"])
 @pytest.mark.parametrize("bias", ["true", "false"])
 def test_the_same_model_agrees_to_rounding_whatever_its_gelu(tmp_path, activation, bias):
-    module = contenders.load_nanogpt(checkout(tmp_path / "nanoGPT", activation))
+    module = contenders.load_nanogpt(checkout(tmp_path / "nanoGPT", activation=activation))
     assert contenders.check_same_model(module, config(f"model.bias={bias}")) < 1e-11
 
 
@@ -105,7 +102,7 @@ def test_a_step_whose_first_loss_is_off_ends_the_program(run, tmp_path, monkeypa
 
 
 def test_without_a_checkout_ours_are_compared_and_a_contender_that_fails_is_a_record(run, monkeypatch, capsys):
-    records = run(*QUICK, peer=None)["records"]
+    records = run(*QUICK, peer=False)["records"]
     assert [(r["contender"], r.get("versus")) for r in records] == [("ours", "ours, torch norms"), ("ours, torch norms", None)]
     assert "missing: nanoGPT (name a checkout of it by --nanogpt PATH)" in capsys.readouterr().err
     real = contenders.training_step
@@ -116,7 +113,7 @@ def test_without_a_checkout_ours_are_compared_and_a_contender_that_fails_is_a_re
         return real(forward, state, *rest)
 
     monkeypatch.setattr(contenders, "training_step", fails)
-    ours, torch_norms = run(*QUICK, peer=None)["records"]
+    ours, torch_norms = run(*QUICK, peer=False)["records"]
     assert ours["ms"] > 0 and torch_norms["error"] == "RuntimeError: no room"
     assert "failed: ours, torch norms: RuntimeError: no room" in capsys.readouterr().out
 
@@ -138,39 +135,32 @@ def test_contenders_take_the_same_batches_in_alternating_blocks(monkeypatch):
     assert all(order[i : i + 4] == order[i : i + 4][::-1] for i in range(0, len(order), 4))
 
 
-@pytest.mark.parametrize(
-    ("path", "text", "message"),
-    [
-        ("nowhere", None, "there is no .*nowhere. Name the folder"),
-        ("", None, "there is no .*model.py. Name the folder"),
-        ("", "def", "can't be imported: SyntaxError"),
-        ("", "x = 1", "has no GPT and no GPTConfig. Name the folder"),
-    ],
-)
-def test_a_path_without_nanogpts_model_is_refused_by_what_is_wrong_with_it(tmp_path, path, text, message):
-    if text is not None:
-        (tmp_path / "model.py").write_text(text)
-    with pytest.raises(PeerError, match=message):
-        contenders.load_nanogpt(tmp_path / path)
+REFUSED = [
+    ("--ours model.residal_dtype=compute", "Did you mean model.residual_dtype"),
+    ("--ours train.batch_size=4", "train.batch_size is the same for all contenders"),
+    ("--ours ablate.block_steps=9", "ablate is the same for all contenders"),
+    ("--common train.compile=true", "compiled or not by --mode"),
+    ("--mode compiled --ours train.compile_mode=reduce-overhead", "needs a CUDA device"),
+    ("--common model.heads=3", "model.heads=3 does not divide"),
+    ("--ours norm.kind=rmsnorm", "ours, norm.kind=rmsnorm: .*norm.kind=rmsnorm, the layout has layernorm"),
+    ("--nanogpt nowhere", "there is no .*nowhere. Name the folder"),
+    ("--nanogpt empty", "there is no .*model.py. Name the folder"),
+    ("--nanogpt broken", "can't be imported: SyntaxError"),
+    ("--nanogpt another", "has no GPT and no GPTConfig. Name the folder"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ours", "model.residal_dtype=compute"], "Did you mean model.residual_dtype"),
-        (["--ours", "train.batch_size=4"], "train.batch_size is the same for all contenders"),
-        (["--ours", "ablate.block_steps=9"], "ablate is the same for all contenders"),
-        (["--common", "train.compile=true"], "compiled or not by --mode"),
-        (["--mode", "compiled", "--ours", "train.compile_mode=reduce-overhead"], "needs a CUDA device"),
-        (["--common", "model.heads=3"], "model.heads=3 does not divide"),
-        (["--ours", "norm.kind=rmsnorm"], r"ours, norm.kind=rmsnorm: .*norm.kind=rmsnorm, the layout has layernorm"),
-    ],
-)
-def test_overrides_are_checked_before_anything_runs(tmp_path, arguments, message, monkeypatch):
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_overrides_and_checkouts_are_checked_before_anything_runs(tmp_path, arguments, message, monkeypatch):
     monkeypatch.setattr(train_step, "measure_cell", lambda *_: pytest.fail("timed"))
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("empty", None), ("broken", "def"), ("another", "x = 1")):
+        (tmp_path / name).mkdir()
+        if text:
+            (tmp_path / name / "model.py").write_text(text)
     peer = str(checkout(tmp_path / "nanoGPT"))
     with pytest.raises(SystemExit, match=message):
-        train_step.main(["--device", "cpu", "--output", str(tmp_path), "--nanogpt", peer, *arguments])
+        train_step.main(["--device", "cpu", "--output", str(tmp_path), "--nanogpt", peer, *arguments.split()])
 
 
 @pytest.mark.gpu

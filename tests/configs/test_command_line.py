@@ -1,13 +1,15 @@
-"""Names of run folders, and what --help says of the keys."""
+"""Names of run folders, what --help says of the keys, and the commands of a W&B sweep."""
 
+import itertools
 import re
 
 import pytest
 from omegaconf import OmegaConf
+from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
 from configs import command_line, keys
-from tests.runs import CPU
+from tests.runs import CPU, ROOT
 
 
 @pytest.mark.parametrize(
@@ -57,3 +59,22 @@ def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_it
     assert float(given["optim.lr"]) == plain.optim.lr and given["optim.warmup_steps"] == "null"
     typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
     assert configs.compose_only(typed) == plain  # each as it is typed
+
+
+def test_each_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py_and_its_metric_is_logged():
+    """W&B's own code makes commands of wandb_sweep.yaml, offline."""
+    sweep = sweeps.load_sweep_config(str(keys.FOLDER / "wandb_sweep.yaml"))
+    values = {key: of["values"] for key, of in sweep["parameters"].items()}
+    assert sweep["method"] == "grid" and values.keys() == {"norm.impl", "norm.kind", "seed"}
+    for job in itertools.product(*values.values()):
+        args = {key: {"value": value} for key, value in zip(values, job, strict=True)}
+        given = sweeps.create_sweep_command_args({"args": args})
+        given |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [sweep["program"]]}
+        chunks = sweeps.create_sweep_command(list(sweep["command"]))  # as wandb's agent fills them in:
+        command = [part for chunk in chunks for part in (given[chunk[2:-1]] if chunk.startswith("${") else [chunk])]
+
+        assert command[:3] == ["/usr/bin/env", "python", "train.py"]
+        cfg = configs.load(command[3:], on=CPU)
+        assert (cfg.norm.impl, cfg.norm.kind, cfg.seed, cfg.logging.wandb) == (*job, "online")
+    logged = [path.read_text(encoding="utf-8") for path in (ROOT / "train.py", *(ROOT / "training").glob("*.py"))]
+    assert any(f'"{sweep["metric"]["name"]}"' in text for text in logged)

@@ -15,9 +15,7 @@ from tests.runs import CPU
 NAMES = """
 norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? Keys of norm: impl, kind, eps, dropout_masks.
 +norm.fusd=1                    norm.fusd: no such key. Did you mean norm.impl=fused?
-++norm.imp=torch                norm.imp: no such key. Did you mean norm.impl?
 steps=10                        steps: no such key. Did you mean train.steps?
-optim.learning_rate=1           optim.learning_rate: no such key.
 modl=gpt2                       modl: no such key. Did you mean model?
 tran.steps=3                    tran.steps: no such key. Did you mean train.steps?
 model=gtp2                      model=gtp2: no such option. Did you mean model=gpt2?
@@ -25,13 +23,11 @@ experiment=null                 experiment=null: no such option.
 model=[tiny,gpt2]               Several options make several runs: -m model=A,B.
 data=text,shakespeare           data=text,shakespeare: no such option.
 optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
-ablate.cycle=3                  Did you mean ablate.cycles? Keys of ablate: cycles,
 eval.evry=3                     `python train.py --help` lists all keys.
 ablate.steps=3                  `python ablate.py --help` lists its own keys.
 +train.steps=3                  Either remove + prefix: 'train.steps=3'
 ~norm.impl                      no key can be taken away
 train.steps                     train.steps: an override is written key=value
-seed=1,                         seed=1,: an override is written key=value
 data.files=[a.txt,~/b]          the shell around those: 'data.files=[a.txt,"~/b"]'.
 folder=~/runs                   Hydra needs quotes around this value, and the shell around those: 'folder="~/runs"'.
 """
@@ -49,7 +45,6 @@ logging.name=${oc.env:NO_SUCH}  Environment variable 'NO_SUCH' not found
 """
 RULES = """
 model.heads=3                   model.heads=3 does not divide model.width=128. Use model.heads=2 or model.width=120.
-model.heads=60                  Use model.heads=16 or model.width=480.
 model.heads=5 model.width=12    Use model.heads=4 or model.width=40.
 model.kv_heads=3                model.kv_heads=3 does not divide model.heads=4. Use model.kv_heads=2
 model.positions=rotary model.width=12                         even head width or model.positions=learned
@@ -64,12 +59,9 @@ train.compile=true train.compile_mode=max-autotune deterministic=true           
 train.compile=true train.compile_mode=reduce-overhead         needs a CUDA device; this run is on cpu
 optim.lr=0                      optim.lr=0.0: must be more than 0 and finite.
 optim.lr=nan                    optim.lr=nan: must be more than 0 and finite.
-optim.lr=inf                    optim.lr=inf: must be more than 0 and finite.
 optim.decay_fraction=0          optim.decay_fraction=0.0: must be more than 0 and at most 1.
 seed=99999999999999999999       seed=99999999999999999999: must be at least 0 and less than 9223372036854775808.
-seed=-1                         seed=-1: must be at least 0
 train.steps=0                   train.steps=0: must be at least 1.
-ablate.cycles=5                 ablate.cycles=5: must be at least 6.
 sample.prompt=''                sample.prompt is empty
 resume=                         resume is empty. Use never, auto, or
 init_from=                      init_from is empty. Use null,
@@ -108,19 +100,15 @@ def test_a_mistake_is_answered_with_key_value_and_remedy(overrides, on, message)
         configs.load([overrides] if "{" in overrides else overrides.split(), on=on)
 
 
-def test_one_rank_of_torchrun_and_fused_norms_on_a_cpu_are_not_refused():
-    assert configs.load(["parallel=ddp"], on=Machine("cpu", by_torchrun=True)).norm.impl == "fused"
-
-
 @pytest.mark.parametrize(
-    ("capabilities", "bf16"), [({"avx2": True, "avx512_bf16": False}, False), ({"amx_bf16": True}, True), ({}, True)]
+    ("capabilities", "bf16"), [({"avx2": True, "avx512_bf16": False}, False), ({"avx512_bf16": True}, True), ({}, True)]
 )
-def test_a_cpu_without_bf16_is_known_and_not_refused(capabilities, bf16, monkeypatch):
+def test_a_cpu_without_bf16_is_known_and_neither_it_nor_one_rank_of_torchrun_is_refused(capabilities, bf16, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     on = machine.inspect(Device.cpu)
-
     assert on.bf16 is bf16
     assert configs.load(["train.precision=bf16"], on=on).train.precision == "bf16"
+    assert configs.load(["parallel=ddp"], on=Machine("cpu", by_torchrun=True)).norm.impl == "fused"
 
 
 def test_all_broken_rules_are_reported_at_once_and_a_number_out_of_range_breaks_no_other_rule():
@@ -144,10 +132,8 @@ def test_a_sweep_is_every_combination():
         ("-m norm.impl=fused,toch seed=1,2", "norm.impl=toch: must be one of fused, torch."),  # before the first starts
         ("norm.impl=fused,torch", "norm.impl=fused,torch: several values make several runs; add -m."),
         ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs its values: optim.lr=A,B"),
-        ("-m model=glob(*)", "model=glob(*): a sweep needs its values: model=A,B"),
         ("train.steps=5 -m seed=1,2", "seed=1,2: options such as -m stand before all of key=value, or behind, not between"),
         ("--train.steps=3", "--train.steps=3: no such option. Settings are written key=value"),
-        ("norm.kind=rmsnorm -steps=3", "-steps=3: no such option. Settings are written key=value"),
         ("--cfg job norm.imp=x", "norm.imp: no such key."),
         ("hydra.run.dir=a folder=b", "hydra.run.dir=a and folder=b both name the run's folder. Leave one out.\n"),
         ("hydra.run.dir=/dev/null/x", "/dev/null/x: no run can be kept there (Not a directory). Use another folder=PATH.\n"),
@@ -157,18 +143,16 @@ def test_a_sweep_is_every_combination():
 )
 def test_a_mistake_of_the_command_line_ends_with_one_message_and_code_2(arguments, message, capsys, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    given = ["device=cpu", *arguments.split()] if arguments[0] != "-" else arguments.split()
     with pytest.raises(SystemExit, match="2"):
-        command_line.check(["device=cpu", *arguments.split()] if arguments[0] != "-" else arguments.split())
+        command_line.check(given)
     said = capsys.readouterr().err
     assert said.startswith("error: ") and message in said
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # for a developer, the traceback
+    with pytest.raises(ConfigError):
+        command_line.check(given)
 
 
 @pytest.mark.parametrize("arguments", ["-m train.steps=5 seed=1,2", "train.steps=5 seed=1,2 -m", "--cfg job seed=3", "--help"])
 def test_options_stand_before_or_behind_the_keys(arguments):
     command_line.check(arguments.split())
-
-
-def test_a_developer_can_have_the_traceback(monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(ConfigError):
-        command_line.check(["norm.impl=fusd"])

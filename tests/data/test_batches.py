@@ -22,6 +22,10 @@ def starts(batches: Batches, steps: range) -> list[int]:
     return [int(start) for step in steps for start in batches[step][0][:, 0]]
 
 
+def epoch_of(batches: Batches, epoch: int) -> range:
+    return range(epoch * batches.windows, (epoch + 1) * batches.windows)
+
+
 @given(shapes, sizes, st.integers(1, 4), st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
 def test_a_batch_is_a_function_of_its_step_and_is_cut_among_the_ranks(shape, more, ranks, steps):
     tokens, shape = numbered(shape["context"] + 1 + more), {**shape, "batch_size": shape["batch_size"] * ranks}
@@ -38,7 +42,7 @@ def test_a_batch_is_a_function_of_its_step_and_is_cut_among_the_ranks(shape, mor
 def test_an_epoch_visits_each_window_once_and_leaves_out_less_than_two_contexts(shape, more, epoch):
     tokens = numbered(shape["context"] + 1 + more)
     batches = Batches(tokens, **{**shape, "batch_size": 1})
-    visited = sorted(starts(batches, range(epoch * batches.windows, (epoch + 1) * batches.windows)))
+    visited = sorted(starts(batches, epoch_of(batches, epoch)))
     assert visited == [visited[0] + i * shape["context"] for i in range(batches.windows)]
     assert len(tokens) - 1 - batches.windows * shape["context"] < 2 * shape["context"]
 
@@ -47,7 +51,7 @@ def test_epochs_and_seeds_differ_in_order_and_in_offset():
     orders, offsets = set(), set()
     for seed, epoch in itertools.product(range(5), range(5)):
         batches = Batches(numbered(1000), context=10, batch_size=1, seed=seed)
-        visited = starts(batches, range(epoch * batches.windows, (epoch + 1) * batches.windows))
+        visited = starts(batches, epoch_of(batches, epoch))
         offsets.add(min(visited))
         orders.add(tuple(start // 10 for start in visited))
     assert len(orders) == 25 and len(offsets) > 5 and offsets <= set(range(10))
@@ -62,10 +66,9 @@ def test_batches_stay_the_same_from_version_to_version_and_leave_the_global_gene
 
 
 def test_batches_read_only_where_a_batch_lies(tmp_path):
-    path = tmp_path / "train.bin"
-    with path.open("wb") as file:
+    with (tmp_path / "train.bin").open("wb") as file:
         file.truncate(2**38)  # 256 GiB without a block on the disk: far more than could be read
-    tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    tokens = np.memmap(file.name, dtype=np.uint16, mode="r")
     inputs, _ = Batches(tokens, context=2**20, batch_size=2, seed=1)[12345]
     assert inputs.shape == (2, 2**20)
 

@@ -66,6 +66,5 @@ def test_who_comes_while_another_builds_waits_and_the_folder_appears_complete_in
         built.append((folder.stat().st_ino, list(tmp_path.glob("a*"))))
 
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: cached_folder(str(tmp_path), "a", {}, build), range(4)))
-    [folder] = found
+        [folder] = set(pool.map(lambda _: cached_folder(str(tmp_path), "a", {}, build), range(4)))
     assert built == [(folder.stat().st_ino, [])]  # the folder that was built, renamed and not copied

@@ -61,14 +61,12 @@ def test_a_saved_tokenizer_loads_as_it_was(kind, tmp_path, published):
                 other.encode("ж")
 
 
-@pytest.mark.parametrize("kind", ["bpe", "pretrained"])
-def test_the_characters_of_a_special_token_are_text(kind, published):
-    tokenizer = BPE if kind == "bpe" else pretrained_tokenizer(published)
-    ids = tokenizer.encode("a<|endoftext|>b")
-    assert tokenizer.end_of_text is not None and tokenizer.end_of_text not in ids
-    assert tokenizer.decode(ids) == "a<|endoftext|>b"
-    assert tokenizer.decode([tokenizer.end_of_text]) == ""
-    assert tokenizer.decode([tokenizer.end_of_text], skip_special=False) == END_OF_TEXT
+def test_the_characters_of_a_special_token_are_text(published):
+    for tokenizer in (BPE, pretrained_tokenizer(published)):
+        ids = tokenizer.encode("a<|endoftext|>b")
+        assert tokenizer.end_of_text is not None and tokenizer.end_of_text not in ids
+        assert tokenizer.decode(ids) == "a<|endoftext|>b" and tokenizer.decode([tokenizer.end_of_text]) == ""
+        assert tokenizer.decode([tokenizer.end_of_text], skip_special=False) == END_OF_TEXT
 
 
 def test_a_pretrained_tokenizer_is_found_in_its_folder_and_neither_adds_nor_cuts_nor_pads(published):
@@ -77,11 +75,9 @@ def test_a_pretrained_tokenizer_is_found_in_its_folder_and_neither_adds_nor_cuts
 
 
 def test_training_bpe_twice_gives_the_same_tokenizer_of_the_size_asked_for_if_the_text_allows():
-    assert train_bpe([CORPUS], 320).to_json() == BPE.to_json()
-    assert BPE.vocab_size == 320
+    assert train_bpe([CORPUS], 320).to_json() == BPE.to_json() and BPE.vocab_size == 320
     assert train_bpe(["a"], 320).vocab_size == 257  # bytes and end of text: no pair to merge
-    smallest = train_bpe([CORPUS], 257)
-    assert smallest.vocab_size == 257 and len(smallest.encode("日")) == 3
+    assert len(train_bpe([CORPUS], 257).encode("日")) == 3
 
 
 def test_vocab_size_is_above_every_id_where_ids_have_holes():
@@ -92,7 +88,6 @@ def test_vocab_size_is_above_every_id_where_ids_have_holes():
     ("name", "message"),
     [
         ("nowhere/tokenizer.json", r"tokenizer\.pretrained=nowhere/tokenizer\.json: no such file"),
-        ("~/nowhere-at-all", r"tokenizer\.pretrained=~/nowhere-at-all: no such file"),
         ("owner/name", r"tokenizer\.pretrained=owner/name .*download its tokenizer\.json"),
         (__file__, r"test_tokenizer\.py is not a tokenizer\.json"),
     ],

@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ import torch
 from tests.runs import ROOT
 
 CODE = """
-import os, runpy, sys, torch
+import contextlib, os, runpy, sys, torch
+with contextlib.suppress(ImportError):
+    import transformers
 for path in sys.argv[1:]:
-    if os.fork() == 0:  # each finds nothing that another has imported
+    if os.fork() == 0:  # each finds nothing of the project that another has imported
         runpy.run_path(path, run_name="example")
+        print({"model", "data", "configs"} & set(sys.modules))  # their names are the user's: nanoGPT has a model.py
         os._exit(0)
     os.wait()
 """
@@ -35,9 +39,10 @@ def test_example_is_at_parity_and_times_itself(name, checks, capsys):
 def test_an_example_can_be_started_as_a_file_from_any_folder(tmp_path):
     files = [file for file in (ROOT / "examples").glob("*.py") if file.stem != "__init__"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", CODE, *files], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert len(files) == 5
+    command = [sys.executable, "-u", "-c", CODE, *files]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert [line for line in done.stderr.splitlines() if "transformers is missing" not in line] == []
+    assert len(files) == 5 and done.stdout.splitlines() == ["set()"] * (5 if find_spec("transformers") else 3)
 
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])

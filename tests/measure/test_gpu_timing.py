@@ -16,8 +16,7 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
     outcomes = measure([contender("a"), contender("b")], CPU, rounds=4, round_ms=1e-9)
 
     assert [len(outcomes[name].us) for name in "ab"] == [4, 4]
-    turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)]
-    turns = turns[-8:]
+    turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)][-8:]
     assert all([s for _, s in turn] == [0, 1, 2] for turn in turns), "each turn goes through the sets in order"
     names = [turn[0][0] for turn in turns]
     assert all(sorted(names[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)), "both in every round"
@@ -38,9 +37,8 @@ def test_sets_together_are_several_times_l2(monkeypatch):
 
 
 def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch):
-    monkeypatch.setattr(
-        timing, "measure", lambda *a, **k: {"add": timing.Outcome([10.0] * 3), "copy": timing.Outcome([8.0] * 3)}
-    )
+    outcomes = {"add": timing.Outcome([10.0] * 3), "copy": timing.Outcome([8.0] * 3)}
+    monkeypatch.setattr(timing, "measure", lambda *a, **k: outcomes)
     assert timing.copy_bandwidth(CPU, gigabytes=1e-3) == pytest.approx(2e6 / 8e-6 / 1e9)
 
 
@@ -68,14 +66,9 @@ def test_graph_timer_times_forward_and_backward_on_a_gpu():
         grads = torch.ones(4096, 1024, device=device)
 
         def backward():
-            outputs = [x.sin() for x in sets]
-            return [
-                lambda y=y, x=x: torch.autograd.grad(y, x, grads, retain_graph=True) for y, x in zip(outputs, sets, strict=True)
-            ]
+            outputs = [(x.sin(), x) for x in sets]
+            return [lambda y=y, x=x: torch.autograd.grad(y, x, grads, retain_graph=True) for y, x in outputs]
 
-        outcomes = measure(
-            [Contender("forward", lambda: [lambda x=x: x.sin() for x in sets]), Contender("backward", backward)],
-            device,
-            rounds=3,
-        )
+        forward = Contender("forward", lambda: [lambda x=x: x.sin() for x in sets])
+        outcomes = measure([forward, Contender("backward", backward)], device, rounds=3)
     assert all(outcome.error is None and min(outcome.us) > 1 for outcome in outcomes.values()), outcomes

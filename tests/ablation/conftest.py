@@ -1,0 +1,1 @@
+from tests.benchmarks.conftest import imported_is_no_garbage  # noqa: F401  ablations time steps too

@@ -1,0 +1,30 @@
+"""What the tests of all programs here need."""
+
+import gc
+
+import pytest
+
+from benchmarks.command import load
+
+
+@pytest.fixture(autouse=True)
+def imported_is_no_garbage():
+    """Timers collect garbage before every turn, which takes the longer the more is imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def recorded(tmp_path, capsys):
+    """A function: what a program records with these arguments, and what it prints, then and by --plot-only."""
+
+    def recorded(program, *arguments):
+        program.main([*arguments, "--output", str(tmp_path)])
+        printed = capsys.readouterr().out
+        program.main(["--plot-only", "--output", str(tmp_path)])
+        assert printed.startswith(capsys.readouterr().out)  # memory says once that no GPU is here
+        name = program.__name__.removeprefix("benchmarks.")
+        return load(tmp_path / f"{name}.json"), printed
+
+    return recorded

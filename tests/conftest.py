@@ -1,6 +1,7 @@
 """Where tests run: compiled kernels on a GPU; without one, the kernels of tests/ops in Triton's interpreter on the CPU and
 everything else on the PyTorch reference, which is what a machine without a GPU uses."""
 
+import gc
 import os
 import signal
 
@@ -34,6 +35,14 @@ def signal_handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def imported_is_no_garbage():
+    """Timers collect garbage before every turn, which takes the longer the more is imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items):

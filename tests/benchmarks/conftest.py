@@ -1,18 +1,8 @@
 """What the tests of all programs here need."""
 
-import gc
-
 import pytest
 
 from benchmarks.command import load
-
-
-@pytest.fixture(autouse=True)
-def imported_is_no_garbage():
-    """Timers collect garbage before every turn, which takes the longer the more is imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

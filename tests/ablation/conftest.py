@@ -1,1 +1,0 @@
-from tests.benchmarks.conftest import imported_is_no_garbage  # noqa: F401  ablations time steps too

@@ -139,7 +139,11 @@ class Text:
         made = self.allocate(empty_gradients(BackwardInputs(*_on_meta(inputs)), options)._asdict())
         there, records = {*tensors_of(inputs), *made}, launches().backward_kernels
         if "weights" in made:
-            there |= {*self.allocate({"partials": torch.empty(_backward_launch(inputs, options).partials, device="meta")})}
+            there |= {
+                *self.allocate(
+                    {"partials": torch.empty(_backward_launch(inputs, options).partials, dtype=torch.float32, device="meta")}
+                )
+            }
         self.launch(0, records.Pointers, there, inputs.seed is not None, unaligned="return None")
         if "weights" in made:
             self.launch(1, records.Sums, there, None)

@@ -74,7 +74,7 @@ def _attribution(cell: Cell) -> str:
 def _waits(cell: Cell, gpu_ms: Mapping[str, float]) -> str:
     """Which arms wait for the host, and what to do."""
     steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in (TORCH, FUSED)}
-    shares = {name: 1 - gpu_ms[name] / steps[name] for name in steps}
+    shares = {name: max(0.0, 1 - gpu_ms[name] / steps[name]) for name in steps}
     if max(shares.values()) <= WAITING:
         return ""
     told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in shares.items())

@@ -47,11 +47,15 @@ def forget() -> None:
 
 
 def remember(table: Table, key: Hashable, make: Callable[[], Callable | None]) -> None:
+    """Adds what `make` returns; None counts too, so that a call which can't be prepared is not tried for ever."""
     alike = table.get(key, ())
-    if WORKS and len(alike) < MOST_ALIKE and (made := make()) is not None:
+    if WORKS and len(alike) < MOST_ALIKE and not launches().observed():
         if len(table) >= MOST:
             table.clear()
-        table[key] = (made, *alike)
+        table[key] = (make() or _nothing, *alike)
+
+
+def _nothing(*_: Any) -> None: ...
 
 
 def forward(inputs: Inputs, options: Options) -> Callable | None:
@@ -136,15 +140,13 @@ class Text:
 
     def backward(self, inputs: BackwardInputs, options: BackwardOptions) -> list[str]:
         """What `launch.backward` does, where no programs share a row. The names of the gradients."""
+        self.lines.append("if stats.data_ptr() % 8: return None")  # they are read as words of 8 bytes
         made = self.allocate(empty_gradients(BackwardInputs(*_on_meta(inputs)), options)._asdict())
         there, records = {*tensors_of(inputs), *made}, launches().backward_kernels
         if "weights" in made:
-            there |= {
-                *self.allocate(
-                    {"partials": torch.empty(_backward_launch(inputs, options).partials, dtype=torch.float32, device="meta")}
-                )
-            }
-        self.launch(0, records.Pointers, there, inputs.seed is not None, unaligned="return None")
+            partials = torch.empty(_backward_launch(inputs, options).partials, dtype=torch.float32, device="meta")
+            there |= {*self.allocate({"partials": partials})}
+        self.launch(0, records.Pointers, there, inputs.seed is not None)
         if "weights" in made:
             self.launch(1, records.Sums, there, None)
         return made
@@ -156,12 +158,9 @@ class Text:
             self.lines.append(f"{name} = empty({name}_size, {name}_stride, {name}_dtype)")
         return list(made)
 
-    def launch(self, which: int, record: Any, there: set[str], seeded: bool | None, unaligned: str = "") -> None:
-        """What `Launcher.__call__` does.
-
-        record: of the kernel's tensors; seeded: whether there is a seed, None if the kernel takes none; unaligned: the line for
-        pointers off a boundary, by default that of a plain launch.
-        """
+    def launch(self, which: int, record: Any, there: set[str], seeded: bool | None) -> None:
+        """What `Launcher.__call__` does. record: of the kernel's tensors; seeded: whether there is a seed, None if the kernel
+        takes none. Pointers off a 16-byte boundary get a plain launch."""
         launcher, at = self.launchers[which], f"launch{which}"
         tensors = [name if name in there else None for name in record._fields]
         given = [name for name in tensors if name]
@@ -169,7 +168,7 @@ class Text:
         plain = f"{at}({', '.join([f'{at}_record({_list(tensors)})', *map(str, seed)])})"
         self.names |= {at: launcher, f"{at}_record": record}
         self.lines += [f"p_{name} = {name}.data_ptr()" for name in given]
-        self.lines.append(f"if ({' | '.join([f'p_{name}' for name in given])}) % 16: {unaligned or plain}")
+        self.lines.append(f"if ({' | '.join([f'p_{name}' for name in given])}) % 16: {plain}")
         if launcher.compiled is not None:
             rest = {f"{at}_{i}": value for i, value in enumerate(launcher.rest)}
             pointers, seed = _list([name and f"p_{name}" for name in tensors]), [s and f"{s}.data_ptr()" for s in seed]
@@ -214,9 +213,10 @@ def _tensor_guard(tensors: list[Tensor]) -> Callable[..., bool]:
 
 def _works() -> bool:
     """Whether PyTorch's unpromised names do what is relied on."""
-    x, w = torch.empty(2, 3), torch.nn.Parameter(torch.empty(3))
+    x = torch.empty(2, 3, dtype=torch.float32, device="cpu")
+    w = torch.nn.Parameter(x[0].clone())
     guard = _tensor_guard([x, w])
-    others: list = [(other, w) for other in (x.double(), x[:1], torch.empty(3, 2).mT, x.clone().requires_grad_(), x.to("meta"))]
+    others: list = [(other, w) for other in (x.double(), x[:1], x.mT.contiguous().mT, x.clone().requires_grad_(), x.to("meta"))]
     others += [(x, w.detach()), (x, w.detach().requires_grad_()), (x, x), (x, None)]
     made = _guards._empty_strided_cpu((2, 3), (3, 1), torch.half)
     as_asked = (made.shape, made.stride(), made.dtype) == ((2, 3), (3, 1), torch.half)

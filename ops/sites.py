@@ -61,7 +61,8 @@ def prepare(given: tuple, request: tuple, plan: Plan) -> None:
 def _key(given: tuple, request: tuple) -> tuple:
     x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = given
     return (
-        request, type(request[1]), type(request[2]),  # 0.5 and Fraction(1, 2) are equal; the checks accept one of them
+        # 0.5 and Fraction(1, 2) are equal, and True and 1.0; the checks accept one of them
+        request, type(request[1]), type(request[2]), type(request[3]), type(request[5]),
         x.shape, residual is None, x1 is None, weight is None, bias is None, weight1 is None, bias1 is None,
         rowscale is None, rowscale1 is None, type(seed), torch.is_grad_enabled(),
     )  # fmt: skip

@@ -27,8 +27,8 @@ class StepClock:
     On CUDA two events enclose a step, and the device is synchronised only when times are read, so that the clock does not slow
     the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
 
-    With `gpu_time` the last of them, on CUDA, is queued behind a wait of the GPU, which then never waits for the CPU in it:
-    so it takes only the time that its kernels need.
+    With `gpu_time`, on CUDA, the last warm-up step is queued behind a sleep of the GPU, so that it takes only the time of its
+    kernels. A step that does not fit into the GPU's queue (about 1,000 launches) gives no such time.
     """
 
     def __init__(
@@ -61,15 +61,17 @@ class StepClock:
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 queued = self._queues and self._seen == self.warmup - 1
                 if queued:
-                    torch.cuda._sleep(round(CYCLES_PER_S * min(2 * self._issue_s, LONGEST_WAIT_S)))
+                    with torch.cuda.device(self._device):
+                        torch.cuda._sleep(round(CYCLES_PER_S * min(2 * self._issue_s, LONGEST_WAIT_S)))
+                stream = torch.cuda.current_stream(self._device)
                 began = self._now()
-                begin.record()
+                begin.record(stream)
                 yield
-                end.record()
+                end.record(stream)
                 self._issue_s = self._now() - began
                 if counted:
                     self._events.append((begin, end))
-                elif queued:
+                elif queued and not begin.query():  # else the sleep was over before all was queued
                     self._queued = begin, end
             else:
                 began = self._synchronised_now()

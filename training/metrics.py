@@ -5,6 +5,7 @@ import math
 import torch
 
 from configs import Config
+from configs.schema import Parallel
 from training.checkpoint import TrainState
 from training.clock import StepClock
 from training.distributed import World, full_tensor
@@ -24,7 +25,7 @@ class Metrics:
     def __init__(self, state: TrainState, cfg: Config, precision: Precision, clock: StepClock, world: World) -> None:
         self.health = Health(precision.device, state.scaler)
         self.state, self.precision, self.clock, self._cfg = state, precision, clock, cfg
-        self._advised = False
+        self._advised, self._ranks = False, world.size
         self._batch_tokens = cfg.train.batch_size * cfg.model.context
         self._peak_flops = world.size * (peak_flops(precision.device, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
@@ -59,21 +60,20 @@ class Metrics:
 
     def advice(self) -> str:
         """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU. Else empty."""
-        step_ms, gpu_ms = self.clock.median_ms, self.clock.gpu_ms
-        if self._advised or step_ms is None or gpu_ms is None:
+        if self._advised or (gpu_ms := self.clock.gpu_ms) is None or (step_ms := self.clock.median_ms) is None:
             return ""
         self._advised = True
-        return waiting(step_ms, gpu_ms, self._cfg)
+        return waiting(step_ms, gpu_ms, self._cfg, self._ranks)
 
 
-def waiting(step_ms: float, gpu_ms: float, cfg: Config) -> str:
+def waiting(step_ms: float, gpu_ms: float, cfg: Config, ranks: int = 1) -> str:
     """What to do where the GPU waits for the CPU in much of a step. Empty where it does not."""
     share = 1 - gpu_ms / step_ms
     if share <= WAITING:
         return ""
     helps = (
         "a larger train.batch_size"
-        if makes_cuda_graphs(cfg.train)
+        if makes_cuda_graphs(cfg.train) or ranks > 1 or cfg.parallel is Parallel.fsdp  # which take no graphs
         else "train.compile=true train.compile_mode=reduce-overhead (CUDA graphs)"
     )
     return (

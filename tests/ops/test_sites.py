@@ -213,7 +213,7 @@ def test_other_tensors_and_options_take_the_plain_path(other, given, plain):
 
 
 def test_what_is_refused_stays_refused(given):
-    for name, value in (("eps", Fraction(1, 2)), ("dropout_p", Fraction(1, 2)), ("prenorm", 1.0)):
+    for name, value in (("eps", Fraction(1, 2)), ("dropout_p", Fraction(1, 2)), ("prenorm", 1.0), ("zero_centered_weight", 1.0)):
         for right in (type(value)(1) == value or 0.5,) * 2:  # equal to what is refused, and hashes alike
             site(*given, **{name: right})
         with pytest.raises((TypeError, ValueError), match=name):
@@ -296,6 +296,20 @@ def test_unaligned_inputs_and_seeds_give_the_same_bits(given):
             with without_sites():
                 expected = step(tensors, dropout_p=0.5, seed=seed)
             assert all(equal(step(tensors, dropout_p=0.5, seed=seed), expected) for _ in range(3))
+
+
+def test_prepared_launches_do_not_depend_on_the_default_dtype(given):
+    with without_sites():
+        expected = step(given)
+    sums = []
+    empty = prepared._guards._empty_strided_cpu if given[0].device.type == "cpu" else prepared._guards._empty_strided_cuda
+    torch.set_default_dtype(BF16)
+    try:
+        with mock.patch.object(prepared._guards, empty.__name__, lambda *of: (sums.append(of[2]), empty(*of))[1]):
+            found = [step(given) for _ in range(3)]
+    finally:
+        torch.set_default_dtype(FP32)
+    assert all(equal(each, expected) for each in found) and {*sums} == {FP32}
 
 
 def test_seeds_are_drawn_as_on_the_plain_path(given, plain):

@@ -4,8 +4,9 @@ import copy
 import json
 import os
 import random
-import subprocess
 import sys
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -87,6 +88,25 @@ def losses(metrics: list[dict], name: str = "train/loss") -> list[float]:
     return [line[name] for line in metrics if name in line]
 
 
+def curves(folder: Path) -> torch.Tensor:
+    """All losses and gradient norms of the run in `folder`."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    return torch.tensor([value for name in ("train/loss", "train/grad_norm", "val/loss") for value in losses(lines, name)])
+
+
+def wait_until(process, met: Callable[[], bool]) -> None:
+    """Returns when `met()` is true, or the process has ended, or two minutes have passed."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and not met() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def logged(folder: Path) -> int:
+    """The last step in the run's metrics; 0 where there is none."""
+    path = folder / "metrics.jsonl"
+    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0
+
+
 def bits(folder: Path) -> dict[str, object]:
     """All that a run gives, to be compared bit for bit; but for times and for where it is kept."""
     newest = folder / "last"
@@ -133,18 +153,6 @@ def environment(cwd: Path, **more: str) -> dict[str, str]:
     """For a program that starts in this folder: without credentials and without Triton's interpreter, and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
     return kept | {"NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"} | more
-
-
-def start(arguments: list[str], cwd: Path) -> subprocess.Popen:
-    """train.py as a user starts it, from another folder. Mostly `forks.Command` does, in a tenth of the time."""
-    return subprocess.Popen(
-        command(*arguments), cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run_folders(cwd: Path) -> list[Path]:

@@ -7,8 +7,8 @@ import torch
 
 import configs
 from configs import ConfigError
-from configs.machine import Machine
 from model import GPT
+from tests.runs import composed
 from training import checkpoint, storage
 from training.checkpoint import TrainState, Validation
 from training.step import adamw
@@ -18,14 +18,14 @@ SMALL = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8"]
 
 @pytest.fixture
 def cfg():
-    return configs.load(SMALL, on=Machine("cpu"))
+    return composed(SMALL)
 
 
-def new_state(cfg, seed=0, step=0, tokenizer="a", scaled=False):
+def new_state(cfg, seed=0, step=0, scaled=False):
     torch.manual_seed(seed)
     model = GPT(cfg.model, cfg.norm, vocab_size=50)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-    state = TrainState(model, adamw(model, cfg.optim), scaler, tokenizer, "documents", step)
+    state = TrainState(model, adamw(model, cfg.optim), scaler, tokenizer="a", step=step)
     model(torch.randint(50, (2, 8)), torch.randint(50, (2, 8))).backward()
     state.optimizer.step()
     return state
@@ -49,26 +49,18 @@ def test_everything_comes_back(cfg, tmp_path):
     assert other.scaler.state_dict() == state.scaler.state_dict() and other.scaler.get_scale() == 32.0
     for ours, theirs in zip(state.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-        assert torch.equal(state.optimizer.state[ours]["exp_avg"], other.optimizer.state[theirs]["exp_avg"])
-        assert torch.equal(state.optimizer.state[ours]["exp_avg_sq"], other.optimizer.state[theirs]["exp_avg_sq"])
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state.optimizer.state[ours][name], other.optimizer.state[theirs][name])
 
 
 def test_the_optimizers_settings_are_those_of_the_new_config(cfg, tmp_path):
     save(new_state(cfg), tmp_path, cfg)
     wanted = ["optim.weight_decay=0.5", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5"]
-    other = new_state(configs.load([*SMALL, *wanted], on=Machine("cpu")))
+    other = new_state(composed([*SMALL, *wanted]))
     other.restore(checkpoint.read(tmp_path))
     groups = other.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     assert all((group["betas"], group["eps"]) == ((0.7, 0.8), 1e-5) for group in groups)
-
-
-def test_another_tokenizer_is_refused_before_anything_is_restored(cfg, tmp_path):
-    save(new_state(cfg, step=7), tmp_path, cfg)
-    other = new_state(cfg, tokenizer="b")
-    with pytest.raises(ConfigError, match="another tokenizer"):
-        other.restore(checkpoint.read(tmp_path))
-    assert other.step == 0
 
 
 def test_no_file_of_a_checkpoint_can_hold_code(cfg, tmp_path):
@@ -77,23 +69,10 @@ def test_no_file_of_a_checkpoint_can_hold_code(cfg, tmp_path):
     assert configs.from_dict(json.loads((saved / "state.json").read_text())["config"]) == cfg
 
 
-def test_a_copied_state_is_that_of_the_moment(cfg, tmp_path):
-    state = new_state(cfg, step=1)
-    parts = state.parts(configs.to_dict(cfg), copied=True)
-    before = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
-    with torch.no_grad():
-        for parameter in state.model.parameters():
-            parameter.add_(1)
-    storage.commit(tmp_path, 1, parts)
-    stored = checkpoint.read(tmp_path).model()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items())
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "tokenizer.json", "SHA256SUMS"])
+@pytest.mark.parametrize("name", ["state.json", "SHA256SUMS"])
 def test_a_torn_file_is_named(cfg, tmp_path, name):
-    saved = save(new_state(cfg), tmp_path, cfg)
-    (saved / name).write_bytes(b"hello")
-    with pytest.raises(ConfigError, match=rf"step_00000000: not a readable checkpoint: .*({name}|SHA256SUMS)"):
+    (save(new_state(cfg), tmp_path, cfg) / name).write_bytes(b"hello")
+    with pytest.raises(ConfigError, match=rf"step_00000000: not a readable checkpoint: .*{name}"):
         checkpoint.read(tmp_path)
 
 
@@ -109,9 +88,7 @@ def test_a_missing_run_is_answered_with_those_that_exist(cfg, tmp_path):
     save(new_state(cfg), tmp_path / "a", cfg)
     (tmp_path / "empty").mkdir()
     (tmp_path / "old.pt").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"no such file or folder\. Latest runs beside it: a"):
-        checkpoint.read(tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"no checkpoints in this folder"):
-        checkpoint.read(tmp_path / "empty")
-    with pytest.raises(ConfigError, match=r"old\.pt is a file\. A checkpoint is a folder"):
-        checkpoint.read(tmp_path / "old.pt")
+    messages = {"b": r"no such file or folder\..*: a\.", "empty": "no checkpoints in this folder", "old.pt": "is a file"}
+    for name, message in messages.items():
+        with pytest.raises(ConfigError, match=rf"{name}:? {message}"):
+            checkpoint.read(tmp_path / name)

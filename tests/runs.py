@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -143,10 +142,6 @@ class FakeWandb:
 
     def finish(self, exit_code):
         self.exit_code = exit_code
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *arguments]
 
 
 def environment(cwd: Path, **more: str) -> dict[str, str]:

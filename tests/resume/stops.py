@@ -17,12 +17,12 @@ class Died(BaseException):
 
 @contextmanager
 def in_step(number, act):
-    """Within the block `act` happens in the middle of step `number`, counted from 1, before it changes anything."""
+    """Within the block `act(model)` happens in the middle of step `number`, counted from 1, before it changes anything."""
     original = train.training_step
 
     def step(forward, state, batch, index, *rest):
         if index == number - 1:
-            act()
+            act(state.model)
         return original(forward, state, batch, index, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -30,18 +30,24 @@ def in_step(number, act):
         yield
 
 
-def die():
+def die(_):
     raise Died
 
 
+def spoil(model):
+    """A weight becomes NaN."""
+    next(model.parameters()).data[0, 0] = float("nan")
+
+
 def train_until(step, overrides, folder):
-    """A run that dies in this step."""
+    """A run that dies in this step. Returns its folder."""
     with in_step(step, die), pytest.raises(Died):
         train_here(overrides, folder)
+    return folder
 
 
 def stop_with(number, step, overrides, folder):
     """A run that a signal reaches in this step. Returns its exit code."""
-    with in_step(step, lambda: signal.raise_signal(number)), pytest.raises(SystemExit) as stop:
+    with in_step(step, lambda _: signal.raise_signal(number)), pytest.raises(SystemExit) as stop:
         train_here(overrides, folder)
     return stop.value.code

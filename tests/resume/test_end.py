@@ -4,12 +4,10 @@ import signal
 
 import pytest
 
-import configs
-from configs.machine import Machine
 from model import GPT
 from tests.resume.kills import train_and_kill
 from tests.resume.stops import AUTO
-from tests.runs import FakeWandb, read_json, train_here
+from tests.runs import FakeWandb, composed, read_json, train_here
 from training import storage
 from training.resume import settle
 
@@ -35,22 +33,24 @@ def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_u
     assert (tmp_path / "run" / "sample.txt").read_text() == summary.sample != ""
 
 
+def finished(overrides, folder):
+    return settle(composed(overrides), folder, [], chosen=True).finished
+
+
 def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
-    cfg = configs.load([*tiny, *AUTO, "train.steps=5"], on=Machine("cpu"))
-    assert not settle(cfg, tmp_path / "run", [], chosen=True).finished
-    train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
-    assert settle(cfg, tmp_path / "run", [], chosen=True).finished
-    (tmp_path / "run" / "summary.json").unlink()  # as after a kill between the last checkpoint and the results
-    assert not settle(cfg, tmp_path / "run", [], chosen=True).finished
-    train_here([*tiny, *AUTO, "train.steps=5"], tmp_path / "run")
-    assert settle(cfg, tmp_path / "run", [], chosen=True).finished
+    overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
+    assert not finished(overrides, run)
+    train_here(overrides, run)
+    assert finished(overrides, run)
+    (run / "summary.json").unlink()  # as after a kill between the last checkpoint and the results
+    assert not finished(overrides, run)
 
 
 def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half_of_one(tiny, tmp_path):
     overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
     assert train_and_kill(overrides, run, drawing=True)
     assert not (run / "loss.png").exists()
-    assert not settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
+    assert not finished(overrides, run)
     train_here(overrides, run, plot=True)
-    assert settle(configs.load(overrides, on=Machine("cpu")), run, [], chosen=True).finished
+    assert finished(overrides, run)
     assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82")

@@ -16,6 +16,7 @@ from tests.runs import train_here
 from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
+TIMES = "ablate.parity_seeds=0"  # without parity
 
 
 @pytest.fixture(scope="module")
@@ -30,37 +31,46 @@ def here(tmp_path, monkeypatch):
     return lambda: next((tmp_path / "runs").iterdir())
 
 
-def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ran(tiny, here, capsys):
-    assert ablate.main(tiny) == 0
-    folder = here()
-    found = records.load(folder)
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The folder of an ablation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder := tmp_path_factory.mktemp("whole"))
+        assert ablate.main(tiny) == 0
+    return next((folder / "runs").iterdir())
+
+
+@pytest.fixture
+def measured(whole, monkeypatch):
+    """Replaces the measurement of a cell by one that was made before."""
+    (cell,) = records.load(whole).cells
+    monkeypatch.setattr(ablate, "measure", lambda *_: cell)
+
+
+def test_it_leaves_a_report_its_data_and_its_pictures_and_says_that_no_kernel_ran(whole):
+    found = records.load(whole)
     (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
     assert parity.holds and parity.seeds == [1, 2]
     assert not found.kernels and found.command.startswith("python ablate.py data=text")
-    report = (folder / "report.md").read_text(encoding="utf-8")
+    report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
-    assert len((folder / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
+    assert len((whole / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
     assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
-    assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in folder.iterdir()}
-    assert "report.md" in capsys.readouterr().out
+    assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
-def test_its_folder_can_be_named_as_that_of_a_run(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine", "mine_2"):
-        assert ablate.main([*tiny, "ablate.parity_seeds=0", "folder=reports/mine"]) == 0
-        assert (tmp_path / "reports" / name / "report.md").is_file()
-        said = capsys.readouterr().out
-        assert f"report: reports/{name}/report.md" in said
+def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_named(tiny, tmp_path, here, capsys):
+    (tmp_path / "reports" / "mine").mkdir(parents=True)
+    (tmp_path / "reports" / "mine" / "config.yaml").touch()
+    swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0", TIMES]
+    assert ablate.main([*tiny, *swept, "folder=reports/mine"]) == 0
+    found = records.load(tmp_path / "reports" / "mine_2")
+    assert [cell.overrides for cell in found.cells] == [{"norm.kind": kind} for kind in ("layernorm", "rmsnorm")]
+    said = capsys.readouterr().out
     assert "reports/mine has another run already, so this one is kept in reports/mine_2." in said
-    assert not (tmp_path / "runs").exists()
-
-
-def test_several_values_of_a_key_are_cells_of_one_report(tiny, here):
-    assert ablate.main([*tiny, "norm.kind=layernorm,rmsnorm", "model.dropout=0.0", "ablate.parity_seeds=0"]) == 0
-    assert [cell.overrides for cell in records.load(here()).cells] == [{"norm.kind": kind} for kind in ("layernorm", "rmsnorm")]
+    assert "report: reports/mine_2/report.md" in said and not (tmp_path / "runs").exists()
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +116,11 @@ def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_f
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
+def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, capsys):
     real = model.norm.norm_fn
     monkeypatch.setattr(model.norm, "norm_fn", lambda *given, **named: real(*given, **{**named, "eps": 1e-2}))
     assert ablate.main(tiny) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Parity FAILS" in said
+    assert "Parity FAILS" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +129,6 @@ def test_failing_parity_is_the_exit_code(tiny, here, monkeypatch, capsys):
         ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("resume=runs/x", "Use init_from=runs/NAME"),
-        ("ablate.block_steps=0", "ablate.block_steps=0: must be at least 1"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("ablate.cicles=3", "ablate.cycles"),
         ("-m", "an ablation sweeps without it"),
@@ -135,33 +143,42 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(("rank", "said"), [("0", "ablate.py is one process on one device"), ("1", "")])
+def test_torchrun_is_refused_by_one_rank(rank, said, monkeypatch, capsys):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0", "RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert ablate.main([]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and bool(printed) == bool(said)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("cells", [0, 1])
 def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
-    number, code, tiny, here, tmp_path, monkeypatch, capsys
+    number, code, cells, tiny, here, measured, tmp_path, monkeypatch, capsys
 ):
-    real, cells = ablate.measure, []
+    real, calls = ablate.measure, []
 
     def measure(*given):
-        if len(cells) == wanted:
+        calls.append(1)
+        if len(calls) > cells:
             os.kill(os.getpid(), number)
             pytest.fail("went on")
-        cells.append(real(*given))
-        return cells[-1]
+        return real(*given)
 
     monkeypatch.setattr(ablate, "measure", measure)
-    wanted = 0
-    assert ablate.main(tiny) == code
+    assert ablate.main([*tiny, TIMES, "model.dropout=0.0,0.1"]) == code
     printed = capsys.readouterr().err
-    assert list((tmp_path / "runs").iterdir()) == [] and "report" not in printed
-    assert "stopped before the first cell was measured" in printed
-    wanted = 1
-    assert ablate.main([*tiny, "ablate.parity_seeds=0", "model.dropout=0.0,0.1"]) == code
-    assert len(records.load(here()).cells) == 1
-    assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
-    assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
+    if cells == 0:
+        assert list((tmp_path / "runs").iterdir()) == []
+        assert "stopped before the first cell was measured" in printed
+    else:
+        assert len(records.load(here()).cells) == 1
+        assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
+        assert f"report so far: runs/{here().name}/report.md" in printed
 
 
-def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, monkeypatch, capsys):
+def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys):
     def parity(*given, **named):
         raise torch.OutOfMemoryError("tried to allocate 100 GiB")
 
@@ -194,17 +211,12 @@ def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("override", "device", "modes"),
-    [
-        ("null", "cpu", ["eager"]),
-        ("null", "cuda", ["eager", "compiled"]),
-        ("true", "cpu", ["eager", "compiled"]),
-        ("false", "cuda", ["eager"]),
-    ],
+    ("compile", "device", "modes"),
+    [("null", "cpu", ["eager"]), ("null", "cuda", ["eager", "compiled"]), ("true", "cpu", ["eager", "compiled"])],
 )
-def test_ablate_compile_chooses_the_cells(override, device, modes, tiny, monkeypatch):
+def test_ablate_compile_chooses_the_cells(compile, device, modes, tiny, monkeypatch):
     monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine(device))  # with a C++ compiler
-    (variant,) = ablate.variants_of([*tiny, f"ablate.compile={override}"])
+    (variant,) = ablate.variants_of([*tiny, f"ablate.compile={compile}"])
     assert variant.modes == modes
 
 
@@ -223,10 +235,12 @@ def test_help_says_where_the_report_goes_and_lists_every_key_that_is_refused(cap
     assert sorted(listed) == sorted(refused) and {"norm.impl", "resume"} <= set(listed) and "folder" not in listed
 
 
-def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(tiny, here, monkeypatch, capsys):
+def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(
+    tiny, here, measured, monkeypatch, capsys
+):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     monkeypatch.setattr("training.tracking.wandb.init", lambda **how: pytest.fail("started"))
-    assert ablate.main([*tiny, "ablate.parity_seeds=0", "logging.wandb=offline"]) == 0
+    assert ablate.main([*tiny, TIMES, "logging.wandb=offline"]) == 0
     assert "W&B does not have all of it: ConfigError: an ablation is several runs" in capsys.readouterr().err
     assert (here() / "report.md").is_file()
 

@@ -15,34 +15,23 @@ from training.distributed import ALONE
 from training.evaluation import Validation
 
 
-def test_the_logging_group_and_wandbs_variables_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
+def test_settings_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
     fake = FakeWandb(monkeypatch)
     monkeypatch.setenv("WANDB_PROJECT", "p")
     monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
-    overrides = ["logging.wandb=offline", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
-    train_here([*tiny, "train.steps=5", *overrides], tmp_path / "run")
-    assert {name: fake.arguments[name] for name in ("project", "group", "name", "tags", "mode")} == {
-        "project": "p",
-        "group": "g",
-        "name": "n",
-        "tags": ["a", "b", "fused", "layernorm"],
-        "mode": "offline",
-    }
+    overrides = ["train.steps=10", "logging.wandb=offline", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
+    summary, metrics = train_here([*tiny, *overrides], tmp_path / "run", plot=True)
+    settings = {"project": "p", "group": "g", "name": "n", "tags": ["a", "b", "fused", "layernorm"], "mode": "offline"}
+    assert settings.items() <= fake.arguments.items()
     assert "offline (WANDB_PROJECT=p; logging.group=g, not WANDB_RUN_GROUP=theirs)\n" in capsys.readouterr().out
-    assert "  project: p\n" in (tmp_path / "run" / "config.yaml").read_text(), "the run goes on there"
+    assert "  project: p\n" in (summary.folder / "config.yaml").read_text(), "the run goes on there"
     assert fake.arguments["config"]["optim"]["lr"] == 3e-3
     assert "parameters" in fake.arguments["config"]["facts"]["model"]
-
-
-def test_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch):
-    fake = FakeWandb(monkeypatch)
-    summary, metrics = train_here([*tiny, "train.steps=10", "logging.wandb=offline"], tmp_path / "run", plot=True)
     *values, picture = fake.logged
     assert [{"step": step} | line for step, line in values] == metrics
     assert picture == (10, {"loss": f"image {summary.folder / 'loss.png'}"})
     assert fake.summary["final"] == {"loss": summary.final.loss, "bits_per_byte": summary.final.bits_per_byte}
-    assert fake.summary["best"]["loss"] == summary.best.loss
-    assert fake.summary["sample"] == summary.sample
+    assert fake.summary["best"]["loss"] == summary.best.loss and fake.summary["sample"] == summary.sample
     assert fake.exit_code == 0
 
 
@@ -74,28 +63,26 @@ def test_the_rate_is_that_of_the_step_it_is_logged_for_and_the_seed_decides_the_
 
 
 def test_the_training_loss_is_the_mean_of_the_steps_since_the_last_line(tiny, tmp_path):
-    _, each = train_here([*tiny, "train.steps=13", "logging.every=1"], tmp_path / "each")
-    _, some = train_here([*tiny, "train.steps=13", "logging.every=5"], tmp_path / "some")
-    one = losses(each)
-    assert losses(some) == pytest.approx([sum(part) / len(part) for part in (one[:5], one[5:10], one[10:])])
+    one, some = (
+        losses(train_here([*tiny, "train.steps=13", f"logging.every={every}"], tmp_path / "run")[1]) for every in (1, 5)
+    )
+    assert some == pytest.approx([sum(part) / len(part) for part in (one[:5], one[5:10], one[10:])])
 
 
 def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch):
     paused, during = [], []
 
-    class Watched(StepClock):
-        @contextmanager
-        def paused(self):
-            with super().paused():
-                paused.append(True)
-                yield
-                paused.pop()
+    @contextmanager
+    def pause(clock):
+        paused.append(True)
+        yield
+        paused.pop()
 
-    evaluate, save = evaluation.evaluate, Saver.save
-    monkeypatch.setattr(train, "StepClock", Watched)
-    monkeypatch.setattr(
-        evaluation, "evaluate", lambda *a, **k: (during.append(("evaluate", len(paused))), evaluate(*a, **k))[1]
-    )
-    monkeypatch.setattr(Saver, "save", lambda *a: (during.append(("save", len(paused))), save(*a))[1])
+    def watched(name, original):
+        return lambda *given, **named: during.append((name, len(paused))) or original(*given, **named)
+
+    monkeypatch.setattr(StepClock, "paused", pause)
+    monkeypatch.setattr(evaluation, "evaluate", watched("evaluate", evaluation.evaluate))
+    monkeypatch.setattr(Saver, "save", watched("save", Saver.save))
     train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
     assert during == [("save", 1), ("evaluate", 1), ("save", 1)]

@@ -65,17 +65,16 @@ def composed(overrides: list[str]) -> Config:
     return copy.deepcopy(_composed(tuple(overrides)))
 
 
-def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU):
-    """(summary, metrics) of a run in this process; without its picture, which would take longer than the training."""
-    return train_composed(composed(overrides), overrides, folder, plot, on)
+def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU, cfg: Config | None = None):
+    """(summary, metrics) of a run in this process; without its picture, which would take longer than the training.
 
-
-def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU):
-    """`train_here`, where `overrides` are composed already."""
+    Args:
+        cfg: what `overrides` give, if it is composed already.
+    """
     import train
 
     keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in groups()]
-    origin = settle(cfg, folder, keys, chosen=True)
+    origin = settle(cfg or composed(overrides), folder, keys, chosen=True)
     with open_run(origin, torch.device("cpu")) as run:
         if not plot:
             run.plot = lambda: None  # type: ignore[method-assign]

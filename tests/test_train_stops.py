@@ -7,7 +7,7 @@ from tests.resume.stops import in_step, spoil
 from tests.runs import train_here
 from training import checkpoint, evaluation
 from training.evaluation import Validation
-from training.metrics import NonFiniteError
+from training.metrics import Health, NonFiniteError
 from training.precision import Precision
 
 
@@ -38,3 +38,29 @@ def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monke
         train_here([*tiny, "logging.every=1"], tmp_path / "run")
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "train/loss" in text and "NaN" not in text and "train/grad_norm" not in text
+
+
+GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("bad", [(NAN, GOOD), (INF, GOOD), (GOOD, NAN), (GOOD, INF)])
+def test_the_first_bad_step_is_named_however_late_one_looks_but_an_overflow_under_a_scaler_is_ordinary_work(bad, scaled):
+    health = Health(torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=scaled))
+    for step in range(1, 10):
+        health.watch(step, *(bad if 4 <= step < 8 else (GOOD, GOOD)))
+    if scaled and bad[0] is GOOD:
+        health.check()
+        return
+    with pytest.raises(NonFiniteError, match="at step 4") as error:
+        health.check()
+    assert error.value.step == 4
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_bad_weight_is_found_while_the_loss_is_still_finite(bad):
+    health, model = Health(torch.device("cpu"), torch.amp.GradScaler("cpu", enabled=False)), torch.nn.Linear(3, 3)
+    health.check_weights(model, 5)
+    model.weight.data[1, 2] = bad
+    with pytest.raises(NonFiniteError, match="a weight is NaN or infinite at step 5"):
+        health.check_weights(model, 5)

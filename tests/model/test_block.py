@@ -1,10 +1,12 @@
-"""The reordered block computes what the textbook one does."""
+"""The reordered block computes what the textbook one does, also where backward computes it again (train.recompute)."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from configs.schema import ModelConfig
 from model import GPT
+from model.mlp import MLP, mlp_width
 from model.norm import PreNorm
 
 
@@ -78,3 +80,37 @@ def test_each_site_uses_its_own_seed(build, batch, impl):
     losses = [model(*batch, seeds=one).item() for one in (*changed, seeds)]
     assert losses[0] == losses[-1] and len(set(losses)) == model.dropout_sites + 1
     assert model.eval()(*batch, seeds=seeds).item() == model(*batch).item()
+
+
+@pytest.mark.parametrize(("block", "impl"), [("sequential", "fused"), ("parallel", "torch")])
+@pytest.mark.parametrize("masks", ["native", "shared"])
+def test_recomputed_blocks_run_twice_and_gradients_have_the_same_bits(build, batch, block, impl, masks):
+    model = build(dropout=0.3, drop_path=0.2, block=block, norm_impl=impl, norm_dropout_masks=masks)
+    runs, found = [], []
+    model.blocks[0].attention.register_forward_pre_hook(lambda *_: runs.append(model.recompute))
+    for model.recompute in (False, True):
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = model(*batch, seeds=torch.arange(model.dropout_sites))
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+
+    assert runs == [False, True, True]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        ({}, 4 * 96),
+        ({"activation": "swiglu"}, 256),
+        ({"activation": "swiglu", "width": 100}, 320),  # 266.7, rounded up to a multiple of 64
+        ({"activation": "swiglu", "width": 768}, 2048),
+        ({"mlp_width": 40}, 40),
+        ({"mlp_width": 40, "activation": "swiglu"}, 40),
+    ],
+)
+def test_the_width_of_an_mlp(options, width):
+    cfg = ModelConfig(**{"width": 96} | options)
+    assert mlp_width(cfg) == width
+    assert MLP(cfg).down.in_features == width

@@ -88,19 +88,6 @@ def test_parameters_are_those_of_torch_nn(impl, kind, theirs):
     assert site(impl, kind, bias=False).bias is None
 
 
-@for_both
-def test_parallel_site_has_two_weights_and_two_outputs(impl):
-    norm = site(impl, parallel=True)
-    assert {name for name, _ in norm.named_parameters()} == {"weight", "bias", "weight1", "bias1"}
-    with torch.no_grad():
-        norm.weight1.fill_(3.0)
-        norm.bias1.fill_(1.0)
-    x, x1, residual = torch.randn(3, 2, 5, 16)
-    y, y1, stream = norm(x, residual, x1=x1)
-    torch.testing.assert_close(stream, residual + x + x1)
-    torch.testing.assert_close(y1, 3 * y + 1)
-
-
 @pytest.mark.parametrize("masks", ["native", "shared"])
 @for_both
 def test_dropout_keeps_the_mean_and_stops_in_evaluation(impl, masks):

@@ -4,48 +4,35 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
 
 from configs import Config
 from tests.forks import processes
-from tests.runs import composed, train_composed
+from tests.runs import composed, train_here
 
 NAMES = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (shutil, "rmtree")]
 
 
-def train_and_kill(
-    overrides: list[str], folder: Path, after_s: float | None = None, operation: int | None = None, drawing: bool = False
-) -> bool:
-    """Trains, and returns whether it was killed; False: it came to its end before.
-
-    Args:
-        after_s: seconds after the beginning of its first step.
-        operation: the operation on files in which to kill it, counted from 1.
-        drawing: kill it where the first byte of its picture is about to be written.
-    """
-    arguments = composed(overrides), overrides, folder, after_s, operation, drawing
-    process = processes.Process(target=_train, args=arguments, daemon=True)
+def train_and_kill(overrides: list[str], folder: Path, how: Callable[[], object] | None = None, plot: bool = False) -> bool:
+    """Trains, and returns whether it was killed, for which `how` has prepared its process; False: it came to its end before."""
+    process = processes.Process(target=_train, args=(composed(overrides), overrides, folder, how, plot), daemon=True)
     process.start()
     process.join(300)
     assert process.exitcode in (0, -signal.SIGKILL), f"the run ended with {process.exitcode}"
     return process.exitcode == -signal.SIGKILL
 
 
-def _train(
-    cfg: Config, overrides: list[str], folder: Path, after_s: float | None, operation: int | None, drawing: bool
-) -> None:
-    if after_s is not None:
-        _kill_after(after_s)
-    if operation is not None:
-        _kill_in_operation(operation)
-    if drawing:
-        Image.SAVE["PNG"] = lambda *_: _kill()
-    train_composed(cfg, overrides, folder, plot=drawing)
+def _train(cfg: Config, overrides: list[str], folder: Path, how: Callable[[], object] | None, plot: bool) -> None:
+    if how is not None:
+        how()
+    train_here(overrides, folder, plot, cfg=cfg)
 
 
-def _kill_after(seconds: float) -> None:
+def after(seconds: float) -> None:
+    """Kills the run so many seconds after the beginning of its first step."""
     import train
 
     first_step = train.training_step
@@ -58,11 +45,17 @@ def _kill_after(seconds: float) -> None:
     train.training_step = starts_the_clock
 
 
+def drawing() -> None:
+    """Kills the run where the first byte of its picture is about to be written."""
+    Image.SAVE["PNG"] = lambda *_: _kill()
+
+
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_in_operation(number: int) -> None:
+def in_operation(number: int) -> None:
+    """Kills the run in this operation on files, counted from 1."""
     from training import storage
 
     count = 0

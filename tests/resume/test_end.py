@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from model import GPT
-from tests.resume.kills import train_and_kill
+from tests.resume.kills import drawing, train_and_kill
 from tests.resume.stops import AUTO
 from tests.runs import FakeWandb, composed, read_json, train_here
 from training import storage
@@ -48,7 +48,7 @@ def test_a_run_that_auto_finds_finished_is_left_alone(tiny, tmp_path):
 
 def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half_of_one(tiny, tmp_path):
     overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
-    assert train_and_kill(overrides, run, drawing=True)
+    assert train_and_kill(overrides, run, drawing, plot=True)
     assert not (run / "loss.png").exists()
     assert not finished(overrides, run)
     train_here(overrides, run, plot=True)

@@ -3,11 +3,12 @@
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 
 from tests.forks import Command
-from tests.resume.kills import train_and_kill
+from tests.resume.kills import after, in_operation, train_and_kill
 from tests.runs import bits, logged, wait_until
 from training import storage
 
@@ -41,10 +42,10 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny
     while kills < KILLS // 2:
         folder = tmp_path / f"run_{number}"
         saving = choose.random() < 0.5
-        when = {"operation": choose.randrange(1, 200)} if saving else {"after_s": choose.uniform(0, 0.5 * whole_s)}
-        if train_and_kill(overrides, folder, **when):
+        how = partial(in_operation, choose.randrange(1, 200)) if saving else partial(after, choose.uniform(0, 0.5 * whole_s))
+        if train_and_kill(overrides, folder, how):
             kills += 1
-            assert logged(folder) - newest_step(folder) <= intervals * EVERY, when
+            assert logged(folder) - newest_step(folder) <= intervals * EVERY, how
             steps.add(logged(folder))
         else:
             assert bits(folder) == wanted

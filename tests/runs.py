@@ -1,6 +1,7 @@
 """Small runs for tests: a corpus of one file, a model of two layers, and train.py as a user starts it."""
 
 import copy
+import errno
 import json
 import os
 import random
@@ -155,3 +156,8 @@ def run_folders(cwd: Path) -> list[Path]:
 
 def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def no_space(*_, **__):
+    """In place of what writes a file: the disk is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

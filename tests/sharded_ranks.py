@@ -48,11 +48,10 @@ def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
     tokens, seen = torch.zeros(2, 8, dtype=torch.int64), []
     for step in range(3):
         before = [parameter.to_local().clone() for parameter in model.parameters()]
-        if step == 1 and world.rank == world.size - 1:
-            hook = model.register_forward_hook(lambda *call: call[-1] * float("inf"))
+        factor = float("inf") if step == 1 and world.rank == world.size - 1 else 1.0
+        hook = model.register_forward_hook(lambda *call, factor=factor: call[-1] * factor)
         training_step(model, state, (tokens, tokens), step, cfg, precision, world)
-        if step == 1 and world.rank == world.size - 1:
-            hook.remove()
+        hook.remove()
         moved = any(not torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters(), strict=True))
         seen.append((state.scaler.get_scale(), moved))
     return seen

@@ -187,26 +187,6 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, m
     assert "Out of memory" in text and "NOT FINISHED (1 of 2 parts)" in text.splitlines()[0]
 
 
-def test_on_a_gpu_each_arm_has_its_own_profile(tiny, here, monkeypatch):
-    """The branch that only CUDA takes, with the profiler played by the test: torch launches 7 kernels, fused 3."""
-    cfg = ablate.variants_of(tiny)[0].cfg
-    variant = ablate.Variant(cfg, {})
-    corpus_ = ablate.corpus_of(cfg)
-    precision = ablate.Precision.settle(cfg.train.precision, ablate.machine.inspect(cfg.device))
-    kernel = ablate.KernelTime
-    monkeypatch.setattr(ablate, "profiled", lambda arm, *_: [kernel("gemm", 5.0, 7.0 if "torch" in arm.name else 3.0)])
-    monkeypatch.setattr(ablate, "copy_gb_per_s", lambda device: 4000.0)
-    monkeypatch.setattr(ablate, "on_gpu", lambda device: True)
-    steps = []
-    monkeypatch.setattr(ablate, "gpu_state_during", lambda step, device: steps.append(step()) or {"clocks.sm": "1500 MHz"})
-    done = []
-    cell = ablate.measure(variant, "eager", precision, corpus_, lambda: done.append(1))
-    assert len(done) == ablate.calls_of(variant, torch.device("cpu")) - 4 * 2 * 2, "but for the steps of parity"
-    assert cell.gpu == {TORCH: [{"clocks.sm": "1500 MHz"}] * 2, FUSED: [{"clocks.sm": "1500 MHz"}] * 2} and len(steps) == 4
-    assert {name: arm.launches for name, arm in cell.arms.items()} == {TORCH: 7, AGAIN: 7, FUSED: 3}
-    assert cell.attribution.copy_gb_per_s == 4000.0 and cell.attribution.torch[0].launches == 7
-
-
 @pytest.mark.parametrize(
     ("compile", "device", "modes"),
     [("null", "cpu", ["eager"]), ("null", "cuda", ["eager", "compiled"]), ("true", "cpu", ["eager", "compiled"])],
@@ -239,21 +219,16 @@ def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agent
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, monkeypatch):
     profiles, real = [], ablate.profiled
-
-    def profiled(arm, *given):
-        profiles.append((arm.name, real(arm, *given)))
-        return profiles[-1][1]
-
-    monkeypatch.setattr(ablate, "profiled", profiled)
+    monkeypatch.setattr(
+        ablate, "profiled", lambda arm, *given: profiles.append((arm.name, real(arm, *given))) or profiles[-1][1]
+    )
     small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "ablate.parity_seeds=3"]
-    on_cpu = {"device=cpu", "ablate.block_steps=1", "ablate.parity_seeds=2"}
-    given = [override for override in tiny if override not in on_cpu]
-    assert ablate.main([*given, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
+    assert ablate.main([*tiny, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
 
     found = records.load(here())
     eager, compiled = found.cells
     assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
-    assert all(one.holds and one.verdict.startswith("Parity holds") for one in found.parity) and len(found.parity) == 1
+    assert [one.holds for one in found.parity] == [True]
     for cell in found.cells:
         assert all(arm.peak_gb > 0 and arm.launches > 0 for arm in cell.arms.values())
         assert cell.arms[TORCH].launches == cell.arms[AGAIN].launches
@@ -261,8 +236,8 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
             assert tuple(share.group for share in shares) == attribution.GROUPS
             assert all(share.ms > 0 and share.launches > 0 for share in shares if share.group != "other")
         assert cell.attribution.bound >= 1 and cell.attribution.copy_gb_per_s > 10
-    assert eager.arms[FUSED].launches < eager.arms[TORCH].launches
-    assert compiled.arms[TORCH].launches < eager.arms[TORCH].launches
+        assert {name: len(states) for name, states in cell.gpu.items()} == {TORCH: 2, FUSED: 2}
+    assert eager.arms[FUSED].launches < eager.arms[TORCH].launches > compiled.arms[TORCH].launches
 
     # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
     for arm, kernels in profiles:
@@ -273,9 +248,5 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
     site, eager_torch = attribution.NORM_SITE, profiles[0][1]
     assert sum(k.launches for k in eager_torch if site in k.within) >= 3 * 3 - 1  # nothing to add to at the first
     assert sum(k.launches for k in eager_torch if site in k.forward) >= 3 * 2
-
     report = (here() / "report.md").read_text(encoding="utf-8")
-    heading, timing, parity = report.splitlines()[:3]
-    assert heading.startswith("# Fused norms against PyTorch's: ") and heading.endswith("; parity holds")
-    assert timing.startswith("Eager: ") and " Compiled: " in timing and parity.startswith("Parity holds: ")
     assert "no kernel was measured" not in report.lower() and "attribution.png" in report

@@ -131,6 +131,7 @@ def test_what_a_run_says_to_type_can_be_typed(tiny, tmp_path):
     """In a folder whose name needs quotes, and from where Hydra would have changed the folder."""
     chdir = "hydra.job.chdir=true"
     done = train([*tiny, "train.steps=4", 'folder="runs/a b (1)"', chdir], tmp_path)
+    assert "loss curve" not in done.stdout, "of one line of metrics none is drawn"
     said = next(line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if "more text" in line)
     assert shlex.split(said) == ["python", "sample.py", "runs/a b (1)"]
 

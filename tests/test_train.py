@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+import yaml
 
+import configs
 import train
 from configs.machine import Machine
 from model.loss import TWO_PASSES
-from tests.runs import CPU, losses, train_here
+from tests.runs import CPU, losses, read_json, train_here
 from training import checkpoint
 from training.clock import Window
 
@@ -24,8 +26,13 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     # one byte a character
     assert summary.final.bits_per_byte == pytest.approx(summary.final.loss / math.log(2))
     assert summary.sample.startswith("the") and len(summary.sample) == 13
-    files = {path.name for path in summary.folder.iterdir()}
-    assert files == {
+    facts = read_json(summary.folder / "environment.json")
+    assert facts["versions"]["torch"] in torch.__version__ and facts["gpu"] is None
+    assert {"command", "git", "python", "cuda", "threads"} <= facts.keys()
+    assert configs.from_dict(yaml.safe_load((summary.folder / "config.yaml").read_text())).train.steps == 30
+    kept = {path.suffix for path in (summary.folder / "last").iterdir()}
+    assert kept == {".safetensors", ".json", ""}, "no file that can hold code; the sums have no suffix"
+    assert {path.name for path in summary.folder.iterdir()} == {
         *("config.yaml", "environment.json", "metrics.jsonl", "summary.json"),
         *("tokenizer.json", "sample.txt", "checkpoints", "last", "best", "loss.png", "run.json", ".lock"),
     }

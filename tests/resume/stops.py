@@ -17,12 +17,12 @@ class Died(BaseException):
 
 @contextmanager
 def in_step(number, act):
-    """Within the block `act(model)` happens in the middle of step `number`, counted from 1, before it changes anything."""
+    """Within the block `act(state)` happens in the middle of step `number`, counted from 1, before it changes anything."""
     original = train.training_step
 
     def step(forward, state, batch, index, *rest):
         if index == number - 1:
-            act(state.model)
+            act(state)
         return original(forward, state, batch, index, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -34,9 +34,9 @@ def die(_):
     raise Died
 
 
-def spoil(model):
+def spoil(state):
     """A weight becomes NaN."""
-    next(model.parameters()).data[0, 0] = float("nan")
+    next(state.model.parameters()).data[0, 0] = float("nan")
 
 
 def train_until(step, overrides, folder):

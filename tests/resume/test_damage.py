@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs import ConfigError
-from tests.resume.stops import train_until
+from tests.resume.stops import AUTO, train_until
 from tests.runs import train_here
 from training import checkpoint, storage
 
@@ -85,3 +85,13 @@ def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_
     train_until(18, command, folder)
     assert "best pointed to a checkpoint that is gone, and is deleted" in capsys.readouterr().err
     assert not (folder / "best").is_symlink() and checkpoint.read(folder / "last").step == 12
+
+
+def test_what_is_no_checkpoint_of_this_program_is_named(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    folder = train_until(8, [*tiny, *AUTO], tmp_path / "run")
+    monkeypatch.undo()
+    (tmp_path / "old.pt").write_bytes(b"")
+    for path, message in ((folder, "not a checkpoint of this program"), (tmp_path / "old.pt", "is a file. A checkpoint is a")):
+        with pytest.raises(ConfigError, match=message):
+            checkpoint.read(path)

@@ -13,24 +13,23 @@ from training.resume import settle
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_sample_is_made_up_for(
+def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_same_run_makes_the_sample_up(
     tiny, tmp_path, monkeypatch, number, capsys
 ):
-    fake = FakeWandb(monkeypatch)
-    overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline"]
-    original = GPT.generate
-    monkeypatch.setattr(GPT, "generate", lambda *_, **__: signal.raise_signal(number))
-    with pytest.raises(SystemExit) as stop:
-        train_here(overrides, tmp_path / "run")
+    fake, run = FakeWandb(monkeypatch), tmp_path / "run"
+    overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline", "logging.group=g"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(GPT, "generate", lambda *_, **__: signal.raise_signal(number))
+        train_here(overrides, run)
     assert stop.value.code == fake.exit_code == 128 + number
-    said = capsys.readouterr()
+    said, first = capsys.readouterr(), fake.arguments
     assert "step, then a checkpoint" not in said.err and "Stopping." in said.err
-    assert f"all is kept but the sample; to make it up: {storage.resume_command(tmp_path / 'run')}" in said.out
-    assert read_json(tmp_path / "run" / "summary.json")["final"]["loss"] > 0
-    assert not (tmp_path / "run" / "sample.txt").exists()
-    monkeypatch.setattr(GPT, "generate", original)
-    summary, _ = train_here(overrides, tmp_path / "run")
-    assert (tmp_path / "run" / "sample.txt").read_text() == summary.sample != ""
+    assert f"all is kept but the sample; to make it up: {storage.resume_command(run)}" in said.out
+    assert read_json(run / "summary.json")["final"]["loss"] > 0 and not (run / "sample.txt").exists()
+    summary, _ = train_here(overrides, run)
+    assert (run / "sample.txt").read_text() == summary.sample != ""
+    assert fake.arguments["id"] == first["id"] and fake.arguments["group"] == first["group"] == "g"
+    assert (first["resume"], fake.arguments["resume"]) == (None, "allow")
 
 
 def finished(overrides, folder):

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.resume.stops import AUTO, train_until
-from tests.runs import FakeWandb, read_json, train_here
+from tests.runs import read_json, train_here
 from training import checkpoint, evaluation, storage
 from training.evaluation import Validation
 
@@ -22,19 +22,6 @@ def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_dama
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
     assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out
     assert len((run / "metrics.jsonl").read_text().splitlines()) == len(metrics)
-
-
-def test_a_run_that_goes_on_is_the_same_run_to_wandb(tiny, tmp_path, monkeypatch):
-    fake = FakeWandb(monkeypatch)
-    overrides = [*tiny, *AUTO, "logging.wandb=offline", "logging.group=g"]
-    train_until(16, overrides, tmp_path / "run")
-    first = fake.arguments
-    train_here(overrides, tmp_path / "run")
-    again = fake.arguments
-    train_here(overrides, tmp_path / "other")
-    assert first["id"] == again["id"] != fake.arguments["id"]
-    assert (first["resume"], again["resume"], fake.arguments["resume"]) == (None, "allow", None)
-    assert first["group"] == again["group"] == "g"
 
 
 def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monkeypatch):

@@ -22,8 +22,17 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(cut):
     assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in str(error.value)
     with pytest.raises(ConfigError, match=r"step_00000012 do not fit this model: (.|\n)*size mismatch"):
         train_here([*wider, "resume_with_changes=true"], folder)
-    summary, _ = train_here([*command, "optim.lr=1e-3", "resume_with_changes=true"], folder)
-    assert summary.folder == folder and checkpoint.read(folder).config["optim"]["lr"] == 1e-3
+
+
+def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(cut):
+    folder, command = cut
+    changes = ["optim.weight_decay=0.5", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5", "resume_with_changes=true"]
+    with in_step(13, lambda state: groups.extend(state.optimizer.param_groups)):
+        groups: list[dict] = []
+        summary, _ = train_here([*command, *changes], folder)
+    assert summary.folder == folder and checkpoint.read(folder).config["optim"]["eps"] == 1e-5
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert all((group["betas"], group["eps"]) == ((0.7, 0.8), 1e-5) for group in groups)
 
 
 @pytest.mark.parametrize(("queen", "message"), [("queen", "trained on other documents"), ("queeN", "another tokenizer")])

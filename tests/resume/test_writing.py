@@ -14,7 +14,7 @@ import train
 from tests.forks import Command
 from tests.ranks import train_together
 from tests.resume.stops import AUTO, in_step, spoil, stop_with, train_until
-from tests.runs import bits, train_here
+from tests.runs import bits, no_space, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
 from training.metrics import NonFiniteError
@@ -46,10 +46,6 @@ def test_a_full_disk_is_answered_with_advice_that_works(tiny, tmp_path, disk):
     program, *arguments = shlex.split(full.stderr.partition("go on: python ")[2].splitlines()[0])
     assert program == "train.py" and Command(arguments, tmp_path).finish().returncode == 0
     assert storage.step_of(storage.checkpoints(folder / "run")[0]) == 30
-
-
-def no_space(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("background", ["false", "true"])

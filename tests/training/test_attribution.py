@@ -79,9 +79,35 @@ def profiled(cfg: Config, dtype: torch.dtype = torch.bfloat16) -> list[KernelTim
     return found
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
-def test_a_kernels_name_alone_gives_its_group(group, name):
-    assert group_of(KernelTime(name, 1.0, 1)) == group
+ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
+SUM = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >"
+PLACES = [
+    ("norm", ELEMENTWISE, ("aten::add", NORM_SITE), ()),
+    ("norm", ELEMENTWISE, ("aten::mul", "MulBackward0"), ("aten::dropout", NORM_SITE)),
+    ("norm", ELEMENTWISE, ("aten::fill_", "prenorm_ops::norm_forward"), ()),
+    ("other", ELEMENTWISE, ("aten::copy_", "aten::to", "aten::linear"), ()),
+    ("other", ELEMENTWISE, ("aten::sum", "AddmmBackward0"), ("aten::addmm", "aten::linear")),
+    ("GEMM", ELEMENTWISE, ("aten::fill_", "aten::mm", "MmBackward0"), ("aten::mm",)),
+    ("attention", ELEMENTWISE, ("aten::bmm", "aten::matmul", "aten::scaled_dot_product_attention"), ()),
+    ("attention", ELEMENTWISE, ("aten::bmm", "BmmBackward0"), ("aten::bmm", "aten::scaled_dot_product_attention")),
+    ("loss", ELEMENTWISE, ("aten::copy_", "ToCopyBackward0"), ("aten::to", "aten::log_softmax")),
+    ("optimizer", ELEMENTWISE, ("aten::add_", "Optimizer.step#AdamW.step"), ()),
+    # partial sums of a norm's weight gradients, which compiled code adds up; of a bias; and a mean
+    ("norm", SUM, ("aten::sum", "## Call CompiledFxGraph fxyz ##", "CompiledFunctionBackward"), ()),
+    ("other", SUM, ("aten::sum", "AddmmBackward0"), ()),
+    ("other", SUM, ("aten::mean", "CompiledFunction"), ()),
+    *((group, name, (), ()) for group, names in NAMES.items() for name in names),
+]
+
+
+@pytest.mark.parametrize(("group", "name", "within", "forward"), PLACES)
+def test_a_kernels_name_and_place_give_its_group(group, name, within, forward):
+    assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group
+
+
+def test_kernels_of_one_name_and_group_are_one_line_of_a_table():
+    kernels = [KernelTime(SUM, us, 5, within) for us, (_, name, within, _) in zip((30, 20, 12), PLACES[10:13], strict=True)]
+    assert by_name(kernels) == [Kernel(SUM, "other", 0.032, 10), Kernel(SUM, "norm", 0.03, 5)]
 
 
 def groups(kernels: list[KernelTime], name: str) -> Counter:
@@ -121,27 +147,6 @@ def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
         assert group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) == "norm"
 
 
-@pytest.mark.parametrize(
-    ("group", "within", "forward"),
-    [
-        ("norm", ("aten::add", NORM_SITE), ()),
-        ("norm", ("aten::mul", "MulBackward0"), ("aten::dropout", NORM_SITE)),
-        ("norm", ("aten::fill_", "prenorm_ops::norm_forward"), ()),
-        ("other", ("aten::copy_", "aten::to", "aten::linear"), ()),
-        ("other", ("aten::sum", "AddmmBackward0"), ("aten::addmm", "aten::linear")),
-        ("GEMM", ("aten::fill_", "aten::mm", "MmBackward0"), ("aten::mm",)),
-        ("attention", ("aten::bmm", "aten::matmul", "aten::scaled_dot_product_attention"), ()),
-        ("attention", ("aten::bmm", "BmmBackward0"), ("aten::bmm", "aten::scaled_dot_product_attention")),
-        ("loss", ("aten::copy_", "ToCopyBackward0"), ("aten::to", "aten::log_softmax")),
-        ("optimizer", ("aten::add_", "Optimizer.step#AdamW.step"), ()),
-        ("other", ("aten::add", "autograd::engine::evaluate_function: SliceBackward0"), ("aten::slice",)),
-    ],
-)
-def test_the_place_of_an_elementwise_kernel_gives_its_group(group, within, forward):
-    name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
-    assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [(NormKind.layernorm, torch.bfloat16), (NormKind.rmsnorm, torch.float32)])
 def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(dtype, kind):
     cfg, sites = config(attention_dropout=0.0), 5
@@ -179,11 +184,10 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     late = event(3, "aten::add", 110, 120, sequence_nr=8)
     node = event(4, "NativeDropoutBackward0", 200, 220, thread=2, fwd_thread=1, sequence_nr=7)
     back = event(5, "aten::native_dropout_backward", 205, 215, node, thread=2)
-    elementwise = "void at::native::vectorized_elementwise_kernel<4, Op, std::array<char*, 3ul> >"
     launched = [
-        (drop, elementwise, 500, 530),
-        (late, elementwise, 540, 545),
-        (back, elementwise, 600, 640),
+        (drop, ELEMENTWISE, 500, 530),
+        (late, ELEMENTWISE, 540, 545),
+        (back, ELEMENTWISE, 600, 640),
         (None, "norm_forward_kernel", 700, 711),  # ours: no operator around it
         (None, "Memcpy HtoD (Pinned -> Device)", 720, 722),
     ]
@@ -195,7 +199,7 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     events.append(event(0, NORM_SITE, 500, 530, device=DeviceType.CUDA, annotation=True))  # the range on the GPU's timeline
     site.append_kernel(NORM_SITE, 0, 30)
     call = event(3, "cuLaunchKernelEx", 30, 31, site)  # numbered like `late`, so the profiler lists its kernels here too
-    call.append_kernel(elementwise, 0, 5)
+    call.append_kernel(ELEMENTWISE, 0, 5)
     events.insert(0, call)
     for name in ("Optimizer.step#AdamW.step", NORM_SITE):  # ranges of the host, whether or not they are flagged as such there
         events.append(event(0, name, 0, 5, annotation=True))
@@ -208,32 +212,18 @@ def test_gpu_kernels_go_by_what_launched_them_and_none_is_lost_or_counted_twice(
     assert sum(kernel.us for kernel in kernels) == pytest.approx(88)
 
 
-def test_partial_sums_that_compiled_code_adds_up_are_the_norms_and_eager_ones_are_not():
-    sums = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >"
-    compiled = ("aten::sum", "## Call CompiledFxGraph fxyz ##", "CompiledFunctionBackward")
-    kernels = [
-        KernelTime(sums, 30.0, 50, compiled),
-        KernelTime(sums, 20.0, 24, ("aten::sum", "AddmmBackward0")),  # of a bias
-        KernelTime(sums, 10.0, 1, ("aten::mean", "CompiledFunction")),
-    ]
-    assert [group_of(kernel) for kernel in kernels] == ["norm", "other", "other"]
-    assert by_name(kernels) == [Kernel(sums, "norm", 0.03, 50), Kernel(sums, "other", 0.03, 25)]
-
-
 def test_time_in_which_a_kernel_waits_for_the_one_before_it_is_counted_once():
     """Programmatic dependent launch: the sum over programs takes its place while backward still runs."""
     node = event(1, "NormBackward", 0, 50)
-    ran = [
-        ("norm_backward_kernel", 100, 160),
-        ("finish_weight_gradients_kernel", 140, 165),  # of which it works for 5
-        ("nvjet_tst_192x192", 165, 265),
-        ("Memcpy HtoD (Pinned -> Device)", 200, 220),  # of another stream
-    ]
-    events = [node, *(event(0, name, start, end, device=DeviceType.CUDA) for name, start, end in ran)]
-    for name, start, end in reversed(ran[:2]):
-        node.append_kernel(name, 0, end - start)
+    ran = {
+        "norm_backward_kernel": (100, 160),
+        "finish_weight_gradients_kernel": (140, 165),  # of which it works for 5
+        "nvjet_tst_192x192": (165, 265),
+        "Memcpy HtoD (Pinned -> Device)": (200, 220),  # of another stream
+    }
+    events = [node, *(event(0, name, start, end, device=DeviceType.CUDA) for name, (start, end) in ran.items())]
+    for name in ("finish_weight_gradients_kernel", "norm_backward_kernel"):
+        node.append_kernel(name, 0, ran[name][1] - ran[name][0])
     found = {kernel.name: (kernel.us, kernel.within) for kernel in device_times(events, steps=1)}
-    assert found["norm_backward_kernel"] == (60, ("NormBackward",))
-    assert found["finish_weight_gradients_kernel"] == (5, ("NormBackward",))
-    assert found["nvjet_tst_192x192"] == (100, ()) and found["Memcpy HtoD (Pinned -> Device)"][0] == 0
-    assert sum(us for us, _ in found.values()) == 265 - 100
+    launched, alone = ("NormBackward",), ()
+    assert found == dict(zip(ran, [(60, launched), (5, launched), (100, alone), (0, alone)], strict=True))

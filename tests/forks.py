@@ -22,7 +22,7 @@ from tests.runs import ROOT, environment
 
 processes = multiprocessing.get_context("forkserver")
 # the one list, as all users of a forkserver in a process share it; FSDP2 takes a second to import
-processes.set_forkserver_preload(["tests.forks", "tests.ranks", "tests.resume.kills", "torch.distributed.fsdp"])
+processes.set_forkserver_preload(["tests.forks", "tests.ranks", "tests.resume.stops", "torch.distributed.fsdp"])
 # also what is imported at the first use of an optimizer; not autograd, which has threads
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
 

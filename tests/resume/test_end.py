@@ -5,8 +5,7 @@ import signal
 import pytest
 
 from model import GPT
-from tests.resume.kills import drawing, train_and_kill
-from tests.resume.stops import AUTO
+from tests.resume.stops import AUTO, drawing, train_and_kill
 from tests.runs import FakeWandb, composed, read_json, train_here
 from training import storage
 from training.resume import settle

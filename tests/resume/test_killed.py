@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.forks import Command
-from tests.resume.kills import after, in_operation, train_and_kill
+from tests.resume.stops import after, in_operation, train_and_kill
 from tests.runs import bits, logged, wait_until
 from training import storage
 

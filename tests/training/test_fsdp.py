@@ -3,13 +3,25 @@
 import shutil
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import configs
+from configs import Config
+from configs.machine import Machine
+from configs.schema import TrainConfig
+from model import GPT
+from tests.ranks import go_on_together, on_ranks
 from tests.runs import ROOT, corpus, curves, train_here
-from tests.sharded_ranks import train_one_after_the_other
+from training import distributed
+from training.checkpoint import TrainState
+from training.distributed import shard
+from training.precision import Precision
+from training.step import adamw, training_step
 
 SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
 # A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
@@ -17,6 +29,66 @@ SHORT = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation
 SHORT += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
 FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
 DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
+
+
+def on_each(ranks: int, jobs: dict[Path, list[str]]) -> list[dict]:
+    """Runs one after the other on the same ranks, as starting ranks takes longer than the runs: overrides by folder.
+
+    Returns:
+        What each rank saw, by the folder's name: the numbers of the model that it holds in the end, and how often its gradients
+        were reduced; and of two ranks what `_overflow` returns.
+    """
+    return on_ranks(ranks, _train_all, next(iter(jobs)).parent / f"results_of_{ranks}", jobs)
+
+
+def _train_all(world: distributed.World, on: Machine, jobs: dict[Path, list[str]]) -> dict:
+    torch.compile = partial(torch.compile, backend="eager")  # what is traced, without minutes of a C++ compiler
+    found, counted = {}, _watch()
+    for folder, overrides in jobs.items():
+        go_on_together(configs.load(overrides, on=on), folder, on, world)
+        parameters = [getattr(p, "_local_tensor", p) for p in counted["model"].parameters()]
+        found[folder.name] = {"held": sum(p.numel() for p in parameters), "reduced": counted["reduced"]}
+    return found | ({"overflow": _overflow(world)} if world.size == 2 else {})
+
+
+def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
+    """(loss scale, whether a weight moved) after each of three steps in fp16; the gradient of the last rank overflows in the
+    second."""
+    cfg = Config(train=TrainConfig(batch_size=2 * world.size))
+    model, precision = GPT(cfg.model, cfg.norm, 64), Precision(torch.device("cpu"), torch.float16)
+    shard(model, precision, world.size, compiled=False)
+    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", init_scale=1024.0), tokenizer="")
+    tokens, seen = torch.zeros(2, 8, dtype=torch.int64), []
+    for step in range(3):
+        before = [parameter.to_local().clone() for parameter in model.parameters()]
+        factor = float("inf") if step == 1 and world.rank == world.size - 1 else 1.0
+        hook = model.register_forward_hook(lambda *call, factor=factor: call[-1] * factor)
+        training_step(model, state, (tokens, tokens), step, cfg, precision, world)
+        hook.remove()
+        moved = any(not torch.equal(old, new.to_local()) for old, new in zip(before, model.parameters(), strict=True))
+        seen.append((state.scaler.get_scale(), moved))
+    return seen
+
+
+def _watch() -> dict:
+    """The model of the last run and how often its gradients were scattered."""
+    collectives = torch.distributed
+    name = (
+        "reduce_scatter_single" if hasattr(collectives, "reduce_scatter_single") else "reduce_scatter_tensor"
+    )  # by PyTorch's age
+    counted, build, scatter = {"reduced": 0}, GPT.__init__, getattr(collectives, name)
+
+    def built(model, *arguments):
+        build(model, *arguments)
+        counted.update(model=model, reduced=0)
+
+    def scattered(*arguments, **options):
+        counted["reduced"] += 1
+        return scatter(*arguments, **options)
+
+    GPT.__init__ = built  # type: ignore[method-assign]
+    setattr(collectives, name, scattered)
+    return counted
 
 
 def train_all(at):
@@ -27,7 +99,7 @@ def train_all(at):
         file.truncate(1000)
     bf16 = [*base, "train.precision=bf16"]
     dropped = [*base, *DROPPED, "train.steps=3"]
-    counted = train_one_after_the_other(
+    counted = on_each(
         2,
         {
             at / "fsdp_2": [*base, FSDP],
@@ -41,7 +113,7 @@ def train_all(at):
     )
     for ranks in (1, 4):
         shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}", symlinks=True)
-    train_one_after_the_other(4, {at / "fsdp_4": [*base, FSDP], at / "half_2_then_4": [*base, FSDP, "resume=auto"]})
+    on_each(4, {at / "fsdp_4": [*base, FSDP], at / "half_2_then_4": [*base, FSDP, "resume=auto"]})
     train_here([*base, "resume=auto"], at / "half_2_then_1")
     return counted
 

@@ -99,18 +99,7 @@ def test_recomputed_blocks_run_twice_and_gradients_have_the_same_bits(build, bat
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "width"),
-    [
-        ({}, 4 * 96),
-        ({"activation": "swiglu"}, 256),
-        ({"activation": "swiglu", "width": 100}, 320),  # 266.7, rounded up to a multiple of 64
-        ({"activation": "swiglu", "width": 768}, 2048),
-        ({"mlp_width": 40}, 40),
-        ({"mlp_width": 40, "activation": "swiglu"}, 40),
-    ],
-)
-def test_the_width_of_an_mlp(options, width):
-    cfg = ModelConfig(**{"width": 96} | options)
-    assert mlp_width(cfg) == width
-    assert MLP(cfg).down.in_features == width
+def test_the_width_of_an_mlp_is_four_times_the_models_or_of_swiglu_two_thirds_of_that_in_64s_or_as_given():
+    given = [{}, {"activation": "swiglu"}, {"activation": "swiglu", "width": 100}, {"activation": "swiglu", "mlp_width": 40}]
+    configs = [ModelConfig(**{"width": 96} | options) for options in given]
+    assert [mlp_width(cfg) for cfg in configs] == [MLP(cfg).down.in_features for cfg in configs] == [384, 256, 320, 40]

@@ -50,13 +50,14 @@ def test_a_run_that_was_copied_with_its_links_followed_goes_on(cut, tmp_path):
     assert checkpoint.read(tmp_path / "copy" / "copied_last").step == 12
 
 
-def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(cut, tiny, tmp_path):
+def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(cut, tiny, tmp_path, capsys):
     folder, command = cut
     shutil.copytree(folder / "checkpoints", tmp_path / "copy" / "checkpoints")
     with pytest.raises(ConfigError, match="seed=2: the checkpoint was made with seed=1"):
         train_here([*command, "seed=2"], tmp_path / "copy")
     summary, _ = train_here([*tiny, "seed=2", "train.steps=3"], tmp_path / "copy")
-    assert summary.folder.name == "copy_2"
+    said = f"{tmp_path}/copy has another run already, so this one is kept in {tmp_path}/copy_2.\n"
+    assert summary.folder == tmp_path / "copy_2" and said in capsys.readouterr().out
     _, metrics = train_here(command, tmp_path / "copy")
     assert metrics[0]["step"] == 13
 

@@ -72,11 +72,10 @@ def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
 
 def _watch() -> dict:
     """The model of the last run and how often its gradients were scattered."""
-    collectives = torch.distributed
-    name = (
-        "reduce_scatter_single" if hasattr(collectives, "reduce_scatter_single") else "reduce_scatter_tensor"
-    )  # by PyTorch's age
-    counted, build, scatter = {"reduced": 0}, GPT.__init__, getattr(collectives, name)
+    collectives, counted, build = torch.distributed, {"reduced": 0}, GPT.__init__
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # by PyTorch's age
+    name = next(name for name in names if hasattr(collectives, name))
+    scatter = getattr(collectives, name)
 
     def built(model, *arguments):
         build(model, *arguments)

@@ -22,14 +22,6 @@ def cfg():
     return composed(["logging.wandb=disabled"])
 
 
-def test_no_two_runs_share_a_folder_and_the_one_that_gets_another_says_so(cfg, tmp_path, capsys):
-    for name in ("run", "run_2", "run_3"):
-        with open_run(Start(cfg, tmp_path / "run"), CPU) as run:
-            assert run.folder == tmp_path / name
-        said = f"{tmp_path}/run has another run already, so this one is kept in {tmp_path}/{name}.\n"
-        assert capsys.readouterr().out == (said if name != "run" else "")
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [(None, 0), (ValueError("x"), 1), (SystemExit(130), 130), (SystemExit(143), 143), (KeyboardInterrupt(), 130)],

@@ -33,6 +33,9 @@ def ranks(torchrun):
 def test_sigterm_that_comes_twice_is_one_also_behind_the_block(torchrun):
     """`timeout` and Slurm send it to a process and to its parent or group, and torchrun passes it on."""
     exit_on_signals()
+    with pytest.raises(Stopped, match="143"):  # before the first step
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with Interrupt(ranks(torchrun)) as interrupt:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)  # by default the second one would be the end of this process

@@ -91,7 +91,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             train_bytes_per_token=corpus.train.bytes_per_token,
             val_bytes_per_token=corpus.val.bytes_per_token,
         )
-    clock = StepClock(precision.device)
+    clock = StepClock(precision.device, gpu_time=True)
     metrics = Metrics(state, cfg, precision, clock, world)
     profiler = StepProfiler(cfg.profile and world.leads, run, clock, precision.device, None if cfg.train.compile else model)
     with non_finite_explained(run, batches), Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver, profiler:
@@ -107,6 +107,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             last = done == cfg.train.steps
             if last or due(done, cfg.logging.every):
                 run.log(done, metrics.line())
+                run.say(metrics.advice())
             if last or due(done, cfg.eval.every):
                 evaluator.evaluate()
             stopping, overdue = interrupt.poll(saver.overdue)  # one message between the ranks

@@ -12,6 +12,7 @@ from configs.schema import BlockLayout, ResidualDtype
 from measure.comparison import FUSED, TORCH
 from measure.tables import capital, label, markdown, number, wrapped
 from training.attribution import Share
+from training.metrics import WAITING
 from training.precision import Precision
 
 READ = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
@@ -65,8 +66,22 @@ def _attribution(cell: Cell) -> str:
             f" The step is {cell.fused.speedup.median:.3f} × as fast, which is more: part of what torch's norms take is not in "
             "their group above, or the GPU waits."
         )
+    words += _waits(cell, totals)
     words += _power(cell.gpu)
     return f"{title}\n\n{markdown(header, rows)}\n\n{wrapped(words)}"
+
+
+def _waits(cell: Cell, gpu_ms: Mapping[str, float]) -> str:
+    """Which arms wait for the host, and what to do."""
+    steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in (TORCH, FUSED)}
+    shares = {name: 1 - gpu_ms[name] / steps[name] for name in steps}
+    if max(shares.values()) <= WAITING:
+        return ""
+    told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in shares.items())
+    return (
+        f" The GPU waits for the host in {told}. So the host is the bound of this step. CUDA graphs remove most of the wait: "
+        "ablate.compile=true train.compile_mode=reduce-overhead."
+    )
 
 
 def _bound(found: Attribution) -> str:

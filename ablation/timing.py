@@ -19,13 +19,12 @@ from statistics import median
 
 from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.records import ArmTimes
-from configs.schema import CUDA_GRAPHS
 from data import Batches
 from measure.comparison import ARMS, TORCH
 from measure.schedule import LEAD_IN, block_length, block_orders, memory_orders, positions_of, run_blocks
 from measure.timing import allocated_gb
 from training.clock import PartClock, StepClock
-from training.step import training_step
+from training.step import makes_cuda_graphs, training_step
 
 SPLIT_STEPS = 5  # steps of a window that times forward, backward and optimizer apart; each arm has two such windows
 
@@ -47,7 +46,7 @@ def time_arms(arms: Mapping[str, Arm], batches: Batches, done: Callable[[], obje
     block_steps = plan.block_steps or block_length(warm)
     start = Snapshot(arms[TORCH])
 
-    graphs = cfg.train.compile and cfg.train.compile_mode in CUDA_GRAPHS
+    graphs = makes_cuda_graphs(cfg.train)
     peaks: dict[str, list[float]] = {name: [] for name in ARMS}
 
     def block(name: str, cycle: int) -> list[float]:

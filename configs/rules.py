@@ -194,11 +194,6 @@ def _training(cfg: Config, ranks: int) -> Iterator[str]:
         yield f"{mode}: parallel=fsdp compiles part by part, in the default mode. Use train.compile_mode=default."
     if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
         yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
-    if train.compile_mode in CUDA_GRAPHS and train.accumulation > 1:
-        yield (
-            f"{mode} makes CUDA graphs, which overwrite the gradients of the last micro-batch (train.accumulation="
-            f"{train.accumulation}). Use train.accumulation=1 or another mode."
-        )
     if train.compile_mode in CUDA_GRAPHS and ranks > 1:
         yield f"{mode} makes CUDA graphs, which are for a single process. Use another mode."
     if train.steps >= 1 and (optim.warmup_steps or 0) > train.steps:

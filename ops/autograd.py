@@ -1,31 +1,25 @@
-"""The gradients, with one formula for both ways to the kernels: eager code launches them, graphs hold operators that do.
-
-PyTorch's dispatcher costs the host more than the launch itself. So where nothing but eager PyTorch is listening (`is_eager`),
-the operators are left out. A profiler then shows the kernels, but no operator.
-"""
+"""The gradients: what backward keeps, which input gets which result, and who may differentiate or watch the operators."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import operators
-from .backend import launches
 from .checks import function_name
-from .records import BackwardInputs, BackwardOptions, Inputs, Options, Outputs
+from .records import BackwardInputs, BackwardOptions, Inputs, Options
 
 
 class FusedNorm(torch.autograd.Function):
     """Outputs as functions of Inputs, whose dtypes are `dtypes`."""
 
     @staticmethod
-    def forward(ctx, eager, options, dtypes, *tensors):
+    def forward(ctx, options, dtypes, *tensors):
         inputs = Inputs(*tensors)
-        outputs = launches().forward(inputs, options) if eager else operators.norm_below_autograd(inputs, options)
+        outputs = operators.norm_below_autograd(inputs, options)
         x, residual, x1, weight, _, weight1, _, rowscale, rowscale1, seed = inputs
-        y, r, y1, mask, mask1, stats = outputs
+        _, r, _, mask, mask1, stats = outputs
         adds = residual is not None or x1 is not None or options.dropout_p > 0.0 or rowscale is not None
         # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
         needs_x = rowscale is not None and rowscale.requires_grad
@@ -38,30 +32,19 @@ class FusedNorm(torch.autograd.Function):
         ctx.dtypes = dtypes
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
-        if eager:
-            return (y, r) if y1 is None and mask is None else (y, r, y1, mask, mask1)  # each, None too, costs 0.5 µs
         ctx.mark_non_differentiable(*[t for t in (mask, mask1, stats) if t is not None])
         return outputs
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):
         inputs = BackwardInputs(dy, dy1, dr, *ctx.saved_tensors)
-        return None, None, None, *norm_gradients(inputs, ctx.options, ctx.dtypes, ctx.needs_input_grad[3:])
-
-
-# Function.apply's own Python unwraps functorch's arguments, 5 µs for this many. Where `is_eager`, there are none.
-_apply_eagerly = super(torch.autograd.Function, FusedNorm).apply
-
-
-def norm_with_gradients(inputs: Inputs, options: Options, dtypes: tuple[torch.dtype | None, ...]) -> Outputs:
-    """The kernels under autograd, where `is_eager`."""
-    return Outputs(*_apply_eagerly(True, options, dtypes, *inputs))
+        return None, None, *norm_gradients(inputs, ctx.options, ctx.dtypes, ctx.needs_input_grad[2:])
 
 
 def _operator_with_gradients(tensors: list[Tensor], how: str) -> list[Tensor]:
     inputs, options = operators.decode(Inputs, tensors, how)
     dtypes = tuple([None if t is None else t.dtype for t in inputs])
-    return operators.present(FusedNorm.apply(False, options, dtypes, *inputs))
+    return operators.present(FusedNorm.apply(options, dtypes, *inputs))
 
 
 def norm_gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, needs: tuple) -> tuple[Tensor | None, ...]:
@@ -76,9 +59,8 @@ def norm_gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, need
 
 
 def _gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, needs: tuple) -> tuple[Tensor | None, ...]:
-    eager = is_eager(inputs)
-    job = (known_job if eager else _job)(options, dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
-    gradients: Any = (launches().backward if eager else operators.norm_backward_of)(inputs, job.options)
+    job = job_of(options, dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
+    gradients: Any = operators.norm_backward_of(inputs, job.options)
     dz, dx, dx1, drowscale, drowscale1, weights = gradients
     rowscale: Any = inputs.rowscale
     rowscale1: Any = inputs.rowscale1
@@ -109,7 +91,7 @@ class Job(NamedTuple):
     casts: tuple[tuple[int, torch.dtype], ...]  # of each weight gradient: which of the four, and its weight's dtype
 
 
-def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> Job:
+def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> Job:
     """dtypes: of Inputs; needs: which of their gradients autograd asks for."""
     given: Any = Inputs(*dtypes)
     need: Any = Inputs(*needs)
@@ -140,10 +122,6 @@ def _job(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: b
         x1_takes_dz,
         casts,
     )
-
-
-# Apart, because Dynamo, which traces backward for compiled autograd, takes no caches.
-known_job = lru_cache(maxsize=1024)(_job)
 
 
 class _Dropout(torch.autograd.Function):

@@ -33,33 +33,6 @@ Given = tuple[Any, ...]
 # buffer for it), residual_in_fp32, return_dropout_mask, out_dtype. Plain, as a named one costs each call 1 µs.
 Request = tuple[Any, ...]
 
-_KNOWN: dict[tuple, Plan] = {}
-_MOST_KNOWN = 4096  # a stream of new shapes must not fill memory
-
-
-def known_plan(given: Given, request: Request, kernels: bool) -> Plan:
-    """make_plan, remembered by all that it looks at. `given` are plain tensors or None, but for the seed."""
-    *tensors, seed = given
-    key = (
-        kernels,
-        request,
-        # 0.5 and Fraction(1, 2) are equal and hash alike; the checks accept one of them.
-        type(request[1]),
-        type(request[2]),
-        (seed.shape, seed.dtype, seed.device) if isinstance(seed, Tensor) else type(seed),
-        *[t if t is None else (t.shape, t.dtype, t.device) for t in tensors],
-    )
-    try:
-        plan = _KNOWN.get(key)
-    except TypeError:  # something unhashable, of which the checks have more to say
-        return make_plan(given, request, kernels)
-    if plan is None:
-        plan = make_plan(given, request, kernels)
-        if len(_KNOWN) >= _MOST_KNOWN:
-            _KNOWN.clear()
-        _KNOWN[key] = plan
-    return plan
-
 
 def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     """

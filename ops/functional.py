@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from . import checks, operators, reference, sites
-from .autograd import differentiated_by_func, is_eager, norm_with_gradients
-from .backend import launches, runs_kernels
+from .autograd import differentiated_by_func, is_eager
+from .backend import runs_kernels
 from .philox import as_int64, draw_seed
 from .records import Inputs, Outputs
 from .reference import Norm
@@ -90,7 +90,7 @@ def norm_fn(
     eager = is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
     if kernels and not eager and differentiated_by_func():
         kernels = False
-    plan = (checks.known_plan if eager else checks.make_plan)(tensors, request, kernels)
+    plan = checks.make_plan(tensors, request, kernels)
     if out is not None or residual_out is not None:
         checks.check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
 
@@ -101,15 +101,10 @@ def norm_fn(
     elif isinstance(seed, int):
         seed = _seed_tensor(seed, x.device)
     inputs = Inputs(*tensors[:9], seed)
-    try:
-        if kernels:
-            outputs = _run_kernels(inputs, plan, eager, prenorm, out, residual_out)
-        else:
-            outputs = _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
-    except RuntimeError:
-        if eager:
-            checks.make_plan(tensors, request, kernels)  # a remembered plan may have let pass what the checks can name
-        raise
+    if kernels:
+        outputs = _run_kernels(inputs, plan, prenorm, out, residual_out)
+    else:
+        outputs = _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
 
     if ordinary and eager and kernels:
         sites.prepare(tensors, request, plan)
@@ -238,28 +233,16 @@ def dropout_mask(
     return reference.keep_mask(seed, rows, cols, p, stream)
 
 
-def _run_kernels(
-    inputs: Inputs, plan: checks.Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
-) -> Outputs:
-    if torch.is_grad_enabled() and _requires_grad(*inputs, out, residual_out):
-        outputs = norm_with_gradients(inputs, plan.training, plan.dtypes) if eager else operators.norm_of(inputs, plan.training)
+def _run_kernels(inputs: Inputs, plan: checks.Plan, prenorm: bool, out: Tensor | None, residual_out: Tensor | None) -> Outputs:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, out, residual_out)):
+        outputs = operators.norm_of(inputs, plan.training)
     elif out is None and residual_out is None:
-        outputs = (launches().forward if eager else operators.norm_of)(inputs, plan.inference)
+        outputs = operators.norm_of(inputs, plan.inference)
     else:
-        return _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out)
+        options = plan.inference._replace(store_residual=prenorm or residual_out is not None)
+        return operators.norm_into(inputs, options, out, residual_out)
     # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
     return _fill(out, residual_out, outputs._replace(r=inputs.x) if plan.r_is_x else outputs, plan)
-
-
-def _run_kernels_into(inputs, plan, eager, prenorm, out, residual_out) -> Outputs:
-    options = plan.inference._replace(store_residual=prenorm or residual_out is not None)
-    if not eager:
-        return operators.norm_into(inputs, options, out, residual_out)
-    outputs = launches().forward(inputs, options, out, residual_out)
-    for buffer in (out, residual_out):
-        if buffer is not None:
-            torch.autograd.graph.increment_version(buffer)  # autograd must know that it was overwritten
-    return outputs
 
 
 def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: checks.Plan) -> Outputs:
@@ -279,13 +262,6 @@ def _masks(inputs: Inputs, outputs: Outputs, plan: checks.Plan) -> tuple[Tensor 
     if not plan.drops:
         mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (inputs.x, inputs.x1))
     return mask, mask1 if inputs.x1 is not None else None
-
-
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    for t in tensors:  # noqa: SIM110 any() costs twice as much
-        if t is not None and t.requires_grad:
-            return True
-    return False
 
 
 def _seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:

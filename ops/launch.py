@@ -190,11 +190,8 @@ def _start_dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: 
 class Launcher:
     """A kernel with all its arguments but the tensors, for one set of tensor dtypes (or absences) on one device.
 
-    `kernel[grid](...)` looks at each of its arguments on each call to find the compiled variant: 20 µs for thirty of them.
-    Here only the pointers change from call to call, and all that a variant can depend on in a pointer is whether it is
-    16-byte aligned. So the first call with aligned pointers goes through `kernel[grid]` and keeps what was compiled, and
-    later ones start that. Pointers go as ints, for which the driver isn't asked whose they are. Calls with other pointers,
-    under Triton's interpreter or a profiler's launch hooks take `kernel[grid]`.
+    From call to call only the pointers differ, and all that a compiled variant can depend on in a pointer is whether it is
+    16-byte aligned. So the variant for aligned pointers is kept, and `prepared` starts it without Triton's look at arguments.
     """
 
     def __init__(self, kernel: Any, programs: int, device: torch.device, rest: tuple, **options: Any) -> None:
@@ -212,31 +209,17 @@ class Launcher:
         if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self(tensors, *seed)
-        if self.compiled is not None and not _observed():
-            pointers: list[int | None] = [None] * len(tensors)
-            bits = 0
-            for i in self.given:
-                pointers[i] = pointer = tensors[i].data_ptr()  # type: ignore[union-attr]
-                bits |= pointer
-            if bits % 16 == 0:
-                self.run(
-                    self.programs, 1, 1, driver.active.get_current_stream(self.index), self.function, self.metadata,
-                    None, None, None, tuple(pointers), *[None if t is None else t.data_ptr() for t in seed], *self.rest,
-                )  # fmt: skip
-                return
         compiled = self.kernel[(self.programs,)](tensors, *seed, *self.rest, **self.options)
-        if isinstance(compiled, CompiledKernel):
-            self._keep(compiled, tensors)
-
-    def _keep(self, compiled: CompiledKernel, tensors: tuple[Tensor | None, ...]) -> None:
-        self.given = [i for i, t in enumerate(tensors) if t is not None]
-        if any(tensors[i].data_ptr() % 16 for i in self.given):  # type: ignore[union-attr]
-            return
-        self.run, self.function, self.metadata = compiled.run, compiled.function, compiled.packed_metadata
-        self.compiled = compiled  # last: another thread may be in __call__
+        if isinstance(compiled, CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
+            self.compiled = compiled
 
 
-def _observed() -> bool:
+def stream_getter() -> Callable[[int], int]:
+    """Of Triton: a device's index to its current stream."""
+    return driver.active.get_current_stream
+
+
+def observed() -> bool:
     """Whether a profiler wants to hear of launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -9,6 +9,7 @@ compiled graphs then hold. `norm_forward_out` writes into buffers, for inference
 Every value that an operator returns costs the host time, so what was not asked for is not returned.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -112,7 +113,9 @@ def decode(record: Any, tensors: Sequence[Tensor], how: str) -> tuple[Any, Any]:
 @lru_cache(maxsize=1024)
 def _decoded(how: str) -> tuple[list[str], Options | BackwardOptions]:
     names, _, options = how.partition(": ")
-    return names.split(), eval(options, {"Options": Options, "BackwardOptions": BackwardOptions, "torch": torch})
+    return names.split(), eval(
+        options, {"Options": Options, "BackwardOptions": BackwardOptions, "torch": torch, "inf": math.inf}
+    )
 
 
 def _one_by_one(op, info, in_dims, tensors, how):

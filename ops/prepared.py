@@ -1,8 +1,8 @@
 """Prepared launches: straight code for a call like an earlier one, in place of working out anew what that one has shown.
 
-On small tensors the GPU waits for Python: for allocations through the dispatcher, for launches whose arguments are put together
-anew. All of that follows from shapes, dtypes and options. So a first call leaves a function for its like: a guard, and code that
-is written as text and compiled for this case alone. For the operator `norm_forward` of add + RMSNorm:
+On small tensors the GPU waits for Python: for allocations through the dispatcher, and for launches whose arguments are put
+together anew. All of that follows from shapes, dtypes and options. So a first call leaves a function for its like: a guard, and
+code that is written as text and compiled for this case alone. For the operator `norm_forward` of add + RMSNorm:
 
     def forward(x, residual, weight):
         if not (guard(x, residual, weight) and not observed() and current_device() == index): return None
@@ -29,7 +29,7 @@ from .backend import launches
 from .records import BackwardInputs, BackwardOptions, Inputs, Options, empty_gradients, empty_outputs
 
 Table = dict[Hashable, tuple[Callable, ...]]  # functions that return None where their guard fails
-MOST, MOST_ALIKE = 512, 4  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
+MOST, MOST_ALIKE = 512, 8  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
 
 
 _TABLES: list[Table] = []
@@ -56,56 +56,69 @@ def remember(table: Table, key: Hashable, make: Callable[[], Callable | None]) -
 
 def forward(inputs: Inputs, options: Options) -> Callable | None:
     """A function of the tensors of `inputs` that returns the outputs that are asked for."""
-    tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
-    text = begin(tensors, inputs.x, forward_launchers(inputs, options))
+    text = begin(tensors_of(inputs), forward_launchers(inputs, options))
     if text is None:
         return None
     text.lines = [f"if not ({text.guard}): return None"]
-    made = text.forward(inputs, options)
-    return text.function("forward", tensors, f"return [{', '.join(made)}]")
+    return text.function("forward", tensors_of(inputs), f"return [{', '.join(text.forward(inputs, options))}]")
 
 
 def backward(inputs: BackwardInputs, options: BackwardOptions) -> Callable | None:
     """A function of the tensors of `inputs` that returns the gradients that are asked for."""
-    tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
-    text = begin(tensors, inputs.r, backward_launchers(inputs, options))
+    text = begin(tensors_of(inputs), backward_launchers(inputs, options))
     if text is None:
         return None
     text.lines = [f"if not ({text.guard}): return None"]
-    made = text.backward(inputs, options)
-    return text.function("backward", tensors, f"return [{', '.join(made)}]")
+    return text.function("backward", tensors_of(inputs), f"return [{', '.join(text.backward(inputs, options))}]")
+
+
+def tensors_of(record: Inputs | BackwardInputs) -> dict[str, Tensor]:
+    return {name: t for name, t in record._asdict().items() if t is not None}
 
 
 def forward_launchers(inputs: Inputs, options: Options) -> list:
-    launch = launches()
-    return [launch._forward_launcher(options, inputs.x.shape, inputs.x.device, launch._dense(inputs)[1], None)]
+    """Empty where nothing is to be prepared: some tensor is not read where it lies."""
+    dense, dtypes, strides = launches()._dense(inputs)
+    if _moved(inputs, dense):
+        return []
+    return [launches()._forward_launcher(options, inputs.x.shape, inputs.x.device, dtypes, strides)]
 
 
 def backward_launchers(inputs: BackwardInputs, options: BackwardOptions) -> list:
-    """None where programs share a row: their board of sums needs more than a launch."""
-    launch = launches()
-    how = launch._backward_launch(options, inputs.r.shape, inputs.r.device, launch._dense(inputs)[1], None)
-    return [] if how.words else [how.gradients, how.finish] if True in options.wanted else [how.gradients]
+    """As `forward_launchers`; empty, too, where programs share a row: their board of sums needs more than a launch."""
+    how = _backward_launch(inputs, options)
+    if how.words or _moved(inputs, launches()._dense(inputs)[0]):
+        return []
+    return [how.gradients, how.finish] if True in options.wanted else [how.gradients]
 
 
-def begin(tensors: dict[str, Tensor], like: Tensor, launchers: list) -> "Text | None":
-    """A function of these tensors. None where they are such that nothing is prepared: without elements, or with gaps between
-    rows; where the guard fails now; or where a launch does not know its kernel yet, because of pointers off a 16-byte boundary.
+def _moved(record: Inputs | BackwardInputs, dense: Inputs | BackwardInputs) -> bool:
+    return any(t is not d and t.data_ptr() != d.data_ptr() for t, d in zip(record, dense, strict=True))  # type: ignore
+
+
+def begin(tensors: dict[str, Tensor], launchers: list) -> "Text | None":
+    """A function of these tensors, the first of which has rows.
+
+    None where nothing is prepared: there are no elements; the guard fails now; or a launch does not know its kernel yet, as it
+    has seen only pointers off a 16-byte boundary.
     """
+    like = next(iter(tensors.values()))
     empty = getattr(_guards, f"_empty_strided_{like.device.type}", None)
     if empty is None or not launchers or not (backend.INTERPRET or all(launcher.compiled for launcher in launchers)):
         return None
-    if like.numel() == 0 or not all(t.is_contiguous() for t in tensors.values()):
+    if like.numel() == 0:
         return None
-    first: dict[int, str] = {}
-    again = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
-    guarded = [name for name in tensors if name not in again]
-    names = {"guard": _tensor_guard([tensors[name] for name in guarded]), "observed": launches()._observed, "empty": empty}
-    names |= {"index": like.device.index}
-    guard = " and ".join([*[f"{name} is {same}" for name, same in again.items()], f"guard({', '.join(guarded)}) and not observed()"])
+    first: dict[int, str] = {}  # the guard knows no tensor that is given twice
+    twice = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+    guarded = [name for name in tensors if name not in twice]
+    conditions = [f"{name} is {same}" for name, same in twice.items()]
+    conditions += [f"guard({', '.join(guarded)})", "not observed()"]
+    names = {"guard": _tensor_guard([tensors[name] for name in guarded]), "observed": launches().observed}
+    names |= {"empty": empty, "index": like.device.index}
     if like.is_cuda:  # allocations and launches are on the current device
-        names |= {"current_device": torch._C._cuda_getDevice}
-        guard += " and current_device() == index"
+        names["current_device"] = torch._C._cuda_getDevice
+        conditions.append("current_device() == index")
+    guard = " and ".join(conditions)
     return Text(guard, names, launchers) if eval(guard, names | tensors) else None
 
 
@@ -118,22 +131,18 @@ class Text:
     def forward(self, inputs: Inputs, options: Options) -> list[str]:
         """What `launch.forward` does. The names of the outputs."""
         made = self.allocate(empty_outputs(Inputs(*_on_meta(inputs)), options)._asdict())
-        there = {name for name, t in inputs._asdict().items() if t is not None}
-        seed = "seed" if "seed" in there else None
-        self.launch(0, launches().forward_kernels.Pointers, {*there, *made}, [seed])
+        self.launch(0, launches().forward_kernels.Pointers, {*tensors_of(inputs), *made}, inputs.seed is not None)
         return made
 
     def backward(self, inputs: BackwardInputs, options: BackwardOptions) -> list[str]:
         """What `launch.backward` does, where no programs share a row. The names of the gradients."""
-        launch = launches()
-        how = launch._backward_launch(options, inputs.r.shape, inputs.r.device, launch._dense(inputs)[1], None)
         made = self.allocate(empty_gradients(BackwardInputs(*_on_meta(inputs)), options)._asdict())
-        partials = self.allocate({"partials": torch.empty(how.partials, device="meta")} if "weights" in made else {})
-        there = {name for name, t in inputs._asdict().items() if t is not None}
-        seed = "seed" if "seed" in there else None
-        self.launch(0, launch.backward_kernels.Pointers, {*there, *made, *partials}, [seed], unaligned="return None")
+        there, records = {*tensors_of(inputs), *made}, launches().backward_kernels
         if "weights" in made:
-            self.launch(1, launch.backward_kernels.Sums, {"partials", "weights"}, [])
+            there |= {*self.allocate({"partials": torch.empty(_backward_launch(inputs, options).partials, device="meta")})}
+        self.launch(0, records.Pointers, there, inputs.seed is not None, unaligned="return None")
+        if "weights" in made:
+            self.launch(1, records.Sums, there, None)
         return made
 
     def allocate(self, record: dict[str, Tensor | None]) -> list[str]:
@@ -143,12 +152,16 @@ class Text:
             self.lines.append(f"{name} = empty({name}_size, {name}_stride, {name}_dtype)")
         return list(made)
 
-    def launch(self, which: int, record: Any, there: set[str], seed: list[str | None], unaligned: str = "") -> None:
-        """What `Launcher.__call__` does. record: of the tensors; unaligned: the line for pointers off a boundary, by default
-        that of a plain launch."""
+    def launch(self, which: int, record: Any, there: set[str], seeded: bool | None, unaligned: str = "") -> None:
+        """What `Launcher.__call__` does.
+
+        record: of the kernel's tensors; seeded: whether there is a seed, None if the kernel takes none; unaligned: the line for
+        pointers off a boundary, by default that of a plain launch.
+        """
         launcher, at = self.launchers[which], f"launch{which}"
         tensors = [name if name in there else None for name in record._fields]
         given = [name for name in tensors if name]
+        seed = [] if seeded is None else ["seed" if seeded else None]
         plain = f"{at}({', '.join([f'{at}_record({_list(tensors)})', *map(str, seed)])})"
         self.names |= {at: launcher, f"{at}_record": record}
         self.lines += [f"p_{name} = {name}.data_ptr()" for name in given]
@@ -156,8 +169,9 @@ class Text:
         if launcher.compiled is not None:
             rest = {f"{at}_{i}": value for i, value in enumerate(launcher.rest)}
             pointers, seed = _list([name and f"p_{name}" for name in tensors]), [s and f"{s}.data_ptr()" for s in seed]
-            self.names |= {"stream": launches().driver.active.get_current_stream, f"{at}_run": launcher.run, **rest}
-            self.names |= {f"{at}_function": launcher.function, f"{at}_metadata": launcher.metadata}
+            kernel = launcher.compiled
+            self.names |= {"stream": launches().stream_getter(), f"{at}_run": kernel.run, **rest}
+            self.names |= {f"{at}_function": kernel.function, f"{at}_metadata": kernel.packed_metadata}
             how = f"{launcher.programs}, 1, 1, stream(index), {at}_function, {at}_metadata, None, None, None"
             plain = f"{at}_run({', '.join([how, f'({pointers},)', *map(str, seed), *rest])})"
         self.lines.append(f"else: {plain}")
@@ -167,6 +181,11 @@ class Text:
         exec(_compiled("\n    ".join([f"def {name}({', '.join(parameters)}):", *self.lines, *lines])), self.names)
         self.lines = []
         return self.names[name]
+
+
+def _backward_launch(inputs: BackwardInputs, options: BackwardOptions) -> Any:
+    _, dtypes, strides = launches()._dense(inputs)
+    return launches()._backward_launch(options, inputs.r.shape, inputs.r.device, dtypes, strides)
 
 
 def _list(names: list[str | None]) -> str:

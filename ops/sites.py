@@ -1,5 +1,7 @@
-"""Prepared call sites: an eager call like an earlier one skips the checks and PyTorch's dispatcher. A reader may skip this file:
-without it and its two call places in `functional` every call takes the plain path, which gives the same bits.
+"""Prepared call sites: an eager call like an earlier one skips the checks and PyTorch's dispatcher.
+
+A reader may skip this file: without it and its two call places in `functional` every call takes the plain path, which gives the
+same bits.
 
 A call on the plain path leaves a site for its like (see `prepared`). For add + RMSNorm:
 
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import prepared
-from .autograd import is_eager, known_job, norm_gradients
+from .autograd import is_eager, job_of, norm_gradients
 from .checks import Plan
 from .philox import draw_seed
 from .prepared import Table, remember
@@ -73,11 +75,11 @@ def _call(given: tuple, prenorm: bool, plan: Plan) -> Callable | None:
     training = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     options = plan.training if training else plan.inference
     x = tensors["x"]
-    inputs = Inputs(*given[:9], torch.empty(1, dtype=torch.int64, device=x.device) if plan.drops else None)
-    text = prepared.begin(tensors, x, prepared.forward_launchers(inputs, options))
+    inputs = Inputs(*given)._replace(seed=torch.empty(1, dtype=torch.int64, device=x.device) if plan.drops else None)
+    text = prepared.begin(tensors, prepared.forward_launchers(inputs, options))
     if text is None:
         return None
-    taken = [name for name, t in inputs._asdict().items() if t is not None]
+    taken = [*prepared.tensors_of(inputs)]
     made = text.forward(inputs, options)
     returned: list[str] = [name for name in ("y", "y1", "r") if name in made and (name != "r" or prenorm)]
     if training:
@@ -109,7 +111,9 @@ def _with_gradients(
 
         @staticmethod
         def backward(ctx, a, b=None, c=None):
-            saved, plain = ctx.saved_tensors, torch.compiler.is_compiling() or torch.is_grad_enabled()
+            # On a GPU backward has a thread of its own, in which the guard does not see dispatch modes.
+            watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+            saved, plain = ctx.saved_tensors, watched or torch.is_grad_enabled()
             key = (ctx.needs_input_grad, a is None, b is None, c is None)
             if not plain and forward_ad._current_level < 0:
                 for run in table.get(key, ()):
@@ -122,7 +126,7 @@ def _with_gradients(
             gradients = norm_gradients(inputs, options, plan.dtypes, needs)
             upstream_given = a is not None or b is not None or c is not None
             if upstream_given and not plain and is_eager(inputs):
-                job = known_job(options, plan.dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
+                job = job_of(options, plan.dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
                 remember(table, key, lambda: _backward(inputs, job, (*upstream, "_1", "_2")[:3], kept, taken))
             return tuple([gradients[Inputs._fields.index(name)] for name in taken])
 
@@ -131,8 +135,7 @@ def _with_gradients(
 
 def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: list[str]) -> Callable | None:
     """A function of upstream gradients and saved tensors."""
-    tensors = {name: t for name, t in inputs._asdict().items() if t is not None}
-    text = prepared.begin(tensors, inputs.r, prepared.backward_launchers(inputs, job.options))
+    text = prepared.begin(prepared.tensors_of(inputs), prepared.backward_launchers(inputs, job.options))
     if text is None:
         return None
     text.lines = [f"if not ({text.guard}): return None"]

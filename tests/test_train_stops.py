@@ -1,13 +1,15 @@
-"""The loop, in this process: how a run ends that can't go on. NaN from the start: test_command_line.py."""
+"""How a run ends that can't go on, and what is said where the GPU waits. NaN from the start: test_command_line.py."""
 
 import pytest
 import torch
 
+import configs
+from configs.machine import Machine
 from tests.resume.stops import in_step, spoil
 from tests.runs import train_here
 from training import checkpoint, evaluation
 from training.evaluation import Validation
-from training.metrics import Health, NonFiniteError
+from training.metrics import Health, NonFiniteError, waiting
 from training.precision import Precision
 
 
@@ -64,3 +66,16 @@ def test_a_bad_weight_is_found_while_the_loss_is_still_finite(bad):
     model.weight.data[1, 2] = bad
     with pytest.raises(NonFiniteError, match="a weight is NaN or infinite at step 5"):
         health.check_weights(model, 5)
+
+
+@pytest.mark.parametrize(
+    ("gpu_ms", "overrides", "told"),
+    [
+        (9.0, [], ""),
+        (4.0, [], "60 % of a step: its kernels take 4.0 of 10.0 ms. Try train.compile=true train.compile_mode=reduce-overhead"),
+        (4.0, ["train.compile=true", "train.compile_mode=reduce-overhead"], "Try a larger train.batch_size"),
+    ],
+)
+def test_what_helps_where_the_gpu_waits(gpu_ms, overrides, told):
+    text = waiting(10.0, gpu_ms, configs.load(overrides, on=Machine("cuda")))
+    assert told in text and bool(told) == bool(text)

@@ -9,6 +9,9 @@ from itertools import pairwise
 
 import torch
 
+CYCLES_PER_S = 2e9  # of a GPU's clock, about
+LONGEST_WAIT_S = 1.0
+
 
 @dataclass(frozen=True)
 class Window:
@@ -23,10 +26,22 @@ class StepClock:
 
     On CUDA two events enclose a step, and the device is synchronised only when times are read, so that the clock does not slow
     the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
+
+    With `gpu_time` the last of them, on CUDA, is queued behind a wait of the GPU, which then never waits for the CPU in it:
+    so it takes only the time that its kernels need.
     """
 
-    def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        warmup: int = 3,
+        now: Callable[[], float] = time.perf_counter,
+        gpu_time: bool = False,
+    ) -> None:
         self.warmup = warmup
+        self._queues = gpu_time
+        self._queued: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the step behind the wait
+        self._issue_s = 0.0  # CPU time of the last step
         self._device, self._now = device, now
         self._seen = 0  # steps begun, warm-up included
         self._inside = False
@@ -44,11 +59,18 @@ class StepClock:
         try:
             if self._device.type == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                queued = self._queues and self._seen == self.warmup - 1
+                if queued:
+                    torch.cuda._sleep(round(CYCLES_PER_S * min(2 * self._issue_s, LONGEST_WAIT_S)))
+                began = self._now()
                 begin.record()
                 yield
                 end.record()
+                self._issue_s = self._now() - began
                 if counted:
                     self._events.append((begin, end))
+                elif queued:
+                    self._queued = begin, end
             else:
                 began = self._synchronised_now()
                 yield
@@ -78,6 +100,14 @@ class StepClock:
     def median_ms(self) -> float | None:
         """Median of all steps after warm-up."""
         return statistics.median(self.steps_ms) if self.steps_ms else None
+
+    @property
+    def gpu_ms(self) -> float | None:
+        """What the kernels of a step take without waiting for the CPU. None: not measured. Synchronises."""
+        if self._queued is None:
+            return None
+        self._queued[1].synchronize()
+        return self._queued[0].elapsed_time(self._queued[1])
 
     @property
     def steps_ms(self) -> list[float]:

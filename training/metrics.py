@@ -10,7 +10,9 @@ from training.clock import StepClock
 from training.distributed import World, full_tensor
 from training.environment import peak_flops
 from training.precision import Precision
-from training.step import learning_rate
+from training.step import learning_rate, makes_cuda_graphs
+
+WAITING = 0.2  # of a step: if the GPU waits for longer, the CPU is the bound
 
 
 class Metrics:
@@ -22,6 +24,7 @@ class Metrics:
     def __init__(self, state: TrainState, cfg: Config, precision: Precision, clock: StepClock, world: World) -> None:
         self.health = Health(precision.device, state.scaler)
         self.state, self.precision, self.clock, self._cfg = state, precision, clock, cfg
+        self._advised = False
         self._batch_tokens = cfg.train.batch_size * cfg.model.context
         self._peak_flops = world.size * (peak_flops(precision.device, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
@@ -53,6 +56,30 @@ class Metrics:
         }
         state.loss_sum, state.losses = torch.zeros_like(state.loss_sum), 0
         return line
+
+    def advice(self) -> str:
+        """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU. Else empty."""
+        step_ms, gpu_ms = self.clock.median_ms, self.clock.gpu_ms
+        if self._advised or step_ms is None or gpu_ms is None:
+            return ""
+        self._advised = True
+        return waiting(step_ms, gpu_ms, self._cfg)
+
+
+def waiting(step_ms: float, gpu_ms: float, cfg: Config) -> str:
+    """What to do where the GPU waits for the CPU in much of a step. Empty where it does not."""
+    share = 1 - gpu_ms / step_ms
+    if share <= WAITING:
+        return ""
+    helps = (
+        "a larger train.batch_size"
+        if makes_cuda_graphs(cfg.train)
+        else "train.compile=true train.compile_mode=reduce-overhead (CUDA graphs)"
+    )
+    return (
+        f"The GPU waits for the CPU in {100 * share:.0f} % of a step: its kernels take {gpu_ms:.1f} of {step_ms:.1f} ms. "
+        f"Try {helps}."
+    )
 
 
 class NonFiniteError(RuntimeError):

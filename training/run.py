@@ -122,8 +122,9 @@ class Run:
                 storage.sync(path)
 
     def say(self, text: str) -> None:
-        """Prints a line without tearing the bar."""
-        show_beside_bar(text)
+        """Prints a line without tearing the bar; an empty one not at all."""
+        if text:
+            show_beside_bar(text)
 
     def stop(self, step: int, interrupt: Interrupt) -> NoReturn:
         """Ends a run that a signal stopped after `step`; its checkpoint is on the disk. Raises Stopped."""

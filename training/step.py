@@ -12,7 +12,7 @@ from torch import nn
 
 from configs import Config
 from configs.machine import Machine
-from configs.schema import OptimConfig, Schedule, TrainConfig
+from configs.schema import CUDA_GRAPHS, OptimConfig, Schedule, TrainConfig
 from model import GPT
 from model.loss import TWO_PASSES
 from training.checkpoint import TrainState
@@ -43,6 +43,9 @@ def training_step(
     """
     inputs, targets = (to_device(part, precision.device).chunk(cfg.train.accumulation) for part in batch)
     total = torch.zeros((), device=precision.device)
+    keeps_gradients = cfg.train.accumulation > 1 and makes_cuda_graphs(cfg.train)
+    if keeps_gradients:
+        allocate_gradients(state.model)
     for micro_batch, (x, y) in enumerate(zip(inputs, targets, strict=True)):
         seeds = seed_micro_batch(cfg.seed, step, micro_batch, world.rank, sites=state.model.dropout_sites)
         last = micro_batch == cfg.train.accumulation - 1
@@ -60,9 +63,21 @@ def training_step(
     grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.model.parameters(), cfg.optim.clip_norm or float("inf")))
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=not keeps_gradients)
     mark("optimizer")
     return world.sum(total) / world.size, grad_norm
+
+
+def makes_cuda_graphs(train: TrainConfig) -> bool:
+    return train.compile and train.compile_mode in CUDA_GRAPHS
+
+
+def allocate_gradients(model: nn.Module) -> None:
+    """Zeros where there is no gradient, for backward to add to. A CUDA graph returns each gradient in memory of its own, and
+    the next micro-batch overwrites what is still there."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:

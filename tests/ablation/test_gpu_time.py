@@ -1,10 +1,13 @@
 """What norm kernels could gain, against counts by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ablation.gpu_time import attribute, norm_bytes
+from ablation.gpu_time import attribute, gpu_time, norm_bytes
 from configs.schema import BlockLayout, ResidualDtype
+from tests.ablation import results
 from tests.runs import config, precision
 from training.attribution import Share
 
@@ -48,3 +51,11 @@ def test_bound_and_realised_part_are_amdahls(torch_ms, fused_ms, step_ms, bound,
 def test_what_is_not_positive_is_refused_by_name(step, moved, bandwidth):
     with pytest.raises(ValueError, match="must be more than 0, got"):
         attribute([], [], step, moved, bandwidth)
+
+
+@pytest.mark.parametrize(("busy", "told"), [(0.95, False), (0.5, True)])
+def test_that_the_host_is_the_bound_is_said_where_the_gpu_waits(busy, told):
+    (cell,) = results.ablation([{}], ["eager"]).cells
+    shares = {"torch": [Share("GEMM", 131.7 * busy, 100)], "fused": [Share("GEMM", 131.7 / 1.2 * busy, 80)]}
+    text = " ".join(gpu_time([replace(cell, attribution=replace(cell.attribution, **shares))]).split())
+    assert ("The GPU waits for the host in 50 % of a step under torch and 50 % of a step under fused" in text) == told

@@ -93,7 +93,6 @@ MACHINES = [
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     ("train.compile=true", Machine("cpu", cpp_compiler=False), "train.compile=true needs a C++ compiler on the CPU"),
     ("train.compile_loss=true", Machine("cpu", cpp_compiler=False), "train.compile_loss=true needs a C++ compiler"),
-    (f"{GRAPHS} train.accumulation=2", Machine("cuda"), "(train.accumulation=2)"),
     (GRAPHS, TWO_GPUS, "makes CUDA graphs, which are for a single process"),
     (f"{GRAPHS} parallel=fsdp", TWO_GPUS, "compiles part by part, in the default mode. Use train.compile_mode=default."),
     ("train.batch_size=6", Machine("cpu", ranks=4), "× 4 ranks. Use train.batch_size=8"),

@@ -1,4 +1,4 @@
-"""Eager code goes to the kernels directly; whatever watches or rewrites operator calls, torch.compile first, sees operators."""
+"""Whatever watches or rewrites operator calls, torch.compile first, sees operators, and gets the bits of eager code."""
 
 import pytest
 import torch
@@ -66,37 +66,18 @@ def pair(device, grad=True):
     return torch.randn(4, 24, device=device, requires_grad=grad), torch.rand(24, device=device, requires_grad=grad)
 
 
-@pytest.fixture
-def no_operators(monkeypatch):
-    """Eager code that reaches an operator fails."""
-    for name in ("norm", "norm_forward", "norm_backward", "norm_forward_out"):
-        monkeypatch.setattr(operators, name, lambda *flat: pytest.fail("went through the dispatcher"))
-
-
 @pytest.mark.parametrize("case", CASES, ids=describe)
-def test_eager_code_operators_and_compiled_graphs_give_the_same_bits(case, device, monkeypatch):
+def test_eager_code_operators_and_compiled_graphs_give_the_same_bits(case, device):
     """Trap: Python floats that reach a kernel as fp64 under torch.compile."""
     with Seen() as seen:
         expected = outputs_and_gradients(norm_fn, inputs(case, device), case)
     assert seen.names == ["norm_forward", "norm_backward"]
     ways = {"compiled": outputs_and_gradients(compiled(norm_fn, device), inputs(case, device), case)}
-    for name in ("norm", "norm_forward", "norm_backward"):
-        monkeypatch.setattr(operators, name, None)
     ways["eager"] = outputs_and_gradients(norm_fn, inputs(case, device), case)
     for way, found in ways.items():
         assert found.keys() == expected.keys()
         for name in expected:
             assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), (way, name)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_plain_tensors_go_directly(grad, device, no_operators):
-    x, w = pair(device, grad)
-    y, r = site(torch.nn.Parameter(x.detach(), grad), torch.nn.Parameter(w.detach(), grad))
-    if grad:
-        (y.sum() + r.sum()).backward()
-    out, stream = site(x.detach(), w.detach(), out=torch.empty_like(x), residual_out=torch.empty_like(x))
-    assert torch.equal(out, y) and torch.equal(stream, r)
 
 
 def test_modes_see_the_operators(device):
@@ -164,6 +145,7 @@ def test_without_gradients_nothing_is_kept_for_backward(device, monkeypatch):
 def test_autograd_is_handed_only_outputs_that_were_asked_for(device):
     """Trap: each output of an autograd function costs the host, also one that is None."""
     x, w = pair(device)
+    site(x, w)
     assert len(site(x, w)[0].grad_fn._input_metadata) == 2  # y, r
     _, y1, r = rms_norm_fn(x, w, None, x, weight1=w, prenorm=True)
     found = torch.autograd.grad(y1.sin().sum() + r.cos().sum(), (x, w))  # each gradient still finds its output
@@ -172,7 +154,7 @@ def test_autograd_is_handed_only_outputs_that_were_asked_for(device):
 
 
 @pytest.mark.parametrize("leading", [(), (6,), (2, 3), (2, 0, 3)])
-def test_gradients_have_the_shapes_of_their_inputs(leading, device, no_operators):
+def test_gradients_have_the_shapes_of_their_inputs(leading, device):
     x, residual = (torch.randn(*leading, 24, device=device, requires_grad=True) for _ in range(2))
     scale = torch.rand(leading, device=device, requires_grad=True)
     w, b = (torch.rand(24, device=device, requires_grad=True) for _ in range(2))
@@ -183,7 +165,7 @@ def test_gradients_have_the_shapes_of_their_inputs(leading, device, no_operators
 
 def test_options_that_change_nothing_checked_still_change_the_result(device, monkeypatch):
     x, w = torch.randn(4, 24, device=device), torch.rand(24, device=device)
-    call = {"eps": 1e-5, "dropout_p": 0.5, "seed": 1, "prenorm": True}
+    call = {"eps": 1e-5, "dropout_p": 0.5, "seed": torch.tensor([1], device=device), "prenorm": True}
     base = layer_norm_fn(x, w, None, x, **call)
     for change in ({"eps": 0.1}, {"dropout_p": 0.4}, {"seed": 2}, {"zero_centered_weight": True}, {"is_rms_norm": True}):
         assert not torch.equal(layer_norm_fn(x, w, None, x, **call | change)[0], base[0]), change

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ops import Norm, launch, layer_norm_fn, norm_fn, prepared, rms_norm_fn, sites
+from ops import Norm, launch, layer_norm_fn, norm_fn, operators, prepared, rms_norm_fn, sites
+from ops.backend import INTERPRET
 
 from .cases import BF16, FP32, SEED, arguments, describe, inputs, outputs_and_gradients, pairwise
 
@@ -33,14 +34,25 @@ class Dispatch(TorchDispatchMode):
 WAYS = pytest.mark.parametrize("way", [nullcontext, Dispatch], ids=["eager", "operators"])
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch):
-    """A list that grows with every launch of the plain path."""
+def noted(monkeypatch, module, **functions):
+    """A list that grows with every call of these functions, by the name that each is given."""
     seen = []
-    for name in ("forward", "backward"):
-        run = getattr(launch, name)
-        monkeypatch.setattr(launch, name, lambda *given, run=run, name=name: (seen.append(name), run(*given))[1])
+    for name, function in functions.items():
+        run = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *given, run=run, name=name: (seen.append(name), run(*given))[1])
     return seen
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Calls of operators: what takes no site."""
+    return noted(monkeypatch, operators, forward="norm_of", backward="norm_backward_of")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Launches that were not prepared."""
+    return noted(monkeypatch, launch, forward="forward", backward="backward")
 
 
 def without_sites():
@@ -81,47 +93,53 @@ def steps_equal_the_plain_path(given, plain, again: list, **how):
 
 @WAYS
 @pytest.mark.parametrize("case", CASES, ids=describe)
-def test_the_bits_are_the_same(case, way, device, plain):
+def test_the_bits_are_the_same(case, way, device, plain, launched):
     seed = torch.tensor([SEED], device=device)
     with without_sites():
         expected = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed)
-    # In eager code a plain forward has a plain backward, which leaves nothing.
-    for launches in (["forward", "backward"], ["backward"] if way is nullcontext else [], []):
-        plain.clear()
+    both = ["forward", "backward"]
+    # Operators leave prepared launches. Eager code leaves sites, but a forward without one has a backward without one.
+    for calls, launches in ((both, both), (["backward"], ["backward"]), ([], [])):
+        plain.clear(), launched.clear()
         with way():
             found = outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed.clone())
-        assert plain == launches and found.keys() == expected.keys()
+        assert plain == (calls if way is nullcontext else both) and set(launched) <= {*launches}
+        assert found.keys() == expected.keys()
         for name, t in expected.items():
             assert (found[name].dtype, found[name].shape) == (t.dtype, t.shape) and torch.equal(found[name], t), name
 
 
+@pytest.mark.skipif(not INTERPRET, reason="tensors on the CPU run kernels in the interpreter only")
 @WAYS
 @pytest.mark.parametrize("case", CASES, ids=describe)
-def test_the_same_kernels_start_with_the_same_arguments(case, way, kernel, monkeypatch, plain):
+def test_the_same_kernels_start_with_the_same_arguments(case, way, kernel, monkeypatch, launched):
     tensors, seed, played = inputs(case, torch.device("cpu")), torch.tensor([SEED]), [type(kernel)() for _ in KERNELS]
     for name, by in zip(KERNELS, played, strict=True):
         monkeypatch.setattr(launch, name, by)
 
     def launches():
+        """What Triton's launch, and the compiled kernel itself, were given last: programs and arguments of each kernel."""
         results = norm_fn(**tensors, **arguments(case) | {"seed": seed})
         results = results if isinstance(results, tuple) else (results,)
         upstream = [torch.ones_like(t) for t in results]
         torch.autograd.grad(results, [t for t in tensors.values() if t.requires_grad], upstream)
         pointers = {t.data_ptr(): i for i, t in enumerate((seed, *tensors.values(), *results, *upstream))}
 
-        def owners(value):  # in place of pointers
+        def owners(value):  # in place of tensors and pointers
+            value = value.data_ptr() if isinstance(value, torch.Tensor) else value
             if isinstance(value, tuple):
                 return tuple(map(owners, value))
             return pointers.get(value, "made on the way") if isinstance(value, int) and value > 2**32 else value
 
-        return [owners(by.compiled.runs[-1]) if by.compiled.runs else None for by in played]
+        by_triton = [owners((*by.calls[-1][0], *by.calls[-1][1])) if by.calls else None for by in played]
+        by_us = [owners((run[0], *run[9:])) if (run := (by.compiled.runs or [None])[-1]) else None for by in played]
+        return by_triton, by_us
 
     with without_sites():
-        launches()
-        expected = launches()
+        expected, none = launches()
     with way():
-        launches(), launches(), plain.clear()
-        assert launches() == expected and not plain and expected[0] and expected[1]
+        launches(), launches(), launched.clear()
+        assert launches()[1] == expected and not launched and expected[0] and expected[1] and none == [None] * 3
 
 
 @contextmanager
@@ -138,7 +156,11 @@ class Functions(TorchFunctionMode):
 
 
 WATCHED = [Dispatch, Functions, forward_ad.dual_level, launch_hook]
-OTHER_STATES = [lambda: torch.autocast("cpu", BF16), torch.no_grad, torch.inference_mode]
+OTHER_STATES = [
+    lambda: torch.autocast("cuda" if torch.cuda.is_available() else "cpu", BF16),
+    torch.no_grad,
+    torch.inference_mode,
+]
 
 
 @pytest.mark.parametrize("around", [*WATCHED, *OTHER_STATES])
@@ -152,7 +174,7 @@ def test_under_what_it_was_not_made_for_a_call_takes_the_plain_path(around, give
         if torch.is_grad_enabled() and around is not Functions:  # torch.autograd.grad takes that off
             found = torch.autograd.grad((y, r), given, (torch.ones_like(y), torch.ones_like(r)), retain_graph=True)
             assert plain == ["forward", "backward"] and equal(found, expected[2:])
-    assert around in OTHER_STATES or sites.SITES == before  # the others have sites of their own
+    assert around in OTHER_STATES or before == sites.SITES  # the others have sites of their own
     plain.clear()
     assert equal(step(given), expected) and not plain
 
@@ -215,11 +237,10 @@ def test_transforms_and_graph_capture_see_operators(given):
 def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, plain):
     step(given), step(given)
     g = torch.rand(8, 24, device=given[0].device)
-    for upstream in ((1, None), (None, 1), (g[:4], g[4:]), (g[:4], g[:4]), (g[4:],) * 2):
+    repeated, apart = g[:1].expand(4, 24), g[::2]
+    for upstream in ((1, None), (None, 1), (g[:4], g[4:]), (g[:4], g[:4]), (g[4:],) * 2, (repeated, g[4:]), (g[4:], apart)):
         steps_equal_the_plain_path(given, plain, [], upstream=upstream)
-    for dy in (g[:1].expand(4, 24), g[::2]):
-        for upstream in ((dy, g[4:]), (g[4:], dy)):
-            steps_equal_the_plain_path(given, plain, ["backward"], upstream=upstream)
+    steps_equal_the_plain_path(given, plain, ["backward"], upstream=(g.mT.reshape(8, 24).mT.contiguous().mT[:4], g[4:]))
     prepared.forget()
     site(*given)
     for wanted in ((0,), (2,), (1, 3), (0, 1, 2, 3)):

@@ -87,10 +87,12 @@ def test_the_loss_is_compiled_where_it_is_asked_for_or_left_open_on_a_gpu(tiny, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("impl", ["fused", "torch"])
-def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl):
+def test_cuda_graphs_give_the_losses_of_the_compiled_model(tiny, impl, accumulation):
     # shared masks, since a graph draws torch's own elsewhere in the generator's stream
     given = [o for o in tiny if o != "device=cpu"] + ["model.dropout=0.1", "model.attention_dropout=0", f"norm.impl={impl}"]
+    given.append(f"train.accumulation={accumulation}")
     precision, found = Precision(torch.device("cuda"), torch.bfloat16), []
     for mode in ("reduce-overhead", "default"):
         torch.compiler.reset()

@@ -22,16 +22,13 @@ from tests.runs import ROOT, environment
 
 processes = multiprocessing.get_context("forkserver")
 # the one list, as all users of a forkserver in a process share it; FSDP2 takes a second to import
-processes.set_forkserver_preload(["tests.forks", "tests.ranks", "tests.resume.kills", "torch.distributed.fsdp"])
+processes.set_forkserver_preload(["tests.forks", "tests.ranks", "tests.resume.stops", "torch.distributed.fsdp"])
 # also what is imported at the first use of an optimizer; not autograd, which has threads
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
 
 
 class Command:
-    """train.py with these arguments in folder `cwd`, as `runs.start` gives it, but for the start of the interpreter.
-
-    `more` is in its environment.
-    """
+    """train.py with these arguments in folder `cwd`, but for the start of the interpreter. `more` is in its environment."""
 
     def __init__(self, arguments: list[str], cwd: Path, **more: str) -> None:
         self.args = arguments
@@ -65,7 +62,8 @@ def _command(arguments: list[str], cwd: Path, outputs: list[Path], more: dict[st
     os.environ.update(given)
     for number, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding="utf-8") for number in (1, 2))
+    encoding = more.get("PYTHONIOENCODING", "utf-8")
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding=encoding) for number in (1, 2))
     sys.argv = [str(ROOT / "train.py"), *arguments]
     try:
         sys.exit(train.main(train.train))

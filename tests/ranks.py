@@ -1,6 +1,5 @@
 """Runs of several ranks on the CPU, each a forked process."""
 
-import errno
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import training.step as step_module
 from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
-from tests.runs import read_json
+from tests.runs import no_space, read_json
 from training import checkpoint, distributed, evaluation
 from training.resume import settle
 from training.run import open_run
@@ -111,18 +110,21 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
     seed, step, replicate = step_module.seed_micro_batch, train.training_step, distributed.World.replicate
     evaluate = evaluation.evaluate
 
+    def here(act: str, number: int) -> bool:
+        return acts.get(act) == [world.rank, number]
+
     def seeds(*place, **options):
         found = seed(*place, **options)
         told["seeds"] += found.tolist()
         return found
 
     def steps(forward, state, batch, index, *rest):
-        told["rows"] += [row.tolist() for row in batch[0]]
-        if acts.get("signal") == [world.rank, index + 1]:
+        told["rows"] += batch[0].tolist()
+        if here("signal", index + 1):
             signal.raise_signal(signal.SIGTERM)
-        if acts.get("nan") == [world.rank, index + 1]:
+        if here("nan", index + 1):
             state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
-        if acts.get("full") == [world.rank, index + 1]:
+        if here("full", index + 1):
             checkpoint.write_tensors = no_space
         result = step(forward, state, batch, index, *rest)
         told["steps"] += 1
@@ -131,14 +133,11 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
     def looks(*args, before_batch, **options):
         def before():
             told["looked"] += 1
-            if acts.get("look") == [world.rank, told["looked"]]:
+            if here("look", told["looked"]):
                 signal.raise_signal(signal.SIGTERM)
             before_batch()
 
         return evaluate(*args, before_batch=before, **options)
-
-    def no_space(*args, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def counted(self, forward):
         def hook(_, bucket):

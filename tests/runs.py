@@ -1,11 +1,12 @@
 """Small runs for tests: a corpus of one file, a model of two layers, and train.py as a user starts it."""
 
 import copy
+import errno
 import json
 import os
 import random
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -65,17 +66,16 @@ def composed(overrides: list[str]) -> Config:
     return copy.deepcopy(_composed(tuple(overrides)))
 
 
-def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU):
-    """(summary, metrics) of a run in this process; without its picture, which would take longer than the training."""
-    return train_composed(composed(overrides), overrides, folder, plot, on)
+def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU, cfg: Config | None = None):
+    """(summary, metrics) of a run in this process; without its picture, which would take longer than the training.
 
-
-def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU):
-    """`train_here`, where `overrides` are composed already."""
+    Args:
+        cfg: what `overrides` give, if it is composed already.
+    """
     import train
 
     keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in groups()]
-    origin = settle(cfg, folder, keys, chosen=True)
+    origin = settle(cfg or composed(overrides), folder, keys, chosen=True)
     with open_run(origin, torch.device("cpu")) as run:
         if not plot:
             run.plot = lambda: None  # type: ignore[method-assign]
@@ -85,6 +85,25 @@ def train_composed(cfg: Config, overrides: list[str], folder: Path, plot: bool =
 
 def losses(metrics: list[dict], name: str = "train/loss") -> list[float]:
     return [line[name] for line in metrics if name in line]
+
+
+def curves(folder: Path) -> torch.Tensor:
+    """All losses and gradient norms of the run in `folder`."""
+    lines = read_metrics(folder / "metrics.jsonl")
+    return torch.tensor([value for name in ("train/loss", "train/grad_norm", "val/loss") for value in losses(lines, name)])
+
+
+def wait_until(process, met: Callable[[], bool]) -> None:
+    """Returns when `met()` is true, or the process has ended, or two minutes have passed."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and not met() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def logged(folder: Path) -> int:
+    """The last step in the run's metrics; 0 where there is none."""
+    path = folder / "metrics.jsonl"
+    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0
 
 
 def bits(folder: Path) -> dict[str, object]:
@@ -125,26 +144,10 @@ class FakeWandb:
         self.exit_code = exit_code
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *arguments]
-
-
 def environment(cwd: Path, **more: str) -> dict[str, str]:
     """For a program that starts in this folder: without credentials and without Triton's interpreter, and with `more`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "WANDB_", "HYDRA_"))}
     return kept | {"NETRC": str(cwd / "no_netrc"), "PYTHONUNBUFFERED": "1"} | more
-
-
-def start(arguments: list[str], cwd: Path) -> subprocess.Popen:
-    """train.py as a user starts it, from another folder. Mostly `forks.Command` does, in a tenth of the time."""
-    return subprocess.Popen(
-        command(*arguments), cwd=cwd, env=environment(cwd), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def run_folders(cwd: Path) -> list[Path]:
@@ -153,3 +156,8 @@ def run_folders(cwd: Path) -> list[Path]:
 
 def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def no_space(*_, **__):
+    """In place of what writes a file: the disk is full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,7 +1,6 @@
 """train.py and sample.py as a user starts them."""
 
 import io
-import json
 import re
 import shlex
 import shutil
@@ -15,46 +14,41 @@ from filelock import FileLock
 
 import sample
 from tests.forks import Command
-from tests.runs import ROOT, environment, read_json, run_folders, train_here
+from tests.runs import ROOT, environment, logged, losses, read_json, run_folders, train_here, wait_until
 from training import checkpoint
+from training.plot import read_metrics
 
 
-def train(arguments, cwd):
-    return Command(arguments, cwd).finish()
-
-
-def refused(arguments, cwd, message):
-    """The error of a command that ends with code 2, one message and no run."""
-    done = train(arguments, cwd)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert not list(cwd.glob("runs/*"))
-    return done.stderr
+def train(arguments, cwd, code=0, **more):
+    """What a command that ends with this code, and no traceback, has printed."""
+    done = Command(arguments, cwd, **more).finish()
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
 def sweep(tiny, tmp_path_factory):
     """Four runs of one command, and the folder where it started."""
     cwd = tmp_path_factory.mktemp("sweep")
-    done = train(["-m", "norm.impl=fused,torch", "seed=1,2", *tiny, "logging.wandb=offline", "train.steps=8"], cwd)
-    assert done.returncode == 0, done.stderr
+    overrides = [*tiny, "logging.wandb=offline", "train.steps=8"]
+    train(["-m", "norm.impl=fused,torch", "seed=1,2", *overrides], cwd, WANDB_RUN_ID="shared")
     return cwd
 
 
 def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder_and_in_one_wandb_group(sweep):
     folders = run_folders(sweep)
-    logs = [list(folder.glob("wandb/offline-run-*/run-*.wandb")) for folder in folders]
-    lines = zip(*[(folder / "config.yaml").read_text().splitlines() for folder in folders], strict=True)
-    kept = ("metrics.jsonl", "last/state.json", "loss.png")
-
     pairs = [("fused", 1), ("fused", 2), ("torch", 1), ("torch", 2)]
     assert [folder.name for folder in folders] == [f"{i}_norm.impl-{impl}_seed-{s}" for i, (impl, s) in enumerate(pairs)]
     [parent] = {folder.parent for folder in folders}
     assert parent.parent == sweep / "runs" and re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", parent.name)
     assert [path.name for path in sweep.iterdir()] == ["runs"]
+    kept = ("metrics.jsonl", "last/state.json", "loss.png")
     assert all((folder / name).is_file() for folder in folders for name in kept)
+    lines = zip(*[(folder / "config.yaml").read_text().splitlines() for folder in folders], strict=True)
     assert {line[0].strip().split(":")[0] for line in lines if len(set(line)) > 1} == {"impl", "seed"}
-    assert len({log.name for [log] in logs}) == 4
-    assert all(parent.name.encode() in log.read_bytes() for [log] in logs)
+    logs = [log for folder in folders for log in folder.glob("wandb/offline-run-*/run-*.wandb")]
+    assert len({log.name for log in logs} - {"run-shared.wandb"}) == 4
+    assert all(parent.name.encode() in log.read_bytes() for log in logs)
     command = shlex.split(read_json(folders[0] / "environment.json")["command"])
     assert command[:3] == ["train.py", "-m", "norm.impl=fused,torch"]
 
@@ -65,38 +59,26 @@ def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder_and_in_one_w
         (["+norm.fusd=1"], "error: norm.fusd: no such key. Did you mean norm.impl=fused?"),
         (["data.files=[none.txt]"], "none.txt matches no file"),
         (["sample.prompt=ROMEO"], "error: sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)"),
+        (["logging.wandb=null"], "error: WANDB_MODE=foo: "),
+        (["resume=RUN"], "is at step 8: raise train.steps=8 to go on"),
     ],
 )
-def test_a_mistake_is_one_message_code_2_and_no_folder(tiny, tmp_path, arguments, message):
-    refused([*tiny, *arguments], tmp_path, message)
-
-
-def test_a_run_that_can_not_be_resumed_leaves_no_folder(sweep, tmp_path):
-    refused([f"resume={run_folders(sweep)[0]}"], tmp_path, "is at step 8: raise train.steps=8 to go on")
+def test_a_mistake_is_one_message_code_2_and_no_folder(tiny, sweep, tmp_path, arguments, message):
+    arguments = [argument.replace("RUN", str(run_folders(sweep)[0])) for argument in arguments]
+    overrides = [] if "resume" in arguments[0] else tiny
+    assert message in train([*overrides, *arguments], tmp_path, code=2, WANDB_MODE="foo").stderr
+    assert not list(tmp_path.glob("runs/*"))
 
 
 def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
     text = tiny[1].removeprefix("data.files=")
     steps = ["train.steps=2", "optim.warmup_steps=1"]
-    done = train(["-m", *tiny, f"data.files={text},[{tmp_path}/none.txt],{text}", *steps], tmp_path)
+    done = train(["-m", *tiny, f"data.files={text},[{tmp_path}/none.txt],{text}", *steps], tmp_path, code=2)
 
-    assert done.returncode == 2
-    assert "none.txt" in done.stderr and "(in the job " in done.stderr and "Traceback" not in done.stderr
+    assert "none.txt" in done.stderr and "(in the job " in done.stderr
     assert "[sweep] Launching 3 jobs locally\n[sweep] \t#0 : " in done.stdout
     assert [folder.name[:2] for folder in run_folders(tmp_path)] == ["0_", "2_"]
     assert all((folder / "last/state.json").is_file() for folder in run_folders(tmp_path))
-
-
-def test_a_data_set_of_ones_own_gives_the_run_its_name(tiny, tmp_path):
-    rows = [json.dumps({"text": f"the king sees {i} mornings and the queen {i} nights"}) for i in range(100)]
-    (tmp_path / "stories").mkdir()
-    (tmp_path / "stories" / "train.jsonl").write_text("\n".join(rows))
-    done = train(["data=hub", "data.path=stories", *tiny[2:], "train.steps=3"], tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    [folder] = run_folders(tmp_path)
-    assert folder.name.endswith("_stories_tiny_fused")
-    assert re.search(r"^  data +stories: ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -107,90 +89,68 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tin
     shutil.rmtree(built)
     with FileLock(cache / f".{built.name.rpartition('-')[2]}.lock"):  # as if another process built it: the run waits
         process = Command(command, tmp_path)
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline and not list(tmp_path.glob("runs/*/environment.json")):
-            time.sleep(0.05)
+        wait_until(process, lambda: any(tmp_path.glob("runs/*/environment.json")))
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(number)
         done = process.finish()
 
-    assert done.returncode == 128 + number, done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_run_that_stops_on_nan_ends_with_code_1_and_its_wandb_run_closed(tiny, tmp_path):
-    done = train([*tiny, "logging.wandb=offline", "optim.lr=1e38", "optim.warmup_steps=0", "optim.min_lr=0"], tmp_path)
-
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"stopped: .* at step \d+\. Batch: epoch 0, window \d+", done.stderr)
+    nan = ["optim.lr=1e38", "optim.warmup_steps=0", "optim.min_lr=0", "logging.every=30"]
+    done = train([*tiny, *nan, "logging.wandb=offline"], tmp_path, code=1)
+    assert re.search(r"stopped: .* at step [1-4]\. Batch: epoch 0, window \d+(.|\n)*Last good checkpoint: none", done.stderr)
     [folder] = run_folders(tmp_path)
     assert len(list(folder.glob("wandb/offline-run-*/run-*.wandb"))) == 1
     assert not (folder / "checkpoints").exists()
 
 
-def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on(tiny, tmp_path):
-    process = Command([*tiny, "train.steps=100000", "logging.every=1", "eval.every=0"], tmp_path)
-    deadline = time.monotonic() + 90
-    while process.poll() is None and time.monotonic() < deadline:
-        if any(len(path.read_text().splitlines()) > 3 for path in tmp_path.glob("runs/*/metrics.jsonl")):
-            process.send_signal(signal.SIGINT)
-            break
-        time.sleep(0.05)
+def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on_and_a_changed_run_has_a_new_folder(tiny, tmp_path):
+    process = Command([*tiny, "train.steps=100000", "logging.every=1", "eval.every=0", "folder=runs/mine"], tmp_path)
+    wait_until(process, lambda: logged(tmp_path / "runs" / "mine") > 3)
+    process.send_signal(signal.SIGINT)
     done = process.finish()
-    [folder] = run_folders(tmp_path)
-    step = checkpoint.read(folder).step
+    step = logged(tmp_path / "runs" / "mine")
 
-    assert done.returncode == 130, done.stderr
-    assert "Ctrl-C again quits at once" in done.stderr and "Traceback" not in done.stderr
-    assert f"python train.py resume={folder.relative_to(tmp_path)}" in done.stdout
-    assert step == json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert done.returncode == 130 and "Traceback" not in done.stderr, done.stderr
+    assert "Ctrl-C again quits at once" in done.stderr and "python train.py resume=runs/mine" in done.stdout
+    assert checkpoint.read(tmp_path / "runs" / "mine").step == step
 
-    changed = [f"resume={folder}", f"train.steps={step + 4}"]
-    stopped = train(changed, tmp_path)
-    assert stopped.returncode == 2 and "made with train.steps=100000" in stopped.stderr
+    changed = ["resume=runs/mine", f"train.steps={step + 4}"]
+    assert "made with train.steps=100000" in train(changed, tmp_path, code=2).stderr
     done = train([*changed, "resume_with_changes=true"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    resumed = next(path for path in run_folders(tmp_path) if path != folder)
-    lines = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/loss" in line] == [step + n for n in (1, 2, 3, 4)]
-    assert f"goes on from {folder.relative_to(tmp_path)}/checkpoints/step_" in done.stdout and "_resumed_" in resumed.name
+    _, resumed = sorted(run_folders(tmp_path), key=lambda folder: folder.name == "mine", reverse=True)
+    assert losses(read_metrics(resumed / "metrics.jsonl"), "step")[:4] == [step + n for n in (1, 2, 3, 4)]
+    assert "goes on from runs/mine/checkpoints/step_" in done.stdout and "_resumed_" in resumed.name
 
 
 def test_what_a_run_says_to_type_can_be_typed(tiny, tmp_path):
     """In a folder whose name needs quotes, and from where Hydra would have changed the folder."""
     chdir = "hydra.job.chdir=true"
     done = train([*tiny, "train.steps=4", 'folder="runs/a b (1)"', chdir], tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert "loss curve" not in done.stdout, "of one line of metrics none is drawn"
     said = next(line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if "more text" in line)
     assert shlex.split(said) == ["python", "sample.py", "runs/a b (1)"]
 
-    stopped = train(['resume="runs/a b (1)/last"', chdir], tmp_path)
-    assert stopped.returncode == 2
+    stopped = train(['resume="runs/a b (1)/last"', chdir], tmp_path, code=2)
     _, name, *arguments = shlex.split(next(line for line in stopped.stderr.splitlines() if "python train.py" in line))
     assert name == "train.py" and "runs/a b (1)" in arguments[0]
-    again = train(arguments, tmp_path)
-    assert again.returncode == 0, again.stderr
+    train(arguments, tmp_path)
 
 
 def test_help_names_commands_groups_and_keys_in_any_encoding(tmp_path):
-    given = environment(tmp_path) | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--help"], cwd=tmp_path, env=given, capture_output=True, text=True
-    )
-
-    assert done.returncode == 0, done.stderr
+    printed = train(["--help"], tmp_path, PYTHONIOENCODING="ascii").stdout
     for part in ("python train.py norm.impl=torch", "experiment: gpt2_124m, shakespeare,", "norm.impl=fused", "optim.lr=0.004"):
-        assert part in done.stdout
-    assert r"4 \xd7 width" in done.stdout  # ASCII has no ×
+        assert part in printed
+    assert r"4 \xd7 width" in printed  # ASCII has no ×
 
 
 def test_cfg_job_prints_the_config_of_a_run_without_running_it(tmp_path):
-    done = train(["model=gpt2", "norm.kind=rmsnorm", "--cfg", "job"], tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    assert "layers: 12" in done.stdout and "kind: rmsnorm" in done.stdout
+    printed = train(["model=gpt2", "norm.kind=rmsnorm", "--cfg", "job"], tmp_path).stdout
+    assert "layers: 12" in printed and "kind: rmsnorm" in printed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,12 +158,9 @@ def test_cfg_job_prints_the_config_of_a_run_without_running_it(tmp_path):
 def test_ctrl_c_while_the_program_is_being_imported_is_no_traceback(tmp_path, name):
     command = [sys.executable, "-X", "importtime", str(ROOT / name), "runs/none"]  # a line on stderr for each import
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if "torch." in line:
-            break
+    next(line for line in process.stderr if "torch." in line)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
-
     assert process.returncode == -signal.SIGINT and "Traceback" not in err
 
 
@@ -215,41 +172,36 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, ca
     (tmp_path / "copy" / "training.safetensors").write_bytes(b"")  # a sample needs no state of the optimizer
     folder = run_folders(sweep)[0]
 
-    one, again = (sample.sample(path, "the ", 20, 1.0, None, seed=1) for path in (folder, tmp_path / "copy"))
+    places = ((folder, 1), (tmp_path / "copy", 1), (folder / "last", 2))
+    one, again, other = (sample.sample(place, "the ", 20, 1.0, None, seed) for place, seed in places)
     assert sample.main([str(folder), "--prompt=the ", "--tokens=20", "--temperature=1", "--top-k=null"]) == 0
     assert capsys.readouterr().out == one + "\n"
-    other = sample.sample(folder / "last", "the ", 20, 1.0, None, seed=2)
-
     assert one == again != other
     assert one.startswith("the ") and len(one) == 24
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["{folder}/none"], 2, "no such file or folder"),
-        (["{folder}", "--prompt=日本"], 2, "--prompt: "),
-        (["{folder}", "--prompt="], 2, "--prompt has no tokens"),
-        (["nowhere", "--top-k=0"], "exit", "--top-k must be at least 1, or null to sample from all tokens, got 0"),
-        (["nowhere", "--top-k=many"], "exit", "--top-k: invalid whole number or null value: 'many'"),
-        (["nowhere", "--temperature=nan"], "exit", "--temperature must be finite, got nan"),
-        (["nowhere", "--temperature=-1"], "exit", "--temperature must be at least 0, got -1.0"),
-        (["nowhere", f"--seed={2**64}"], "exit", "--seed must be at least -2**63 and less than 2**64"),
+        (["{folder}/none"], "no such file or folder"),
+        (["{folder}", "--prompt=日本"], "--prompt: "),
+        (["{folder}", "--prompt="], "--prompt has no tokens"),
+        (["nowhere", "--top-k=0"], "--top-k must be at least 1, or null to sample from all tokens, got 0"),
+        (["nowhere", "--top-k=many"], "--top-k: invalid whole number or null value: 'many'"),
+        (["nowhere", "--temperature=nan"], "--temperature must be finite, got nan"),
+        (["nowhere", "--temperature=-1"], "--temperature must be at least 0, got -1.0"),
+        (["nowhere", f"--seed={2**64}"], "--seed must be at least -2**63 and less than 2**64"),
     ],
 )
-def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, code, message):
-    arguments = [argument.format(folder=run_folders(sweep)[0]) for argument in arguments]
-    if code == "exit":  # argparse's
-        with pytest.raises(SystemExit, match="2"):
-            sample.main(arguments)
-    else:
-        assert sample.main(arguments) == code
+def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):  # argparse's, or what the program makes of the code
+        sys.exit(sample.main([argument.format(folder=run_folders(sweep)[0]) for argument in arguments]))
     assert message in capsys.readouterr().err
 
 
 def test_a_sample_goes_to_any_terminal_and_a_full_disk_is_one_message_and_code_1(sweep, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", ascii_only := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     monkeypatch.setattr(sample, "sample", lambda *_: "×")
+    monkeypatch.setattr(sys, "stdout", ascii_only := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert sample.main(["run"]) == 0
     assert ascii_only.buffer.getvalue() == b"\\xd7\n"
 

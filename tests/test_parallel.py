@@ -4,13 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.ranks import train_together
-from tests.runs import ROOT, bits, environment
-from training.plot import read_metrics
+from tests.runs import ROOT, bits, environment, logged, wait_until
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -39,23 +37,10 @@ def tiny(tiny):
 
 def torchrun(folder, arguments, *options, what="pass"):
     """The process of torchrun, in `folder`; `what` happens to rank 1."""
-    program = folder / f"train_{'_'.join(what.split()[:1])}.py"
-    text = HAPPENS.format(root=str(ROOT), once=str(folder / "once"), what=what)
-    program.write_text(text, encoding="utf-8")
-    return subprocess.Popen(
-        [*TORCHRUN, *options, str(program), *arguments],
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_metrics(process, folder):
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 150
-    while process.poll() is None and not (metrics.is_file() and read_metrics(metrics)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    program = folder / "train_here.py"
+    program.write_text(HAPPENS.format(root=str(ROOT), once=str(folder / "once"), what=what), encoding="utf-8")
+    command, pipe = [*TORCHRUN, *options, str(program), *arguments], subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=pipe, stderr=pipe, text=True)
 
 
 def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_the_same_bits(tiny, tmp_path):
@@ -69,32 +54,19 @@ def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_th
 
 
 @pytest.mark.parametrize(
-    ("number", "options"),
-    [
-        (signal.SIGTERM, []),
-        (signal.SIGUSR1, ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]),
-    ],
+    ("number", "to_ranks", "code"),
+    [(signal.SIGTERM, False, 1), (signal.SIGUSR1, True, -signal.SIGUSR1)],
+    ids=["SIGTERM, which torchrun passes on", "Slurm's --signal=USR1@60, which ends torchrun"],
 )
-def test_a_signal_to_torchrun_stops_all_ranks_after_a_checkpoint(tiny, tmp_path, number, options):
-    endless = ["folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"]
-    process = torchrun(tmp_path, [*tiny, *endless], *options)
-    wait_for_metrics(process, tmp_path / "mine")
-    process.send_signal(number)
-    out, err = process.communicate(timeout=200)
-    assert "stopped after step" in out, err
-    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
-
-
-def test_a_signal_to_ranks_and_to_a_torchrun_that_it_ends_leaves_a_checkpoint_and_no_traceback_of_a_rank(tiny, tmp_path):
-    """Slurm's --signal=USR1@60, where torchrun was not told to handle it."""
-    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0"])
-    wait_for_metrics(process, tmp_path / "mine")
+def test_a_signal_stops_all_ranks_after_a_checkpoint_and_no_rank_has_a_traceback(tiny, tmp_path, number, to_ranks, code):
+    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"])
+    wait_until(process, lambda: logged(tmp_path / "mine") > 0)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train"], capture_output=True, text=True, check=True).stdout
-    for pid in (process.pid, *map(int, ranks.split())):
-        os.kill(pid, signal.SIGUSR1)
+    for pid in (process.pid, *map(int, ranks.split() if to_ranks else [])):
+        os.kill(pid, number)
     out, err = process.communicate(timeout=200)  # until the last rank has closed its end
-    assert process.returncode == -signal.SIGUSR1 and len(ranks.split()) == 2
-    assert "stopped after step" in out and "Traceback" not in err
+    assert process.returncode == code and len(ranks.split()) == 2
+    assert "stopped after step" in out and (number == signal.SIGTERM or "Traceback" not in err)
     assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
 
 

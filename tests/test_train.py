@@ -1,33 +1,43 @@
-"""The loop, in this process: what it learns, logs and says, and what it repeats exactly."""
+"""The loop, in this process: what it learns, logs and says, which keys reach what, and what happens at which step."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
+import yaml
 
+import configs
 import train
 from configs.machine import Machine
+from model import GPT
 from model.loss import TWO_PASSES
-from tests.runs import losses, train_here
-from training import checkpoint
-from training.clock import Window
+from tests.runs import CPU, FakeWandb, losses, read_json, train_here
+from training import checkpoint, evaluation
+from training.checkpoint import Saver
+from training.clock import StepClock, Window
+from training.distributed import ALONE
+from training.evaluation import Validation
 
 
 def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     summary, metrics = train_here(tiny, tmp_path / "run", plot=True)
-    train_lines = [line for line in metrics if "train/loss" in line]
-    assert [line["step"] for line in train_lines] == [5, 10, 15, 20, 25, 30]
-    always = {"step", "train/loss", "train/grad_norm", "train/lr", "perf/step_ms", "perf/tokens_per_s"}
-    assert all(line.keys() == always for line in train_lines)
-    val_lines = [line for line in metrics if "val/loss" in line]
-    assert [line["step"] for line in val_lines] == [10, 20, 30]
-    assert all(line.keys() == {"step", "val/loss", "val/bits_per_byte"} for line in val_lines)
-    assert val_lines[-1]["val/loss"] < val_lines[0]["val/loss"] < math.log(64)  # 64: the vocabulary, padded
+    always = ("step", "train/loss", "train/grad_norm", "train/lr", "perf/step_ms", "perf/tokens_per_s")
+    for every, names in ((5, always), (10, ("step", "val/loss", "val/bits_per_byte"))):
+        lines = [line for line in metrics if names[1] in line]
+        assert [line["step"] for line in lines] == list(range(every, 31, every))
+        assert all(line.keys() == set(names) for line in lines)
+    assert lines[-1]["val/loss"] < lines[0]["val/loss"] < math.log(64)  # 64: the vocabulary, padded
     # one byte a character
     assert summary.final.bits_per_byte == pytest.approx(summary.final.loss / math.log(2))
     assert summary.sample.startswith("the") and len(summary.sample) == 13
-    files = {path.name for path in summary.folder.iterdir()}
-    assert files == {
+    facts = read_json(summary.folder / "environment.json")
+    assert facts["versions"]["torch"] in torch.__version__ and facts["gpu"] is None
+    assert {"command", "git", "python", "cuda", "threads"} <= facts.keys()
+    assert configs.from_dict(yaml.safe_load((summary.folder / "config.yaml").read_text())).train.steps == 30
+    kept = {path.suffix for path in (summary.folder / "last").iterdir()}
+    assert kept == {".safetensors", ".json", ""}, "no file that can hold code; the sums have no suffix"
+    assert {path.name for path in summary.folder.iterdir()} == {
         *("config.yaml", "environment.json", "metrics.jsonl", "summary.json"),
         *("tokenizer.json", "sample.txt", "checkpoints", "last", "best", "loss.png", "run.json", ".lock"),
     }
@@ -40,21 +50,10 @@ def test_tokens_per_second_counts_slow_steps_and_the_step_time_is_the_typical_on
     assert losses(metrics, "perf/tokens_per_s") == pytest.approx([8 * 32 / 0.040])
 
 
-@pytest.mark.parametrize("masks", ["native", "shared"])
-def test_the_same_seed_gives_the_same_run(tiny, tmp_path, masks):
-    overrides = [*tiny, "model.dropout=0.1", f"norm.dropout_masks={masks}", "norm.impl=torch"]
-    _, first = train_here(overrides, tmp_path / "run")
-    torch.rand(7)  # where torch's generator stands does not matter
-    _, second = train_here(overrides, tmp_path / "run")
-    _, other = train_here([*overrides, "seed=2"], tmp_path / "run")
-    assert losses(first) == losses(second)
-    assert losses(first, "val/loss") == losses(second, "val/loss")
-    assert losses(first) != losses(other)
-
-
-def test_logging_and_evaluation_do_not_shift_the_run(tiny, tmp_path):
+def test_logging_evaluation_and_what_else_is_drawn_do_not_shift_the_run(tiny, tmp_path):
     overrides = [*tiny, "model.dropout=0.1"]
     one, _ = train_here(overrides, tmp_path / "run")
+    torch.rand(7)
     other, _ = train_here([*overrides, "eval.every=3", "logging.every=7", "checkpoint.every=4"], tmp_path / "run")
     assert one.final == other.final
 
@@ -74,7 +73,7 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     def without_a_compiler(model, **options):
         """As torch.compile, traced whole but run without generated code: this machine may have no C++ compiler."""
         asked.append(options)
-        return original(model, backend="aot_eager", **options)
+        return original(model, backend="eager", fullgraph=options["fullgraph"])
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", without_a_compiler)
@@ -91,16 +90,88 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "on", "said"),
     [
-        (["model.layers=1"], Machine("cpu"), "parameters, 1 layer × 32\n"),
-        ([], Machine("cpu"), "PyTorch reference: no kernel runs on this CPU"),
-        (["norm.impl=torch"], Machine("cpu"), "PyTorch's own operators"),
+        (["model.layers=1"], CPU, "parameters, 1 layer × 32\n"),
+        ([], CPU, "PyTorch reference: no kernel runs on this CPU"),
+        (["norm.impl=torch"], CPU, "PyTorch's own operators"),
         (["train.precision=bf16"], Machine("cpu", bf16=False), "bf16, emulated: this CPU has no bf16 arithmetic"),
     ],
 )
 def test_the_table_of_facts_counts_and_warns(tiny, tmp_path, capsys, overrides, on, said):
     summary, _ = train_here([*tiny, "train.steps=3", *overrides], tmp_path / "run", on=on)
     shown = capsys.readouterr().out
-    assert said in shown
-    for fact in ("device", "precision", "parameters", "vocabulary", "held out", "epochs", "W&B", "run folder"):
-        assert fact in shown
+    facts = ("device", "precision", "parameters", "vocabulary", "held out", "epochs", "W&B", "run folder", said)
+    assert [fact for fact in facts if fact not in shown] == []
     assert all(weight.dtype is torch.float32 for weight in checkpoint.read(summary.folder).model().values())
+
+
+def test_settings_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkeypatch, capsys):
+    fake = FakeWandb(monkeypatch)
+    monkeypatch.setenv("WANDB_PROJECT", "p")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    overrides = ["train.steps=10", "logging.wandb=offline", "logging.group=g", "logging.name=n", "logging.tags=[a,b]"]
+    summary, metrics = train_here([*tiny, *overrides], tmp_path / "run", plot=True)
+    settings = {"project": "p", "group": "g", "name": "n", "tags": ["a", "b", "fused", "layernorm"], "mode": "offline"}
+    assert settings.items() <= fake.arguments.items()
+    assert "offline (WANDB_PROJECT=p; logging.group=g, not WANDB_RUN_GROUP=theirs)\n" in capsys.readouterr().out
+    assert "  project: p\n" in (summary.folder / "config.yaml").read_text(), "the run goes on there"
+    assert fake.arguments["config"]["optim"]["lr"] == 3e-3
+    assert "parameters" in fake.arguments["config"]["facts"]["model"]
+    *values, picture = fake.logged
+    assert [{"step": step} | line for step, line in values] == metrics
+    assert picture == (10, {"loss": f"image {summary.folder / 'loss.png'}"})
+    assert fake.summary["final"] == {"loss": summary.final.loss, "bits_per_byte": summary.final.bits_per_byte}
+    assert fake.summary["best"]["loss"] == summary.best.loss and fake.summary["sample"] == summary.sample
+    assert fake.exit_code == 0
+
+
+def test_keys_of_evaluation_and_of_the_sample_reach_them(tiny, tmp_path, monkeypatch):
+    read, drawn, generate = [], [], GPT.generate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, before_batch, **how: read.append(how) or Validation(1.0, 1.0))
+    monkeypatch.setattr(GPT, "generate", lambda self, *a, **k: drawn.append(a[1:]) or generate(self, *a, **k))
+    sample = ["sample.temperature=0.25", "sample.top_k=3", "sample.tokens=4"]
+    train_here([*tiny, "train.steps=5", "eval.batches=3", "train.accumulation=2", *sample], tmp_path / "run")
+    summary, _ = train_here([*tiny, "train.steps=3", "sample.tokens=0"], tmp_path / "none")
+    assert read[0] == {"context": 32, "batch_size": 4, "batches": 3, "world": ALONE}
+    assert drawn == [(4, 0.25, 3)] and summary.sample == "" and not (summary.folder / "sample.txt").exists()
+
+
+def test_the_rate_is_that_of_the_step_it_is_logged_for_and_the_seed_decides_the_initial_weights(tiny, tmp_path, monkeypatch):
+    first, used, original = [], [], train.training_step
+
+    def step(forward, state, *rest):
+        first.append(state.model.blocks[0].mlp.down.weight.detach().clone())
+        result = original(forward, state, *rest)
+        used.append(state.optimizer.param_groups[0]["lr"])
+        return result
+
+    monkeypatch.setattr(train, "training_step", step)
+    for seed in (1, 1, 2):
+        _, metrics = train_here([*tiny, "train.steps=8", "logging.every=1", f"seed={seed}"], tmp_path / "run")
+    assert losses(metrics, "train/lr") == used[-8:] and len(set(used)) == 8
+    assert torch.equal(first[0], first[8]) and not torch.equal(first[0], first[16])
+
+
+def test_the_training_loss_is_the_mean_of_the_steps_since_the_last_line(tiny, tmp_path):
+    one, some = (
+        losses(train_here([*tiny, "train.steps=13", f"logging.every={every}"], tmp_path / "run")[1]) for every in (1, 5)
+    )
+    assert some == pytest.approx([sum(part) / len(part) for part in (one[:5], one[5:10], one[10:])])
+
+
+def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch):
+    paused, during = [], []
+
+    @contextmanager
+    def pause(clock):
+        paused.append(True)
+        yield
+        paused.pop()
+
+    def watched(name, original):
+        return lambda *given, **named: during.append((name, len(paused))) or original(*given, **named)
+
+    monkeypatch.setattr(StepClock, "paused", pause)
+    monkeypatch.setattr(evaluation, "evaluate", watched("evaluate", evaluation.evaluate))
+    monkeypatch.setattr(Saver, "save", watched("save", Saver.save))
+    train_here([*tiny, "train.steps=6", "checkpoint.every=4", "eval.every=0"], tmp_path / "run")
+    assert during == [("save", 1), ("evaluate", 1), ("save", 1)]

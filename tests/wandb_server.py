@@ -47,10 +47,9 @@ class WandbServer:
         """To a query or a mutation of GraphQL."""
         if "upsertBucket(" in query:
             run = self.runs.setdefault(given["name"], KeptRun(given))
-            project = {"id": "p", "name": run.started["project"], "entity": {"id": "e", "name": given["entity"] or "me"}}
-            empty = {"description": None, "config": "{}", "sweepName": None, "historyLineCount": 0}
-            named = {"id": given["name"], "name": given["name"], "displayName": run.started["displayName"]}
-            return {"upsertBucket": {"bucket": named | empty | {"project": project}, "inserted": True}}
+            project = {"id": "p", "name": run.started["project"], "entity": {"id": "e", "name": "me"}}
+            named = {"id": given["name"], "name": given["name"], "displayName": run.started["displayName"], "config": "{}"}
+            return {"upsertBucket": {"bucket": named | {"historyLineCount": 0, "project": project}, "inserted": True}}
         if "createRunFiles(" in query:
             files = [{"name": name, "uploadUrl": f"{self.url}/upload/{given['run']}/{name}"} for name in given["files"]]
             return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
@@ -87,14 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply({})
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        else:
-            raw = b""
-            while size := int(self.rfile.readline(), 16):
-                raw += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
         return gzip.decompress(raw) if self.headers.get("Content-Encoding") == "gzip" else raw
 
     def _reply(self, answer: dict) -> None:

@@ -61,29 +61,22 @@ def test_impl_picks_the_operator_at_every_site(build, batch, monkeypatch, impl, 
     assert len(calls) == fused_calls
 
 
-def test_shared_masks_follow_the_models_seeds_and_native_masks_of_torch_do_not(build, batch):
-    drawn = [loss_and_gradients(build(dropout=0.3, norm_impl=i, norm_dropout_masks="shared"), batch)[0] for i in IMPLS]
-    assert drawn[0] == pytest.approx(drawn[1], abs=LOSS_TOLERANCE)
-    seeds = torch.arange(5)
-    for masks, distinct in (("native", 1), ("shared", 2)):
-        options = {"dropout": 0.3, "norm_impl": "torch", "norm_dropout_masks": masks}
-        assert len({loss_and_gradients(build(**options), batch, seeds=s)[0] for s in (seeds, seeds + 100)}) == distinct
+@pytest.mark.parametrize(("masks", "distinct"), [("native", 1), ("shared", 2)])
+def test_shared_masks_follow_the_models_seeds_and_native_masks_of_torch_do_not(build, batch, masks, distinct):
+    model = build(dropout=0.3, norm_impl="torch", norm_dropout_masks=masks)
+    assert len({loss_and_gradients(model, batch, seeds=torch.arange(5) + first)[0] for first in (0, 100)}) == distinct
 
 
 @pytest.mark.parametrize(("kind", "block"), list(itertools.product(KINDS, ("sequential", "parallel"))))
-def test_checkpoints_interchange_between_implementations(build, batch, kind, block):
+def test_checkpoints_interchange_between_implementations(build, kind, block):
+    """They have the same parameters under the same names; that they compute the same is shown above."""
     trained, fresh = (build(norm_impl=impl, norm_kind=kind, block=block, qk_norm=True) for impl in IMPLS)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
     fresh.load_state_dict(trained.state_dict(), strict=True)
-    torch.testing.assert_close(fresh.eval()(batch[0]), trained.eval()(batch[0]), atol=1e-5, rtol=1e-5)
 
 
 @for_both
-@pytest.mark.parametrize(("kind", "theirs"), [("layernorm", nn.LayerNorm), ("rmsnorm", nn.RMSNorm)])
+@pytest.mark.parametrize(("kind", "theirs"), [("layernorm", nn.LayerNorm(16, eps=1e-3)), ("rmsnorm", nn.RMSNorm(16, eps=1e-3))])
 def test_parameters_are_those_of_torch_nn(impl, kind, theirs):
-    theirs = theirs(16, eps=1e-3)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.normal_()
@@ -93,19 +86,6 @@ def test_parameters_are_those_of_torch_nn(impl, kind, theirs):
     torch.testing.assert_close(ours(x), theirs(x))
     assert (site(impl, kind, parallel=True).bias1 is not None) == (kind == "layernorm")
     assert site(impl, kind, bias=False).bias is None
-
-
-@for_both
-def test_parallel_site_has_two_weights_and_two_outputs(impl):
-    norm = site(impl, parallel=True)
-    assert {name for name, _ in norm.named_parameters()} == {"weight", "bias", "weight1", "bias1"}
-    with torch.no_grad():
-        norm.weight1.fill_(3.0)
-        norm.bias1.fill_(1.0)
-    x, x1, residual = torch.randn(3, 2, 5, 16)
-    y, y1, stream = norm(x, residual, x1=x1)
-    torch.testing.assert_close(stream, residual + x + x1)
-    torch.testing.assert_close(y1, 3 * y + 1)
 
 
 @pytest.mark.parametrize("masks", ["native", "shared"])
@@ -157,9 +137,3 @@ def test_dtypes_under_autocast(build, batch, impl, kind, residual_dtype, stream_
         model(*batch)
     assert outputs == {torch.bfloat16} and streams == {stream_dtype}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-@for_both
-def test_eps_and_kind_reach_the_operator(build, batch, impl):
-    losses = {build(norm_impl=impl, **norm)(*batch).item() for norm in ({}, {"norm_eps": 1.0}, {"norm_kind": "rmsnorm"})}
-    assert len(losses) == 3

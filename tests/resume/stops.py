@@ -1,14 +1,24 @@
-"""Runs that end before their time: dead in a step, or reached by a signal in one."""
+"""Runs that end before their time: dead in a step, reached by a signal in one, or killed by kill -9 in a forked process."""
 
+import os
+import shutil
 import signal
+import threading
+from collections.abc import Callable
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import train
-from tests.runs import train_here
+from configs import Config
+from tests.forks import processes
+from tests.runs import composed, train_here
+from training import storage
 
 AUTO = ["resume=auto", "logging.every=1", "checkpoint.every=6"]
+NAMES = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (shutil, "rmtree")]
 
 
 class Died(BaseException):
@@ -17,12 +27,12 @@ class Died(BaseException):
 
 @contextmanager
 def in_step(number, act):
-    """Within the block `act` happens in the middle of step `number`, counted from 1, before it changes anything."""
+    """Within the block `act(state)` happens in the middle of step `number`, counted from 1, before it changes anything."""
     original = train.training_step
 
     def step(forward, state, batch, index, *rest):
         if index == number - 1:
-            act()
+            act(state)
         return original(forward, state, batch, index, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -30,18 +40,76 @@ def in_step(number, act):
         yield
 
 
-def die():
+def die(_):
     raise Died
 
 
+def spoil(state):
+    """A weight becomes NaN."""
+    next(state.model.parameters()).data[0, 0] = float("nan")
+
+
 def train_until(step, overrides, folder):
-    """A run that dies in this step."""
+    """A run that dies in this step. Returns its folder."""
     with in_step(step, die), pytest.raises(Died):
         train_here(overrides, folder)
+    return folder
 
 
 def stop_with(number, step, overrides, folder):
     """A run that a signal reaches in this step. Returns its exit code."""
-    with in_step(step, lambda: signal.raise_signal(number)), pytest.raises(SystemExit) as stop:
+    with in_step(step, lambda _: signal.raise_signal(number)), pytest.raises(SystemExit) as stop:
         train_here(overrides, folder)
     return stop.value.code
+
+
+def train_and_kill(overrides: list[str], folder: Path, how: Callable[[], object] | None = None, plot: bool = False) -> bool:
+    """Trains, and returns whether it was killed, for which `how` has prepared its process; False: it came to its end before."""
+    process = processes.Process(target=_train, args=(composed(overrides), overrides, folder, how, plot), daemon=True)
+    process.start()
+    process.join(300)
+    assert process.exitcode in (0, -signal.SIGKILL), f"the run ended with {process.exitcode}"
+    return process.exitcode == -signal.SIGKILL
+
+
+def _train(cfg: Config, overrides: list[str], folder: Path, how: Callable[[], object] | None, plot: bool) -> None:
+    if how is not None:
+        how()
+    train_here(overrides, folder, plot, cfg=cfg)
+
+
+def after(seconds: float) -> None:
+    """Kills the run so many seconds after the beginning of its first step."""
+    first_step = train.training_step
+
+    def starts_the_clock(*args):
+        train.training_step = first_step
+        threading.Timer(seconds, _kill).start()
+        return first_step(*args)
+
+    train.training_step = starts_the_clock
+
+
+def drawing() -> None:
+    """Kills the run where the first byte of its picture is about to be written."""
+    Image.SAVE["PNG"] = lambda *_: _kill()
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_operation(number: int) -> None:
+    """Kills the run in this operation on files, counted from 1."""
+    count = 0
+    for owner, name in [*NAMES, (storage._Summed, "write")]:
+        original = getattr(owner, name)
+
+        def counted(*args, original=original, **kwargs):
+            nonlocal count
+            count += 1
+            if count == number:
+                _kill()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, counted)

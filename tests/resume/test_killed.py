@@ -3,14 +3,14 @@
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 
 from tests.forks import Command
-from tests.resume.kills import train_and_kill
-from tests.runs import bits
+from tests.resume.stops import after, in_operation, train_and_kill
+from tests.runs import bits, logged, wait_until
 from training import storage
-from training.plot import read_metrics
 
 KILLS = 50
 EVERY = 3
@@ -21,12 +21,6 @@ def tiny(tiny, tmp_path_factory):
     """Once a run has made the corpus and started the process that forks: neither is part of how long a run takes."""
     train_and_kill([*tiny, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")
     return tiny
-
-
-def reached(folder):
-    """The last step that the run logged before it was killed."""
-    path = folder / "metrics.jsonl"
-    return max((line["step"] for line in read_metrics(path)), default=0) if path.is_file() else 0
 
 
 def newest_step(folder):
@@ -48,11 +42,11 @@ def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny
     while kills < KILLS // 2:
         folder = tmp_path / f"run_{number}"
         saving = choose.random() < 0.5
-        when = {"operation": choose.randrange(1, 200)} if saving else {"after_s": choose.uniform(0, 0.5 * whole_s)}
-        if train_and_kill(overrides, folder, **when):
+        how = partial(in_operation, choose.randrange(1, 200)) if saving else partial(after, choose.uniform(0, 0.5 * whole_s))
+        if train_and_kill(overrides, folder, how):
             kills += 1
-            assert reached(folder) - newest_step(folder) <= intervals * EVERY, when
-            steps.add(reached(folder))
+            assert logged(folder) - newest_step(folder) <= intervals * EVERY, how
+            steps.add(logged(folder))
         else:
             assert bits(folder) == wanted
             number += 1
@@ -70,14 +64,12 @@ def test_one_command_given_again_and_again_goes_on_through_kills_and_sigterm(tin
     choose, folder = random.Random(0), tmp_path / "mine"
     for number, low in ((signal.SIGKILL, 10), (signal.SIGTERM, 70)):
         process, wanted = Command(command, tmp_path), low + choose.randrange(30)
-        deadline = time.monotonic() + 100
-        while process.poll() is None and reached(folder) < wanted and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(process, lambda: logged(folder) >= wanted)  # noqa: B023
         process.send_signal(number)
         done = process.finish()
         assert done.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 143), done.stderr
         assert "Traceback" not in done.stderr
-        assert reached(folder) - newest_step(folder) <= 20
+        assert logged(folder) - newest_step(folder) <= 20
     assert "resume=auto: goes on from mine/checkpoints/step_" in done.stdout and "stopped after step" in done.stdout
     last = Command(command, tmp_path).finish()
     assert last.returncode == 0, last.stderr

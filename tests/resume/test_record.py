@@ -1,60 +1,53 @@
 """A run that goes on has one record: metrics without holes or repeats, one W&B run, the checkpoints that it should."""
 
-import json
 import signal
 
 import pytest
 
 from tests.resume.stops import AUTO, train_until
-from tests.runs import FakeWandb, read_json, train_here
+from tests.runs import read_json, train_here
 from training import checkpoint, evaluation, storage
 from training.evaluation import Validation
 
 
-def test_the_metrics_of_a_run_that_goes_on_have_no_hole_and_no_repeat(tiny, tmp_path):
-    train_until(16, [*tiny, *AUTO], tmp_path / "run")
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 16, "tra')  # torn
-    first = (tmp_path / "run" / "environment.json").read_bytes()
-    train_here([*tiny, *AUTO], tmp_path / "run")
-    assert (tmp_path / "run" / "environment.json").read_bytes() == first
-    assert (tmp_path / "run" / "environment_from_00000012.json").is_file(), "each start has its own"
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 31))
-    assert [line["step"] for line in lines if "val/loss" in line] == [10, 20, 30]
-
-
-def test_a_run_that_goes_on_is_the_same_run_to_wandb(tiny, tmp_path, monkeypatch):
-    fake = FakeWandb(monkeypatch)
-    overrides = [*tiny, *AUTO, "logging.wandb=offline", "logging.group=g"]
-    train_until(16, overrides, tmp_path / "run")
-    first = fake.arguments
-    train_here(overrides, tmp_path / "run")
-    again = fake.arguments
-    train_here(overrides, tmp_path / "other")
-    assert first["id"] == again["id"] != fake.arguments["id"]
-    assert (first["resume"], again["resume"], fake.arguments["resume"]) == (None, "allow", None)
-    assert first["group"] == again["group"] == "g"
+def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_damaged_line(tiny, tmp_path, capsys):
+    run = train_until(16, [*tiny, *AUTO], tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], b"\x00\xff\xfe{torn", *lines[3:], b'{"step": 16, "tra']))
+    first = (run / "environment.json").read_bytes()
+    _, metrics = train_here([*tiny, *AUTO], run)
+    assert (run / "environment.json").read_bytes() == first
+    assert (run / "environment_from_00000012.json").is_file(), "each start has its own"
+    assert [line["step"] for line in metrics if "train/loss" in line] == [1, 2, *range(4, 31)]
+    assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
+    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 
 
 def test_a_run_in_another_folder_leaves_the_first_as_it_was(tiny, tmp_path, monkeypatch):
-    values = iter([1.0, 3.0, 2.0])  # the first is of the run that is resumed, and better than what follows
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
-    train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")
-    before = {path: path.read_bytes() for path in (tmp_path / "half").rglob("*") if path.is_file()}
-    summary, metrics = train_here(
-        [*tiny, "train.steps=15", "eval.every=10", f"resume={tmp_path / 'half'}", "resume_with_changes=true"], tmp_path / "rest"
-    )
-    assert {path: path.read_bytes() for path in (tmp_path / "half").rglob("*") if path.is_file()} == before
+    def kept():
+        return {path: path.read_bytes() for path in half.rglob("*") if path.is_file()}
+
+    # the first is of the run that is resumed, and better than what follows
+    monkeypatch.setattr(evaluation, "evaluate", evaluations(1.0, 3.0, 2.0))
+    half = train_here([*tiny, "train.steps=5", "eval.every=0"], tmp_path / "half")[0].folder
+    before, changed = kept(), ["train.steps=15", "eval.every=10", f"resume={half}", "resume_with_changes=true"]
+    summary, metrics = train_here([*tiny, *changed], tmp_path / "rest")
+    assert kept() == before
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 15]
     assert summary.best.loss == 2.0  # of this folder, whose best checkpoint is its own
     assert checkpoint.read(summary.folder / "best").step == 15
-    assert read_json(tmp_path / "rest" / "run.json")["wandb_id"] != read_json(tmp_path / "half" / "run.json")["wandb_id"]
+    assert read_json(summary.folder / "run.json")["wandb_id"] != read_json(half / "run.json")["wandb_id"]
+
+
+def evaluations(*values):
+    """A stand-in for `evaluate`, whose losses are these."""
+    left = iter(values)
+    return lambda *_, **__: Validation(loss := next(left), loss)
 
 
 def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatch):
-    values = iter([3.0, 1.0, 2.0])
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(loss := next(values), loss))
+    monkeypatch.setattr(evaluation, "evaluate", evaluations(3.0, 1.0, 2.0))
     train_here([*tiny, "checkpoint.every=3", "checkpoint.keep=3"], tmp_path / "run")
     assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [30, 27, 24, 20]
     assert (tmp_path / "run" / "best").resolve().name == storage.name(20)
@@ -70,14 +63,3 @@ def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once
     train_until(12, [*tiny, *AUTO], tmp_path / "run")  # the checkpoint of step 10 still owes it
     _, metrics = train_here([*tiny, *AUTO], tmp_path / "run")
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
-
-
-def test_a_damaged_line_of_metrics_takes_no_other_with_it_and_is_said(tiny, tmp_path, capsys):
-    train_until(8, [*tiny, *AUTO], tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([*lines[:2], b"\x00\xff\xfe{torn", *lines[3:]]) + b"\n")
-    capsys.readouterr()
-    _, metrics = train_here([*tiny, *AUTO, "train.steps=9", "resume_with_changes=true"], tmp_path / "run")
-    assert [line["step"] for line in metrics if "train/loss" in line] == [1, 2, 4, 5, 6, 7, 8, 9]
-    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out

@@ -4,43 +4,47 @@ import pytest
 import torch
 
 import train
-from configs import ConfigError
+from configs import ConfigError, command_line
+from configs.schema import Precision
 from tests.resume.stops import AUTO, in_step, train_until
 from tests.runs import composed, corpus, train_here
-from training import checkpoint
+from training import checkpoint, storage
 from training.resume import settle
 from training.run import open_run
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference(tiny, tmp_path):
-    train_until(8, [*tiny, *AUTO], tmp_path / "run")
-    wider = [*tiny, *AUTO, "model.width=64", "optim.beta2=0.9"]
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(cut):
+    folder, command = cut
+    wider = [*command, "model.width=64", "optim.beta2=0.9"]
     with pytest.raises(ConfigError) as error:
-        train_here(wider, tmp_path / "run")
+        train_here(wider, folder)
     assert "model.width=64: the checkpoint was made with model.width=32." in str(error.value)
     assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in str(error.value)
-    with pytest.raises(ConfigError, match=r"step_00000006 do not fit this model: (.|\n)*size mismatch"):
-        train_here([*wider, "resume_with_changes=true"], tmp_path / "run")
-    summary, _ = train_here([*tiny, *AUTO, "optim.lr=1e-3", "resume_with_changes=true"], tmp_path / "run")
-    assert summary.folder == tmp_path / "run" and checkpoint.read(summary.folder).config["optim"]["lr"] == 1e-3
+    with pytest.raises(ConfigError, match=r"step_00000012 do not fit this model: (.|\n)*size mismatch"):
+        train_here([*wider, "resume_with_changes=true"], folder)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        # the same characters, so the same tokenizer
-        ("the king and the queen of night are come to see what morning brings us\n" * 300, "trained on other documents"),
-        ("the king and the queeN of night are come to see what morning brings us\n" * 300, "another tokenizer"),
-    ],
-)
-def test_documents_that_changed_under_the_same_name_are_refused(tmp_path, text, message):
-    tiny = corpus(tmp_path)
-    train_until(8, [*tiny, *AUTO], tmp_path / "run")
-    tokenizer = (tmp_path / "run" / "tokenizer.json").read_bytes()
-    (tmp_path / "text.txt").write_text(text)
+def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(cut):
+    folder, command = cut
+    changes = ["optim.weight_decay=0.5", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5", "resume_with_changes=true"]
+    with in_step(13, lambda state: groups.extend(state.optimizer.param_groups)):
+        groups: list[dict] = []
+        summary, _ = train_here([*command, *changes], folder)
+    assert summary.folder == folder and checkpoint.read(folder).config["optim"]["eps"] == 1e-5
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert all((group["betas"], group["eps"]) == ((0.7, 0.8), 1e-5) for group in groups)
+
+
+@pytest.mark.parametrize(("queen", "message"), [("queen", "trained on other documents"), ("queeN", "another tokenizer")])
+def test_documents_that_changed_under_the_same_name_are_refused(tmp_path, queen, message):
+    """With the same characters, and so the same tokenizer, or with other ones."""
+    overrides = [*corpus(tmp_path), *AUTO]
+    folder = train_until(8, overrides, tmp_path / "run")
+    tokenizer = (folder / "tokenizer.json").read_bytes()
+    (tmp_path / "text.txt").write_text(f"the king and the {queen} of night are come to see what morning brings us\n" * 300)
     with pytest.raises(ConfigError, match=message):
-        train_here([*tiny, *AUTO], tmp_path / "run")
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == tokenizer
+        train_here(overrides, folder)
+    assert (folder / "tokenizer.json").read_bytes() == tokenizer
 
 
 def test_auto_needs_a_folder_that_the_command_names(tiny, tmp_path):
@@ -51,12 +55,11 @@ def test_auto_needs_a_folder_that_the_command_names(tiny, tmp_path):
 
 
 def test_a_folder_that_a_live_process_trains_in_is_refused(tiny, tmp_path):
-    overrides = [*tiny, *AUTO, "checkpoint.every=2"]
-
-    def another():
+    def another(_):
         with pytest.raises(ConfigError, match="another process is training there"):
             train_here(overrides, tmp_path / "run")
 
+    overrides = [*tiny, *AUTO, "checkpoint.every=2", "train.steps=5"]
     with in_step(4, another):
         train_here(overrides, tmp_path / "run")
 
@@ -72,30 +75,54 @@ def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("choice", ["auto", "PATH"])
-def test_fewer_steps_than_were_done_are_refused(tiny, tmp_path, choice):
-    train_until(8, [*tiny, *AUTO], tmp_path / "run")
-    resume = f"resume={tmp_path / 'run' if choice == 'PATH' else 'auto'}"
-    for steps in (5, 6):  # the checkpoint is of step 6, which was not evaluated
-        with pytest.raises(ConfigError, match=rf"is at step 6: raise train\.steps={steps}"):
-            train_here([*tiny, resume, f"train.steps={steps}", "resume_with_changes=true"], tmp_path / "run")
+@pytest.mark.parametrize("steps", [11, 12])
+def test_fewer_steps_than_were_done_are_refused(cut, choice, steps):
+    folder, command = cut  # the checkpoint is of step 12, which was not evaluated
+    resume = f"resume={folder if choice == 'PATH' else 'auto'}"
+    with pytest.raises(ConfigError, match=rf"is at step 12: raise train\.steps={steps}"):
+        train_here([*command, resume, f"train.steps={steps}", "resume_with_changes=true"], folder)
 
 
 def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
     loaded = []
     monkeypatch.setattr(train.pretrained, "load", lambda model, source, tokenizer: loaded.append(source))
     overrides = [*tiny, *AUTO, "init_from=owner/name"]
-    train_until(8, overrides, tmp_path / "run")
-    train_here(overrides, tmp_path / "run")
+    folder = train_until(8, overrides, tmp_path / "run")
+    train_here(overrides, folder)
     assert loaded == ["owner/name"]
     with pytest.raises(ConfigError, match=r"^init_from=runs/other: a run that goes on has its weights already"):
-        train_here([*overrides, "init_from=runs/other", "resume_with_changes=true"], tmp_path / "run")
+        train_here([*overrides, "init_from=runs/other", "resume_with_changes=true"], folder)
 
 
-def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(tiny, tmp_path):
-    train_until(8, [*tiny, *AUTO], tmp_path / "run")
-    looked = settle(composed([*tiny, *AUTO]), tmp_path / "run", [], chosen=True)
-    train_here([*tiny, *AUTO, "checkpoint.keep=9"], tmp_path / "run")
-    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(cut):
+    folder, command = cut
+    looked = settle(composed(command), folder, [], chosen=True)
+    train_here(command, folder)
+    names = storage.checkpoints(folder)
     with pytest.raises(ConfigError, match="another process has just trained there"), open_run(looked, torch.device("cpu")):
         pass
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == names
+    assert storage.checkpoints(folder) == names
+
+
+def test_auto_goes_on_in_the_precision_that_the_run_began_with(tiny, tmp_path):
+    folder = train_until(8, [*tiny, *AUTO, "train.precision=bf16"], tmp_path / "run")
+    cfg = composed([*tiny, *AUTO])
+    assert cfg.train.precision is Precision.auto  # which would be fp32 on this CPU
+    assert settle(cfg, folder, [], chosen=True).cfg.train.precision is Precision.bf16
+    cfg.resume = str(folder)
+    found = settle(cfg, folder.with_name("new"), ["train.precision=auto"], chosen=False)
+    assert found.cfg.train.precision is Precision.bf16 and found.in_place
+    cfg.resume, cfg.train.precision = "auto", Precision.fp32
+    with pytest.raises(ConfigError, match=r"train.precision=fp32: the checkpoint was made with train.precision=bf16"):
+        settle(cfg, folder, [], chosen=True)
+
+
+def test_a_sweep_does_not_send_several_jobs_into_one_folder(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SystemExit) as refused:
+        command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused,torch"])
+    assert refused.value.code == command_line.EXIT_CODE
+    message = capsys.readouterr().err
+    assert "several jobs of this sweep would go on in that folder" in message and f"resume={tmp_path}/last" in message
+    command_line.check(["-m", f"resume={tmp_path}/last", "norm.impl=fused,torch"])
+    command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused"])

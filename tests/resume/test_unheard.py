@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 from tests.resume.stops import stop_with
-from tests.runs import ROOT, command, environment, train_here
+from tests.runs import ROOT, environment, logged, train_here, wait_until
 from training import storage
 
 
@@ -51,7 +50,7 @@ def in_terminal(arguments, cwd, *before):
     """train.py as the leader of a session of its own in a terminal, and the terminal's other end."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*before, *command(*arguments)],
+        [*before, sys.executable, str(ROOT / "train.py"), *arguments],
         cwd=cwd,
         env=environment(cwd),
         stdin=theirs,
@@ -64,19 +63,11 @@ def in_terminal(arguments, cwd, *before):
     return process, ours
 
 
-def wait_for_metrics(process, folder, lines):
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 100
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.is_file() and metrics.read_text().count("\n") >= lines:
-            return
-        time.sleep(0.05)
-
-
 def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint_and_its_picture(tiny, tmp_path):
     """A connection that breaks: the kernel sends SIGHUP, and what is written from then on fails."""
     long = ["train.steps=100000", "eval.every=0", "logging.every=1", "logging.wandb=offline", "folder=run"]
     process, terminal = in_terminal([*tiny, *long], tmp_path)
-    wait_for_metrics(process, tmp_path / "run", 3)
+    wait_until(process, lambda: logged(tmp_path / "run") >= 3)
     os.close(terminal)
     assert process.wait(60) == 128 + signal.SIGHUP
     [newest] = storage.checkpoints(tmp_path / "run")
@@ -86,7 +77,7 @@ def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint_and_its_picture
 
 def test_under_nohup_the_run_goes_on_without_its_terminal(tiny, tmp_path):
     process, terminal = in_terminal([*tiny, "folder=run", "train.steps=300", "logging.every=1"], tmp_path, "nohup")
-    wait_for_metrics(process, tmp_path / "run", 3)
+    wait_until(process, lambda: logged(tmp_path / "run") >= 3)
     os.close(terminal)
     assert process.wait(100) == 0
     assert (tmp_path / "run" / "sample.txt").is_file()

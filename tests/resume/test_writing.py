@@ -13,8 +13,8 @@ import pytest
 import train
 from tests.forks import Command
 from tests.ranks import train_together
-from tests.resume.stops import AUTO, in_step, stop_with, train_until
-from tests.runs import bits, train_here
+from tests.resume.stops import AUTO, in_step, spoil, stop_with, train_until
+from tests.runs import bits, no_space, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
 from training.metrics import NonFiniteError
@@ -50,22 +50,17 @@ def test_a_full_disk_is_answered_with_advice_that_works(tiny, tmp_path, disk):
 
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_whole(tiny, tmp_path, monkeypatch, background):
-    overrides = [*tiny, *AUTO, f"checkpoint.background={background}", "eval.every=0"]
+    overrides, run = [*tiny, *AUTO, f"checkpoint.background={background}", "eval.every=0"], tmp_path / "run"
     train_here(overrides, tmp_path / "whole")
-    original = checkpoint.write_tensors
-
-    def full(file, tensors):
-        if (tmp_path / "run" / "checkpoints" / storage.name(6)).exists():
-            raise OSError(28, "No space left on device")
-        original(file, tensors)
-
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
-    with pytest.raises(StorageError, match=r"step_00000012 can't be written: No space left on device.*Earlier checkpoints"):
-        train_here(overrides, tmp_path / "run")
-    assert storage.newest(tmp_path / "run") == (tmp_path / "run" / "checkpoints" / storage.name(6), [])
-    monkeypatch.setattr(checkpoint, "write_tensors", original)
-    train_here(overrides, tmp_path / "run")
-    assert bits(tmp_path / "run") == bits(tmp_path / "whole")
+    with (
+        in_step(8, lambda _: monkeypatch.setattr(checkpoint, "write_tensors", no_space)),
+        pytest.raises(StorageError, match=r"step_00000012 can't be written: No space left on device.*Earlier checkpoints"),
+    ):
+        train_here(overrides, run)
+    monkeypatch.undo()
+    assert storage.newest(run) == (run / "checkpoints" / storage.name(6), [])
+    train_here(overrides, run)
+    assert bits(run) == bits(tmp_path / "whole")
 
 
 def test_a_signal_while_a_thread_writes_waits_for_it(tiny, tmp_path):
@@ -76,9 +71,8 @@ def test_a_signal_while_a_thread_writes_waits_for_it(tiny, tmp_path):
 
 def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, tmp_path, monkeypatch):
     """The thread starts to write when two more steps are done; what it writes is still step 3's."""
-    go = threading.Event()
-    original = TrainState.parts
-    stepped = []
+    overrides = [*tiny, *AUTO, "checkpoint.every=3", "checkpoint.keep=99", "train.steps=6"]
+    go, original = threading.Event(), TrainState.parts
 
     def slow(self, config, *, copied):
         parts = original(self, config, copied=copied)
@@ -88,29 +82,19 @@ def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, t
         return parts | {first: lambda file: (go.wait(60), parts[first](file))}
 
     monkeypatch.setattr(TrainState, "parts", slow)
-    with in_step(6, lambda: (stepped.append(True), go.set())):
-        train_here([*tiny, *AUTO, "checkpoint.background=true", "checkpoint.every=3", "checkpoint.keep=99"], tmp_path / "run")
-    monkeypatch.setattr(TrainState, "parts", original)
-    train_here([*tiny, *AUTO, "checkpoint.every=3", "checkpoint.keep=99"], tmp_path / "plain")
-    assert stepped
+    with in_step(6, lambda _: go.set()):
+        train_here([*overrides, "checkpoint.background=true"], tmp_path / "run")
+    monkeypatch.undo()
+    train_here(overrides, tmp_path / "plain")
+    assert go.is_set()
     for name in ("model.safetensors", "training.safetensors"):
         files = [tmp_path / run / "checkpoints" / storage.name(3) / name for run in ("run", "plain")]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_full_disk_in_the_thread_is_told_of_also_where_nan_ends_the_run(tiny, tmp_path, monkeypatch):
-    def full(file, tensors):
-        raise OSError(28, "No space left on device")
-
-    def goes_bad(forward, state, batch, step, *rest):
-        if step == 7:
-            next(iter(state.model.parameters())).data[0, 0] = float("nan")
-        return original(forward, state, batch, step, *rest)
-
-    original = train.training_step
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
-    monkeypatch.setattr(train, "training_step", goes_bad)
-    with pytest.raises(NonFiniteError, match=r"NaN(.|\n)*step_00000006 can't be written: No space left on device"):
+    monkeypatch.setattr(checkpoint, "write_tensors", no_space)
+    with in_step(8, spoil), pytest.raises(NonFiniteError, match=r"NaN(.|\n)*step_00000006 can't be written: No space left"):
         train_here([*tiny, *AUTO, "checkpoint.background=true", "eval.every=0"], tmp_path / "run")
 
 
@@ -118,13 +102,12 @@ def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tm
     def refused(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    original = Path.symlink_to
     monkeypatch.setattr(Path, "symlink_to", refused)
-    train_until(14, [*tiny, *AUTO], tmp_path / "run")
+    run = train_until(14, [*tiny, *AUTO], tmp_path / "run")
     assert capsys.readouterr().err.count("without symbolic links: no last and no best there") == 1
-    monkeypatch.setattr(Path, "symlink_to", original)
-    train_here([*tiny, *AUTO], tmp_path / "run")
-    assert checkpoint.read(tmp_path / "run" / "last").step == 30
+    monkeypatch.undo()
+    train_here([*tiny, *AUTO, "train.steps=16", "resume_with_changes=true"], run)
+    assert checkpoint.read(run / "last").step == 16
 
 
 MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default

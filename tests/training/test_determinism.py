@@ -1,7 +1,6 @@
 """deterministic=true: what it sets, for as long as the run lasts; and the same bits on a GPU."""
 
 import os
-import subprocess
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from configs import ConfigError
 from configs.machine import Machine
 from configs.rules import CUBLAS_WORKSPACE
 from tests.forks import Command
-from tests.runs import bits, corpus, finish, read_json, start
+from tests.runs import bits, corpus, read_json
 from training.precision import deterministic
 
 
@@ -40,8 +39,8 @@ def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypat
     monkeypatch.setenv(CUBLAS_WORKSPACE, ":0:0")
     with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"):
         configs.load(["deterministic=true"], on=Machine("cuda"))
-    configs.load(["deterministic=true"], on=Machine("cpu"))
-    configs.load([], on=Machine("cuda"))
+    for accepted, machine in ((["deterministic=true"], "cpu"), ([], "cuda")):
+        configs.load(accepted, on=Machine(machine))
 
 
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):
@@ -56,16 +55,9 @@ def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):
 @pytest.mark.parametrize("changes", [[], ["model.kv_heads=1", "model.positions=rotary"], ["train.precision=fp32"]], ids=str)
 def test_half_the_steps_and_the_other_half_give_the_bits_of_all_on_a_gpu(tmp_path, changes):
     # wide enough for flash attention's backward to have several blocks of keys, which add to the same gradient of queries
-    sizes = ["device=cuda", "model.width=256", "model.heads=4", "model.context=512", "train.batch_size=16", "model.dropout=0.1"]
-    steps = [*sizes, *changes, "optim.schedule=constant", "train.steps=20"]
+    sizes = ["model.width=256", "model.heads=4", "model.context=512", "train.batch_size=16", "model.dropout=0.1"]
+    steps = ["device=cuda", "deterministic=true", *sizes, *changes, "optim.schedule=constant", "train.steps=20"]
     for arguments in (["folder=whole"], ["folder=cut", "train.steps=10"], ["folder=cut", "resume=auto"]):
-        done = run(tmp_path, [*steps, *arguments])
+        done = Command([*corpus(tmp_path), *steps, *arguments], tmp_path).finish()
         assert done.returncode == 0, done.stderr
     assert bits(tmp_path / "cut") == bits(tmp_path / "whole")
-
-
-def run(folder, arguments) -> subprocess.CompletedProcess:
-    """train.py deterministic=true with what `arguments` says last of each key."""
-    texts = [*corpus(folder), "deterministic=true", *arguments]
-    last = {text.partition("=")[0]: text for text in texts}
-    return finish(start(list(last.values()), folder))

@@ -1,43 +1,49 @@
 """Several ranks are one run: the losses of one process, one folder, and one end."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.ranks import train_together
-from tests.runs import read_json, train_here
+from tests.runs import curves, read_json, train_here
 from training import storage
-from training.plot import read_metrics
 
 SHORT = ["train.steps=12", "eval.every=6", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=0"]
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny, tmp_path_factory):
-    overrides = [*tiny, *SHORT]
-    train_here([*overrides, "train.steps=3"], tmp_path_factory.mktemp("first") / "run")  # makes the corpus
-    return overrides
+def tiny(tiny):
+    return [*tiny, *SHORT]
 
 
-def losses(folder):
-    names = ("train/loss", "train/grad_norm", "val/loss")
-    return torch.tensor([line[name] for line in read_metrics(folder / "metrics.jsonl") for name in names if name in line])
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """The folder of the run in one process."""
+    return train_here(tiny, tmp_path_factory.mktemp("alone") / "run")[0].folder
 
 
-def test_the_same_global_batch_gives_the_same_losses_whatever_the_number_of_ranks(tiny, tmp_path):
-    train_here(tiny, tmp_path / "alone")
-    expected = load_file(tmp_path / "alone" / "last" / "model.safetensors")
-    for ranks in (2, 4):
-        folder = tmp_path / f"of_{ranks}"
-        told = train_together(ranks, tiny, folder)
-        assert [one["ended"] for one in told] == [None] * ranks
-        torch.testing.assert_close(losses(folder), losses(tmp_path / "alone"), rtol=1e-5, atol=0)
-        found = load_file(folder / "last" / "model.safetensors")
-        for name, weight in expected.items():
-            torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
-        rows = [row for one in told for row in one["rows"]]
-        assert len(rows) == 12 * 8 and all(len(one["rows"]) == 12 * 8 // ranks for one in told)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["alone", "of_2", "of_4"]
+@pytest.fixture(scope="module")
+def whole(tiny, alone, tmp_path_factory):
+    """The folder of the run on two ranks, and what they tell."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, train_together(2, tiny, folder)
+
+
+def assert_same_run(folder, told, alone):
+    assert [one["ended"] for one in told] == [None] * len(told)
+    assert [len(one["rows"]) for one in told] == [12 * 8 // len(told)] * len(told)
+    torch.testing.assert_close(curves(folder), curves(alone), rtol=1e-5, atol=0)
+    found = load_file(folder / "last" / "model.safetensors")
+    for name, weight in load_file(alone / "last" / "model.safetensors").items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_the_same_global_batch_gives_the_same_losses_whatever_the_number_of_ranks(tiny, alone, whole, tmp_path):
+    assert_same_run(*whole, alone)
+    assert_same_run(tmp_path / "of_4", train_together(4, tiny, tmp_path / "of_4"), alone)
 
 
 def test_ranks_drop_different_elements_and_reduce_gradients_once_a_step(tiny, tmp_path):
@@ -47,41 +53,30 @@ def test_ranks_drop_different_elements_and_reduce_gradients_once_a_step(tiny, tm
     assert [one["reduced"] for one in told] == [12, 12], "one bucket, twelve steps of two micro-batches"
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tiny, tmp_path):
-    told = train_together(2, tiny, tmp_path / "run", signal=[1, 4])
-    assert [(one["ended"], one["steps"]) for one in told] == [(143, 4), (143, 4)]
-    assert storage.step_of(storage.checkpoints(tmp_path / "run")[0]) == 4
+@pytest.mark.parametrize(
+    ("act", "steps", "looked"),
+    [({"signal": [1, 4]}, 4, 0), ({"look": [1, 2]}, 6, 2)],
+    ids=["in a step", "in an evaluation, which is made up for"],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_point_with_a_checkpoint(tiny, whole, tmp_path, act, steps, looked):
+    assert whole[1][0]["looked"] == whole[1][1]["looked"] >= 6, "two evaluations of several batches, as many on each rank"
+    told = train_together(2, tiny, tmp_path / "run", **act)
+    assert [(one["ended"], one["steps"], one["looked"]) for one in told] == [(143, steps, looked)] * 2
+    state = read_json(tmp_path / "run" / "last" / "state.json")
+    assert (state["step"], state["owes_validation"]) == (steps, looked > 0)
     train_together(2, [*tiny, "resume=auto"], tmp_path / "run")
-    train_together(2, tiny, tmp_path / "whole")
-    assert torch.equal(losses(tmp_path / "run"), losses(tmp_path / "whole")), "on as many ranks, the same bits"
+    assert torch.equal(curves(tmp_path / "run"), curves(whole[0])), "on as many ranks, the same bits"
 
 
-def test_a_signal_to_one_rank_cuts_the_evaluation_of_all_short_and_it_is_made_up_for(tiny, tmp_path):
-    whole = train_together(2, tiny, tmp_path / "whole")
-    told = train_together(2, tiny, tmp_path / "run", look=[1, 2])
-    assert whole[0]["looked"] == whole[1]["looked"] >= 6, "two evaluations of several batches, as many on each rank"
-    assert [(one["ended"], one["steps"], one["looked"]) for one in told] == [(143, 6, 2), (143, 6, 2)]
-    assert read_json(tmp_path / "run" / "last" / "state.json")["owes_validation"]
-    train_together(2, [*tiny, "resume=auto"], tmp_path / "run")
-    assert torch.equal(losses(tmp_path / "run"), losses(tmp_path / "whole"))
-
-
-def test_a_loss_that_is_no_number_on_one_rank_stops_all_with_the_same_error(tiny, tmp_path):
-    told = train_together(2, tiny, tmp_path / "run", nan=[1, 3])
-    assert told[0]["ended"].startswith("NonFiniteError: the loss or the gradient is NaN or infinite at step 3")
-    assert told[1]["ended"].partition(". Batch")[0] == told[0]["ended"].partition(". Batch")[0]
-
-
-def test_a_last_checkpoint_that_a_thread_can_not_write_stops_all_with_the_same_error(tiny, tmp_path):
-    told = train_together(2, [*tiny, "checkpoint.background=true"], tmp_path / "run", full=[0, 12])
-    assert told[0]["ended"] == told[1]["ended"]
-    assert told[0]["ended"].startswith("StorageError") and "step_00000012 can't be written" in told[0]["ended"]
-    assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [6]
-
-
-def test_a_run_of_one_process_goes_on_with_two_ranks(tiny, tmp_path):
-    train_here([*tiny, "optim.schedule=constant", "train.steps=6"], tmp_path / "run")
-    train_together(2, [*tiny, "optim.schedule=constant", "resume=auto"], tmp_path / "run")
-    train_here([*tiny, "optim.schedule=constant"], tmp_path / "whole")
-    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
-    assert read_json(tmp_path / "run" / "last" / "state.json")["step"] == 12
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        ({"nan": [1, 3]}, "NonFiniteError: the loss or the gradient is NaN or infinite at step 3"),
+        ({"full": [0, 12]}, "StorageError: .*step_00000012 can't be written"),  # the last checkpoint, by a thread
+    ],
+)
+def test_what_one_rank_can_not_go_on_with_stops_all_with_the_same_error(tiny, tmp_path, act, error):
+    told = train_together(2, [*tiny, "checkpoint.background=true"], tmp_path / "run", **act)
+    assert told[0]["ended"].partition(". Batch")[0] == told[1]["ended"].partition(". Batch")[0]
+    assert re.match(error, told[0]["ended"])
+    assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [6] * ("full" in act)

@@ -31,15 +31,10 @@ def test_the_state_of_a_gpu_is_asked_for_between_the_first_and_the_last_of_its_s
 
 
 def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
-    def git(*arguments):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
-
-    assert git_state(tmp_path / "nowhere") is None
-    git("init")
+    assert git_state(tmp_path) is None
     (tmp_path / "a").write_text("1")
-    git("add", "a")
-    git("commit", "-m", "a")
+    for arguments in (["init"], ["add", "a"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
     clean = git_state(tmp_path)
     (tmp_path / "a").write_text("2")
     assert len(clean["revision"]) == 40 and clean["dirty"] is False
@@ -51,14 +46,11 @@ def test_the_git_state_says_whether_the_code_was_changed(tmp_path):
     [
         ("NVIDIA H200", 989.4),
         ("NVIDIA H200 NVL", 835.5),
-        ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
         ("NVIDIA RTX A4000", None),  # no A40
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
-        ("Some GPU", None),
         ("Tesla V100-SXM2-16GB", None),  # which has no bf16
     ],
 )

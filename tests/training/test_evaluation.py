@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from training.checkpoint import bits_per_byte
+from tests.runs import precision
 from training.evaluation import evaluate
-from training.precision import Precision
 
 SPLIT = SimpleNamespace(tokens=np.arange(41, dtype=np.uint16), bytes_per_token=2.0)  # ten windows of four
 
@@ -23,10 +22,10 @@ class ByTarget(torch.nn.Module):
 
 
 def evaluated(model=None, **how):
-    return evaluate(model or ByTarget(), SPLIT, Precision(torch.device("cpu"), torch.float32), context=4, **how)
+    return evaluate(model or ByTarget(), SPLIT, precision(torch.float32), context=4, **how)
 
 
-@pytest.mark.parametrize(("batch_size", "batches"), [(1, None), (3, None), (7, None), (100, None), (3, 99)])
+@pytest.mark.parametrize(("batch_size", "batches"), [(1, None), (7, None), (100, None), (3, 99)])
 def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size, batches):
     assert evaluated(batch_size=batch_size, batches=batches).loss == pytest.approx(np.arange(1, 41).mean())
 
@@ -34,15 +33,10 @@ def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size, bat
 def test_a_part_of_the_split_is_taken_evenly_from_all_of_it():
     result = evaluated(batch_size=2, batches=1)  # the first and the sixth window
     assert result.loss == pytest.approx(np.concatenate([np.arange(1, 5), np.arange(21, 25)]).mean())
-    assert result.bits_per_byte == pytest.approx(bits_per_byte(result.loss, 2.0))
+    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / 2)
 
 
 def test_the_model_keeps_its_mode_and_no_random_numbers_are_drawn():
     model, before = ByTarget().train(), torch.get_rng_state()
     evaluated(model, batch_size=2)
     assert model.training and torch.equal(before, torch.get_rng_state())
-
-
-def test_a_uniform_guess_over_bytes_is_eight_bits_per_byte():
-    assert bits_per_byte(math.log(256), bytes_per_token=1.0) == pytest.approx(8)
-    assert bits_per_byte(2 * math.log(256), bytes_per_token=2.0) == pytest.approx(8)

@@ -13,7 +13,7 @@ from configs import ConfigError
 from data.tokenizer import char_tokenizer
 from model import GPT
 from tests.runs import composed, train_here
-from tests.training.hub_models import GPT2, LLAMA, C, V, gpt2, llama, logits
+from tests.training.hub_models import GPT2, LLAMA, C, V, W, gpt2, llama, logits
 from training import pretrained
 
 TOKENS = torch.randint(V, (3, C), generator=torch.Generator().manual_seed(1))
@@ -37,14 +37,16 @@ def hub(tmp_path):
     return write
 
 
-def model_of(overrides, vocab_size=V):
-    cfg = composed(overrides)
-    torch.manual_seed(0)
-    return GPT(cfg.model, cfg.norm, vocab_size).eval()
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """The folder of a run of a LayerNorm model with characters as tokens."""
+    return train_here(tiny, tmp_path_factory.mktemp("first") / "run")[0].folder
 
 
 def loaded(overrides, source, vocab_size=V):
-    model = model_of(overrides, vocab_size)
+    cfg = composed(overrides)
+    torch.manual_seed(0)
+    model = GPT(cfg.model, cfg.norm, vocab_size).eval()
     pretrained.load(model, str(source), char_tokenizer("abc"))
     return model
 
@@ -59,12 +61,13 @@ def test_weights_of_the_hub_give_the_logits_of_transformers(hub, theirs, overrid
     assert_same_logits(loaded([*overrides, f"norm.impl={impl}"], hub(theirs())), theirs())
 
 
-def test_openais_own_names_and_buffers_are_read(hub):
+@pytest.mark.parametrize("head", ["wte.weight", "lm_head.weight"])  # which the embedding is tied to
+def test_openais_own_names_and_buffers_are_read(hub, head):
     folder = hub(gpt2())
     tensors = load_file(folder / "model.safetensors")
     buffers = {"h.0.attn.bias": torch.ones(1, 1, C, C), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    save_file(bare | buffers, folder / "model.safetensors")
+    save_file(bare | {head: bare.pop("wte.weight")} | buffers, folder / "model.safetensors")
     assert_same_logits(loaded(GPT2, folder), gpt2())
 
 
@@ -90,74 +93,72 @@ def test_parts_with_an_index_16_bit_weights_and_a_shorter_context_are_read(tmp_p
 @pytest.mark.parametrize(
     ("theirs", "overrides", "config", "message"),
     [
-        (gpt2, [*GPT2, "model.heads=2"], {}, r"model\.heads=2: it has 4\."),
-        (gpt2, [*GPT2, "norm.eps=1e-6"], {}, r"norm\.eps=1e-06: it has 1e-05\."),
-        (gpt2, [*GPT2, "model.context=32"], {}, r"model\.context=32: it has 16\."),
-        (gpt2, [*GPT2, "model.bias=false"], {}, r"model\.bias=false: it has true\."),
-        (gpt2, [*GPT2, "norm.kind=rmsnorm"], {}, r"norm\.kind=rmsnorm, the layout has layernorm\."),
-        (gpt2, GPT2, {"activation_function": "relu"}, "activation_function in its config.json"),
-        (gpt2, GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx in its config.json"),
-        (gpt2, GPT2, {"model_type": "bert"}, "of type bert; known are gpt2 and llama"),
-        (llama, [*LLAMA, "model.rotary_base=10000.0"], {}, r"model\.rotary_base=10000\.0: it has 500"),
-        (llama, LLAMA, {"num_key_value_heads": 4}, r"model\.kv_heads=2: it has 4"),
-        (llama, LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, "rope_type in its config.json"),
-        (llama, LLAMA, {"head_dim": 16}, "head_dim in its config.json"),
+        (gpt2, ["model.heads=2"], {}, r"model\.heads=2: it has 4\."),
+        (gpt2, ["norm.eps=1e-6"], {}, r"norm\.eps=1e-06: it has 1e-05\."),
+        (gpt2, ["model.context=32"], {}, r"model\.context=32: it has 16\."),
+        (gpt2, ["model.bias=false"], {}, r"model\.bias=false: it has true\."),
+        (gpt2, ["norm.kind=rmsnorm"], {}, r"norm\.kind=rmsnorm, the layout has layernorm\."),
+        (gpt2, [], {"activation_function": "relu"}, "activation_function in its config.json"),
+        (gpt2, [], {"model_type": "bert"}, "of type bert; known are gpt2 and llama"),
+        (llama, ["model.rotary_base=10000.0"], {}, r"model\.rotary_base=10000\.0: it has 500"),
+        (llama, [], {"num_key_value_heads": 4}, r"model\.kv_heads=2: it has 4"),
+        (llama, [], {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0}}, "rope_type in its config.json"),
+        (llama, [], {"head_dim": 16}, "head_dim in its config.json"),
     ],
 )
 def test_another_model_is_refused_by_key(hub, theirs, overrides, config, message):
     with pytest.raises(ConfigError, match=message):
-        loaded(overrides, hub(theirs(), config))
+        loaded([*(GPT2 if theirs is gpt2 else LLAMA), *overrides], hub(theirs(), config))
 
 
-def test_another_vocabulary_a_missing_tensor_and_one_too_many_are_named(hub):
-    with pytest.raises(ConfigError, match="vocabulary of 70, the tokenizer one of 71"):
-        loaded(GPT2, hub(gpt2()), vocab_size=71)
-    with pytest.raises(ConfigError, match=r"has tensors that this model has no place for: transformer\.adapter"):
-        loaded(GPT2, hub(gpt2(), **{"transformer.adapter": torch.ones(1)}))
-    with pytest.raises(ConfigError, match=r"no tensor transformer\.h\.1\.mlp\.c_fc\.weight"):
-        loaded(GPT2, hub(gpt2(), **{"transformer.h.1.mlp.c_fc.weight": None}))
+@pytest.mark.parametrize(
+    ("vocabulary", "tensors", "message"),
+    [
+        (71, {}, "vocabulary of 70, the tokenizer one of 71"),
+        (V, {"transformer.adapter": torch.ones(1)}, r"no place for: transformer\.adapter"),
+        (V, {"transformer.h.1.mlp.c_fc.weight": None}, r"no tensor transformer\.h\.1\.mlp\.c_fc\.weight"),
+        (V, {"lm_head.weight": torch.ones(V, W)}, r"lm_head\.weight is not transformer\.wte\.weight"),
+    ],
+)
+def test_another_vocabulary_a_missing_tensor_and_one_too_many_are_named(hub, vocabulary, tensors, message):
+    with pytest.raises(ConfigError, match=message):
+        loaded(GPT2, hub(gpt2(), **tensors), vocabulary)
 
 
-def test_a_tied_embedding_may_have_the_heads_name_and_must_be_the_head(hub):
-    embedding = gpt2().transformer.wte.weight.detach()
-    assert_same_logits(loaded(GPT2, hub(gpt2(), **{"transformer.wte.weight": None, "lm_head.weight": embedding})), gpt2())
-    with pytest.raises(ConfigError, match=r"ties its embeddings.*lm_head\.weight is not transformer\.wte\.weight"):
-        loaded(GPT2, hub(gpt2(), **{"lm_head.weight": embedding + 1}))
-
-
-def test_a_source_that_is_no_model_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="no such folder"):
-        loaded(GPT2, tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"no run of train\.py, and not a GPT-2 or Llama.*FileNotFoundError"):
-        loaded(GPT2, tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match=r"init_from=\S+: .*no checkpoints in this folder"):
-        loaded(GPT2, tmp_path)
+def test_a_source_that_is_no_model_is_named(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(run.parent.parent)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / "last", tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"damaged")
+    messages = {
+        tmp_path: r"no run of train\.py, and not a GPT-2 or Llama.*FileNotFoundError",
+        tmp_path / "damaged": r"init_from=\S+: .*not a readable checkpoint",
+        tmp_path / "new": r"init_from=\S+: .*no checkpoints in this folder",
+        # a folder that is here makes it no name of the Hub
+        f"{run.parent.name}/rnu": rf"init_from={run.parent.name}/rnu: no such folder\. Latest runs beside it: run\.",
+    }
+    for source, message in messages.items():
+        with pytest.raises(ConfigError, match=message):
+            loaded(GPT2, source)
 
 
 def test_a_repository_is_asked_for_its_config_and_weights_alone(hub, monkeypatch):
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        if len(asked) > 1:
+            raise OSError("no route")
+        return str(source)
+
     asked, source = [], hub(gpt2())
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, allow_patterns: asked.append((name, allow_patterns)) or str(source)
-    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     loaded(GPT2, "owner/name")
     assert asked == [("owner/name", ["config.json", "model*.safetensors", "model.safetensors.index.json"])]
-
-    def offline(*_, **__):
-        raise OSError("no route")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(ConfigError, match=r"init_from=owner/name is neither a folder here nor a repository.*no route"):
         loaded(GPT2, "owner/name")
 
 
 # ---- a run's own weights -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def run(tiny, tmp_path_factory):
-    """The folder of a run of a LayerNorm model with characters as tokens."""
-    return train_here(tiny, tmp_path_factory.mktemp("first") / "run")[0].folder
 
 
 @pytest.mark.parametrize(
@@ -193,20 +194,3 @@ def test_weights_of_another_run_that_mean_something_else_are_refused(run, tiny, 
     more = ["tokenizer.vocab_size=300"] if change == "tokenizer=bpe" else []
     with pytest.raises(ConfigError, match=message):
         train_here([*tiny, f"init_from={run}", change, *more], tmp_path / "second")
-
-
-def test_a_damaged_checkpoint_is_refused(run, tmp_path):
-    damaged = tmp_path / "damaged"
-    shutil.copytree(run / "last", damaged)
-    with (damaged / "model.safetensors").open("r+b") as file:
-        file.seek(200)
-        file.write(b"damaged")
-    with pytest.raises(ConfigError, match=r"init_from=\S+: .*not a readable checkpoint"):
-        loaded(GPT2, damaged)
-
-
-def test_a_name_in_a_folder_that_is_here_is_not_asked_of_the_hub_and_runs_beside_it_are_told(run, monkeypatch):
-    monkeypatch.chdir(run.parent.parent)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
-    with pytest.raises(ConfigError, match=rf"init_from={run.parent.name}/rnu: no such folder\. Latest runs beside it: run\."):
-        loaded(GPT2, f"{run.parent.name}/rnu")

@@ -3,24 +3,26 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
+import torch
 import wandb
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
 from configs.schema import LoggingConfig, WandbMode
 from tests.forks import Command
-from tests.runs import ROOT, environment
+from tests.runs import composed, wait_until
 from training import tracking
-from training.tracking import VARIABLES, Tracker, agent_job, settle
+from training.resume import Start
+from training.run import open_run
+from training.tracking import Tracker, settle
 
 ONLINE, OFFLINE, DISABLED = WandbMode.online, WandbMode.offline, WandbMode.disabled
 KEY = "0" * 40
+NAMED = {"group": None, "name": "n", "tags": [], "config": {}, "run_id": "r1"}
 CLOSED = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens there
 
 
@@ -33,10 +35,6 @@ def no_key(monkeypatch, tmp_path):
     wandb.teardown()
     yield tmp_path / "netrc"
     wandb.teardown()
-
-
-def tracker(logging, folder, **more):
-    return Tracker(logging, folder, **({"group": None, "name": "n", "tags": [], "config": {}, "run_id": "r1"} | more))
 
 
 @pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
@@ -57,43 +55,32 @@ def test_a_key_in_netrc_counts_for_its_own_host_only(no_key, monkeypatch):
     assert settle(LoggingConfig(wandb=ONLINE)) == (settle(LoggingConfig(wandb=ONLINE))[0], [])
 
 
-def test_what_neither_the_config_nor_a_variable_says_has_a_default():
-    settled, why = settle(LoggingConfig())
-    assert (settled.wandb, settled.project, settled.tags) == (OFFLINE, "prenorm", [])
-    assert (settled.entity, settled.group, settled.name) == (None, None, None) and why == []
-
-
 GIVEN = {"mode": "dryrun", "project": "p", "entity": "e", "run_group": "g", "name": "n", "tags": "a,b"}
 
 
-def test_variables_decide_what_the_config_leaves_open_and_the_facts_say_so(monkeypatch):
+def test_the_config_decides_then_a_variable_then_a_default_and_the_facts_say_so(monkeypatch):
+    settled, why = settle(LoggingConfig())
+    assert (settled.wandb, settled.project, settled.tags) == (OFFLINE, "prenorm", [])
+    assert (settled.entity, settled.group, settled.name) == (None, None, None) and why == []
     for name, value in GIVEN.items():
         monkeypatch.setenv(f"WANDB_{name.upper()}", value)
     settled, why = settle(LoggingConfig())
-    assert (settled.wandb, settled.project, settled.entity) == (OFFLINE, "p", "e")
-    assert (settled.group, settled.name, settled.tags) == ("g", "n", ["a", "b"])
+    assert settled == LoggingConfig(wandb=OFFLINE, project="p", entity="e", group="g", name="n", tags=["a", "b"])
     assert why == [f"WANDB_{name.upper()}={value}" for name, value in GIVEN.items()]
-
-
-def test_a_key_of_the_config_wins_over_its_variable_and_the_facts_say_so(monkeypatch):
-    for name, value in GIVEN.items():
-        monkeypatch.setenv(f"WANDB_{name.upper()}", value)
     own = LoggingConfig(wandb=OFFLINE, project="mine", entity="me", group="ours", name="this", tags=[])
     settled, why = settle(own)
     assert settled == own
     assert why[:2] == ["logging.wandb=offline, not WANDB_MODE=dryrun", "logging.project=mine, not WANDB_PROJECT=p"]
-    assert why[-1] == "logging.tags=[], not WANDB_TAGS=a,b" and len(why) == len(VARIABLES)
+    assert why[-1] == "logging.tags=[], not WANDB_TAGS=a,b" and len(why) == len(GIVEN)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
         ("MODE", "foo", "Use online, offline or disabled"),
-        ("MODE", "", "Use online, offline or disabled"),
         ("TAGS", "a,,b", "between 1 and 64 characters"),
         ("PROJECT", "a/b", "invalid project name"),
         ("INIT_TIMEOUT", "soon", "valid number"),
-        ("DIR", "/dev/null/here", "can't be written"),
         ("DIR", "~nobody_here/runs", "can't be written"),
     ],
 )
@@ -103,15 +90,9 @@ def test_a_wrong_value_of_a_variable_is_refused_in_words(monkeypatch, name, valu
         settle(LoggingConfig())
     assert str(refused.value).startswith(f"WANDB_{name}={value}: ") and says.lower() in str(refused.value).lower()
     assert settle(LoggingConfig(wandb=DISABLED))[0].wandb is DISABLED, "what is not used may be wrong"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "given"), [("project", "a/b", "a/b"), ("tags", ["", "b"], "[,b]"), ("tags", ["x" * 65], f"[{'x' * 65}]")]
-)
-def test_a_value_of_the_config_that_wandb_refuses_is_refused_before_the_run(key, value, given):
-    with pytest.raises(ConfigError) as refused:
-        settle(LoggingConfig(**{key: value}))
-    assert str(refused.value).startswith(f"logging.{key}={given}: W&B refuses this value: ")
+    monkeypatch.delenv(f"WANDB_{name}")
+    with pytest.raises(ConfigError, match=r"^logging\.tags=\[,b\]: W&B refuses this value: "):
+        settle(LoggingConfig(tags=["", "b"]))
 
 
 def test_a_wrong_key_is_never_shown(monkeypatch):
@@ -121,18 +102,12 @@ def test_a_wrong_key_is_never_shown(monkeypatch):
     assert "secret" not in str(refused.value)
 
 
-def test_a_wrong_variable_ends_a_run_before_it_starts(tiny, tmp_path):
-    done = Command([*tiny, "logging.wandb=null"], tmp_path, WANDB_MODE="foo").finish()
-    assert done.returncode == 2 and done.stderr.startswith("error: WANDB_MODE=foo: ")
-    assert "Traceback" not in done.stderr and list((tmp_path / "runs").iterdir()) == []
-
-
 @pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
 def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monkeypatch, tmp_path, without_key):
     for name, value in (CLOSED | {"WANDB_INIT_TIMEOUT": "1"}).items():
         monkeypatch.setenv(name, value)
     settled, _ = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
-    run = tracker(settled, tmp_path / "run")
+    run = Tracker(settled, tmp_path / "run", **NAMED)
     run.log({"a": 1}, step=1)
     run.finish(0)
     assert run.mode is without_key
@@ -143,7 +118,7 @@ def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monk
 
 
 def test_a_run_goes_on_where_wandbs_process_dies(tmp_path, capsys):
-    run = tracker(settle(LoggingConfig())[0], tmp_path)
+    run = Tracker(settle(LoggingConfig())[0], tmp_path, **NAMED)
     core = wandb_setup.singleton()._connection._proc._process
     core.kill()
     core.wait()
@@ -163,36 +138,25 @@ def test_a_signal_while_the_server_is_waited_for_ends_the_run_at_once(tiny, tmp_
         reached = {"WANDB_BASE_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"} if listens else {}
         more = CLOSED | {"WANDB_INIT_TIMEOUT": "600"} | reached
         process = Command([*tiny, "logging.wandb=online"], tmp_path, **more)
-        deadline = time.monotonic() + 90
-        while not list(tmp_path.glob("runs/*/wandb/run-*/logs/debug-internal.log")) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(process, lambda: any(tmp_path.glob("runs/*/wandb/run-*/logs/debug-internal.log")))
         process.send_signal(number)
         done = process.finish(within=20)  # W&B's own process goes on for 30 s
-    assert done.returncode == 128 + number, done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_wandb_is_silent_without_a_home_that_can_be_written(tmp_path):
-    code = (
-        "from pathlib import Path; from configs.schema import LoggingConfig; from training.tracking import Tracker, settle\n"
-        "said = {'group': None, 'name': 'n', 'tags': [], 'config': {}}\n"
-        "Tracker(settle(LoggingConfig())[0], Path.cwd(), **said).finish(0)"
-    )
-    given = environment(tmp_path, PYTHONPATH=str(ROOT), HOME="/dev/null")
-    given.pop("XDG_CACHE_HOME", None)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=given, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+def test_wandb_is_silent_without_a_home_that_can_be_written(tiny, tmp_path):
+    run = [*tiny, "train.steps=3", "folder=run", "logging.wandb=offline"]
+    done = Command(run, tmp_path, HOME="/dev/null", XDG_CACHE_HOME="").finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
 
 
-def test_each_run_has_an_id_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setenv("WANDB_RUN_ID", "shared")
-    ids = []
-    monkeypatch.setattr(tracking.wandb, "init", lambda **arguments: ids.append(arguments["id"]))
-    for _ in range(3):
-        tracker(settle(LoggingConfig())[0], tmp_path, run_id=None)
-    assert len(set(ids)) == 3 and "shared" not in ids
+@contextmanager
+def started(cfg, folder, group=None):
+    with open_run(Start(cfg, folder), torch.device("cpu"), group) as run:
+        run.start({}, tokenizer="{}", train_bytes_per_token=1.0, val_bytes_per_token=1.0)
+        yield run
 
 
 @pytest.fixture
@@ -206,11 +170,19 @@ def agent(monkeypatch, tmp_path):
         monkeypatch.setenv(f"WANDB_{name}", value)
 
 
-def test_a_job_of_an_agent_has_the_agents_id_and_the_sweeps_project(agent, tmp_path):
-    assert agent_job() == ("sweep_s1", "norm.impl-fused_seed-2")
-    settled, why = settle(LoggingConfig(project="mine", entity="me"))
-    run = tracker(settled, tmp_path / "run", group="g", run_id="own")
-    assert (run._run.id, run._run.project, run._run.settings.sweep_id, run._run.group) == ("r1", "p", "s1", "g")
-    assert why == ["WANDB_PROJECT=p", f"WANDB_DIR={tmp_path}"]
-    run.finish(0)
+@pytest.mark.parametrize(
+    ("own", "group", "name"),
+    [([], "sweep_s1", "sweep_s1/norm.impl-fused_seed-2"), (["logging.group=mine", "logging.name=best"], "mine", "best")],
+)
+def test_a_job_of_an_agent_is_its_run_in_the_sweeps_project(agent, tmp_path, own, group, name):
+    cfg = composed(["logging.project=mine", "logging.entity=me", *own])
+    with started(cfg, tmp_path / "run") as run:
+        theirs = run.tracker._run
+        assert (theirs.id, theirs.project, theirs.settings.sweep_id) == ("r1", "p", "s1")
+        assert (theirs.group, theirs.name) == (group, name)
     assert [path.name for path in tmp_path.glob("wandb/offline-run-*/*.wandb")] == ["run-r1.wandb"]
+
+
+def test_several_runs_in_one_job_of_an_agent_are_refused(agent, tmp_path):
+    with pytest.raises(ConfigError, match="job of a W&B agent is one run"), started(composed([]), tmp_path, "a_sweep"):
+        pass

@@ -74,12 +74,13 @@ def test_vmap_gives_each_sample_what_it_gets_alone(x, w):
 @pytest.mark.parametrize("function", [layer_norm_fn, rms_norm_fn, layer_norm_linear_fn])
 def test_a_penalty_on_a_gradient_is_refused_where_what_follows_is_constant_too(function, x, w):
     more = (leaf(2, N, device=x.device), None) if function is layer_norm_linear_fn else ()
+    wanted = [x.requires_grad_(), w.requires_grad_(), *more[:1]]
     for _ in range(2):  # on the plain path, then prepared
-        y = function(x.requires_grad_(), w.requires_grad_(), None, *more)
-        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        gradients = torch.autograd.grad(y.sum(), [x, w, *more[:1]], create_graph=True)  # of which nothing upstream has a graph
-        torch.testing.assert_close(gradients[0].detach(), first)
-        for gradient in gradients:
+        y = function(x, w, None, *more)
+        expected = torch.autograd.grad(y, wanted, torch.ones_like(y), retain_graph=True)
+        gradients = torch.autograd.grad(y, wanted, torch.ones_like(y), create_graph=True)
+        for gradient, first in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient.detach(), first)
             loss = y.square().mean() + gradient.square().sum()
             with pytest.raises(
                 RuntimeError, match=r"(layer|rms)_norm_(linear_)?fn: its gradients can't be differentiated again"

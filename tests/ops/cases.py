@@ -217,6 +217,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def shapes(*rows, n):
+    """Of all tensors that are inputs of norm_fn."""
+    names = dict.fromkeys(("x", "residual", "x1"), (*rows, n)) | dict.fromkeys(("weight", "bias", "weight1", "bias1"), (n,))
+    return names | dict.fromkeys(("rowscale", "rowscale1"), rows)
+
+
 def leaf(*shape, device, dtype=FP32):
     return torch.randn(shape, device=device).to(dtype).requires_grad_()
 

@@ -34,6 +34,7 @@ W = torch.ones(8)
         (lambda: layer_norm_fn(X, W, None, out=X.mT.contiguous().mT), "out must be contiguous, got strides (48, 1, 6)"),
         (lambda: layer_norm_fn(X, W, None, out=X.clone().requires_grad_()), "out is a leaf that requires a gradient"),
         (lambda: layer_norm_fn(X, W, None, out=(b := X.clone()), residual_out=b), "out and residual_out are the same tensor"),
+        (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(6, 6, 8))[:4], residual_out=b[2:]), "or share memory"),
         (lambda: layer_norm_fn(X, W, None, eps=None), "eps must be a number of 0 or more, got None"),
         (lambda: seeded_dropout(X, 0.5, None), "seeded_dropout: seed must be an int or a one-element int64 tensor, got NoneType"),
         (lambda: dropout_mask(0, 4, 8, 0.5, stream=-1), "dropout_mask: stream must be 0 (what x drops), 1"),

@@ -11,13 +11,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import Norm, dropout_mask, functional, norm_fn
+from ops import Norm, dropout_mask, functional, norm_fn, operators
 from ops.philox import keep_scale
 from ops.reference import NORMS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEED = 20_240_229_123_456_789
+KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel")
 
 
 @dataclass(frozen=True)
@@ -202,5 +204,29 @@ def assert_as_accurate_as_pytorch(case: Case, device: torch.device, absolute: fl
         assert error <= 2 * allowed + absolute_here, f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
 
 
+class Seen(TorchDispatchMode):
+    """Notes our operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == operators.NAMESPACE:
+            self.names.append(func.name().split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def shapes(*rows, n):
+    """Of all tensors that are inputs of norm_fn."""
+    names = dict.fromkeys(("x", "residual", "x1"), (*rows, n)) | dict.fromkeys(("weight", "bias", "weight1", "bias1"), (n,))
+    return names | dict.fromkeys(("rowscale", "rowscale1"), rows)
+
+
 def leaf(*shape, device, dtype=FP32):
-    return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+    return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+
+def unaligned(t):
+    """The same elements, one past a boundary of 16 bytes."""
+    return t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t)

@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ops import LayerNorm, Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, rms_norm_fn, seeded_dropout
+from ops import LayerNorm, Norm, dropout_mask, layer_norm_fn, layer_norm_linear_fn, norm_fn, seeded_dropout
 
-from .cases import BF16, FP32
+from .cases import BF16, FP32, shapes
 
 X = torch.randn(4, 6, 8)
 W = torch.ones(8)
@@ -21,34 +21,20 @@ W = torch.ones(8)
         (lambda: layer_norm_fn([1.0], W, None), "layer_norm_fn: x must be a tensor, got list"),
         (lambda: layer_norm_fn(X[..., :0], W, None), "x has shape (4, 6, 0), expected (..., N) with N ≥ 1"),
         (lambda: layer_norm_fn(X.int(), W, None), "layer_norm_fn: x is int32 on cpu, accepted there: float32, bfloat16, float16"),
-        (
-            lambda: layer_norm_fn(X, torch.ones(512), None),
-            "weight has shape (512,), expected (8,) to match the last dimension of x (4, 6, 8)",
-        ),
-        (lambda: rms_norm_fn(X, W, torch.ones(8, 1)), "rms_norm_fn: bias has shape (8, 1), expected (8,)"),
-        (lambda: layer_norm_fn(X, W, None, weight1=torch.ones(7)), "weight1 has shape (7,), expected (8,)"),
-        (lambda: layer_norm_fn(X, W, None, bias1=W.long()), "bias1 is int64 on cpu, accepted there: float32"),
+        (lambda: layer_norm_fn(X, torch.ones(512), None), "weight has shape (512,), expected (8,) to match the last dimension of x (4, 6, 8)"),
         (lambda: layer_norm_fn(X, W, None, X[0]), "residual has shape (6, 8), expected (4, 6, 8), the shape of x"),
-        (lambda: layer_norm_fn(X, W, None, x1=X[:1]), "x1 has shape (1, 6, 8), expected (4, 6, 8)"),
         (lambda: layer_norm_fn(X, W, None, X.to("meta")), "residual is on meta, expected cpu, the device of x"),
         (lambda: layer_norm_fn(X, W, None, rowscale=torch.ones(6)), "rowscale has shape (6,), expected (4, 6) or (24,), one factor for each row"),
         (lambda: layer_norm_fn(X, W, None, rowscale1=torch.ones(4, 6)), "rowscale1 was given without x1"),
         (lambda: layer_norm_fn(X, W, None, dropout_p=1.0), "layer_norm_fn: dropout_p must be in [0, 1), got 1.0"),
-        (lambda: layer_norm_fn(X, W, None, dropout_p=-0.1), "dropout_p must be in [0, 1), got -0.1"),
         (lambda: layer_norm_fn(X, W, None, seed=torch.zeros(2).long()), "seed must be an int or a one-element int64 tensor, got (2,)"),
-        (lambda: layer_norm_fn(X, W, None, seed=torch.zeros(1)), "got (1,) of torch.float32"),
         (lambda: layer_norm_fn(X, W, None, seed=1.5), "seed must be an int or a one-element int64 tensor, got float"),
         (lambda: layer_norm_fn(X, W, None, out_dtype=torch.int8), "out_dtype is torch.int8, accepted on cpu"),
         (lambda: layer_norm_fn(X, W, None, out=X.bfloat16(), out_dtype=torch.float16), "out is bfloat16 on cpu, accepted there: float16"),
-        (lambda: layer_norm_fn(X, W, None, out=X[0]), "out has shape (6, 8), expected (4, 6, 8)"),
-        (lambda: layer_norm_fn(X, W, None, residual_out=X.bfloat16()), "residual_out is bfloat16 on cpu, accepted there: float32"),
         (lambda: layer_norm_fn(X, W, None, out=X.mT.contiguous().mT), "out must be contiguous, got strides (48, 1, 6)"),
         (lambda: layer_norm_fn(X, W, None, out=X.clone().requires_grad_()), "out is a leaf that requires a gradient"),
         (lambda: layer_norm_fn(X, W, None, out=(b := X.clone()), residual_out=b), "out and residual_out are the same tensor"),
-        (lambda: layer_norm_fn(X, [1.0], None), "layer_norm_fn: weight must be a tensor, got list"),
-        (lambda: layer_norm_fn(X, W, None, 3), "layer_norm_fn: residual must be a tensor, got int"),
-        (lambda: layer_norm_fn(X, W, None, dropout_p="0.1"), "dropout_p must be in [0, 1), got '0.1'"),
-        (lambda: layer_norm_fn(X, W, None, eps=-1.0), "eps must be a number of 0 or more, got -1.0"),
+        (lambda: layer_norm_fn(X, W, None, out=(b := torch.empty(6, 6, 8))[:4], residual_out=b[2:]), "or share memory"),
         (lambda: layer_norm_fn(X, W, None, eps=None), "eps must be a number of 0 or more, got None"),
         (lambda: seeded_dropout(X, 0.5, None), "seeded_dropout: seed must be an int or a one-element int64 tensor, got NoneType"),
         (lambda: dropout_mask(0, 4, 8, 0.5, stream=-1), "dropout_mask: stream must be 0 (what x drops), 1"),
@@ -75,9 +61,7 @@ def test_kernels_refuse_fp64_and_say_what_they_take():
 
 
 def good(device):
-    shapes = dict.fromkeys(("x", "residual", "x1"), (4, 6, 8)) | dict.fromkeys(("weight", "bias", "weight1", "bias1"), (8,))
-    shapes |= dict.fromkeys(("rowscale", "rowscale1"), (4, 6))
-    tensors = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
+    tensors = {name: torch.ones(shape, device=device) for name, shape in shapes(4, 6, n=8).items()}
     buffers = {name: torch.empty(4, 6, 8, device=device) for name in ("out", "residual_out")}
     return tensors | buffers | {"seed": torch.tensor([1], device=device), "dropout_p": 0.5, "eps": 0.5}
 

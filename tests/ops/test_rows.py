@@ -1,5 +1,7 @@
 """What every shape of tile does at the edges: of rows, of the batch, of memory, of numbers."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -19,10 +21,9 @@ def test_a_constant_row_has_its_own_mean(value, shape, device, use_tile):
     assert torch.equal(y, torch.zeros_like(y))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])  # a thread holds 4 or 8 neighbouring columns
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize(("branches", "dtype"), [(1, FP32), (1, BF16), (2, BF16)])  # a thread holds 4 or 8 columns
 def test_both_directions_drop_what_the_reference_drops(branches, dtype, shape, device, use_tile):
-    m, n, seed, p = 5, 40, 99, 0.4
+    m, n, seed, p = 3, 40, 99, 0.4
     with reference_path():
         expected = [dropout_mask(seed, m, n, p, stream, device) for stream in (0, 1)]
     use_tile(tile_for(n, shape))
@@ -33,43 +34,25 @@ def test_both_directions_drop_what_the_reference_drops(branches, dtype, shape, d
         assert torch.equal(mask, keep) and torch.equal(dx != 0, keep)
 
 
-def test_what_lies_past_the_end_of_a_row_is_not_read(shape, device, use_tile):
-    """Rows of 33 columns that lie apart, between them NaN."""
-    n = 33
-    use_tile(tile_for(n, shape))
-    wide = torch.full((5, 64), torch.nan, device=device)
-    wide[:, :n] = torch.randn(5, n, device=device)
-    results = []
-    for x in (wide[:, :n], wide[:, :n].contiguous()):
-        x = x.detach().requires_grad_()
-        w = torch.ones(n, device=device, requires_grad=True)
-        y, r = layer_norm_fn(x, w, None, x, prenorm=True)
-        results.append((y, r, *torch.autograd.grad((y, r), (x, w), (x.detach(), x.detach()))))
-    assert all(map(torch.equal, *results))
-
-
 @pytest.mark.parametrize("norm", Norm)
-@pytest.mark.parametrize("n", [1, 24])
-@pytest.mark.parametrize("m", [0, 1, 3])
+@pytest.mark.parametrize(("m", "n"), [(3, 1), (1, 24)])
 def test_fewer_rows_than_a_tile_or_a_grid_holds(m, n, norm, shape, device, use_tile):
     use_tile(tile_for(n, shape))
-    x, w = leaf(m, n, device=device), leaf(n, device=device)
-    y = norm_fn(norm, x, w, None, x, eps=0.1)  # so that a row of one column has a small rstd
-    with reference_path():
-        expected = norm_fn(norm, x, w, None, x, eps=0.1)
-    g = torch.randn_like(y)
-    found, wanted = ((y, *torch.autograd.grad(y, (x, w), g)) for y in (y, expected))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    x, w, g = leaf(m, n, device=device), leaf(n, device=device), torch.randn(m, n, device=device)
+    results = []
+    for around in (nullcontext, reference_path):
+        with around():
+            y = norm_fn(norm, x, w, None, x, eps=0.1)  # so that a row of one column has a small rstd
+        results.append((y, *torch.autograd.grad(y, (x, w), g)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm", Norm)
-def test_runs_are_bit_identical(norm, shape, device, use_tile):
-    rows = 300 if device.type == "cuda" else 7
+def test_runs_are_bit_identical(shape, device, use_tile):
+    rows = 300 if device.type == "cuda" else 5
     use_tile(tile_for(48, shape))
-    x, w, b = leaf(rows, 48, device=device), leaf(48, device=device), leaf(48, device=device)
-    g = torch.randn(rows, 48, device=device)
-    runs = [torch.autograd.grad(norm_fn(norm, x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g) for _ in range(2)]
-    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    x, w, b, g = (leaf(*size, device=device) for size in ((rows, 48), (48,), (48,), (rows, 48)))
+    runs = [torch.autograd.grad(layer_norm_fn(x, w, b, x, dropout_p=0.1, seed=1), (x, w, b), g) for _ in range(2)]
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("norm", Norm)
@@ -88,7 +71,7 @@ def test_rows_of_nan_stay_among_themselves(norm, shape, device, use_tile):
 def test_forward_and_backward_normalise_the_rounded_sum(norm, shape, device, use_tile):
     """Trap: statistics of the unrounded sum, x̂ in backward from the rounded one. A stream so coarse that the two differ."""
     use_tile(tile_for(40, shape))
-    x, w, g = leaf(6, 40, device=device), leaf(40, device=device), torch.randn(6, 40, device=device)
+    x, w, g = (leaf(*size, device=device) for size in ((6, 40), (40,), (6, 40)))
     residual = (300 * torch.randn(6, 40, device=device)).to(BF16).requires_grad_()
     y, r = norm_fn(norm, x, w, None, residual, prenorm=True, eps=1e-5)
     found = torch.autograd.grad(y, (x, w), g)
@@ -102,7 +85,7 @@ def test_forward_and_backward_normalise_the_rounded_sum(norm, shape, device, use
 def test_gradient_of_the_residual_output_alone_skips_the_norm(shape, device, use_tile):
     """Whatever the norm would make of an infinite row, it has no part in this gradient."""
     use_tile(tile_for(40, shape))
-    x, residual, w = leaf(4, 40, device=device), leaf(4, 40, device=device), leaf(40, device=device)
+    x, residual, w = (leaf(*size, device=device) for size in ((4, 40), (4, 40), (40,)))
     with torch.no_grad():
         x[2, 7] = torch.inf
     _, r = layer_norm_fn(x, w, None, residual, prenorm=True)
@@ -113,17 +96,15 @@ def test_gradient_of_the_residual_output_alone_skips_the_norm(shape, device, use
 
 def test_inference_updates_the_residual_stream_in_place(shape, device, use_tile):
     use_tile(tile_for(40, shape))
-    x, residual, w = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device), torch.rand(40, device=device)
-    expected_y, expected_r = layer_norm_fn(x, w, None, residual.clone(), prenorm=True)
-    out = torch.full_like(x, torch.nan)
-    y, r = layer_norm_fn(x, w, None, residual, prenorm=True, out=out, residual_out=residual)
-    assert y is out and r is residual
-    assert torch.equal(y, expected_y) and torch.equal(r, expected_r)
+    x, residual = torch.randn(2, 5, 40, device=device)
+    expected = layer_norm_fn(x, None, None, residual.clone(), prenorm=True)
+    y, r = layer_norm_fn(x, None, None, residual, prenorm=True, residual_out=residual)
+    assert r is residual and torch.equal(y, expected[0]) and torch.equal(r, expected[1])
 
 
 @pytest.mark.parametrize("gap", [2**30 + 64, 2**31 + 64], ids=["rows of 32 bits", "a stride of 64 bits"])
 def test_rows_that_lie_2_31_elements_apart_are_those_of_a_copy(gap, shape, device, use_tile):
-    n = 1000
+    n = 200
     use_tile(tile_for(n, shape))
     memory = torch.empty(2 * gap + n, dtype=BF16, device=device)
     apart = memory.as_strided((3, n), (gap, 1))

@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from ops import Norm, launch, layer_norm_fn, norm_fn, rms_norm_fn
-from ops.records import Inputs, Options
 
-from .cases import BF16, FP32, leaf
+from .cases import BF16, FP32, leaf, shapes, unaligned
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -27,18 +26,14 @@ def backward_calls(monkeypatch):
     return calls
 
 
-def test_unused_residual_output_is_not_made_up_as_zeros(device, backward_calls):
-    x, residual = leaf(4, 32, device=device), leaf(4, 32, device=device)
-    layer_norm_fn(x, None, None, residual, prenorm=True)[0].sum().backward()
-    assert [inputs.dr for inputs, _ in backward_calls] == [None]
-
-
-def test_frozen_weights_skip_the_weight_reduction_and_trained_ones_do_not(device, backward_calls):
-    for frozen in (True, False):
+def test_frozen_weights_and_unused_outputs_skip_their_part_of_backward(device, backward_calls):
+    """Traps: a residual output that nobody used is made up as zeros; dw is computed for frozen weights, or never."""
+    for trained in (False, True):
         x, w, b = leaf(4, 32, device=device), torch.ones(32, device=device), leaf(32, device=device)
-        layer_norm_fn(x, w.requires_grad_(not frozen), b).sin().sum().backward()
-        assert x.grad is not None and b.grad is not None and (w.grad is None) == frozen
-    assert [how.wanted for _, how in backward_calls] == [(False, True, False, False), (True, True, False, False)]
+        layer_norm_fn(x, w.requires_grad_(trained), b, x, prenorm=True)[0].sin().sum().backward()
+        assert x.grad is not None and b.grad is not None and (w.grad is not None) == trained
+        inputs, how = backward_calls.pop()
+        assert inputs.dr is None and how.wanted == (trained, True, False, False)
 
 
 def test_a_mean_that_overflows_with_rstd_leaves_no_nan(device):
@@ -47,15 +42,13 @@ def test_a_mean_that_overflows_with_rstd_leaves_no_nan(device):
     assert torch.isfinite(x.grad).all()
 
 
-@pytest.mark.parametrize("name", ["x", "residual", "x1", "weight", "bias", "weight1", "bias1", "rowscale", "rowscale1"])
+@pytest.mark.parametrize("name", shapes(4, n=32))
 def test_any_single_input_may_be_the_only_one_that_requires_a_gradient(name, device):
     """Trap: only the residual requires a gradient, statistics are not saved, backward breaks."""
 
     def gradients(only):
-        g = torch.Generator().manual_seed(0)
-        shapes = dict.fromkeys(("x", "residual", "x1"), (4, 32)) | dict.fromkeys(("weight", "bias", "weight1", "bias1"), (32,))
-        shapes |= {"rowscale": (4,), "rowscale1": (4,)}
-        tensors = {k: torch.randn(s, generator=g).to(device).requires_grad_(only in (k, "all")) for k, s in shapes.items()}
+        torch.manual_seed(0)
+        tensors = {k: torch.randn(s, device=device).requires_grad_(only in (k, "all")) for k, s in shapes(4, n=32).items()}
         y, y1, r = layer_norm_fn(**tensors, dropout_p=0.2, prenorm=True, seed=1)
         (y.sin() + y1.cos() + r.square()).sum().backward()
         return {k: t.grad for k, t in tensors.items()}
@@ -65,16 +58,7 @@ def test_any_single_input_may_be_the_only_one_that_requires_a_gradient(name, dev
     assert all(grad is None for k, grad in alone.items() if k != name)
 
 
-def test_statistics_are_fp32_whatever_the_inputs(device):
-    x = torch.randn(4, 32, device=device).to(BF16)
-    how = Options(1e-5, 0.0, Norm.layernorm, False, BF16, BF16, store_residual=False, store_stats=True, return_mask=False)
-    stats = launch.forward(Inputs(x, *(None,) * 9), how).stats
-    assert stats.dtype == FP32 and stats.shape == (4, 2)
-    torch.testing.assert_close(stats[:, 1], x.float().mean(1))
-    torch.testing.assert_close(stats[:, 0], (x.float().var(1, correction=0) + 1e-5).rsqrt())
-
-
-def test_statistics_that_hooks_bring_back_anywhere_in_memory(device, backward_calls, monkeypatch):
+def test_statistics_are_fp32_and_may_be_brought_back_by_hooks_anywhere_in_memory(device, backward_calls, monkeypatch):
     """A GPU reads the two of a row as a word, which must lie at a multiple of its size."""
     places, original = [], launch.Launcher.__call__
 
@@ -82,16 +66,15 @@ def test_statistics_that_hooks_bring_back_anywhere_in_memory(device, backward_ca
         places.extend(t.data_ptr() % 8 for t in tensors if t is not None and t.shape == (5, 2))
         original(self, tensors, *seed)
 
-    def bring_back(t):
-        return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].copy_(t.flatten()).view(t.shape)
-
-    x = leaf(5, 32, device=device)
-    (expected,) = torch.autograd.grad(layer_norm_fn(x, None, None).sin().sum(), x)
+    x = leaf(5, 32, device=device, dtype=BF16)
+    (expected,) = torch.autograd.grad(layer_norm_fn(x, None, None, eps=1e-5).sin().sum(), x)
     monkeypatch.setattr(launch.Launcher, "__call__", start)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, bring_back):
-        y = layer_norm_fn(x, None, None)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unaligned):
+        y = layer_norm_fn(x, None, None, eps=1e-5)
     assert torch.equal(torch.autograd.grad(y.sin().sum(), x)[0], expected)
-    assert places == [0, 0] and backward_calls[-1][0].stats.data_ptr() % 8  # forward's and backward's
+    stats = backward_calls[-1][0].stats
+    assert places == [0, 0] and stats.data_ptr() % 8 and stats.dtype == FP32  # forward's and backward's
+    torch.testing.assert_close(stats, torch.stack([(x.float().var(1, correction=0) + 1e-5).rsqrt(), x.float().mean(1)], 1))
 
 
 def test_small_and_zero_weights_have_right_gradients(device):
@@ -104,10 +87,9 @@ def test_small_and_zero_weights_have_right_gradients(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_a_device_that_is_not_current():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    x = torch.randn(8, 64, device="cuda:1", requires_grad=True)
+    x = leaf(8, 64, device="cuda:1")
     y = layer_norm_fn(x, None, None, x, dropout_p=0.1, seed=1)
     y.sum().backward()
     assert y.device == x.grad.device == torch.device("cuda:1") and torch.isfinite(x.grad).all()
@@ -115,31 +97,27 @@ def test_tensors_on_a_device_that_is_not_current():
 
 def test_returned_tuple_has_the_documented_order(device):
     x, w = torch.randn(4, 32, device=device), torch.ones(32, device=device)
-    y, y1, r, mask, mask1 = rms_norm_fn(
-        x, w, None, x1=x, weight1=2 * w, prenorm=True, dropout_p=0.5, return_dropout_mask=True, seed=1
-    )
+    how = {"prenorm": True, "dropout_p": 0.5, "return_dropout_mask": True, "seed": 1}
+    y, y1, r, mask, mask1 = rms_norm_fn(x, w, None, x1=x, weight1=2 * w, **how)
     assert torch.equal(y1, 2 * y) and torch.equal(r, x * mask * 2 + x * mask1 * 2)
-    y, mask, mask1 = rms_norm_fn(x, w, None, return_dropout_mask=True)
-    assert mask.all() and mask1 is None
-    y, mask, mask1 = rms_norm_fn(x, w, None, x1=x, return_dropout_mask=True)
-    assert mask.all() and mask1.all()
+    for x1 in (None, x):
+        _, mask, mask1 = rms_norm_fn(x, w, None, x1=x1, return_dropout_mask=True)
+        assert mask.all() and (mask1 is None if x1 is None else mask1.all())
 
 
 def test_the_functions_with_flash_attentions_interface_are_norm_fn_of_their_norm(device):
-    x, residual, x1 = torch.randn(3, 4, 24, device=device)
-    w, b, w1, b1 = torch.randn(4, 24, device=device)
-    scales = {"rowscale": torch.rand(4, device=device), "rowscale1": torch.rand(4, device=device)}
-    tensors = (x, w, b, residual, x1, w1, b1)
-    # In FlashAttention's order: eps, dropout_p, rowscale, prenorm, residual_in_fp32, zero_centered_weight
-    plain = (0.1, 0.5, scales["rowscale"], True, True, True)
-    named = {"eps": 0.1, "dropout_p": 0.5, "prenorm": True, "residual_in_fp32": True, "zero_centered_weight": True, "seed": 1}
-    how = {"rowscale1": scales["rowscale1"], "return_dropout_mask": True, "out_dtype": BF16, "seed": 1}
+    named = {name: torch.randn(shape, device=device) for name, shape in shapes(3, 4, n=24).items()}
+    how = {"rowscale1": named["rowscale1"], "return_dropout_mask": True, "out_dtype": BF16, "seed": 1}
+    # In FlashAttention's order.
+    tensors = [named[name] for name in ("x", "weight", "bias", "residual", "x1", "weight1", "bias1")]
+    options = {"eps": 0.1, "dropout_p": 0.5, "rowscale": named["rowscale"], "prenorm": True, "residual_in_fp32": True}
+    options |= {"zero_centered_weight": True}
     for norm, found in (
-        (Norm.layernorm, layer_norm_fn(*tensors, *plain, **how)),
-        (Norm.rmsnorm, layer_norm_fn(*tensors, *plain, True, **how)),
-        (Norm.rmsnorm, rms_norm_fn(*tensors, *plain, **how)),
+        (Norm.layernorm, layer_norm_fn(*tensors, *options.values(), **how)),
+        (Norm.rmsnorm, layer_norm_fn(*tensors, *options.values(), True, **how)),
+        (Norm.rmsnorm, rms_norm_fn(*tensors, *options.values(), **how)),
     ):
-        expected = norm_fn(norm.name, *tensors, **scales, **named, return_dropout_mask=True, out_dtype=BF16)
+        expected = norm_fn(norm.name, **named | options | how)
         assert len(found) == 5 and all(map(torch.equal, found, expected))
 
 
@@ -155,6 +133,6 @@ class _GivesNoGradient(torch.autograd.Function):
 
 def test_no_gradient_of_any_output_is_none_of_any_input(device):
     """Trap: a kernel that is started without an upstream gradient."""
-    x, w = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((4, 40), (40,)))
+    x, w = leaf(4, 40, device=device), leaf(40, device=device)
     used = _GivesNoGradient.apply(layer_norm_fn(x, w, None))
     assert torch.autograd.grad(used, (x, w), allow_unused=True) == (None, None)

@@ -239,7 +239,7 @@ def _run_kernels(inputs: Inputs, plan: checks.Plan, prenorm: bool, out: Tensor |
     elif out is None and residual_out is None:
         outputs = operators.norm_of(inputs, plan.inference)
     else:
-        options = plan.inference._replace(store_residual=prenorm or residual_out is not None)
+        options = plan.inference._replace(store_residual=prenorm)
         return operators.norm_into(inputs, options, out, residual_out)
     # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
     return _fill(out, residual_out, outputs._replace(r=inputs.x) if plan.r_is_x else outputs, plan)

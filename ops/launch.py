@@ -300,6 +300,7 @@ def device_facts(device: torch.device) -> Device:
     return Device(
         multiprocessors=facts.multi_processor_count,
         shared_memory=getattr(facts, "shared_memory_per_block_optin", 0) or facts.shared_memory_per_block,
+        bandwidth=2000 * facts.memory_clock_rate * facts.memory_bus_width / 8,  # kHz, two transfers a clock; bits
         warp_size=facts.warp_size,
         cooperative=torch.version.hip is None,
         since_sm_90=torch.version.hip is None and facts.major >= 9,

@@ -47,12 +47,13 @@ class Device(NamedTuple):
 
     multiprocessors: int
     shared_memory: int  # bytes that a program may have
+    bandwidth: float  # of its memory, in bytes a second
     warp_size: int
     cooperative: bool  # launches whose programs wait for each other; there is inline PTX in it, so NVIDIA only
     since_sm_90: bool  # programmatic dependent launch and prefetch into L2
 
 
-H200 = Device(multiprocessors=132, shared_memory=232448, warp_size=32, cooperative=True, since_sm_90=True)
+H200 = Device(multiprocessors=132, shared_memory=232448, bandwidth=4.9e12, warp_size=32, cooperative=True, since_sm_90=True)
 
 KB, MB = 1024, 1024**2
 REGISTERS = 65536  # of 32 bits in a multiprocessor, on every GPU that Triton compiles for
@@ -96,7 +97,8 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
         if not (work.splittable and device.cooperative and block_n <= 4096):
             warps = MOST_WARPS // 2
             return Tile(1, 32 * work.vector * warps, _warps(warps, device), 1, programs_per_sm=1, looped=True)
-        warps = block_n // (128 * work.vector)
+        # Two gradients to write, as with dropout, take registers of twice as many threads.
+        warps = block_n // (512 if work.written_bytes >= 4 else 128 * work.vector)
         return _persistent(Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n)), block_n, work, device)
     warps = _backward_warps(n, work)
     # LayerNorm of 16 bits without a residual takes few registers: twelve warps fit.
@@ -129,19 +131,22 @@ def most_registers(tile: Tile) -> int | None:
 def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
     """The tile with its stages, by the bytes that one tile of each program takes on a multiprocessor.
 
-    Rows that several programs share wait for each other, so more of them are to be there. Where a tile reads far more than it
-    writes, its copies keep memory busy, and what is prefetched gets in their way. So it does with three tiles ahead of
-    LayerNorm, which is long at work on each.
+    Where a tile reads far more than it writes, its copies keep memory busy, and what is prefetched gets in their way. So it
+    does with three tiles ahead of LayerNorm, which is long at work on each. Elsewhere prefetched rows come on top of the
+    copies, and fewer copies keep a slower memory busy. Rows that several programs share wait for each other, so more copies
+    are to be there.
     """
     size = columns * work.row_bytes * tile.programs_per_sm
-    ahead = 3 if size <= 20 * KB else 2 if size <= (38 if tile.slices == 1 else 49) * KB else 1
+    reads_most = work.row_bytes >= 2.5 * work.written_bytes
+    speed = 1 if reads_most or tile.slices > 1 else device.bandwidth / H200.bandwidth
+    ahead = 3 if size <= 20 * KB * speed else 2 if size <= (38 if tile.slices == 1 else 49) * KB * speed else 1
     staged = tile.programs_per_sm * tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
     while ahead and ahead * staged + tile.programs_per_sm * 2 * KB > device.shared_memory:
         ahead -= 1
     prefetch = (
         device.since_sm_90
         and tile.rows <= MOST_ROWS_PREFETCHED
-        and (ahead == 1 or (work.row_bytes < 2.5 * work.written_bytes and not (ahead == 3 and work.weights == 2)))
+        and (ahead == 1 or not (reads_most or (ahead == 3 and work.weights == 2)))
     )
     return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)
 

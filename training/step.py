@@ -47,7 +47,7 @@ def training_step(
     if keeps_gradients:
         allocate_gradients(state.model)
     for micro_batch, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-        seeds = seed_micro_batch(cfg.seed, step, micro_batch, world.rank, sites=state.model.dropout_sites)
+        seeds = seed_micro_batch(cfg.seed, step, micro_batch, world.rank, state.model.dropout_sites, precision.device)
         last = micro_batch == cfg.train.accumulation - 1
         with nullcontext() if last else without_reduction(forward):
             with precision.autocast():
@@ -60,7 +60,8 @@ def training_step(
 
     set_learning_rate(state.optimizer, learning_rate(step, cfg.train.steps, cfg.optim))
     state.scaler.unscale_(state.optimizer)
-    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(state.model.parameters(), cfg.optim.clip_norm or float("inf")))
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]  # model.parameters() walks all modules
+    grad_norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_norm or float("inf")))
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=not keeps_gradients)
@@ -110,7 +111,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: int) -> torch.Tensor:
+def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: int, device: torch.device) -> torch.Tensor:
     """Seeds everything random in one forward pass, and returns the seeds of its dropout sites.
 
     The seeds are a pure function of the arguments, so evaluation, logging and restarts can't shift them. Torch's own generators
@@ -121,7 +122,10 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: i
     """
     bits = hashlib.shake_128(struct.pack("<4q", seed, step, micro_batch, rank)).digest(8 * (sites + 1))
     words = (np.frombuffer(bits, dtype="<u8") >> np.uint64(1)).astype(np.int64)
-    torch.manual_seed(int(words[0]))
+    # torch.manual_seed would also store, at every step, a call and its stack trace for each kind of device that is not there.
+    torch.default_generator.manual_seed(int(words[0]))
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(int(words[0]))
     return torch.from_numpy(words[1:].copy())
 
 

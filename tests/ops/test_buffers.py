@@ -30,6 +30,12 @@ def test_buffers_are_written_and_returned_and_gradients_flow(way, device):
     assert all(map(torch.equal, *gradients))
 
 
+def test_residual_out_is_written_without_prenorm(way, device):
+    x, buffer = torch.randn(3, 16, device=device), torch.empty(3, 16, device=device)
+    assert isinstance(layer_norm_fn(x, None, None, x, residual_out=buffer), torch.Tensor)
+    assert torch.equal(buffer, x + x)
+
+
 def test_empty_batch(way, device):
     x, residual, w = (leaf(*shape, device=device) for shape in ((0, 3, 40), (0, 3, 40), (40,)))
     y, r = layer_norm_fn(x, w, w, residual, dropout_p=0.1, prenorm=True)

@@ -14,6 +14,7 @@ KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradien
 CPU = torch.device("cpu")
 DEVICES = {
     "H200": H200,
+    "H100": H200._replace(bandwidth=3.35e12),
     "A100": H200._replace(multiprocessors=108, shared_memory=166912, since_sm_90=False),
     "MI300": H200._replace(multiprocessors=304, shared_memory=65536, warp_size=64, cooperative=False, since_sm_90=False),
 }

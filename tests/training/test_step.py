@@ -161,8 +161,15 @@ def test_the_rate_follows_its_formula(given, rates):
     assert {step: learning_rate(step, 100, optim) for step in rates} == pytest.approx(rates)
 
 
+def test_seeding_seeds_torch_and_keeps_nothing_for_devices_that_are_not_there():
+    waiting = [len(module._queued_calls) for module in (torch.cuda, torch.xpu)]
+    draws = [(seed_micro_batch(1, step, 0, 0, 9, torch.device("cpu")), torch.rand(3))[1] for step in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert [len(module._queued_calls) for module in (torch.cuda, torch.xpu)] == waiting
+
+
 def test_each_place_has_other_seeds_which_are_positive_int64():
     places = itertools.product((1, 2), range(10), range(4), range(4))  # seed, step, micro-batch, rank
-    seeds = torch.cat([seed_micro_batch(*place, sites=9) for place in places])
+    seeds = torch.cat([seed_micro_batch(*place, 9, torch.device("cpu")) for place in places])
     assert len(seeds.unique()) == len(seeds) == 2 * 10 * 4 * 4 * 9
     assert seeds.dtype == torch.int64 and seeds.min() >= 0 and seeds.max() > 2**62, "all bits but the sign are in use"

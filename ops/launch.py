@@ -56,6 +56,7 @@ def _forward_launcher(
         row_bytes=_bytes(*rows),
         weights=sum(weight is not None for weight in weights),
         weight_bytes=_bytes(*weights),
+        drops=options.dropout_p > 0,
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)

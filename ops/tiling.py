@@ -39,6 +39,7 @@ class Work:
     weights: int  # forward: weights and biases that are read; backward: sums of weight gradients that are kept
     weight_bytes: int = 0  # forward: of those weights and biases, for each column
     written_bytes: int = 0  # backward: written for each element
+    drops: bool = False  # forward: with dropout
     splittable: bool = True  # backward: a row has no sums but those of one norm
 
 
@@ -77,6 +78,8 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     light = 2 * rows * work.row_bytes >= work.weight_bytes
     early = light and n * work.weights <= min(2048 * work.vector, 6144 * work.row_bytes)
     warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5 if n <= 4096 else 2)
+    if work.drops and work.vector == 4 and warps < MOST_WARPS // 2:
+        warps *= 2  # a thread has much to compute for each column
     warps = min(warps, rows if rows > 1 else MOST_WARPS)
     distance = (1 if early else 4) * MB / (rows * n * work.row_bytes)
     return Tile(
@@ -84,7 +87,7 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
         min(_power_above(n), 32 * work.vector * max(1, warps // rows)),
         _warps(warps, device),
         early_weights=early,
-        prefetch=device.since_sm_90 and rows <= MOST_ROWS_PREFETCHED,
+        prefetch=device.since_sm_90 and rows <= MOST_ROWS_PREFETCHED and warps < MOST_WARPS,
         prefetch_programs=max(1, round(distance)),
     )
 

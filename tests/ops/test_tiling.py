@@ -24,9 +24,9 @@ WIDTHS = [
     10**6,
 ]
 WORKS = [
-    Work(vector, row_bytes, weights, written_bytes, splittable)
-    for (row_bytes, vector), written_bytes, weights, splittable in product(
-        ((2, 8), (4, 8), (6, 4), (8, 8), (12, 4), (20, 4)), (2, 6), (1, 2, 4), (False, True)
+    Work(vector, row_bytes, weights, weight_bytes=4 * weights, written_bytes=written_bytes, drops=drops, splittable=splittable)
+    for (row_bytes, vector), written_bytes, weights, drops, splittable in product(
+        ((2, 8), (4, 8), (6, 4), (8, 8), (12, 4), (20, 4)), (2, 6), (1, 2, 4), (False, True), (False, True)
     )
     if not (weights == 4 and splittable)
 ]

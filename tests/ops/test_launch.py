@@ -8,9 +8,8 @@ from ops.launch import Launcher
 from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
 from ops.tiling import H200
 
-from .cases import BF16, leaf
+from .cases import BF16, KERNELS, leaf
 
-KERNELS = ("norm_forward_kernel", "norm_backward_kernel", "finish_weight_gradients_kernel")
 CPU = torch.device("cpu")
 DEVICES = {
     "H200": H200,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,6 +81,15 @@ def test_the_estimate_is_as_unbiased_as_the_threshold_allows_for_every_p(p):
     assert kept > 0
     assert kept * keep_scale(p) == pytest.approx(1.0, abs=2**-17 / max(1 - p, 2**-17) + 1e-12)
     assert abs((1 - kept) - p) <= 1 / 65536
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_what_is_kept_is_scaled_as_pytorch_scales_it(p, device):
+    x = torch.randn(64, 64, device=device)
+    kept, ours = F.dropout(x, p), seeded_dropout(x, p, 0)
+    both = (kept != 0) & (ours != 0)
+    assert both.any()
+    torch.testing.assert_close(ours[both], kept[both], rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("stream", [0, 1])

@@ -62,8 +62,8 @@ def test_an_argument_that_would_be_lost_raises(what, args, kwargs, why):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_trying_a_block_follows_no_default_dtype_or_device(dtype):
-    block = block_of(HANDS_ON["any name"])
+def test_trying_a_block_and_its_norms_follows_no_default_dtype_or_device(dtype):
+    block = block_of(HANDS_ON["any name"], ln_2=Llama(N))
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
@@ -71,6 +71,7 @@ def test_trying_a_block_follows_no_default_dtype_or_device(dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     assert block(torch.randn(2, N), causal=True).hidden.shape == (2, N)
+    assert [str(norm.formula) for norm in (block.ln_1, block.ln_2)] == ["LayerNorm, eps 1e-05", "RMSNorm, eps 1e-06"]
 
 
 def block_that_drops_twice():

@@ -110,6 +110,7 @@ def test_a_pending_beside_a_residual_is_refused(replaced, x):
     [
         lambda x: nn.LayerNorm(N)(x),
         lambda x: x[0],
+        lambda x: x + x,
         lambda x: torch.ones(N) + x,
         lambda x: (1,) + x,  # noqa: RUF005
         lambda x: 2 * x,
@@ -117,7 +118,7 @@ def test_a_pending_beside_a_residual_is_refused(replaced, x):
         lambda x: torch.cat([x, x]),
         lambda x: x.shape,
     ],
-    ids=["a norm that is not replaced", "[0]", "a tensor +", "a tuple +", "*", "mean", "cat", "shape"],
+    ids=["a norm that is not replaced", "[0]", "+", "a tensor +", "a tuple +", "*", "mean", "cat", "shape"],
 )
 def test_a_pending_in_the_place_of_a_tensor_says_what_it_is_and_what_to_do(use):
     with pytest.raises((TypeError, AttributeError), match=r"of a Pending.*hidden \+ residual.*fuse every block of the stack"):

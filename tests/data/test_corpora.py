@@ -131,7 +131,7 @@ def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_c
 # ---- the cache ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_load_makes_nothing_even_if_the_files_have_moved(text_config, notes, no_build, tmp_path):
+def test_the_second_load_makes_nothing_even_if_the_files_have_moved_and_notices_damage(text_config, notes, no_build, tmp_path):
     first = load(text_config)
     [folder] = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "train.bin", "val.bin", "corpus.json"}
@@ -141,6 +141,9 @@ def test_the_second_load_makes_nothing_even_if_the_files_have_moved(text_config,
     assert (first.train.tokens == second.train.tokens).all()
     assert first.train.documents == second.train.documents and first.identity == second.identity
     assert first.tokenizer.encode("the king") == second.tokenizer.encode("the king")
+    os.truncate(folder / "train.bin", 20)
+    with pytest.raises(ValueError, match=r"train\.bin has 10 tokens, expected \d+: delete the folder"):
+        load(text_config)
 
 
 def test_a_changed_file_makes_the_corpus_anew_even_with_its_old_time(text_config, notes):
@@ -162,14 +165,6 @@ def test_settings_that_change_tokens_have_caches_of_their_own(text_config, tmp_p
     folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     facts = [json.loads((folder / "corpus.json").read_text()) for folder in folders]
     assert sorted(fact["settings"]["tokenizer"] for fact in facts) == ["bpe", "bpe", "bpe", "char"]
-
-
-def test_a_damaged_cache_is_noticed(text_config, tmp_path):
-    load(text_config)
-    [path] = tmp_path.glob("cache/*/train.bin")
-    os.truncate(path, 20)
-    with pytest.raises(ValueError, match=r"train\.bin has 10 tokens, expected \d+: delete the folder"):
-        load(text_config)
 
 
 # ---- data sets as on the Hub -------------------------------------------------------------------------------------------------

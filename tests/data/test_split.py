@@ -44,21 +44,17 @@ def test_a_document_larger_than_the_share_is_not_held_out_for_want_of_another():
         assert not hold_out(np.array(order, dtype=np.uint64), np.array([900, 50, 50]), 0.1)[0]
 
 
-@pytest.mark.parametrize(("copies", "pieces"), [(1, 1), (1, 10), (3, 10)])
-def test_the_end_of_a_single_document_is_held_out(copies, pieces):
-    whole = text_of(1, 2000)
+LINES, LINE = text_of(1, 2000), "日本" * 500
+
+
+@pytest.mark.parametrize(("whole", "copies", "pieces"), [(LINES, 1, 1), (LINES, 1, 10), (LINES, 3, 10), (LINE, 1, 1)])
+def test_the_end_of_a_single_document_is_held_out_from_a_line_on_or_a_character(whole, copies, pieces):
     size = len(whole) // pieces + 1
     document = [whole[i : i + size] for i in range(0, len(whole), size)]
     train, val = ("".join(texts) for texts in split([document] * copies, val_fraction=0.1))
     assert train + val == whole * copies
-    assert train.endswith("\n")  # cut at a line end
+    assert train.endswith("\n") == (whole is LINES)
     assert len(val.encode()) / len((whole * copies).encode()) == pytest.approx(0.1, abs=0.02)
-
-
-def test_a_single_line_is_cut_between_characters():
-    train, val = ("".join(texts) for texts in split([["日本" * 500]], val_fraction=0.3335))
-    assert train + val == "日本" * 500
-    assert len(val) / 1000 == pytest.approx(0.3335, abs=0.002)
 
 
 def test_empty_documents_do_not_count_and_max_documents_limits_each_split():

@@ -18,12 +18,11 @@ def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     def norm(x, name, suffix=""):
         weight, bias = p[f"{name}.weight{suffix}"], p.get(f"{name}.bias{suffix}")
         if model.norm.kind == "rmsnorm":
-            return x / (x.square().mean(-1, keepdim=True) + model.norm.eps).sqrt() * weight
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + model.norm.eps).sqrt() * weight + bias
+            return F.rms_norm(x, x.shape[-1:], weight, model.norm.eps)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, model.norm.eps)
 
     def linear(x, name):
-        return x @ p[f"{name}.weight"].T + p[f"{name}.bias"]
+        return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
 
     def attention(x, name):
         qkv = linear(x, f"{name}.qkv").chunk(3, dim=-1)

@@ -42,6 +42,7 @@ def test_every_norm_of_the_operator_can_be_configured():
 def test_fused_and_torch_with_shared_masks_agree(build, batch, kind, block, rates, residual_dtype, autocast):
     options = {"block": block, "dropout": rates[0], "drop_path": rates[1], "residual_dtype": residual_dtype, "norm_kind": kind}
     models = [build(**options, norm_impl=impl, qk_norm=True, norm_dropout_masks="shared") for impl in IMPLS]
+    models[1].load_state_dict(models[0].state_dict())  # a checkpoint of one loads in the other
     seeds = torch.arange(models[0].dropout_sites)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         (loss, gradients), (expected, expected_gradients) = (loss_and_gradients(m, batch, seeds=seeds) for m in models)
@@ -65,13 +66,6 @@ def test_impl_picks_the_operator_at_every_site(build, batch, monkeypatch, impl, 
 def test_shared_masks_follow_the_models_seeds_and_native_masks_of_torch_do_not(build, batch, masks, distinct):
     model = build(dropout=0.3, norm_impl="torch", norm_dropout_masks=masks)
     assert len({loss_and_gradients(model, batch, seeds=torch.arange(5) + first)[0] for first in (0, 100)}) == distinct
-
-
-@pytest.mark.parametrize(("kind", "block"), list(itertools.product(KINDS, ("sequential", "parallel"))))
-def test_checkpoints_interchange_between_implementations(build, kind, block):
-    """They have the same parameters under the same names; that they compute the same is shown above."""
-    trained, fresh = (build(norm_impl=impl, norm_kind=kind, block=block, qk_norm=True) for impl in IMPLS)
-    fresh.load_state_dict(trained.state_dict(), strict=True)
 
 
 @for_both

@@ -2,7 +2,6 @@
 
     python -m tests.ops.flash_suite ../flash-attention -n 8           what follows the checkout is pytest's
     python -m tests.ops.flash_suite --seed 3 ../flash-attention       other inputs than the published ones
-    python -m tests.ops.flash_suite --theirs ../flash-attention       its own kernels, to compare
 
 Needs a GPU, pytest, einops and a checkout, which is only read. What the tests import is ours, but for the two formulas in
 PyTorch that they compare with.
@@ -18,11 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 KERNELS, SUITE, UTILS = "flash_attn/ops/triton/layer_norm.py", "tests/ops/triton/test_layer_norm.py", "flash_attn/utils"
-THEIRS = """
-from flash_attn.ops.triton.theirs import *
+IMPORTED = """
 from flash_attn.ops.triton.theirs import layer_norm_ref, rms_norm_ref
-"""
-OURS = """
 from ops import RMSNorm, layer_norm_fn, layer_norm_linear_fn, rms_norm_fn
 """
 RESEEDED = """
@@ -31,7 +27,7 @@ torch.random.manual_seed = lambda given: torch.manual_seed(given + {seed})
 """
 
 
-def package(checkout: Path, folder: Path, theirs: bool, seed: int) -> None:
+def package(checkout: Path, folder: Path, seed: int) -> None:
     """A flash_attn in `folder` with what the tests import.
 
     Raises:
@@ -46,20 +42,18 @@ def package(checkout: Path, folder: Path, theirs: bool, seed: int) -> None:
         (module / "__init__.py").touch()
     (folder / UTILS).symlink_to((checkout / UTILS).resolve())
     (triton / "theirs.py").symlink_to((checkout / KERNELS).resolve())
-    text = THEIRS + ("" if theirs else OURS) + (RESEEDED.format(seed=seed) if seed else "")
-    (triton / "layer_norm.py").write_text(text, encoding="utf-8")
+    (triton / "layer_norm.py").write_text(IMPORTED + RESEEDED.format(seed=seed), encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="added to the tests' own (%(default)s)")
-    parser.add_argument("--theirs", action="store_true", help="the checkout's own kernels")
     parser.add_argument("checkout", type=Path, help="of flash-attention")
     parser.add_argument("pytest", nargs=argparse.REMAINDER, help="options of pytest")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            package(options.checkout, Path(folder), options.theirs, options.seed)
+            package(options.checkout, Path(folder), options.seed)
         except FileNotFoundError as error:
             parser.error(str(error))
         paths = [folder, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

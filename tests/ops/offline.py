@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -66,11 +67,7 @@ def chosen_cases(everything: bool, widths: list[int]) -> list[Case]:
         return [case for case in (*drawn, *OTHER_ROWS) if not widths or case.n in widths]
     options = OPTIONS | {"x": [BF16, FP32, FP16]}
     drawn = [Case(**chosen, m=3) for chosen in covering(**options)]
-    return [replaced(case, n) for n in widths or ALL_WIDTHS for case in (*PLAIN, *drawn)]
-
-
-def replaced(case: Case, n: int) -> Case:
-    return Case(**{**vars(case), "n": n, "m": 3})
+    return [replace(case, n=n, m=3) for n in widths or ALL_WIDTHS for case in (*PLAIN, *drawn)]
 
 
 class NoGPU:

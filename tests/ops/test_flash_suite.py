@@ -49,11 +49,6 @@ def test_the_tests_meet_our_functions_beside_their_formulas_at_the_seed_that_was
     assert "3 passed" in capfd.readouterr().out
 
 
-def test_their_own_kernels_are_left_in_place_on_request(checkout, capfd):
-    assert flash_suite.main(["--theirs", str(checkout), "-k", "functions or formulas"]) == 1
-    assert "1 failed, 1 passed, 1 deselected" in capfd.readouterr().out
-
-
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         flash_suite.main([str(tmp_path)])

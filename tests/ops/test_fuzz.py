@@ -15,10 +15,7 @@ def test_wrong_calls_are_refused_by_name_and_right_ones_are_accurate(by, device,
         device = torch.device("cpu")
     calls = range(2000 if by == "reference" else 250 if backend.INTERPRET else 10_000)
     found = [fuzz.attempt(0, number, device) for number in calls]
-    outcomes, wrong = (
-        [outcome for _, outcome, _ in found],
-        [what for _, outcome, what in found if outcome is fuzz.Outcome.wrong],
-    )
+    outcomes, wrong = [outcome for outcome, _ in found], [what for outcome, what in found if outcome is fuzz.Outcome.wrong]
     assert not wrong, "\n".join(wrong[:5])
     assert all(0.2 < outcomes.count(outcome) / len(outcomes) < 0.8 for outcome in (fuzz.Outcome.worked, fuzz.Outcome.refused))
 

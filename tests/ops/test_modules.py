@@ -11,20 +11,19 @@ from ops import LayerNorm, RMSNorm, layer_norm_fn
 from .cases import BF16, FP32
 
 
-def test_no_decay_by_isinstance_finds_the_fused_modules():
-    assert isinstance(LayerNorm(8), torch.nn.LayerNorm)
-    assert isinstance(RMSNorm(8), torch.nn.RMSNorm)
-
-
 @pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
-def test_checkpoints_interchange_with_torchs_modules(ours, theirs, device):
-    module, other = ours(32).to(device), theirs(32, eps=1e-5).to(device)
+def test_a_module_is_one_of_torchs_with_its_parameters_and_checkpoints_interchange(ours, theirs, device):
+    module, other = ours(32, device=device), theirs(32, eps=1e-5, device=device)
+    assert isinstance(module, theirs)  # for groups without decay
     for parameter in other.parameters():
         torch.nn.init.normal_(parameter)
     module.load_state_dict(other.state_dict())
     other.load_state_dict(copy.deepcopy(module.state_dict()))
     x = torch.randn(4, 32, device=device)
     torch.testing.assert_close(module(x), other(x))
+    # A block may pass them on.
+    y = layer_norm_fn(x, module.weight, module.bias, x, eps=module.eps, is_rms_norm=isinstance(module, RMSNorm))
+    torch.testing.assert_close(y, module(x, x))
 
 
 def test_module_drops_in_training_mode_only(device):
@@ -48,11 +47,3 @@ def test_residual_in_fp32_widens_a_stream_that_nothing_is_added_to(device):
     for module in (LayerNorm(32), RMSNorm(32)):
         y, r = module.to(device)(x, prenorm=True, residual_in_fp32=True)
         assert y.dtype == BF16 and r.dtype == FP32 and torch.equal(r, x.float())
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(LayerNorm, torch.nn.LayerNorm), (RMSNorm, torch.nn.RMSNorm)])
-def test_a_block_may_pass_on_weight_and_bias_of_either_norm(ours, theirs, device):
-    norm, x = ours(16, device=device), torch.randn(3, 16, device=device)
-    y = layer_norm_fn(x, norm.weight, norm.bias, x, eps=norm.eps, is_rms_norm=isinstance(norm, RMSNorm))
-    torch.testing.assert_close(y, norm(x, x))
-    assert list(norm.state_dict()) == list(theirs(16).state_dict())

@@ -25,14 +25,11 @@ def words(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
 
 
-@pytest.mark.parametrize(("counter", "key", "output"), KNOWN_ANSWERS)
-def test_reference_philox_gives_the_published_vectors(counter, key, output):
-    found = philox.philox(tuple(torch.tensor(words(key))), tuple(torch.tensor(words(counter))))
-    assert [int(word) for word in found] == words(output)
-
-
-def test_kernel_draws_are_the_published_vector(device):
-    """Row 0, columns 0…7, seed 0, stream 0 is the counter and key of all zeros: a threshold just above a draw drops it."""
+def test_draws_are_the_published_vectors_in_the_reference_and_the_kernel(device):
+    for counter, key, output in KNOWN_ANSWERS:
+        found = philox.philox(tuple(torch.tensor(words(key))), tuple(torch.tensor(words(counter))))
+        assert [int(word) for word in found] == words(output)
+    # Row 0, columns 0…7, seed 0, stream 0 is the counter and key of all zeros: a threshold just above a draw drops it.
     expected = [half for word in words(KNOWN_ANSWERS[0][2]) for half in (word & 0xFFFF, word >> 16)]
     assert draws(torch.tensor([0]), 1, 8, 0)[0].tolist() == expected
     for col, draw in enumerate(expected):
@@ -63,12 +60,6 @@ def test_kernel_mask_equals_reference_mask(seed, rows, cols, p, stream):
         assert torch.equal(mask, dropout_mask(seed, rows, cols, p, stream, device))
 
 
-def test_mask_counts_rows_over_all_leading_dimensions(device):
-    x = torch.randn(2, 3, 4, 24, device=device)
-    *_, mask, _ = layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True, seed=3)
-    assert torch.equal(mask.view(24, 24), dropout_mask(3, 24, 24, 0.5, device=device))
-
-
 def test_draws_are_uniform_the_dropped_share_is_p_and_neighbours_are_independent():
     drawn = draws(torch.tensor([12345]), 2000, 1000, 0)
     counts = np.bincount(drawn.flatten().numpy() >> 8, minlength=256)
@@ -80,10 +71,7 @@ def test_draws_are_uniform_the_dropped_share_is_p_and_neighbours_are_independent
     for shift, dim in ((1, 1), (8, 1), (1, 0)):
         correlation = (centred * centred.roll(shift, dim)).mean() / centred.square().mean()
         assert abs(correlation.item()) < 4 / n**0.5
-
-
-def test_no_two_rows_share_a_mask():
-    """A 32-bit seed per row would make two of 131072 rows drop the same elements with probability 86 %."""
+    # A 32-bit seed per row would make two of 131072 rows drop the same elements with probability 86 %.
     assert len(torch.unique(draws(torch.tensor([1]), 131072, 8, 0), dim=0)) == 131072
 
 
@@ -119,12 +107,14 @@ def test_rows_of_seeded_dropout_may_lie_apart(n, apart, device):
     assert torch.equal(seeded_dropout(x, 0.3, 5), seeded_dropout(x.contiguous(), 0.3, 5))
 
 
-def test_seeded_dropout_backward_uses_the_same_mask(device):
+def test_seeded_dropout_its_backward_and_the_norm_use_the_same_mask(device):
     x = torch.randn(3, 4, 30, device=device, requires_grad=True)
     y, g = seeded_dropout(x, 0.3, 5), torch.randn(3, 4, 30, device=device)
     y.backward(g)
-    keep = dropout_mask(5, 12, 30, 0.3, device=device).view(3, 4, 30)
+    keep = dropout_mask(5, 12, 30, 0.3, device=device).view(3, 4, 30)  # rows count over all leading dimensions
     assert torch.equal(y == 0, ~keep) and torch.allclose(x.grad, g * keep * keep_scale(0.3))
+    *_, mask, _ = layer_norm_fn(x, None, None, dropout_p=0.3, return_dropout_mask=True, seed=5)
+    assert torch.equal(mask, keep)
 
 
 def test_seed_may_be_an_int_or_a_tensor_of_one_element(device):

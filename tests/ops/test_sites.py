@@ -203,12 +203,8 @@ def test_other_tensors_and_options_take_the_plain_path(other, given, plain):
 
 
 def test_what_is_refused_stays_refused(given):
-    for name, value in (
-        ("eps", Fraction(1, 2)),
-        ("dropout_p", Fraction(1, 2)),
-        ("prenorm", 1.0),
-        ("zero_centered_weight", 1.0),
-    ):
+    half = Fraction(1, 2)
+    for name, value in {"eps": half, "dropout_p": half, "prenorm": 1.0, "zero_centered_weight": 1.0}.items():
         for right in (type(value)(1) == value or 0.5,) * 2:  # equal to what is refused, and hashes alike
             site(*given, **{name: right})
         with pytest.raises((TypeError, ValueError), match=name):

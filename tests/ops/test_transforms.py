@@ -90,9 +90,15 @@ def test_a_penalty_on_a_gradient_is_refused_where_what_follows_is_constant_too(f
 
 def test_the_reference_has_gradients_of_gradients(monkeypatch):
     monkeypatch.setattr(backend, "INTERPRET", False)
-    x, w = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (5,)))
+    x, w, scale = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (5,), (2,)))
+    scale.data[0] = 0.0
 
-    assert torch.autograd.gradgradcheck(lambda x, w: layer_norm_fn(x, w, None, x, dropout_p=0.3, prenorm=True, seed=1), (x, w))
+    def site(x, w, scale):
+        return layer_norm_fn(x, w, None, x, dropout_p=0.3, rowscale=scale, prenorm=True, seed=1)
+
+    assert torch.autograd.gradgradcheck(site, (x, w, scale))
+    batch = torch.stack([x, 2 * x])  # and is mapped over a batch
+    torch.testing.assert_close(torch.vmap(lambda x: site(x, w, scale)[1])(batch)[1], site(2 * x, w, scale)[1])
 
 
 class Model(nn.Module):

@@ -5,9 +5,11 @@ import copy
 import torch
 from torch import nn
 
-from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
+from ops import GPT2_BLOCK, BlockLayout, fuse_prenorm_block, replace_norms
 
 N = 16
+LAYOUT = BlockLayout("ln_1", "attn", "ln_2", "mlp")
+DROPS = BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop")
 
 
 class Sublayer(nn.Module):
@@ -28,11 +30,19 @@ class Block(nn.Module):
         self.ln_1, self.attn, self.ln_2, self.mlp = norm(N), Sublayer(p, "resid_dropout"), norm(N), Sublayer(p)
 
     def forward(self, x, scale=1.0):
-        return second_half(self, x + self.attn(self.ln_1(x), scale=scale))
+        return second_half(self, first_half(self, x, scale=scale))
+
+
+def first_half(self, x, *args, **kwargs):
+    return x + self.attn(self.ln_1(x), *args, **kwargs)
 
 
 def second_half(self, x):
     return x + self.mlp(self.ln_2(x))
+
+
+def nothing(self, x):
+    return second_half(self, first_half(self, x))
 
 
 def block_of(forward, **parts):
@@ -68,8 +78,7 @@ class Model(nn.Module):
 def fused(model, **how):
     model = copy.deepcopy(model)
     replace_norms(model, verbose=False)
-    for block in model.blocks:
-        fuse_prenorm_block(block, GPT2_BLOCK, **how)
+    fuse_prenorm_block(model.blocks, GPT2_BLOCK, **how)
     return model
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs import ConfigError
-from tests.resume.stops import AUTO, train_until
+from tests.resume.stops import AUTO, refused, train_until
 from tests.runs import train_here
 from training import checkpoint, storage
 
@@ -33,11 +33,9 @@ def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(cut):
         damage(saved / "model.safetensors")
     metrics = (folder / "metrics.jsonl").read_bytes()
     for choice in ("auto", folder):
-        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged(.|\n)*no checkpoint in .*run is whole"):
-            train_here([*command, f"resume={choice}"], folder)
+        refused([*command, f"resume={choice}"], folder, r"model\.safetensors is damaged(.|\n)*no checkpoint in .*run is whole")
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(ConfigError, match="a run whose checkpoints are gone"):
-        train_here(command, folder)
+    refused(command, folder, "a run whose checkpoints are gone")
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -53,8 +51,7 @@ def test_a_run_that_was_copied_with_its_links_followed_goes_on(cut, tmp_path):
 def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(cut, tiny, tmp_path, capsys):
     folder, command = cut
     shutil.copytree(folder / "checkpoints", tmp_path / "copy" / "checkpoints")
-    with pytest.raises(ConfigError, match="seed=2: the checkpoint was made with seed=1"):
-        train_here([*command, "seed=2"], tmp_path / "copy")
+    refused([*command, "seed=2"], tmp_path / "copy", "seed=2: the checkpoint was made with seed=1")
     summary, _ = train_here([*tiny, "seed=2", "train.steps=3"], tmp_path / "copy")
     said = f"{tmp_path}/copy has another run already, so this one is kept in {tmp_path}/copy_2.\n"
     assert summary.folder == tmp_path / "copy_2" and said in capsys.readouterr().out
@@ -72,8 +69,7 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(cut, m
         return original(path, mode, *rest, **options)
 
     monkeypatch.setattr(Path, "open", denied)
-    with pytest.raises(ConfigError, match=r"a checkpoint can't be read: .*Permission denied"):
-        train_here(command, folder)
+    refused(command, folder, r"a checkpoint can't be read: .*Permission denied")
     monkeypatch.undo()
     assert storage.step_of(storage.newest(folder)[0]) == 12
 

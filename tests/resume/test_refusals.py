@@ -6,7 +6,7 @@ import torch
 import train
 from configs import ConfigError, command_line
 from configs.schema import Precision
-from tests.resume.stops import AUTO, in_step, train_until
+from tests.resume.stops import AUTO, in_step, refused, train_until
 from tests.runs import composed, corpus, train_here
 from training import checkpoint, storage
 from training.resume import settle
@@ -16,12 +16,9 @@ from training.run import open_run
 def test_a_checkpoint_of_another_model_is_refused_with_the_difference(cut):
     folder, command = cut
     wider = [*command, "model.width=64", "optim.beta2=0.9"]
-    with pytest.raises(ConfigError) as error:
-        train_here(wider, folder)
-    assert "model.width=64: the checkpoint was made with model.width=32." in str(error.value)
-    assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in str(error.value)
-    with pytest.raises(ConfigError, match=r"step_00000012 do not fit this model: (.|\n)*size mismatch"):
-        train_here([*wider, "resume_with_changes=true"], folder)
+    said = refused(wider, folder, r"model.width=64: the checkpoint was made with model.width=32\.")
+    assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in said
+    refused([*wider, "resume_with_changes=true"], folder, r"step_00000012 do not fit this model: (.|\n)*size mismatch")
 
 
 def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(cut):
@@ -42,8 +39,7 @@ def test_documents_that_changed_under_the_same_name_are_refused(tmp_path, queen,
     folder = train_until(8, overrides, tmp_path / "run")
     tokenizer = (folder / "tokenizer.json").read_bytes()
     (tmp_path / "text.txt").write_text(f"the king and the {queen} of night are come to see what morning brings us\n" * 300)
-    with pytest.raises(ConfigError, match=message):
-        train_here(overrides, folder)
+    refused(overrides, folder, message)
     assert (folder / "tokenizer.json").read_bytes() == tokenizer
 
 
@@ -55,20 +51,15 @@ def test_auto_needs_a_folder_that_the_command_names(tiny, tmp_path):
 
 
 def test_a_folder_that_a_live_process_trains_in_is_refused(tiny, tmp_path):
-    def another(_):
-        with pytest.raises(ConfigError, match="another process is training there"):
-            train_here(overrides, tmp_path / "run")
-
-    overrides = [*tiny, *AUTO, "checkpoint.every=2", "train.steps=5"]
-    with in_step(4, another):
-        train_here(overrides, tmp_path / "run")
+    command = ([*tiny, *AUTO, "checkpoint.every=2", "train.steps=5"], tmp_path / "run")
+    with in_step(4, lambda _: refused(*command, "another process is training there")):
+        train_here(*command)
 
 
 def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"is at step 5: raise train\.steps=5") as error:
-        train_here([f"resume={done.folder}"], tmp_path / "run")
-    [command] = (line.split() for line in str(error.value).splitlines() if "train.py" in line)
+    said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5: raise train\.steps=5")
+    [command] = (line.split() for line in said.splitlines() if "train.py" in line)
     assert command[:2] == ["python", "train.py"]
     _, metrics = train_here([*command[2:], "sample.tokens=0"], tmp_path / "more")  # it does what it says
     assert metrics[-1]["step"] == 10
@@ -78,9 +69,8 @@ def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
 @pytest.mark.parametrize("steps", [11, 12])
 def test_fewer_steps_than_were_done_are_refused(cut, choice, steps):
     folder, command = cut  # the checkpoint is of step 12, which was not evaluated
-    resume = f"resume={folder if choice == 'PATH' else 'auto'}"
-    with pytest.raises(ConfigError, match=rf"is at step 12: raise train\.steps={steps}"):
-        train_here([*command, resume, f"train.steps={steps}", "resume_with_changes=true"], folder)
+    command += [f"resume={folder if choice == 'PATH' else 'auto'}", f"train.steps={steps}", "resume_with_changes=true"]
+    refused(command, folder, rf"is at step 12: raise train\.steps={steps}")
 
 
 def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
@@ -90,8 +80,8 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     folder = train_until(8, overrides, tmp_path / "run")
     train_here(overrides, folder)
     assert loaded == ["owner/name"]
-    with pytest.raises(ConfigError, match=r"^init_from=runs/other: a run that goes on has its weights already"):
-        train_here([*overrides, "init_from=runs/other", "resume_with_changes=true"], folder)
+    overrides += ["init_from=runs/other", "resume_with_changes=true"]
+    refused(overrides, folder, r"^init_from=runs/other: a run that goes on has its weights already")
 
 
 def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(cut):

@@ -4,10 +4,9 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.ranks import train_together
-from tests.runs import curves, read_json, train_here
+from tests.runs import assert_same_run, curves, read_json, train_here
 from training import storage
 
 SHORT = ["train.steps=12", "eval.every=6", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=0"]
@@ -19,31 +18,19 @@ def tiny(tiny):
 
 
 @pytest.fixture(scope="module")
-def alone(tiny, tmp_path_factory):
-    """The folder of the run in one process."""
-    return train_here(tiny, tmp_path_factory.mktemp("alone") / "run")[0].folder
-
-
-@pytest.fixture(scope="module")
 def whole(tiny, alone, tmp_path_factory):
     """The folder of the run on two ranks, and what they tell."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     return folder, train_together(2, tiny, folder)
 
 
-def assert_same_run(folder, told, alone):
-    assert [one["ended"] for one in told] == [None] * len(told)
-    assert [len(one["rows"]) for one in told] == [12 * 8 // len(told)] * len(told)
-    torch.testing.assert_close(curves(folder), curves(alone), rtol=1e-5, atol=0)
-    found = load_file(folder / "last" / "model.safetensors")
-    for name, weight in load_file(alone / "last" / "model.safetensors").items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-5, msg=name)
-    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
-
-
-def test_the_same_global_batch_gives_the_same_losses_whatever_the_number_of_ranks(tiny, alone, whole, tmp_path):
-    assert_same_run(*whole, alone)
-    assert_same_run(tmp_path / "of_4", train_together(4, tiny, tmp_path / "of_4"), alone)
+def test_the_same_global_batch_gives_the_same_losses_whatever_the_number_of_ranks(tiny, whole, tmp_path):
+    alone = train_here(tiny, tmp_path / "alone" / "run")[0].folder
+    for folder, told in (whole, (tmp_path / "of_4" / "run", train_together(4, tiny, tmp_path / "of_4" / "run"))):
+        assert [one["ended"] for one in told] == [None] * len(told)
+        assert [len(one["rows"]) for one in told] == [12 * 8 // len(told)] * len(told)
+        assert_same_run(folder, alone)
+        assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
 
 
 def test_ranks_drop_different_elements_and_reduce_gradients_once_a_step(tiny, tmp_path):

@@ -16,7 +16,7 @@ from configs.machine import Machine
 from configs.schema import TrainConfig
 from model import GPT
 from tests.ranks import go_on_together, on_ranks
-from tests.runs import ROOT, corpus, curves, train_here
+from tests.runs import ROOT, assert_same_run, corpus, curves, train_here
 from training import distributed
 from training.checkpoint import TrainState
 from training.distributed import shard
@@ -90,8 +90,9 @@ def _watch() -> dict:
     return counted
 
 
-def train_all(at):
-    base = [*corpus(at), *SHORT]
+def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
+    """One test, since the runs that it compares take longer than all else here."""
+    at, base = tmp_path, [*corpus(tmp_path), *SHORT]
     train_here(base, at / "whole")
     train_here([*base, *HALF], at / "begun")
     with (at / "begun" / "last" / "training.safetensors").open("r+b") as file:
@@ -114,31 +115,15 @@ def train_all(at):
         shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}", symlinks=True)
     on_each(4, {at / "fsdp_4": [*base, FSDP], at / "half_2_then_4": [*base, FSDP, "resume=auto"]})
     train_here([*base, "resume=auto"], at / "half_2_then_1")
-    return counted
 
-
-def assert_same_run(found, whole):
-    torch.testing.assert_close(curves(found), curves(whole), rtol=1e-5, atol=0)
-    for file in ("model.safetensors", "training.safetensors"):
-        ours, expected = (load_file(folder / "last" / file) for folder in (found, whole))
-        assert ours.keys() == expected.keys()
-        for name, tensor in expected.items():
-            # a second moment is smaller than any tolerance that is not its own
-            atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
-            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, name=name: f"{name}: {why}")
-    assert (found / "sample.txt").read_text() == (whole / "sample.txt").read_text()
-
-
-def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
-    """One test, since the runs that it compares take longer than all else here."""
-    counted = train_all(tmp_path)
     for run in ("fsdp_2", "fsdp_4", "begun", "half_2_then_4", "half_2_then_1"):
-        assert_same_run(tmp_path / run, tmp_path / "whole")
+        assert_same_run(at / run, at / "whole")
+        assert (at / run / "sample.txt").read_text() == (at / "whole" / "sample.txt").read_text()
     for name, rtol in (("bf16", 5e-4), ("dropped", 1e-5)):
-        torch.testing.assert_close(curves(tmp_path / f"{name}_fsdp_2"), curves(tmp_path / f"{name}_2"), rtol=rtol, atol=0)
-    assert not torch.allclose(curves(tmp_path / "bf16_2"), curves(tmp_path / "fsdp_2"), rtol=1e-5, atol=0), "it was bf16"
+        torch.testing.assert_close(curves(at / f"{name}_fsdp_2"), curves(at / f"{name}_2"), rtol=rtol, atol=0)
+    assert not torch.allclose(curves(at / "bf16_2"), curves(at / "fsdp_2"), rtol=1e-5, atol=0), "it was bf16"
     held = [rank["fsdp_2"]["held"] for rank in counted]
-    model = load_file(tmp_path / "whole" / "last" / "model.safetensors")
+    model = load_file(at / "whole" / "last" / "model.safetensors")
     assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
     assert [rank["fsdp_2"]["reduced"] for rank in counted] == [6 * 3] * 2, "steps × (blocks and the rest), of two micro-batches"
     # a gradient that overflows on one rank is skipped by all, and halves their scale

@@ -62,15 +62,6 @@ def test_logging_evaluation_and_what_else_is_drawn_do_not_shift_the_run(tiny, tm
     assert one.final == other.final
 
 
-@pytest.mark.parametrize(("kind", "dropout"), [("layernorm", 0.1), ("rmsnorm", 0.0)])
-def test_fused_and_torch_norms_train_alike_with_shared_masks(tiny, tmp_path, dropout, kind):
-    overrides = [*tiny, f"model.dropout={dropout}", f"norm.kind={kind}", "norm.dropout_masks=shared", "logging.every=1"]
-    _, fused = train_here([*overrides, "norm.impl=fused"], tmp_path / "fused")
-    _, plain = train_here([*overrides, "norm.impl=torch"], tmp_path / "torch")
-    assert losses(fused) == pytest.approx(losses(plain), rel=1e-5)
-    assert losses(fused, "val/loss") == pytest.approx(losses(plain, "val/loss"), rel=1e-5)
-
-
 def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     asked = []
 

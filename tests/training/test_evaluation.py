@@ -14,8 +14,7 @@ SPLIT = SimpleNamespace(tokens=np.arange(41, dtype=np.uint16), bytes_per_token=2
 
 
 class ByTarget(torch.nn.Module):
-    """A loss that is the mean target: what `evaluate` averages can be worked out by hand. That evaluation changes neither the
-    model's mode nor the random numbers: tests/test_train.py."""
+    """A loss that is the mean target: what `evaluate` averages can be worked out by hand."""
 
     def forward(self, tokens, targets):
         assert not self.training
@@ -28,7 +27,9 @@ def evaluated(**how):
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, None), (7, None), (100, None), (3, 99)])
 def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size, batches):
+    before = torch.get_rng_state()
     assert evaluated(batch_size=batch_size, batches=batches).loss == pytest.approx(np.arange(1, 41).mean())
+    assert torch.equal(before, torch.get_rng_state()), "no random numbers are drawn"
 
 
 def test_a_part_of_the_split_is_taken_evenly_from_all_of_it():

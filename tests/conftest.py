@@ -64,6 +64,19 @@ def pytest_runtest_setup(item):
         os.environ.pop("TRITON_INTERPRET", None)
 
 
+@pytest.fixture
+def own_wandb(tmp_path, monkeypatch):
+    """W&B without variables or a key, and with a record of the environment that is of this test."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    import wandb
+
+    wandb.teardown()  # it reads its variables once
+    yield
+    wandb.teardown()
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> list[str]:
     """Overrides for a corpus of 20 kB, and a model that learns it on a CPU in less than a second."""

@@ -48,10 +48,10 @@ def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: obje
         for rank in range(ranks)
     ]
     for rank, process in enumerate(started):
-        _errors(files, rank).touch()
+        _of(files, rank, "err").touch()
         process.start()
     _join(started, files)
-    return [read_json(_told(files, rank)) for rank in range(ranks)]
+    return [read_json(_of(files, rank, "json")) for rank in range(ranks)]
 
 
 def go_on_together(cfg: Config, folder: Path, on: Machine, world: distributed.World) -> None:
@@ -72,25 +72,21 @@ def _join(started: list, files: Path) -> None:
     for process in left:
         process.kill()
         process.join()
-    said = (f"rank {rank} ended with {code}\n{_errors(files, rank).read_text()}" for rank, code in enumerate(codes))
+    said = (f"rank {rank} ended with {code}\n{_of(files, rank, 'err').read_text()}" for rank, code in enumerate(codes))
     assert codes == [0] * len(codes), "\n".join(said)
 
 
-def _errors(files: Path, rank: int) -> Path:
-    return Path(f"{files}_rank_{rank}.err")
-
-
-def _told(files: Path, rank: int) -> Path:
-    return Path(f"{files}_rank_{rank}.json")
+def _of(files: Path, rank: int, kind: str) -> Path:
+    return Path(f"{files}_rank_{rank}.{kind}")
 
 
 def _rank(rank: int, ranks: int, port: int, act: Callable[..., dict], files: Path, arguments: tuple) -> None:
-    os.dup2(os.open(_errors(files, rank), os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(_of(files, rank, "err"), os.O_WRONLY | os.O_CREAT), 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     world = distributed.join()
     told = act(world, Machine("cpu", ranks=ranks, by_torchrun=True), *arguments)
-    _told(files, rank).write_text(json.dumps(told), encoding="utf-8")
+    _of(files, rank, "json").write_text(json.dumps(told), encoding="utf-8")
     world.leave(0)
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import configs
 from configs import Config
@@ -93,6 +94,18 @@ def curves(folder: Path) -> torch.Tensor:
     return torch.tensor([value for name in ("train/loss", "train/grad_norm", "val/loss") for value in losses(lines, name)])
 
 
+def assert_same_run(found: Path, whole: Path) -> None:
+    """Losses, weights and the optimizer's state are those of the run in `whole`, but for the order of sums."""
+    torch.testing.assert_close(curves(found), curves(whole), rtol=1e-5, atol=0)
+    for file in ("model.safetensors", "training.safetensors"):
+        ours, expected = (load_file(folder / "last" / file) for folder in (found, whole))
+        assert ours.keys() == expected.keys()
+        for name, tensor in expected.items():
+            # a second moment is smaller than any tolerance that is not its own
+            atol = 1e-4 * tensor.abs().max().item() if file.startswith("training") else 1e-5
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=atol, msg=lambda why, name=name: f"{name}: {why}")
+
+
 def wait_until(process, met: Callable[[], bool]) -> None:
     """Returns when `met()` is true, or the process has ended, or two minutes have passed."""
     deadline = time.monotonic() + 120
@@ -158,6 +171,13 @@ def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def no_space(*_, **__):
-    """In place of what writes a file: the disk is full."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def raising(error: BaseException) -> Callable:
+    """A function that raises this, whatever it is given."""
+
+    def raises(*_, **__):
+        raise error
+
+    return raises
+
+
+no_space = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))  # in place of what writes a file: the disk is full

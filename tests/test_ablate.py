@@ -12,7 +12,7 @@ import model.norm
 from ablation import records
 from ablation.parity import ARMS
 from measure.comparison import AGAIN, FUSED, TORCH
-from tests.runs import train_here
+from tests.runs import raising, train_here
 from training import attribution
 
 SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ablate.parity_steps=2", "ablate.parity_seeds=2"]
@@ -176,10 +176,7 @@ def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys):
-    def parity(*given, **named):
-        raise torch.OutOfMemoryError("tried to allocate 100 GiB")
-
-    monkeypatch.setattr(ablate.parity, "parity", parity)
+    monkeypatch.setattr(ablate.parity, "parity", raising(torch.OutOfMemoryError("tried to allocate 100 GiB")))
     assert ablate.main(tiny) == ablate.OUT_OF_MEMORY
     assert "ablate.parity_seeds=0" in capsys.readouterr().err
     assert len(records.load(here()).cells) == 1

@@ -141,14 +141,11 @@ def test_what_a_run_says_to_type_can_be_typed(tiny, tmp_path):
     train(arguments, tmp_path)
 
 
-def test_help_names_commands_groups_and_keys_in_any_encoding(tmp_path):
+def test_help_and_the_config_of_a_run_are_printed_without_running_it_in_any_encoding(tmp_path):
     printed = train(["--help"], tmp_path, PYTHONIOENCODING="ascii").stdout
     for part in ("python train.py norm.impl=torch", "experiment: gpt2_124m, shakespeare,", "norm.impl=fused", "optim.lr=0.004"):
         assert part in printed
     assert r"4 \xd7 width" in printed  # ASCII has no ×
-
-
-def test_cfg_job_prints_the_config_of_a_run_without_running_it(tmp_path):
     printed = train(["model=gpt2", "norm.kind=rmsnorm", "--cfg", "job"], tmp_path).stdout
     assert "layers: 12" in printed and "kind: rmsnorm" in printed
     assert list(tmp_path.iterdir()) == []

@@ -45,10 +45,13 @@ def torchrun(folder, arguments, *options, what="pass"):
 
 def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_the_same_bits(tiny, tmp_path):
     command = [*tiny, "resume=auto"]
-    killed = torchrun(tmp_path, [*command, "folder=mine"], "--max-restarts=1", what="os.kill(os.getpid(), signal.SIGKILL)")
+    mine = [*command, "folder=mine", "logging.wandb=offline"]
+    killed = torchrun(tmp_path, mine, "--max-restarts=1", what="os.kill(os.getpid(), signal.SIGKILL)")
     out, err = killed.communicate(timeout=200)
     assert killed.returncode == 0, err
     assert out.count("resume=auto: goes on from mine/checkpoints/step_") == 1, "said once, by one rank"
+    names = [path.name.rpartition("-")[2] for path in (tmp_path / "mine").glob("wandb/offline-run-*")]
+    assert len(names) == 2 and len(set(names)) == 1, "each start is the same run to W&B"
     train_together(2, command, tmp_path / "whole")
     assert bits(tmp_path / "mine") == bits(tmp_path / "whole")
 

@@ -31,35 +31,23 @@ def truncated(*args, out_dtype, **options):
     return (y.to(out_dtype), *rest) if rest else y.to(out_dtype)
 
 
-class _Normalise(torch.autograd.Function):
-    """x̂ [..., N] of r [..., N] in fp32, without weights."""
-
-    @staticmethod
-    def forward(ctx, r, eps, statistics_dtype, mean_term):
-        x = r.to(statistics_dtype)
-        mean = x.mean(-1, keepdim=True)
-        rstd = ((x - mean).square().mean(-1, keepdim=True) + eps).rsqrt().float()
-        normed = (r.float() - mean.float()) * rstd
-        ctx.save_for_backward(normed, rstd)
-        ctx.dtype, ctx.mean_term = r.dtype, mean_term
-        return normed
-
-    @staticmethod
-    def backward(ctx, dy):
-        normed, rstd = ctx.saved_tensors
-        dr = dy - normed * (dy * normed).mean(-1, keepdim=True)
-        if ctx.mean_term:
-            dr = dr - dy.mean(-1, keepdim=True)
-        return (dr * rstd).to(ctx.dtype), None, None, None
-
-
-def handmade(kind, x, weight, bias, *, statistics=torch.float32, mean_term=True, eps, out_dtype, prenorm, **options):
+def handmade(kind, x, weight, bias, *, rough=False, mean_term=True, eps, out_dtype, prenorm, **options):
     """No mistake: it must pass, so that the two below fail for theirs alone."""
     r = norm_fn(kind, x, None, None, **options, eps=eps, out_dtype=out_dtype, prenorm=True)[-1]
-    y = _Normalise.apply(r, eps, statistics, mean_term) * weight + (0.0 if bias is None else bias)
-    y = y.to(out_dtype)
-    return (y, r) if prenorm else y
+    mean, rstd = _statistics(r.float(), eps)
+    if rough:  # in forward alone
+        mean, rstd = (
+            exact + (off - exact).detach() for exact, off in zip((mean, rstd), _statistics(r.bfloat16(), eps), strict=True)
+        )
+    y = (r.float() - (mean if mean_term else mean.detach())) * rstd * weight + (0.0 if bias is None else bias)
+    return (y.to(out_dtype), r) if prenorm else y.to(out_dtype)
 
 
-bf16_statistics = partial(handmade, statistics=torch.bfloat16)  # mean and deviation as bf16 arithmetic has them
+def _statistics(r, eps):
+    """Mean and 1 / deviation, in the arithmetic of r's dtype."""
+    mean = r.mean(-1, keepdim=True)
+    return mean.float(), ((r - mean).square().mean(-1, keepdim=True) + eps).rsqrt().float()
+
+
+bf16_statistics = partial(handmade, rough=True)
 no_mean_term = partial(handmade, mean_term=False)  # a backward that treats the mean as a constant

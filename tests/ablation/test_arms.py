@@ -101,8 +101,6 @@ SPOILS = {
     "different parameters": lambda arm: arm.state.model.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
     "different modules": lambda arm: arm.state.model.add_module("extra", torch.nn.Identity()),
     "different modules: eps": lambda arm: setattr(arm.state.model.final_norm, "eps", 1e-3),
-    "different modules: dropout": lambda arm: setattr(arm.state.model.blocks[0].attention, "dropout", 0.9),
-    "different modules: mode": lambda arm: arm.state.model.eval(),
     "different buffers": lambda arm: arm.state.model.register_buffer("extra", torch.ones(1)),
     "different configs": lambda arm: setattr(arm.cfg.optim, "lr", 0.5),
     "different graphs": one_more_operator,

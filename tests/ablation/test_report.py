@@ -138,28 +138,19 @@ def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
         assert (tmp_path / "parity.png").stat().st_size > 5000
 
 
-def test_pictures_of_finished_runs_have_every_run_every_final_loss_and_how_far_they_are_apart(tmp_path, monkeypatch):
+def test_the_picture_of_finished_runs_has_every_run_every_final_loss_and_how_far_they_are_apart(tmp_path, monkeypatch):
+    """Of a seed whose run with torch was made again, and of one that has no run with torch."""
     figures = []
     monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
-
-    def drawn(*runs):
-        """Curves of the panels above and between; of the one below the final losses, their colours, and the means."""
-        plots.trained(runs, "here", tmp_path / "x.png")
-        above, between, below = figures[-1].axes
-        dots = [(line.get_xdata()[0], line.get_markerfacecolor()) for line in below.lines if line.get_marker() == "o"]
-        means = [float(line.get_xdata()[0]) for line in below.lines if line.get_marker() != "o"]
-        curves = ([(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] for axes in (above, between))
-        return *curves, dots, means
-
-    ends = ((2.0, 1.5), (2.25, 1.25), (2.5, 1.0), (2.5, 1.5))
-    one, two, three, four = ([(250, first), (500, last)] for first, last in ends)
-    above, between, dots, means = drawn(("torch", 1, one, 1.4), ("fused", 1, two, 1.3), ("fused", 2, [], 1.2))
-    assert above == [([250, 500], [2.0, 1.5]), ([250, 500], [2.25, 1.25]), ([], [])]
-    assert [apart for _, apart in between[:2]] == [[0.25, -0.25]] * 2  # the one seed that has both, and the mean
-    assert dots == [(1.4, "#111111"), (1.3, "#111111"), (1.2, "#111111")]
-    assert means == [1.4, 1.3], "not of the seed that has no partner"
-
-    # A run made again: the mean of each seed, and how far its two runs are apart.
-    _, between, dots, means = drawn(("torch", 1, one, 1.5), ("fused", 1, four, 1.5), ("torch", 1, three, 1.0))
-    assert [apart for _, apart in between[:3]] == [[0.25, 0.25], [0.5, -0.5], [0.25, 0.25]]
-    assert dots == [(1.5, "#111111"), (1.0, "white"), (1.5, "#111111")] and means == [1.25, 1.5]
+    one, two, three = ([(250, first), (500, last)] for first, last in ((2.0, 1.5), (2.5, 1.5), (2.5, 1.0)))
+    plots.trained(
+        [("torch", 1, one, 1.5), ("fused", 1, two, 1.5), ("torch", 1, three, 1.0), ("fused", 2, [], 1.2)], "", tmp_path
+    )
+    above, between, below = figures[0].axes
+    assert [list(line.get_ydata()) for line in above.lines] == [[2.0, 1.5], [2.5, 1.0], [2.5, 1.5], []]
+    apart, again, mean = (list(line.get_ydata()) for line in between.lines[:3])
+    assert (apart, again, mean) == ([0.25, 0.25], [0.5, -0.5], [0.25, 0.25]), "fused from the mean of torch's runs"
+    dots = [(line.get_xdata()[0], line.get_markerfacecolor()) for line in below.lines if line.get_marker() == "o"]
+    assert dots == [(1.5, "#111111"), (1.0, "white"), (1.5, "#111111"), (1.2, "#111111")]
+    means = [float(line.get_xdata()[0]) for line in below.lines if line.get_marker() != "o"]
+    assert means == [1.25, 1.5], "not of the seed that has no partner"

@@ -1,7 +1,6 @@
 """An ablation in W&B: what W&B's servers would have of it, and what is left where they do not answer."""
 
 import json
-import os
 
 import pytest
 import wandb
@@ -15,15 +14,11 @@ SHORT = ["ablate.cycles=6", "ablate.block_steps=1", "ablate.warmup_steps=1", "ab
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(own_wandb, tmp_path, monkeypatch):
     """The folder that the program runs in, with a key for W&B."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.chdir(tmp_path)
-    wandb.teardown()  # it reads its variables once
-    yield tmp_path
-    wandb.teardown()
+    return tmp_path
 
 
 def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch, capsys):

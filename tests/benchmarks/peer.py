@@ -1,6 +1,7 @@
 """A stand-in for nanoGPT's model.py, written from its public interface; as text, since the program reads a file."""
 
 MODEL = """
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -33,22 +34,17 @@ class Attention(nn.Module):
         return F.dropout(self.c_proj(y.transpose(1, 2).flatten(-2)), self.p, self.training)
 
 
-class MLP(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias)
-        self.gelu, self.p = ACTIVATION, c.dropout
-        self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias)
-
-    def forward(self, x):
-        return F.dropout(self.c_proj(self.gelu(self.c_fc(x))), self.p, self.training)
+def mlp(c):
+    parts = {"c_fc": nn.Linear(c.n_embd, 4 * c.n_embd, bias=c.bias), "gelu": ACTIVATION}
+    parts |= {"c_proj": nn.Linear(4 * c.n_embd, c.n_embd, bias=c.bias), "dropout": nn.Dropout(c.dropout)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.ln_1, self.attn = nn.LayerNorm(c.n_embd, EPS, bias=c.bias), Attention(c)
-        self.ln_2, self.mlp = nn.LayerNorm(c.n_embd, EPS, bias=c.bias), MLP(c)
+        self.ln_2, self.mlp = nn.LayerNorm(c.n_embd, EPS, bias=c.bias), mlp(c)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))

@@ -9,6 +9,7 @@ from benchmarks import command
 from benchmarks.command import Results, ResultsError, environment, load, slug
 from measure.tables import machine
 from tests.benchmarks.records import ENVIRONMENT
+from tests.runs import raising
 
 KEY = ("case", "N", "provider")
 
@@ -120,9 +121,6 @@ def test_environment_has_device_versions_and_the_revision_of_the_repository_or_o
 
 
 def test_ctrl_c_ends_a_program_with_a_line(capsys):
-    def main():
-        raise KeyboardInterrupt
-
     with pytest.raises(SystemExit) as stopped:
-        command.run(main)
+        command.run(raising(KeyboardInterrupt()))
     assert stopped.value.code == 130 and "stopped; what was recorded by then is kept" in capsys.readouterr().err

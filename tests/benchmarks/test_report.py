@@ -1,7 +1,5 @@
 """Tables and pictures of recorded norms; the bars of host and memory."""
 
-import struct
-
 import pytest
 
 from benchmarks import host, memory, report
@@ -9,16 +7,8 @@ from benchmarks import host, memory, report
 from .records import ENVIRONMENT, failed, norm, sweep
 
 
-def size(path):
-    """Width and height of a PNG."""
-    return struct.unpack(">II", path.read_bytes()[16:24])
-
-
 def file(*records):
     return {"environment": ENVIRONMENT, "records": list(records)}
-
-
-# ---- tables ------------------------------------------------------------------------------------------------------------------
 
 
 def test_terminal_table_has_every_provider_the_fastest_and_ratios():
@@ -51,14 +41,11 @@ def test_models_have_a_row_each_bold_where_ours_is_faster_by_more_than_chance():
     ]
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------------------------
-
-
 def test_a_picture_for_each_direction_number_of_rows_and_dtype_of_weights(tmp_path):
     records = [*sweep(), norm("ln", 1024, "ours", 0.8, m=4096), failed("ln", 4096, "torch", m=4096)]
     written = report.plot_norms(file(*records, norm("ln", 64, "ours", 0.8, weights="fp32")), tmp_path)
     names = ["norms_forward.png", "norms_backward.png", "norms_forward_m4096.png", "norms_forward_weights_fp32.png"]
-    assert [path.name for path in written] == names and all(min(size(path)) > 300 for path in written)
+    assert [path.name for path in written] == names and all(path.stat().st_size > 5000 for path in written)
     assert report.plot_norms(file(failed("ln", 768, "ours")), tmp_path) == [], "failures alone make no picture"
 
 

@@ -138,13 +138,11 @@ def test_contenders_take_the_same_batches_in_alternating_blocks(monkeypatch):
 REFUSED = [
     ("--ours model.residal_dtype=compute", "Did you mean model.residual_dtype"),
     ("--ours train.batch_size=4", "train.batch_size is the same for all contenders"),
-    ("--ours ablate.block_steps=9", "ablate is the same for all contenders"),
     ("--common train.compile=true", "compiled or not by --mode"),
     ("--mode compiled --ours train.compile_mode=reduce-overhead", "needs a CUDA device"),
     ("--common model.heads=3", "model.heads=3 does not divide"),
     ("--ours norm.kind=rmsnorm", "ours, norm.kind=rmsnorm: .*norm.kind=rmsnorm, the layout has layernorm"),
     ("--nanogpt nowhere", "there is no .*nowhere. Name the folder"),
-    ("--nanogpt empty", "there is no .*model.py. Name the folder"),
     ("--nanogpt broken", "can't be imported: SyntaxError"),
     ("--nanogpt another", "has no GPT and no GPTConfig. Name the folder"),
 ]
@@ -154,10 +152,9 @@ REFUSED = [
 def test_overrides_and_checkouts_are_checked_before_anything_runs(tmp_path, arguments, message, monkeypatch):
     monkeypatch.setattr(train_step, "measure_cell", lambda *_: pytest.fail("timed"))
     monkeypatch.chdir(tmp_path)
-    for name, text in (("empty", None), ("broken", "def"), ("another", "x = 1")):
+    for name, text in (("broken", "def"), ("another", "x = 1")):
         (tmp_path / name).mkdir()
-        if text:
-            (tmp_path / name / "model.py").write_text(text)
+        (tmp_path / name / "model.py").write_text(text)
     peer = str(checkout(tmp_path / "nanoGPT"))
     with pytest.raises(SystemExit, match=message):
         train_step.main(["--device", "cpu", "--output", str(tmp_path), "--nanogpt", peer, *arguments.split()])

@@ -4,9 +4,11 @@ import pytest
 from measure.statistics import LEAST_SAMPLES, mean_interval, paired_ratio, spread, unpaired_ratio
 
 
-def test_spread_is_median_and_outer_tenths():
+def test_spread_is_median_and_outer_tenths_and_one_sample_is_its_own_interval():
     result = spread(range(11))
     assert (result.p10, result.median, result.p90) == (1, 5, 9)
+    for only in (mean_interval([2.0]), paired_ratio([2.0], [1.0])):
+        assert (only.median, only.low, only.high) == (2, 2, 2)
 
 
 def test_paired_ratio_cancels_what_slows_a_whole_round_and_is_the_same_each_time():
@@ -21,6 +23,8 @@ def test_interval_of_a_ratio_covers_the_truth_and_narrows_with_rounds():
     few, many = (paired_ratio(draw.normal(2, 0.1, n), np.ones(n)) for n in (10, 1000))
     assert few.low < 2 < few.high and many.low < 2 < many.high
     assert many.high - many.low < (few.high - few.low) / 3
+    missed = sum(not unpaired_ratio(*draw.normal(10, 0.1, (2, 10))).holds(1) for _ in range(400))
+    assert missed <= 32  # 8 %
 
 
 def test_the_fewest_samples_that_are_allowed_give_an_interval_that_misses_the_truth_less_than_one_time_in_ten():
@@ -34,19 +38,8 @@ def test_the_fewest_samples_that_are_allowed_give_an_interval_that_misses_the_tr
     assert missed(2) > 0.4, "of two, an interval says next to nothing, which is why there is a least"
 
 
-def test_an_unpaired_interval_covers_the_truth():
-    draw = np.random.default_rng(0)
-    missed = sum(not unpaired_ratio(*draw.normal(10, 0.1, (2, 10))).holds(1) for _ in range(400))
-    assert missed <= 32  # 8 %
-
-
 @pytest.mark.parametrize("count", [2, 3, 5, 30])
 def test_the_interval_of_a_mean_covers_the_truth_nineteen_times_in_twenty_however_few_samples(count):
     draw = np.random.default_rng(count)
     found = [mean_interval(draw.normal(3, 0.5, count)) for _ in range(2000)]
     assert np.mean([one.holds(3) for one in found]) == pytest.approx(0.95, abs=0.015)
-
-
-def test_one_sample_is_its_own_interval():
-    for only in (mean_interval([2.0]), paired_ratio([2.0], [1.0])):
-        assert (only.median, only.low, only.high) == (2, 2, 2)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import train
-from configs import Config
+from configs import Config, ConfigError
 from tests.forks import processes
 from tests.runs import composed, train_here
 from training import storage
@@ -54,6 +54,13 @@ def train_until(step, overrides, folder):
     with in_step(step, die), pytest.raises(Died):
         train_here(overrides, folder)
     return folder
+
+
+def refused(overrides, folder, message):
+    """The error of a run that is refused with this message."""
+    with pytest.raises(ConfigError, match=message) as error:
+        train_here(overrides, folder)
+    return str(error.value)
 
 
 def stop_with(number, step, overrides, folder):

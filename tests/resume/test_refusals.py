@@ -1,4 +1,8 @@
-"""A run goes on only as what it was, where nobody else has it and while there is something left to do."""
+"""A run goes on only as what it was, where nobody else has it and while there is something left to do. What is damaged, lost or
+copied is named, and what is whole is used and kept."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,22 +10,26 @@ import torch
 import train
 from configs import ConfigError, command_line
 from configs.schema import Precision
-from tests.resume.stops import AUTO, in_step, train_until
+from tests.resume.stops import AUTO, in_step, refused, train_until
 from tests.runs import composed, corpus, train_here
 from training import checkpoint, storage
 from training.resume import settle
 from training.run import open_run
 
 
+@pytest.fixture
+def cut(tiny, tmp_path):
+    """The folder of a run that died in step 14, and the command that resumes it; its checkpoints are of steps 6, 10 and 12."""
+    command = [*tiny, *AUTO]
+    return train_until(14, command, tmp_path / "run"), command
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_the_difference(cut):
     folder, command = cut
     wider = [*command, "model.width=64", "optim.beta2=0.9"]
-    with pytest.raises(ConfigError) as error:
-        train_here(wider, folder)
-    assert "model.width=64: the checkpoint was made with model.width=32." in str(error.value)
-    assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in str(error.value)
-    with pytest.raises(ConfigError, match=r"step_00000012 do not fit this model: (.|\n)*size mismatch"):
-        train_here([*wider, "resume_with_changes=true"], folder)
+    said = refused(wider, folder, r"model.width=64: the checkpoint was made with model.width=32\.")
+    assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in said
+    refused([*wider, "resume_with_changes=true"], folder, r"step_00000012 do not fit this model: (.|\n)*size mismatch")
 
 
 def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(cut):
@@ -42,8 +50,7 @@ def test_documents_that_changed_under_the_same_name_are_refused(tmp_path, queen,
     folder = train_until(8, overrides, tmp_path / "run")
     tokenizer = (folder / "tokenizer.json").read_bytes()
     (tmp_path / "text.txt").write_text(f"the king and the {queen} of night are come to see what morning brings us\n" * 300)
-    with pytest.raises(ConfigError, match=message):
-        train_here(overrides, folder)
+    refused(overrides, folder, message)
     assert (folder / "tokenizer.json").read_bytes() == tokenizer
 
 
@@ -55,20 +62,15 @@ def test_auto_needs_a_folder_that_the_command_names(tiny, tmp_path):
 
 
 def test_a_folder_that_a_live_process_trains_in_is_refused(tiny, tmp_path):
-    def another(_):
-        with pytest.raises(ConfigError, match="another process is training there"):
-            train_here(overrides, tmp_path / "run")
-
-    overrides = [*tiny, *AUTO, "checkpoint.every=2", "train.steps=5"]
-    with in_step(4, another):
-        train_here(overrides, tmp_path / "run")
+    command = ([*tiny, *AUTO, "checkpoint.every=2", "train.steps=5"], tmp_path / "run")
+    with in_step(4, lambda _: refused(*command, "another process is training there")):
+        train_here(*command)
 
 
 def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"is at step 5: raise train\.steps=5") as error:
-        train_here([f"resume={done.folder}"], tmp_path / "run")
-    [command] = (line.split() for line in str(error.value).splitlines() if "train.py" in line)
+    said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5: raise train\.steps=5")
+    [command] = (line.split() for line in said.splitlines() if "train.py" in line)
     assert command[:2] == ["python", "train.py"]
     _, metrics = train_here([*command[2:], "sample.tokens=0"], tmp_path / "more")  # it does what it says
     assert metrics[-1]["step"] == 10
@@ -78,9 +80,8 @@ def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
 @pytest.mark.parametrize("steps", [11, 12])
 def test_fewer_steps_than_were_done_are_refused(cut, choice, steps):
     folder, command = cut  # the checkpoint is of step 12, which was not evaluated
-    resume = f"resume={folder if choice == 'PATH' else 'auto'}"
-    with pytest.raises(ConfigError, match=rf"is at step 12: raise train\.steps={steps}"):
-        train_here([*command, resume, f"train.steps={steps}", "resume_with_changes=true"], folder)
+    command += [f"resume={folder if choice == 'PATH' else 'auto'}", f"train.steps={steps}", "resume_with_changes=true"]
+    refused(command, folder, rf"is at step 12: raise train\.steps={steps}")
 
 
 def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
@@ -90,8 +91,8 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     folder = train_until(8, overrides, tmp_path / "run")
     train_here(overrides, folder)
     assert loaded == ["owner/name"]
-    with pytest.raises(ConfigError, match=r"^init_from=runs/other: a run that goes on has its weights already"):
-        train_here([*overrides, "init_from=runs/other", "resume_with_changes=true"], folder)
+    overrides += ["init_from=runs/other", "resume_with_changes=true"]
+    refused(overrides, folder, r"^init_from=runs/other: a run that goes on has its weights already")
 
 
 def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(cut):
@@ -126,3 +127,89 @@ def test_a_sweep_does_not_send_several_jobs_into_one_folder(tmp_path, capsys):
     assert "several jobs of this sweep would go on in that folder" in message and f"resume={tmp_path}/last" in message
     command_line.check(["-m", f"resume={tmp_path}/last", "norm.impl=fused,torch"])
     command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused"])
+
+
+# ---- what is damaged, lost or copied -----------------------------------------------------------------------------------------
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:-1] + b"?")  # every kind of it: training/test_storage.py
+
+
+@pytest.mark.parametrize("part", ["training.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut, capsys, part):
+    folder, command = cut
+    damage(folder / "last" / part)
+    capsys.readouterr()
+    _, metrics = train_here(command, folder)
+    said = capsys.readouterr().out
+    assert "step_00000012" in said and "damaged" in said and "the one before it is used" in said
+    assert "resumed from 10" in said
+    assert [line["step"] for line in metrics if "train/loss" in line] == list(range(1, 31))
+
+
+def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(cut):
+    folder, command = cut
+    for saved in storage.checkpoints(folder):
+        damage(saved / "model.safetensors")
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    for choice in ("auto", folder):
+        refused([*command, f"resume={choice}"], folder, r"model\.safetensors is damaged(.|\n)*no checkpoint in .*run is whole")
+    shutil.rmtree(folder / "checkpoints")
+    refused(command, folder, "a run whose checkpoints are gone")
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_run_that_was_copied_with_its_links_followed_goes_on(cut, tmp_path):
+    folder, command = cut
+    shutil.copytree(folder, tmp_path / "copy")  # as scp -r
+    assert not (tmp_path / "copy" / "last").is_symlink()
+    train_here(command, tmp_path / "copy")
+    assert checkpoint.read(tmp_path / "copy" / "last").step == 30
+    assert checkpoint.read(tmp_path / "copy" / "copied_last").step == 12
+
+
+def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(cut, tiny, tmp_path, capsys):
+    folder, command = cut
+    shutil.copytree(folder / "checkpoints", tmp_path / "copy" / "checkpoints")
+    refused([*command, "seed=2"], tmp_path / "copy", "seed=2: the checkpoint was made with seed=1")
+    summary, _ = train_here([*tiny, "seed=2", "train.steps=3"], tmp_path / "copy")
+    said = f"{tmp_path}/copy has another run already, so this one is kept in {tmp_path}/copy_2.\n"
+    assert summary.folder == tmp_path / "copy_2" and said in capsys.readouterr().out
+    _, metrics = train_here(command, tmp_path / "copy")
+    assert metrics[0]["step"] == 13
+
+
+def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(cut, monkeypatch):
+    folder, command = cut
+    original = Path.open
+
+    def denied(path, mode="r", *rest, **options):
+        if path.name == "model.safetensors" and mode == "rb":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", denied)
+    refused(command, folder, r"a checkpoint can't be read: .*Permission denied")
+    monkeypatch.undo()
+    assert storage.step_of(storage.newest(folder)[0]) == 12
+
+
+def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_run_goes_on(cut, capsys):
+    folder, command = cut
+    shutil.rmtree(folder / "checkpoints" / storage.name(10))
+    with pytest.raises(ConfigError, match=r"best points to checkpoints/step_00000010, which is gone. Give the run"):
+        checkpoint.read(folder / "best")
+    train_until(18, command, folder)
+    assert "best pointed to a checkpoint that is gone, and is deleted" in capsys.readouterr().err
+    assert not (folder / "best").is_symlink() and checkpoint.read(folder / "last").step == 12
+
+
+def test_what_is_no_checkpoint_of_this_program_is_named(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    folder = train_until(8, [*tiny, *AUTO], tmp_path / "run")
+    monkeypatch.undo()
+    (tmp_path / "old.pt").write_bytes(b"")
+    for path, message in ((folder, "not a checkpoint of this program"), (tmp_path / "old.pt", "is a file. A checkpoint is a")):
+        with pytest.raises(ConfigError, match=message):
+            checkpoint.read(path)

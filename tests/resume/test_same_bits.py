@@ -1,14 +1,16 @@
-"""A run that goes on gives the bits of one that never stopped."""
+"""A run that goes on gives the bits of one that never stopped, also behind kill -9 at any moment."""
 
 import random
 import signal
+import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from tests.resume.stops import AUTO, stop_with, train_until
-from tests.runs import bits, train_here
+from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_kill, train_until
+from tests.runs import bits, logged, losses, train_here
 from training import evaluation, storage
 from training.plot import read_metrics
 from training.precision import Precision
@@ -29,7 +31,7 @@ def test_n_and_n_steps_give_the_same_bits_as_2n(tiny, tmp_path, monkeypatch, imp
     assert np.random.get_state()[1].tolist() == generators[2]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_between_checkpoints_and_lines_of_metrics_changes_no_bit(tiny, tmp_path, number):
     overrides = [*tiny, *AUTO, "model.dropout=0.1", "logging.every=5"]
     train_here(overrides, tmp_path / "whole")
@@ -70,10 +72,45 @@ def compared(folder, at):
     return found
 
 
-def test_a_run_takes_up_one_of_the_other_operator_and_says_so(tiny, tmp_path, capsys):
-    overrides = [*tiny, *AUTO, "model.dropout=0.1", "norm.dropout_masks=shared"]
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_a_run_takes_up_one_of_the_other_operator_says_so_and_learns_the_same(tiny, tmp_path, capsys, kind):
+    overrides = [*tiny, *AUTO, f"norm.kind={kind}", "model.dropout=0.1", "norm.dropout_masks=shared"]
     train_until(14, [*overrides, "norm.impl=fused"], tmp_path / "run")
-    other, _ = train_here([*overrides, "norm.impl=torch"], tmp_path / "run")
+    other, metrics = train_here([*overrides, "norm.impl=torch"], tmp_path / "run")
     assert "norm.impl=torch from here on; the steps before had norm.impl=fused." in capsys.readouterr().out
-    whole, _ = train_here([*overrides, "norm.impl=fused"], tmp_path / "whole")
+    whole, all_fused = train_here([*overrides, "norm.impl=fused"], tmp_path / "whole")
     assert other.final.loss == pytest.approx(whole.final.loss, rel=1e-5)
+    assert losses(metrics) == pytest.approx(losses(all_fused), rel=1e-5)
+
+
+def newest_step(folder):
+    found, problems = storage.newest(folder)
+    assert not problems, "a killed run left a damaged checkpoint"
+    return storage.step_of(found) if found else 0
+
+
+# in the background a checkpoint is on its way for at most one interval
+@pytest.mark.parametrize(("background", "intervals"), [("false", 1), ("true", 2)])
+def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny, tmp_path, background, intervals):
+    overrides = [*tiny, "model.dropout=0.1", "resume=auto", "logging.every=1", "checkpoint.every=3", "eval.every=7"]
+    overrides += [f"checkpoint.background={background}", "checkpoint.keep=1", "train.steps=20"]
+    train_and_kill([*tiny, "train.steps=3"], tmp_path / "first")  # makes the corpus and starts the process that forks
+    began = time.monotonic()
+    assert not train_and_kill(overrides, tmp_path / "whole")
+    whole_s = time.monotonic() - began
+    wanted = bits(tmp_path / "whole")
+    choose, kills, number, steps = random.Random(0), 0, 0, set()
+    while kills < 25:
+        folder = tmp_path / f"run_{number}"
+        saving = choose.random() < 0.5
+        how = partial(in_operation, choose.randrange(1, 200)) if saving else partial(after, choose.uniform(0, 0.5 * whole_s))
+        if train_and_kill(overrides, folder, how):
+            kills += 1
+            assert logged(folder) - newest_step(folder) <= intervals * 3, how
+            steps.add(logged(folder))
+        else:
+            assert bits(folder) == wanted
+            number += 1
+    assert not train_and_kill(overrides, folder)
+    assert bits(folder) == wanted
+    assert len(steps) > 5, f"the kills were only at the steps {steps}"

@@ -9,6 +9,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from tests.resume.stops import stop_with
 from tests.runs import ROOT, environment, logged, train_here, wait_until
 from training import storage
@@ -46,38 +48,22 @@ def test_help_that_is_read_in_part_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def in_terminal(arguments, cwd, *before):
-    """train.py as the leader of a session of its own in a terminal, and the terminal's other end."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*before, sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd,
-        env=environment(cwd),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(theirs)
-    return process, ours
-
-
-def test_a_terminal_that_is_gone_stops_the_run_with_a_checkpoint_and_its_picture(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "steps", "code"), [([], 100_000, 128 + signal.SIGHUP), (["nohup"], 300, 0)], ids=["alone", "nohup"]
+)
+def test_a_terminal_that_is_gone_stops_a_run_with_a_checkpoint_and_its_picture_but_not_under_nohup(
+    tiny, tmp_path, before, steps, code
+):
     """A connection that breaks: the kernel sends SIGHUP, and what is written from then on fails."""
-    long = ["train.steps=100000", "eval.every=0", "logging.every=1", "logging.wandb=offline", "folder=run"]
-    process, terminal = in_terminal([*tiny, *long], tmp_path)
+    overrides = [f"train.steps={steps}", "eval.every=0", "logging.every=1", "logging.wandb=offline", "folder=run"]
+    command = [*before, sys.executable, str(ROOT / "train.py"), *tiny, *overrides]
+    ours, theirs = pty.openpty()
+    ends, own = dict.fromkeys(("stdin", "stdout", "stderr"), theirs), lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **ends, start_new_session=True, preexec_fn=own)
+    os.close(theirs)
     wait_until(process, lambda: logged(tmp_path / "run") >= 3)
-    os.close(terminal)
-    assert process.wait(60) == 128 + signal.SIGHUP
+    os.close(ours)
+    assert process.wait(100) == code
     [newest] = storage.checkpoints(tmp_path / "run")
     storage.verify(newest)
-    assert (tmp_path / "run" / "loss.png").is_file()
-
-
-def test_under_nohup_the_run_goes_on_without_its_terminal(tiny, tmp_path):
-    process, terminal = in_terminal([*tiny, "folder=run", "train.steps=300", "logging.every=1"], tmp_path, "nohup")
-    wait_until(process, lambda: logged(tmp_path / "run") >= 3)
-    os.close(terminal)
-    assert process.wait(100) == 0
-    assert (tmp_path / "run" / "sample.txt").is_file()
+    assert (tmp_path / "run" / "loss.png").is_file() and (tmp_path / "run" / "sample.txt").is_file() == (code == 0)

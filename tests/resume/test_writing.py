@@ -14,7 +14,7 @@ import train
 from tests.forks import Command
 from tests.ranks import train_together
 from tests.resume.stops import AUTO, in_step, spoil, stop_with, train_until
-from tests.runs import bits, no_space, train_here
+from tests.runs import bits, no_space, raising, train_here
 from training import checkpoint, storage
 from training.checkpoint import TrainState
 from training.metrics import NonFiniteError
@@ -99,10 +99,7 @@ def test_a_full_disk_in_the_thread_is_told_of_also_where_nan_ends_the_run(tiny, 
 
 
 def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tmp_path, monkeypatch, capsys):
-    def refused(*_):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "symlink_to", refused)
+    monkeypatch.setattr(Path, "symlink_to", raising(PermissionError(errno.EPERM, "Operation not permitted")))
     run = train_until(14, [*tiny, *AUTO], tmp_path / "run")
     assert capsys.readouterr().err.count("without symbolic links: no last and no best there") == 1
     monkeypatch.undo()

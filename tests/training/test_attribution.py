@@ -1,4 +1,5 @@
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -64,13 +65,11 @@ NAMES = {
 }
 
 
-def profiled(cfg: Config, dtype: torch.dtype = torch.bfloat16) -> list[KernelTime]:
+def profiled(cfg: Config, dtype: torch.dtype) -> list[KernelTime]:
     arm = build("torch", cfg, NormImpl.torch, precision(dtype), VOCABULARY)
     batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
 
-    def step() -> None:
-        training_step(arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
-
+    step = partial(training_step, arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
     found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in arm.state.model.modules()), "the marks are gone"
     return found
@@ -109,15 +108,14 @@ def test_kernels_of_one_name_and_group_are_one_line_of_a_table():
 
 def groups(kernels: list[KernelTime], name: str) -> Counter:
     """Launches of the operator `name` by group."""
-    found: Counter = Counter()
-    for kernel in kernels:
-        if kernel.name == name:
-            found[group_of(kernel)] += kernel.launches
-    return found
+    return sum((Counter({group_of(k): k.launches}) for k in kernels if k.name == name), Counter())
 
 
-def test_products_loss_optimizer_and_attention_are_in_their_groups_which_sum_to_the_total():
-    kernels = profiled(config())
+@pytest.mark.parametrize(("kind", "dtype"), [(NormKind.layernorm, torch.bfloat16), (NormKind.rmsnorm, torch.float32)])
+def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and_sum_to_the_total(dtype, kind):
+    cfg, sites = config(attention_dropout=0.0), 5
+    cfg.norm.kind = kind
+    kernels = profiled(cfg, dtype)
     operators = {
         "GEMM": ["addmm"],
         "loss": ["_log_softmax", "_log_softmax_backward_data", "nll_loss_backward"],
@@ -133,20 +131,6 @@ def test_products_loss_optimizer_and_attention_are_in_their_groups_which_sum_to_
     assert sum(share.ms for share in table) == pytest.approx(sum(kernel.us for kernel in kernels) / 1000)
     assert sum(share.launches for share in table) == launches(kernels)
 
-
-def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
-    pytest.importorskip("triton")
-    from ops.kernels import backward, dropout, forward
-
-    ours = [forward.norm_forward_kernel, backward.norm_backward_kernel, backward.finish_weight_gradients_kernel]
-    assert {group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) for kernel in (*ours, dropout.dropout_kernel)} == {"norm"}
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [(NormKind.layernorm, torch.bfloat16), (NormKind.rmsnorm, torch.float32)])
-def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(dtype, kind):
-    cfg, sites = config(attention_dropout=0.0), 5
-    cfg.norm.kind = kind
-    kernels = profiled(cfg, dtype=dtype)
     assert groups(kernels, "aten::bernoulli_") == {"norm": sites}
     # The positions are added outside a site, and CPU attention may add; each site but the first adds its residual.
     adds = [k for k in kernels if k.name == "aten::add" and NORM_SITE in k.within and "aten::layer_norm" not in k.within]
@@ -161,6 +145,14 @@ def test_dropouts_adds_and_norms_of_all_sites_are_norm_in_forward_and_backward(d
         # what backward adds up: the gradients of the stream, which the final norm has none of
         sums = [k for k in kernels if k.name in ("aten::add", "aten::add_") and "NativeLayerNormBackward0" in k.within[-1]]
         assert {group_of(k) for k in sums} == {"norm"} and sum(k.launches for k in sums) == sites - 1
+
+
+def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
+    pytest.importorskip("triton")
+    from ops.kernels import backward, dropout, forward
+
+    ours = [forward.norm_forward_kernel, backward.norm_backward_kernel, backward.finish_weight_gradients_kernel]
+    assert {group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) for kernel in (*ours, dropout.dropout_kernel)} == {"norm"}
 
 
 def event(id_, name, start, end, parent=None, *, device=DeviceType.CPU, thread=1, annotation=False, **more) -> FunctionEvent:

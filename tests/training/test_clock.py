@@ -13,8 +13,7 @@ CPU = torch.device("cpu")
 class Time:
     """A clock's idea of now, in which time passes only by `pass_ms`."""
 
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self):
         return self.now

@@ -21,22 +21,18 @@ class ByTarget(torch.nn.Module):
         return targets.float().mean()
 
 
-def evaluated(model=None, **how):
-    return evaluate(model or ByTarget(), SPLIT, precision(torch.float32), context=4, **how)
+def evaluated(**how):
+    return evaluate(ByTarget(), SPLIT, precision(torch.float32), context=4, **how)
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, None), (7, None), (100, None), (3, 99)])
 def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size, batches):
+    before = torch.get_rng_state()
     assert evaluated(batch_size=batch_size, batches=batches).loss == pytest.approx(np.arange(1, 41).mean())
+    assert torch.equal(before, torch.get_rng_state()), "no random numbers are drawn"
 
 
 def test_a_part_of_the_split_is_taken_evenly_from_all_of_it():
     result = evaluated(batch_size=2, batches=1)  # the first and the sixth window
     assert result.loss == pytest.approx(np.concatenate([np.arange(1, 5), np.arange(21, 25)]).mean())
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / 2)
-
-
-def test_the_model_keeps_its_mode_and_no_random_numbers_are_drawn():
-    model, before = ByTarget().train(), torch.get_rng_state()
-    evaluated(model, batch_size=2)
-    assert model.training and torch.equal(before, torch.get_rng_state())

@@ -1,7 +1,6 @@
 """python -m training.plot: several runs in one picture."""
 
 import json
-import struct
 
 import pytest
 import yaml
@@ -46,8 +45,8 @@ def drawn(monkeypatch):
 def test_runs_are_laid_over_one_another_by_step_and_by_time(tmp_path, drawn, capsys):
     a, b = run(tmp_path / "a"), run(tmp_path / "b", ["norm.impl=torch"], speed=1024.0)
     assert plot.main([str(a), str(b), "--output", str(tmp_path / "both.png")]) == 0
-    width, _ = struct.unpack(">II", (tmp_path / "both.png").read_bytes()[16:24])
-    assert width > 1000 and "both.png: loss, nats per token, 2 runs" in capsys.readouterr().out
+    assert (tmp_path / "both.png").stat().st_size > 5000
+    assert "both.png: loss, nats per token, 2 runs" in capsys.readouterr().out
     by_step, by_minute = drawn
     assert by_step["norm.impl=fused"] == by_step["norm.impl=torch"] == [(10, 4.0), (20, 3.0), (30, 2.0)]
     # 10 steps at 1 step/s, as before the first speed that was recorded, 10 at 1 step/s, and 10 at 2/3 steps/s

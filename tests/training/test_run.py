@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from configs import ConfigError
-from tests.runs import composed, no_space
+from tests.runs import composed, no_space, raising
 from training.resume import Start
 from training.run import open_run
 from training.storage import StorageError
@@ -44,15 +44,12 @@ def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_pa
             (run.folder / "metrics.jsonl").mkdir()
             run.log(1, {"train/loss": 1.0})
 
-    def denied(*_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
     with pytest.raises(StorageError, match=r"metrics\.jsonl can't be written: Is a directory"):
         opened(tmp_path / "run")
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(ConfigError, match=r"file.*(Choose another folder|folder=PATH)"):
             opened(folder)
-    monkeypatch.setattr(Path, "mkdir", denied)
+    monkeypatch.setattr(Path, "mkdir", raising(PermissionError(errno.EACCES, "Permission denied")))
     with pytest.raises(ConfigError, match="a: a run can't be kept there: Permission denied"):
         opened(tmp_path / "a")

@@ -1,6 +1,5 @@
 """W&B: its variables and the config, a server that doesn't answer, and the job of a W&B agent."""
 
-import os
 import signal
 import socket
 import time
@@ -8,7 +7,6 @@ from contextlib import closing, contextmanager
 
 import pytest
 import torch
-import wandb
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
@@ -26,15 +24,7 @@ NAMED = {"group": None, "name": "n", "tags": [], "config": {}, "run_id": "r1"}
 CLOSED = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens there
 
 
-@pytest.fixture(autouse=True)
-def no_key(monkeypatch, tmp_path):
-    """The file that W&B would look for a key in; W&B's own record of the environment is of this test."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    wandb.teardown()
-    yield tmp_path / "netrc"
-    wandb.teardown()
+pytestmark = pytest.mark.usefixtures("own_wandb")
 
 
 @pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
@@ -43,11 +33,12 @@ def test_online_without_a_key_becomes_what_the_config_says(without_key):
     assert settled.wandb is without_key and "no API key" in why[0]
 
 
-def test_a_key_in_netrc_counts_for_its_own_host_only(no_key, monkeypatch):
-    no_key.write_text("nonsense nonsense")
+def test_a_key_in_netrc_counts_for_its_own_host_only(tmp_path, monkeypatch):
+    netrc = tmp_path / "netrc"
+    netrc.write_text("nonsense nonsense")
     assert not tracking.has_key()
-    no_key.write_text(f"machine api.wandb.ai login user password {KEY}\n")
-    no_key.chmod(0o600)
+    netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    netrc.chmod(0o600)
     assert tracking.has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not tracking.has_key()

@@ -22,8 +22,8 @@ from .kernels.backward import finish_weight_gradients_kernel, norm_backward_kern
 from .kernels.dropout import dropout_kernel
 from .kernels.forward import norm_forward_kernel
 from .kernels.norms import centres
+from .kernels.nvidia import RING, turn_words
 from .kernels.rows import Variant
-from .kernels.split import RING, turn_words
 from .philox import drop_threshold, keep_scale
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
@@ -60,12 +60,8 @@ def _forward_launcher(
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
     unit, stride = _in_units(strides, forward_kernels.Strides)
-    how = Variant(
-        **_common(N, options, work.vector, tile, unit),
-        STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype],
-        EARLY_WEIGHTS=tile.early_weights,
-        EARLY_START=facts.since_sm_90,
-    )
+    stream_dtype = _TRITON_DTYPE[options.residual_dtype]
+    how = _variant(N, options, work, tile, STRIDE_UNIT=unit, STREAM_DTYPE=stream_dtype, EARLY_START=facts.since_sm_90)
     numbers = forward_kernels.Numbers(
         M, options.eps, drop_threshold(options.dropout_p), keep_scale(options.dropout_p), tile.prefetch_programs
     )
@@ -131,14 +127,7 @@ def _backward_launch(
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     count = sum(options.wanted)
-    how = Variant(
-        **_common(N, options, work.vector, tile, unit),
-        STREAM_DTYPE=None,
-        SLICES=tile.slices,
-        STAGES=tile.stages,
-        WANTED=options.wanted,
-        EARLY_START=early,
-    )
+    how = _variant(N, options, work, tile, STRIDE_UNIT=unit, STREAM_DTYPE=None, EARLY_START=early, WANTED=options.wanted)
     numbers = backward_kernels.Numbers(M, tiles, drop_threshold(options.dropout_p), keep_scale(options.dropout_p))
     gradients = Launcher(
         norm_backward_kernel,
@@ -226,19 +215,22 @@ def observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _common(N: int, options: Options | BackwardOptions, vector: int, tile: Tile, unit: int) -> dict[str, Any]:
-    return {
-        "N": N,
-        "NORM": int(options.norm),
-        "DROPOUT": options.dropout_p > 0.0,
-        "OFFSET": float(options.zero_centered_weight),
-        "ROWS": tile.rows,
-        "BLOCK_N": tile.block_n,
-        "VECTOR": vector,
-        "STRIDE_UNIT": unit,
-        "LOOPED": tile.looped,
-        "PREFETCH": tile.prefetch,
-    }
+def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile, **more: Any) -> Variant:
+    return Variant(
+        N,
+        NORM=int(options.norm),
+        DROPOUT=options.dropout_p > 0.0,
+        OFFSET=float(options.zero_centered_weight),
+        ROWS=tile.rows,
+        BLOCK_N=tile.block_n,
+        VECTOR=work.vector,
+        LOOPED=tile.looped,
+        SLICES=tile.slices,
+        STAGES=tile.stages,
+        EARLY_WEIGHTS=tile.early_weights,
+        PREFETCH=tile.prefetch,
+        **more,
+    )
 
 
 # The fields that are read row by row; the others are small and read from end to end.

@@ -19,7 +19,7 @@ from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from . import prepared
-from .backend import launches
+from .kernels import launches
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
@@ -143,16 +143,8 @@ norm_backward = record_operator(
 )
 
 
-def _norm_forward_out(y, r, tensors, how):
-    """Returns y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    return _no_none(launches().forward(*decode(Inputs, tensors, how), y, r))
-
-
-def _norm_forward_out_fake(y, r, tensors, how):
-    return _no_none(empty_outputs(*decode(Inputs, tensors, how), y, r))
-
-
-def _no_none(outputs: Outputs) -> tuple[Tensor, ...]:
+def _beside_buffers(outputs: Outputs) -> tuple[Tensor, ...]:
+    """y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
     rest = (outputs.y1, outputs.mask, outputs.mask1)
     return tuple(outputs.y.new_empty(0, dtype=torch.float32) if t is None else t for t in rest)
 
@@ -160,11 +152,13 @@ def _no_none(outputs: Outputs) -> tuple[Tensor, ...]:
 # By custom_op, which also tells autograd that the buffers have changed.
 norm_forward_out = library.custom_op(
     f"{NAMESPACE}::norm_forward_out",
-    _norm_forward_out,
+    lambda y, r, tensors, how: _beside_buffers(launches().forward(*decode(Inputs, tensors, how), y, r)),
     mutates_args=("y", "r"),
     schema="(Tensor(a!) y, Tensor(b!)? r, Tensor[] tensors, str how) -> (Tensor, Tensor, Tensor)",
 )
-norm_forward_out.register_fake(_norm_forward_out_fake)
+norm_forward_out.register_fake(
+    lambda y, r, tensors, how: _beside_buffers(empty_outputs(*decode(Inputs, tensors, how), y, r)),
+)
 
 
 dropout = operator(

@@ -18,7 +18,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from ..backend import runs_kernels
+from ..kernels import runs_kernels
 from ..modules import MODULES
 from ..reference import NORMS, Norm
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ops import Norm, backend, layer_norm_fn, norm_fn, seeded_dropout
+from ops import Norm, kernels, layer_norm_fn, norm_fn, seeded_dropout
 
 from .cases import BF16, FP32, reference_path
 from .tiles import SHAPES, tile_for
@@ -117,7 +117,7 @@ def test_reference_gradients_match_numerical_derivatives_where_a_scale_is_zero(l
 
 
 def test_reference_is_captured_without_a_graph_break_and_maps_over_a_batch(monkeypatch):
-    monkeypatch.setattr(backend, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "INTERPRET", False)
     x = torch.randn(2, 3, N, requires_grad=True)
     scale = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], requires_grad=True)
 

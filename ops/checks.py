@@ -47,7 +47,11 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     check_weights(name, x, dtypes, weight=weight, bias=bias, weight1=weight1, bias1=bias1)
     check_like_input(name, x, dtypes, residual=residual, x1=x1)
     if rowscale is not None or rowscale1 is not None:
-        check_rowscales(name, x, dtypes, rowscale=rowscale, rowscale1=rowscale1)
+        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
+        check_operands(
+            name, x, dtypes, (rows, flat), lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
+            rowscale=rowscale, rowscale1=rowscale1,
+        )  # fmt: skip
     if rowscale1 is not None and x1 is None:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
     check_dropout_p(name, "dropout_p", dropout_p)
@@ -130,12 +134,6 @@ def check_weights(name: str, x: Tensor, accepted: Sequence[torch.dtype], **weigh
     shape = x.shape[-1:]
     why = "to match the last dimension of x"
     check_operands(name, x, accepted, (shape,), lambda: f"{tuple(shape)} {why} {tuple(x.shape)}", **weights)
-
-
-def check_rowscales(name: str, x: Tensor, accepted: Sequence[torch.dtype], **scales: Tensor | None) -> None:
-    rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
-    why = "one factor for each row of x"
-    check_operands(name, x, accepted, (rows, flat), lambda: f"{tuple(rows)} or {flat}, {why} {tuple(x.shape)}", **scales)
 
 
 def check_buffers(

@@ -54,17 +54,6 @@ class Sums(NamedTuple):
     weights: tl.tensor  # [WIDTH]: the sum over groups
 
 
-class Strides(NamedTuple):
-    """Between rows, over Variant.STRIDE_UNIT; None where rows lie next to each other, as those of outputs do."""
-
-    dy: tl.tensor
-    dy1: tl.tensor
-    dr: tl.tensor
-    r: tl.tensor
-    x: tl.tensor
-    x1: tl.tensor
-
-
 class Numbers(NamedTuple):
     M: tl.tensor  # rows
     tiles: tl.tensor

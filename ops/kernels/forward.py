@@ -47,14 +47,6 @@ class Pointers(NamedTuple):
     stats: tl.tensor  # fp32 [M, 2]: rstd and mean
 
 
-class Strides(NamedTuple):
-    """Between rows, over Variant.STRIDE_UNIT; None where rows lie next to each other, as those of outputs do."""
-
-    x: tl.tensor
-    residual: tl.tensor
-    x1: tl.tensor
-
-
 class Numbers(NamedTuple):
     M: tl.tensor  # rows
     eps: tl.tensor
@@ -101,10 +93,9 @@ def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, H
     b_rstd = inverse(b_spread, HOW.N, n.eps, HOW.NORM)
     # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
     for i in tl.static_range(blocks(HOW)):
-        if HOW.EARLY_WEIGHTS:
-            store_outputs(p, b_r[i], weights[i], b_mean, b_rstd, i, at, HOW)
-        else:
-            store_outputs(p, b_r[i], block_weights(p, i, at, HOW), b_mean, b_rstd, i, at, HOW)
+        if not HOW.EARLY_WEIGHTS:
+            weights += (block_weights(p, i, at, HOW),)
+        store_outputs(p, b_r[i], weights[i], b_mean, b_rstd, i, at, HOW)
     if HOW.LOOPED:
         for first_col in tl.range(HOW.BLOCK_N, HOW.N, HOW.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)

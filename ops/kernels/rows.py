@@ -56,6 +56,19 @@ def reaches_outside(i, HOW):
     return HOW.N % HOW.BLOCK_N != 0 and i == blocks(HOW) - 1
 
 
+class Strides(NamedTuple):
+    """Of the tensors that are read by rows: from a row to the next, over Variant.STRIDE_UNIT. None where there is no tensor, or
+    all rows lie next to each other, as those of outputs do."""
+
+    dy: tl.tensor
+    dy1: tl.tensor
+    dr: tl.tensor
+    r: tl.tensor
+    x: tl.tensor
+    residual: tl.tensor
+    x1: tl.tensor
+
+
 class Place(NamedTuple):
     """Where a program works: its rows and the first column of its first block."""
 

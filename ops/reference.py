@@ -1,9 +1,8 @@
 """The operator in plain PyTorch: what the kernels are tested against, and what tensors outside CUDA go through.
 
-Differentiable, any device, any float dtype; computes in fp32, or in fp64 where an input is fp64. Drops the same elements as
-the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on the CPU, where
-nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers. `functional.norm_fn` has the
-formulas.
+`functional.norm_fn` has the formulas. Differentiable, on any device; computes in fp32, or in fp64 where an input is fp64. Drops
+the same elements as the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on
+the CPU, where nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 """
 
 from enum import IntEnum

@@ -50,7 +50,7 @@ from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compa
 from measure.schedule import LEAD_IN, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import aligned, number
-from ops.backend import runs_kernels
+from ops.kernels import runs_kernels
 from training.clock import StepClock
 
 SHOWN = 8  # rows of a table

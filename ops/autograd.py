@@ -17,7 +17,7 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, dtypes, *tensors):
         inputs = Inputs(*tensors)
-        outputs = operators.norm_below_autograd(inputs, options)
+        outputs = operators.below_autograd(operators.outputs_of, operators.norm_forward, inputs, options)
         x, residual, x1, weight, _, weight1, _, rowscale, rowscale1, seed = inputs
         _, r, _, mask, mask1, stats = outputs
         adds = residual is not None or x1 is not None or options.dropout_p > 0.0 or rowscale is not None

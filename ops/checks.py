@@ -44,24 +44,25 @@ def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
     name = function_name(norm)
     dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
     check_input(name, x, dtypes)
-    for argument, t in (("weight", weight), ("bias", bias), ("weight1", weight1), ("bias1", bias1)):
-        check_weight(name, argument, t, x, dtypes)
-    for argument, t in (("residual", residual), ("x1", x1)):
-        check_like_input(name, argument, t, x, dtypes)
-    for argument, t in (("rowscale", rowscale), ("rowscale1", rowscale1)):
-        check_rowscale(name, argument, t, x, dtypes)
+    check_weights(name, x, dtypes, weight=weight, bias=bias, weight1=weight1, bias1=bias1)
+    check_like_input(name, x, dtypes, residual=residual, x1=x1)
+    if rowscale is not None or rowscale1 is not None:
+        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
+        check_operands(
+            name, x, dtypes, (rows, flat), lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
+            rowscale=rowscale, rowscale1=rowscale1,
+        )  # fmt: skip
     if rowscale1 is not None and x1 is None:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
     check_dropout_p(name, "dropout_p", dropout_p)
     check_eps(name, eps)
-    for argument, flag in (
-        ("zero_centered_weight", zero_centered_weight),
-        ("residual_in_fp32", residual_in_fp32),
-        ("return_dropout_mask", return_mask),
-    ):
-        check_flag(name, argument, flag)
-    check_seed(name, seed, x.device)
-    check_out_dtype(name, out_dtype, x, dtypes)
+    check_flags(
+        name, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32, return_dropout_mask=return_mask
+    )
+    if seed is not None:
+        check_seed(name, seed, x.device)
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
 
     residual_dtype = x.dtype
     if residual is not None:
@@ -110,39 +111,29 @@ def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
     check_dtype(name, "x", x, accepted)
 
 
-def check_operand(
-    name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype], shapes: Sequence, expected: Callable
+def check_operands(
+    name: str, x: Tensor, accepted: Sequence[torch.dtype], shapes: Sequence, expected: Callable, **operands: Tensor | None
 ) -> None:
     """expected: returns the shapes in words, and why. A graph's sizes that are put into words are no longer dynamic."""
-    if t is None:
-        return
-    check_tensor(name, argument, t)
-    if all(t.shape != shape for shape in shapes):
-        raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected()}")
-    check_dtype(name, argument, t, accepted)
-    if t.device != x.device:
-        raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of x")
+    for argument, t in operands.items():
+        if t is None:
+            continue
+        check_tensor(name, argument, t)
+        if all(t.shape != shape for shape in shapes):
+            raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected()}")
+        check_dtype(name, argument, t, accepted)
+        if t.device != x.device:
+            raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of x")
 
 
-def check_like_input(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    check_operand(name, argument, t, x, accepted, (x.shape,), lambda: f"{tuple(x.shape)}, the shape of x")
+def check_like_input(name: str, x: Tensor, accepted: Sequence[torch.dtype], **operands: Tensor | None) -> None:
+    check_operands(name, x, accepted, (x.shape,), lambda: f"{tuple(x.shape)}, the shape of x", **operands)
 
 
-def check_weight(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
+def check_weights(name: str, x: Tensor, accepted: Sequence[torch.dtype], **weights: Tensor | None) -> None:
     shape = x.shape[-1:]
-    check_operand(
-        name, argument, t, x, accepted, (shape,),
-        lambda: f"{tuple(shape)} to match the last dimension of x {tuple(x.shape)}",
-    )  # fmt: skip
-
-
-def check_rowscale(name: str, argument: str, t: Tensor | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    if t is not None:
-        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
-        check_operand(
-            name, argument, t, x, accepted, (rows, flat),
-            lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
-        )  # fmt: skip
+    why = "to match the last dimension of x"
+    check_operands(name, x, accepted, (shape,), lambda: f"{tuple(shape)} {why} {tuple(x.shape)}", **weights)
 
 
 def check_buffers(
@@ -151,7 +142,7 @@ def check_buffers(
     for argument, buffer, accepted in (("out", out, dtype), ("residual_out", residual_out, residual_dtype)):
         if buffer is None:
             continue
-        check_like_input(name, argument, buffer, x, (accepted,))
+        check_like_input(name, x, (accepted,), **{argument: buffer})
         if not buffer.is_contiguous():
             raise ValueError(
                 f"{name}: {argument} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}"
@@ -173,11 +164,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
-def check_out_dtype(name: str, out_dtype: torch.dtype | None, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in accepted):
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, accepted))}")
-
-
 def check_dropout_p(name: str, argument: str, p: float) -> None:
     if not isinstance(p, float | int) or isinstance(p, bool) or not 0.0 <= p < 1.0:
         raise ValueError(f"{name}: {argument} must be in [0, 1), got {p!r}")
@@ -188,10 +174,11 @@ def check_eps(name: str, eps: float) -> None:
         raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps!r}")
 
 
-def check_flag(name: str, argument: str, flag: object) -> None:
+def check_flags(name: str, **flags: object) -> None:
     # Whatever else is true or false, numpy's booleans among it, but nothing that may be neither.
-    if not (isinstance(flag, bool | int) or flag is None or type(flag).__name__ in ("bool", "bool_", "SymBool")):
-        raise TypeError(f"{name}: {argument} must be True or False, got {type(flag).__name__}")
+    for argument, flag in flags.items():
+        if not (isinstance(flag, bool | int) or flag is None or type(flag).__name__ in ("bool", "bool_", "SymBool")):
+            raise TypeError(f"{name}: {argument} must be True or False, got {type(flag).__name__}")
 
 
 def check_size(name: str, argument: str, size: Any, least: int) -> None:
@@ -207,15 +194,18 @@ def as_device(name: str, device: Any) -> torch.device:
         raise ValueError(f"{name}: device must be a torch.device or its name, got {device!r}: {error}") from None
 
 
-def check_stream(name: str, stream: int) -> None:
+def check_mask(name: str, p: float, seed: Tensor | int, stream: int, device: torch.device) -> None:
+    """What decides a mask."""
+    check_dropout_p(name, "p", p)
+    check_seed(name, seed, device)
     if not isinstance(stream, int) or stream not in range(2**31):
         raise ValueError(
             f"{name}: stream must be 0 (what x drops), 1 (what x1 drops) or a larger int of your own, got {stream!r}"
         )
 
 
-def check_seed(name: str, seed: Tensor | int | None, device: torch.device, required: bool = False) -> None:
-    if (seed is None and not required) or (isinstance(seed, int) and not isinstance(seed, bool)):
+def check_seed(name: str, seed: Tensor | int, device: torch.device) -> None:
+    if isinstance(seed, int) and not isinstance(seed, bool):
         return
     if not isinstance(seed, Tensor):
         raise TypeError(f"{name}: seed must be an int or a one-element int64 tensor, got {type(seed).__name__}")

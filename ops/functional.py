@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import checks, operators, reference, sites
 from .autograd import differentiated_by_func, is_eager
-from .backend import runs_kernels
+from .kernels import runs_kernels
 from .philox import as_int64, draw_seed
 from .records import Inputs, Outputs
 from .reference import Norm
@@ -77,7 +77,7 @@ def norm_fn(
         out_dtype = getattr(out, "dtype", None)
     tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
     if prenorm is not True and prenorm is not False:
-        checks.check_flag(checks.function_name(norm), "prenorm", prenorm)
+        checks.check_flags(checks.function_name(norm), prenorm=prenorm)
     request = (
         norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
         return_dropout_mask, out_dtype,
@@ -143,7 +143,7 @@ def layer_norm_fn(
 ) -> Tensor | tuple[Tensor | None, ...]:
     """`norm_fn` of "layernorm", or of "rmsnorm" with is_rms_norm."""
     if is_rms_norm is not True and is_rms_norm is not False:
-        checks.check_flag("layer_norm_fn", "is_rms_norm", is_rms_norm)
+        checks.check_flags("layer_norm_fn", is_rms_norm=is_rms_norm)
     return norm_fn(
         Norm.rmsnorm if is_rms_norm else Norm.layernorm, x, weight, bias, residual, x1, weight1, bias1,
         eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,
@@ -195,9 +195,7 @@ def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> 
     name = "seeded_dropout"
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
     checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
-    checks.check_dropout_p(name, "p", p)
-    checks.check_seed(name, seed, x.device, required=True)
-    checks.check_stream(name, stream)
+    checks.check_mask(name, p, seed, stream, x.device)
     if p == 0.0:
         return x
     rows = x.reshape(-1, x.shape[-1])
@@ -222,9 +220,7 @@ def dropout_mask(
     device = checks.as_device("dropout_mask", device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    checks.check_dropout_p("dropout_mask", "p", p)
-    checks.check_seed("dropout_mask", seed, device, required=True)
-    checks.check_stream("dropout_mask", stream)
+    checks.check_mask("dropout_mask", p, seed, stream, device)
     checks.check_size("dropout_mask", "rows", rows, 0)
     checks.check_size("dropout_mask", "cols", cols, 1)
     seed = _seed_tensor(seed, device)

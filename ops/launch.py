@@ -22,8 +22,8 @@ from .kernels.backward import finish_weight_gradients_kernel, norm_backward_kern
 from .kernels.dropout import dropout_kernel
 from .kernels.forward import norm_forward_kernel
 from .kernels.norms import centres
-from .kernels.rows import Variant
-from .kernels.split import RING, turn_words
+from .kernels.nvidia import RING, turn_words
+from .kernels.rows import Strides, Variant
 from .philox import drop_threshold, keep_scale
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
@@ -60,13 +60,9 @@ def _forward_launcher(
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
-    unit, stride = _in_units(strides, forward_kernels.Strides)
-    how = Variant(
-        **_common(N, options, work.vector, tile, unit),
-        STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype],
-        EARLY_WEIGHTS=tile.early_weights,
-        EARLY_START=facts.since_sm_90,
-    )
+    unit, stride = _in_units(strides)
+    stream_dtype = _TRITON_DTYPE[options.residual_dtype]
+    how = _variant(N, options, work, tile, STRIDE_UNIT=unit, STREAM_DTYPE=stream_dtype, EARLY_START=facts.since_sm_90)
     numbers = forward_kernels.Numbers(
         M, options.eps, drop_threshold(options.dropout_p), keep_scale(options.dropout_p), tile.prefetch_programs
     )
@@ -128,18 +124,11 @@ def _backward_launch(
     tile = backward_tile(N, work, facts)
     tiles = triton.cdiv(M, tile.rows)
     groups = min(tiles, facts.multiprocessors * tile.programs_per_sm // tile.slices)
-    unit, stride = _in_units(strides, backward_kernels.Strides)
+    unit, stride = _in_units(strides)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     count = sum(options.wanted)
-    how = Variant(
-        **_common(N, options, work.vector, tile, unit),
-        STREAM_DTYPE=None,
-        SLICES=tile.slices,
-        STAGES=tile.stages,
-        WANTED=options.wanted,
-        EARLY_START=early,
-    )
+    how = _variant(N, options, work, tile, STRIDE_UNIT=unit, STREAM_DTYPE=None, EARLY_START=early, WANTED=options.wanted)
     numbers = backward_kernels.Numbers(M, tiles, drop_threshold(options.dropout_p), keep_scale(options.dropout_p))
     gradients = Launcher(
         norm_backward_kernel,
@@ -166,26 +155,16 @@ def _backward_launch(
     return _BackwardLaunch(groups * count * N, words, gradients, finish)
 
 
-def dropout(x: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
-    """dropout(x) for x [M, N]."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _start_dropout(x if x.stride(-1) == 1 else x.contiguous(), y, seed, p, stream)
-    return y
-
-
-def dropout_mask(seed: Tensor, rows: int, cols: int, p: float, stream: int) -> Tensor:
-    """Bool [rows, cols], True where kept, on the seed's device."""
-    mask = torch.empty((rows, cols), dtype=torch.bool, device=seed.device)
-    _start_dropout(None, mask, seed, p, stream)
-    return mask
-
-
-def _start_dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) -> None:
+def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
+    """y [M, N], contiguous, filled with dropout(x); or, without x, with the mask: True where kept."""
     M, N = y.shape
+    if x is not None and x.stride(-1) != 1:
+        x = x.contiguous()
     block_n = min(1024, max(16, triton.next_power_of_2(N)))
     rows = max(1, 2048 // block_n)
     constants = (M, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p), N, stream, rows, block_n)
     Launcher(dropout_kernel, triton.cdiv(M, rows) * triton.cdiv(N, block_n), y.device, constants, num_warps=4)((x, y), seed)
+    return y
 
 
 class Launcher:
@@ -227,29 +206,29 @@ def observed() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def _common(N: int, options: Options | BackwardOptions, vector: int, tile: Tile, unit: int) -> dict[str, Any]:
-    return {
-        "N": N,
-        "NORM": int(options.norm),
-        "DROPOUT": options.dropout_p > 0.0,
-        "OFFSET": float(options.zero_centered_weight),
-        "ROWS": tile.rows,
-        "BLOCK_N": tile.block_n,
-        "VECTOR": vector,
-        "STRIDE_UNIT": unit,
-        "LOOPED": tile.looped,
-        "PREFETCH": tile.prefetch,
-    }
-
-
-# The fields that are read row by row; the others are small and read from end to end.
-_ROWS = {*forward_kernels.Strides._fields, *backward_kernels.Strides._fields}
+def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile, **more: Any) -> Variant:
+    return Variant(
+        N,
+        NORM=int(options.norm),
+        DROPOUT=options.dropout_p > 0.0,
+        OFFSET=float(options.zero_centered_weight),
+        ROWS=tile.rows,
+        BLOCK_N=tile.block_n,
+        VECTOR=work.vector,
+        LOOPED=tile.looped,
+        SLICES=tile.slices,
+        STAGES=tile.stages,
+        EARLY_WEIGHTS=tile.early_weights,
+        PREFETCH=tile.prefetch,
+        **more,
+    )
 
 
 def _dense(record: R) -> tuple[R, R, R | None]:
     """The tensors as the kernels read them, their dtypes, and the distances between their rows, or None if all are contiguous.
 
-    Rows may lie apart; the elements of a row (or of a weight) may not, and the leading dimensions must fold into one.
+    Rows may lie apart; the elements of a row (or of a weight) may not, and the leading dimensions must fold into one. What has
+    no field in Strides is small and read from end to end.
     """
     make: Callable = type(record)._make
     dtypes = make([None if t is None else t.dtype for t in record])
@@ -261,7 +240,7 @@ def _dense(record: R) -> tuple[R, R, R | None]:
     tensors: list[Tensor | None] = []
     strides: list[int | None] = []
     for name, t in zip(record._fields, record, strict=True):
-        if t is None or name not in _ROWS:
+        if t is None or name not in Strides._fields:
             tensors.append(t if t is None else t.contiguous())
             strides.append(None)
         else:
@@ -272,14 +251,14 @@ def _dense(record: R) -> tuple[R, R, R | None]:
     return make(tensors), dtypes, make(strides)
 
 
-def _in_units(strides: Any, record: Any) -> tuple[int, Any]:
-    """A power of two up to 16 that divides the strides of the record's fields, and the record of them in it.
+def _in_units(strides: Inputs | BackwardInputs | None) -> tuple[int, Strides]:
+    """A power of two up to 16 that divides the strides, and the strides in it.
 
     Of an argument Triton knows whether 16 divides it and no more. Rows that lie 1000 apart would be read two bytes at a time.
     """
-    given = [None if strides is None else getattr(strides, name) for name in record._fields]
+    given: list[int | None] = [getattr(strides, name, None) for name in Strides._fields]
     unit = gcd(16, *[stride for stride in given if stride is not None])
-    return unit, record(*[None if stride is None else stride // unit for stride in given])
+    return unit, Strides(*[None if stride is None else stride // unit for stride in given])
 
 
 def _vector(*dtypes: Any) -> int:

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autograd import refuse_second_order, transformed_by_func
-from .backend import runs_kernels
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flag, check_input, check_operand, check_tensor, check_weight
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flags, check_input, check_operands, check_tensor, check_weights
 from .functional import norm_fn
+from .kernels import runs_kernels
 from .reference import Norm
 
 
@@ -43,20 +43,18 @@ def layer_norm_linear_fn(
     name = "layer_norm_linear_fn"
     dtypes = KERNEL_DTYPES if isinstance(x, Tensor) and runs_kernels(x.device) else REFERENCE_DTYPES
     check_input(name, x, dtypes)
-    check_weight(name, "norm_weight", norm_weight, x, dtypes)
-    check_weight(name, "norm_bias", norm_bias, x, dtypes)
+    check_weights(name, x, dtypes, norm_weight=norm_weight, norm_bias=norm_bias)
     check_tensor(name, "linear_weight", linear_weight)
     K, N = linear_weight.shape[:1], x.shape[-1]
-    check_operand(
-        name, "linear_weight", linear_weight, x, dtypes, ((*K, N),),
-        lambda: f"(K, {N}) to match the last dimension of x {tuple(x.shape)}",
+    check_operands(
+        name, x, dtypes, ((*K, N),), lambda: f"(K, {N}) to match the last dimension of x {tuple(x.shape)}",
+        linear_weight=linear_weight,
     )  # fmt: skip
-    check_operand(
-        name, "linear_bias", linear_bias, x, dtypes, (K,),
-        lambda: f"{tuple(K)} to match the rows of linear_weight {tuple(linear_weight.shape)}",
+    check_operands(
+        name, x, dtypes, (K,), lambda: f"{tuple(K)} to match the rows of linear_weight {tuple(linear_weight.shape)}",
+        linear_bias=linear_bias,
     )  # fmt: skip
-    for argument, flag in (("prenorm", prenorm), ("residual_in_fp32", residual_in_fp32), ("is_rms_norm", is_rms_norm)):
-        check_flag(name, argument, flag)
+    check_flags(name, prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else linear_weight.dtype
     norm = Norm.rmsnorm if is_rms_norm else Norm.layernorm

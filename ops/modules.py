@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import as_device, check_dropout_p, check_eps, check_flag, check_size
+from .checks import as_device, check_dropout_p, check_eps, check_flags, check_size
 from .functional import norm_fn
 from .reference import Norm
 
@@ -67,8 +67,9 @@ class LayerNorm(_Fused, nn.LayerNorm):  # type: ignore[misc]
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        _check("LayerNorm", hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine, bias)
-        device = None if device is None else as_device("LayerNorm", device)
+        device = _checked(
+            "LayerNorm", hidden_size, eps, dropout_p, device, dtype, zero_centered_weight, elementwise_affine, bias
+        )
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, elementwise_affine, bias, device, dtype)
 
@@ -89,8 +90,7 @@ class RMSNorm(_Fused, nn.RMSNorm):  # type: ignore[misc]
         *,
         elementwise_affine: bool = True,
     ) -> None:
-        _check("RMSNorm", hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine)
-        device = None if device is None else as_device("RMSNorm", device)
+        device = _checked("RMSNorm", hidden_size, eps, dropout_p, device, dtype, zero_centered_weight, elementwise_affine)
         self.dropout_p, self.zero_centered_weight = dropout_p, zero_centered_weight
         super().__init__(hidden_size, eps, elementwise_affine, device, dtype)
         # As FlashAttention's: blocks pass norm.weight and norm.bias on, whichever norm it is.
@@ -100,12 +100,12 @@ class RMSNorm(_Fused, nn.RMSNorm):  # type: ignore[misc]
 MODULES: dict[Norm, type[nn.Module]] = {Norm.layernorm: LayerNorm, Norm.rmsnorm: RMSNorm}
 
 
-def _check(name, hidden_size, eps, dropout_p, dtype, zero_centered_weight, elementwise_affine, bias=True):
+def _checked(name, hidden_size, eps, dropout_p, device, dtype, zero_centered_weight, elementwise_affine, bias=True):
+    """The device, if one is given."""
     check_size(name, "hidden_size", hidden_size, 1)
     check_eps(name, eps)
     check_dropout_p(name, "dropout_p", dropout_p)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"{name}: dtype must be a float dtype of torch, got {dtype!r}")
-    flags = {"zero_centered_weight": zero_centered_weight, "elementwise_affine": elementwise_affine, "bias": bias}
-    for argument, flag in flags.items():
-        check_flag(name, argument, flag)
+    check_flags(name, zero_centered_weight=zero_centered_weight, elementwise_affine=elementwise_affine, bias=bias)
+    return None if device is None else as_device(name, device)

@@ -19,7 +19,7 @@ from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from . import prepared
-from .backend import launches
+from .kernels import launches
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
@@ -35,11 +35,7 @@ except RuntimeError as error:
 
 
 def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:
-    """Registers an operator that changes none of its arguments.
-
-    The low-level registration, because a call through custom_op costs the host 170 µs more with 25 arguments
-    (H200 machine, torch 2.11, forward with gradients: 239 µs).
-    """
+    """Registers an operator that changes none of its arguments. custom_op takes 170 µs more a call (25 arguments, H200)."""
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, kernel, key)
@@ -61,9 +57,9 @@ def register_autograd(op: torch._ops.OpOverload, below: torch._ops.OpOverload, w
     LIBRARY.impl(op._schema.name.split("::")[1], autograd, "Autograd")
 
 
-def below_autograd(op: torch._ops.OpOverload, *flat: Any) -> Any:
+def below_autograd(op: Callable, *arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*flat)
+        return op(*arguments)
 
 
 def has_tangents() -> bool:
@@ -143,16 +139,8 @@ norm_backward = record_operator(
 )
 
 
-def _norm_forward_out(y, r, tensors, how):
-    """Returns y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    return _no_none(launches().forward(*decode(Inputs, tensors, how), y, r))
-
-
-def _norm_forward_out_fake(y, r, tensors, how):
-    return _no_none(empty_outputs(*decode(Inputs, tensors, how), y, r))
-
-
-def _no_none(outputs: Outputs) -> tuple[Tensor, ...]:
+def _beside_buffers(outputs: Outputs) -> tuple[Tensor, ...]:
+    """y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
     rest = (outputs.y1, outputs.mask, outputs.mask1)
     return tuple(outputs.y.new_empty(0, dtype=torch.float32) if t is None else t for t in rest)
 
@@ -160,33 +148,42 @@ def _no_none(outputs: Outputs) -> tuple[Tensor, ...]:
 # By custom_op, which also tells autograd that the buffers have changed.
 norm_forward_out = library.custom_op(
     f"{NAMESPACE}::norm_forward_out",
-    _norm_forward_out,
+    lambda y, r, tensors, how: _beside_buffers(launches().forward(*decode(Inputs, tensors, how), y, r)),
     mutates_args=("y", "r"),
     schema="(Tensor(a!) y, Tensor(b!)? r, Tensor[] tensors, str how) -> (Tensor, Tensor, Tensor)",
 )
-norm_forward_out.register_fake(_norm_forward_out_fake)
+norm_forward_out.register_fake(lambda y, r, tensors, how: _beside_buffers(empty_outputs(*decode(Inputs, tensors, how), y, r)))
 
 
 dropout = operator(
     "dropout",
     "(Tensor x, Tensor seed, float p, SymInt stream) -> Tensor",
-    lambda *arguments: launches().dropout(*arguments),
-    lambda x, seed, p, stream: x.new_empty(x.shape),
+    lambda x, *how: launches().dropout(x, torch.empty_like(x, memory_format=torch.contiguous_format), *how),
+    lambda x, *how: x.new_empty(x.shape),
 )
 dropout_mask = operator(
     "dropout_mask",
     "(Tensor seed, SymInt rows, SymInt cols, float p, SymInt stream) -> Tensor",
-    lambda *arguments: launches().dropout_mask(*arguments),
-    lambda seed, rows, cols, p, stream: seed.new_empty((rows, cols), dtype=torch.bool),
+    lambda seed, rows, cols, *how: launches().dropout(None, seed.new_empty((rows, cols), dtype=torch.bool), seed, *how),
+    lambda seed, rows, cols, *how: seed.new_empty((rows, cols), dtype=torch.bool),
 )
 
 
 def norm_of(inputs: Inputs, options: Options) -> Outputs:
-    return _outputs(norm(*encode(inputs, options)), inputs, options)
+    return outputs_of(norm, inputs, options)
 
 
-def norm_below_autograd(inputs: Inputs, options: Options) -> Outputs:
-    return _outputs(below_autograd(norm_forward, *encode(inputs, options)), inputs, options)
+def outputs_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
+    """op: `norm`, or `norm_forward` below autograd."""
+    there = (
+        True,
+        options.store_residual,
+        inputs.weight1 is not None or inputs.bias1 is not None,
+        options.return_mask,
+        options.return_mask and inputs.x1 is not None,
+        options.store_stats,
+    )
+    return Outputs(*_in_places(there, op(*encode(inputs, options))))
 
 
 def norm_into(inputs: Inputs, options: Options, y: Tensor | None, r: Tensor | None) -> Outputs:
@@ -209,18 +206,6 @@ def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradie
         True in options.wanted,
     )
     return Gradients(*_in_places(there, norm_backward(*encode(inputs, options))))
-
-
-def _outputs(tensors: list[Tensor], inputs: Inputs, options: Options) -> Outputs:
-    there = (
-        True,
-        options.store_residual,
-        inputs.weight1 is not None or inputs.bias1 is not None,
-        options.return_mask,
-        options.return_mask and inputs.x1 is not None,
-        options.store_stats,
-    )
-    return Outputs(*_in_places(there, tensors))
 
 
 def _in_places(there: tuple[bool, ...], tensors: list[Tensor]) -> list[Any]:

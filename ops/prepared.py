@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backend
-from .backend import launches
+from . import kernels
+from .kernels import launches
 from .records import BackwardInputs, BackwardOptions, Inputs, Options, empty_gradients, empty_outputs
 
 Table = dict[Hashable, tuple[Callable, ...]]  # functions that return None where their guard fails
@@ -108,7 +108,7 @@ def begin(tensors: dict[str, Tensor], launchers: list) -> "Text | None":
     """
     like = next(iter(tensors.values()))
     empty = getattr(_guards, f"_empty_strided_{like.device.type}", None)
-    if empty is None or not launchers or not (backend.INTERPRET or all(launcher.compiled for launcher in launchers)):
+    if empty is None or not launchers or not (kernels.INTERPRET or all(launcher.compiled for launcher in launchers)):
         return None
     if like.numel() == 0:
         return None

@@ -1,15 +1,10 @@
 """The operator in plain PyTorch: what the kernels are tested against, and what tensors outside CUDA go through.
 
-Differentiable, any device, any float dtype; computes in fp32, or in fp64 where an input is fp64. Drops the same elements as
-the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on the CPU, where
-nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
-
-    z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual     scaled by 0, even NaN is 0
-    r = z rounded to the residual dtype
-    y = NORMS[norm](r) with (weight + offset) and bias     offset = 1 where weights are zero-centred
+`functional.norm_fn` has the formulas. Differentiable, on any device; computes in fp32, or in fp64 where an input is fp64. Drops
+the same elements as the kernels, bit for bit. It adds and normalises with the operations that an unfused model uses, so that on
+the CPU, where nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 """
 
-from collections.abc import Callable
 from enum import IntEnum
 
 import torch
@@ -37,10 +32,7 @@ def rms_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) 
 
 
 # Each takes r (..., N) and weight and bias (N,) in r's dtype, or None for 1 and 0.
-NORMS: dict[Norm, Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]] = {
-    Norm.layernorm: layer_norm,
-    Norm.rmsnorm: rms_norm,
-}
+NORMS = {Norm.layernorm: layer_norm, Norm.rmsnorm: rms_norm}
 
 
 def norm(inputs: Inputs, options: Options) -> Outputs:
@@ -50,8 +42,7 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
     residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in inputs[1:3])
     weight, bias, weight1, bias1 = inputs[3:7]
     rowscale, rowscale1 = (None if t is None else t.reshape(-1) for t in inputs[7:9])
-    double = any(t is not None and t.dtype == torch.float64 for t in inputs)
-    compute = torch.float64 if double else torch.float32
+    compute = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in inputs) else torch.float32
 
     z, mask = dropout(scale_rows(x.to(compute), rowscale), options.dropout_p, inputs.seed, stream=0)
     mask1 = None

@@ -17,9 +17,9 @@ if not GPU:
     # Triton reads this when a kernel is defined, so it is set before anything imports them.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from ops import backend  # noqa: E402
+from ops import kernels  # noqa: E402
 
-INTERPRET = backend.INTERPRET
+INTERPRET = kernels.INTERPRET
 if INTERPRET:
     from ops import launch  # noqa: F401  defines the kernels, now that they are for the interpreter
     from tests import interpreter
@@ -57,8 +57,8 @@ def pytest_runtest_setup(item):
 
     No fixture, as those of a whole module come before one of a single test.
     """
-    backend.INTERPRET = INTERPRET and "tests/ops/" in item.path.as_posix()
-    if backend.INTERPRET:
+    kernels.INTERPRET = INTERPRET and "tests/ops/" in item.path.as_posix()
+    if kernels.INTERPRET:
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)

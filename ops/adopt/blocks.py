@@ -132,14 +132,13 @@ def _check_drops_last(name: str, sublayer: nn.Module, dropout: nn.Module, norm: 
 
 
 class FusedBlock(Swapped):
-    """A block that takes and gives a Pending."""
+    """A block that gives a Pending and takes what its own forward takes, but as x, after the first block, a Pending."""
 
     layout: BlockLayout
     residual_in_fp32: bool
     wiring: Wiring
 
     def forward(self, *args: Any, **kwargs: Any) -> Pending:
-        """Takes what the block's own forward takes; but x, the first, is a Pending in every block after the first."""
         layout, names = self.layout, self.wiring.names
         if len(args) > len(names):
             raise TypeError(f"{type(self).__name__}: forward takes {', '.join(names)} by position, got {len(args)} arguments")

@@ -62,7 +62,7 @@ def replace_norms(
         raise TypeError(f"replace_norms: model must be a torch.nn.Module, got {type(model).__name__}")
     if only is not None and not callable(only):
         raise TypeError(f"replace_norms: only must be a function of a norm's name and module, got {only!r}")
-    sites = [site for name, module in model.named_modules() if (site := _replace(name or "model", module, only)) is not None]
+    sites = [site for name, module in model.named_modules() if (site := _replace(name or "model", module, only))]
     if verbose:
         print("".join(f"{line}\n" for line in sites), end="")
     return sites
@@ -103,21 +103,18 @@ class Pending(NamedTuple):
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"{getattr(function, '__name__', function)} {_NO_TENSOR}")
 
+    def _refuse(self, *operands: Any) -> Any:
+        raise TypeError(f"[], + and * {_NO_TENSOR}")
+
+    # A tuple has these: code that expects a tensor, or a tuple of one, would go on with half a stream.
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse  # type: ignore[misc]
+
 
 _NO_TENSOR = (
     "of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let the next fused block "
     "or a replaced norm have it: fuse every block of the stack, and replace_norms the model, whose final norm adds it up "
     "(output_hidden_states needs blocks that are not fused: restore_norms)"
 )
-
-
-def _refuse(self: Pending, *operands: Any) -> Any:
-    raise TypeError(f"[], + and * {_NO_TENSOR}")
-
-
-# A tuple has these too: code that expects a tensor, or a tuple of one, would go on with half a stream.
-for _operation in ("__getitem__", "__add__", "__radd__", "__mul__", "__rmul__"):
-    setattr(Pending, _operation, _refuse)
 
 
 class Swapped(nn.Module):

@@ -18,7 +18,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor, nn
 
-from ..backend import runs_kernels
+from ..kernels import runs_kernels
 from ..modules import MODULES
 from ..reference import NORMS, Norm
 
@@ -194,8 +194,7 @@ def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool
     device = _device(module)
     weights = {name: value.to(device, copy=True) for name, value in values.items()}
     clone = object.__new__(type(module))
-    clone.__dict__.update(module.__dict__)
-    clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
+    clone.__dict__ |= module.__dict__ | {"_parameters": {**module._parameters, **weights}, "training": training}
     return type(module).forward(clone, x.to(device, copy=True)).cpu()
 
 

@@ -158,8 +158,7 @@ def _given_to_mixer(name, block, layout, parts, arguments, shape, training) -> d
     expected = expected + (0.5 if layout.dropout2 in halves else 1.0) * mlp(norm2(expected))
 
     clone = object.__new__(type(block))
-    clone.__dict__.update(block.__dict__)
-    clone.__dict__ |= {"_modules": {**block._modules, **modules}, "training": training}
+    clone.__dict__ |= block.__dict__ | {"_modules": {**block._modules, **modules}, "training": training}
     problem = ""
     for mixer.returns_tuple in (False, True):  # transformers' attention also returns its weights
         try:

@@ -8,10 +8,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dropout import drop
 from .norms import centres, deviation, norm_gradient
-from .nvidia import narrow
+from .nvidia import add_pairs, collect, narrow, pack, publish, unpack, zero_pack
 from .rows import (
     Place,
-    add_pairs,
     block_cols,
     block_mask,
     block_start,
@@ -25,7 +24,6 @@ from .rows import (
     prefetch_tile,
     zero_outside,
 )
-from .split import collect, pack, publish, unpack, zero_pack
 
 
 class Pointers(NamedTuple):
@@ -48,23 +46,12 @@ class Pointers(NamedTuple):
     drowscale: tl.tensor  # fp32 [M]
     drowscale1: tl.tensor
     partials: tl.tensor  # fp32 [groups of programs, weight gradients wanted, N]
-    board: tl.tensor  # of split rows, see `split`
+    board: tl.tensor  # of split rows, see `nvidia`
 
 
 class Sums(NamedTuple):
     partials: tl.tensor  # fp32 [groups of programs, WIDTH]
     weights: tl.tensor  # [WIDTH]: the sum over groups
-
-
-class Strides(NamedTuple):
-    """Between rows, over Variant.STRIDE_UNIT; None where rows lie next to each other, as those of outputs do."""
-
-    dy: tl.tensor
-    dy1: tl.tensor
-    dr: tl.tensor
-    r: tl.tensor
-    x: tl.tensor
-    x1: tl.tensor
 
 
 class Numbers(NamedTuple):
@@ -111,11 +98,11 @@ def whole_rows(p, seed, stride, n, HOW: tl.constexpr):
         if HOW.PREFETCH:
             prefetch_inputs(p, stride, tile + (HOW.STAGES - 1) * tl.num_programs(0), n.M, HOW)
         at = place(tile, 0, n.M, HOW)
-        b_dz = load_rows_if_there(p.dr, at, stride.dr, HOW)
+        b_dz = load_rows(p.dr, at, stride.dr, HOW)
         if p.dy is not None or p.dy1 is not None:
             b_r = load_rows(p.r, at, stride.r, HOW)
-            b_dy = load_rows_if_there(p.dy, at, stride.dy, HOW)
-            b_dy1 = load_rows_if_there(p.dy1, at, stride.dy1, HOW)
+            b_dy = load_rows(p.dy, at, stride.dy, HOW)
+            b_dy1 = load_rows(p.dy1, at, stride.dy1, HOW)
             b_rstd, b_mean = load_stats(p.stats, at)
             b_xhat = normalised(b_r, b_mean, b_rstd, at, HOW)
             b_sums = add_weight_gradients(b_sums, b_dy, b_dy1, b_xhat, HOW)
@@ -149,7 +136,7 @@ def looped_rows(p, seed, stride, n, HOW: tl.constexpr):
                 b_c2 += b_block_c2
         for first_col in tl.range(0, HOW.N, HOW.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_dz = load_rows_if_there(p.dr, here, stride.dr, HOW)
+            b_dz = load_rows(p.dr, here, stride.dr, HOW)
             if p.dy is not None or p.dy1 is not None:
                 b_g, b_xhat, b_dy, b_dy1 = load_upstream(p, stride, b_mean, b_rstd, here, HOW)
                 b_sums = add_weight_gradients(zero_sums(HOW), b_dy, b_dy1, b_xhat, HOW)
@@ -166,7 +153,7 @@ def looped_rows(p, seed, stride, n, HOW: tl.constexpr):
 
 @triton.jit
 def split_rows(p, seed, stride, n, HOW: tl.constexpr):
-    """Rows that a group of HOW.SLICES programs share, a block each; they exchange the two sums of a row over `split`'s board.
+    """Rows that a group of HOW.SLICES programs share, a block each; they exchange the two sums of a row over `nvidia`'s board.
 
     A row is finished one turn late, when the sums of all have arrived. Until then its r and dy wait in registers.
     """
@@ -199,7 +186,7 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
         b_dy_before = (unpack(b_waiting_dy, p.dy.dtype.element_ty),)
         b_waiting_r = pack(b_r[0], p.r.dtype.element_ty)
         b_waiting_dy = pack(b_dy[0], p.dy.dtype.element_ty)
-        b_dz = load_rows_if_there(p.dr, before, stride.dr, HOW)
+        b_dz = load_rows(p.dr, before, stride.dr, HOW)
         b_rstd, b_mean = load_stats(p.stats, before)
         b_c1, b_c2 = collect(p.board, group, turn - 1, HOW)
         b_g = weighted(b_dy_before, b_weight, (), (), HOW)
@@ -210,20 +197,11 @@ def split_rows(p, seed, stride, n, HOW: tl.constexpr):
 
 
 @triton.jit
-def load_rows_if_there(p, at, stride, HOW: tl.constexpr):
-    """As load_rows; an empty tuple where there is no tensor, as tuples hold no None."""
-    b_row = ()
-    if p is not None:
-        b_row = load_rows(p, at, stride, HOW)
-    return b_row
-
-
-@triton.jit
 def load_upstream(p, stride, b_mean, b_rstd, at, HOW: tl.constexpr):
     """g, x̂, dy and dy1 of a block."""
     b_xhat = normalised(load_rows(p.r, at, stride.r, HOW), b_mean, b_rstd, at, HOW)
-    b_dy = load_rows_if_there(p.dy, at, stride.dy, HOW)
-    b_dy1 = load_rows_if_there(p.dy1, at, stride.dy1, HOW)
+    b_dy = load_rows(p.dy, at, stride.dy, HOW)
+    b_dy1 = load_rows(p.dy1, at, stride.dy1, HOW)
     b_weight = load_weights(p.weight, at, HOW, HOW.OFFSET)
     b_weight1 = load_weights(p.weight1, at, HOW, HOW.OFFSET)
     return weighted(b_dy, b_weight, b_dy1, b_weight1, HOW), b_xhat, b_dy, b_dy1

@@ -47,14 +47,6 @@ class Pointers(NamedTuple):
     stats: tl.tensor  # fp32 [M, 2]: rstd and mean
 
 
-class Strides(NamedTuple):
-    """Between rows, over Variant.STRIDE_UNIT; None where rows lie next to each other, as those of outputs do."""
-
-    x: tl.tensor
-    residual: tl.tensor
-    x1: tl.tensor
-
-
 class Numbers(NamedTuple):
     M: tl.tensor  # rows
     eps: tl.tensor
@@ -88,28 +80,27 @@ def norm_forward_kernel(p, p_seed, stride, M, eps, threshold, scale, distance, H
             weights += (block_weights(p, i, at, HOW),)
         keep_order()
     # What is loaded here stays in registers up to its output: the row, or its first block where the rest is read twice.
-    b_r = load_stream(p, seed, stride, n, at, HOW, p.mask, p.mask1)
-    store_stream(p.r, b_r, at, HOW)
-    b_r = widen_stream(b_r)
+    b_r = residual_stream(p, seed, stride, n, at, HOW, p.r, p.mask, p.mask1)
     b_mean = tl.zeros([HOW.ROWS], tl.float32)
     if centres(HOW.NORM):
         b_mean = mean(row_sum(b_r), min(HOW.N, blocks(HOW) * HOW.BLOCK_N))
-    b_spread = spread_sum(b_r, b_mean, at, HOW)
+    b_terms = ()
+    for i in tl.static_range(blocks(HOW)):
+        b_terms += (spread(zero_outside(deviation(b_r[i], b_mean, HOW.NORM), i, at, HOW), HOW.NORM),)
+    b_spread = row_sum(b_terms)
     if HOW.LOOPED:
         b_spread, b_mean = add_rest(p, seed, stride, n, at, b_spread, b_mean, HOW)
     b_rstd = inverse(b_spread, HOW.N, n.eps, HOW.NORM)
     # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
     for i in tl.static_range(blocks(HOW)):
-        if HOW.EARLY_WEIGHTS:
-            store_outputs(p, b_r[i], weights[i], b_mean, b_rstd, i, at, HOW)
-        else:
-            store_outputs(p, b_r[i], block_weights(p, i, at, HOW), b_mean, b_rstd, i, at, HOW)
+        if not HOW.EARLY_WEIGHTS:
+            weights += (block_weights(p, i, at, HOW),)
+        store_outputs(p, b_r[i], weights[i], b_mean, b_rstd, i, at, HOW)
     if HOW.LOOPED:
         for first_col in tl.range(HOW.BLOCK_N, HOW.N, HOW.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_rest = load_stream(p, seed, stride, n, here, HOW, p.mask, p.mask1)
-            store_stream(p.r, b_rest, here, HOW)
-            store_outputs(p, widen_stream(b_rest)[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
+            b_rest = residual_stream(p, seed, stride, n, here, HOW, p.r, p.mask, p.mask1)
+            store_outputs(p, b_rest[0], block_weights(p, 0, here, HOW), b_mean, b_rstd, 0, here, HOW)
     store_stats(p.stats, b_rstd, b_mean, at)
 
 
@@ -123,7 +114,7 @@ def add_rest(p, seed, stride, n, at, b_spread, b_shift, HOW: tl.constexpr):
     b_sum = tl.zeros([HOW.ROWS], tl.float32)
     for first_col in tl.range(HOW.BLOCK_N, HOW.N, HOW.BLOCK_N, num_stages=1):
         here = Place(at.rows, at.m_row, first_col)
-        b_r = widen_stream(load_stream(p, seed, stride, n, here, HOW, None, None))
+        b_r = residual_stream(p, seed, stride, n, here, HOW, None, None, None)
         b_d = zero_outside(deviation(b_r[0], b_shift, HOW.NORM), 0, here, HOW)
         b_spread += tl.sum(spread(b_d, HOW.NORM), 1)
         b_sum += tl.sum(b_d, 1)
@@ -136,17 +127,16 @@ def add_rest(p, seed, stride, n, at, b_spread, b_shift, HOW: tl.constexpr):
 
 
 @triton.jit
-def load_stream(p, seed, stride, n, at, HOW: tl.constexpr, p_mask, p_mask1):
-    """r = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual: blocks [ROWS, BLOCK_N] in the dtype of the stream."""
+def residual_stream(p, seed, stride, n, at, HOW: tl.constexpr, p_r, p_mask, p_mask1):
+    """r = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual, rounded to the dtype of the stream: fp32 blocks
+    [ROWS, BLOCK_N]. Stores r and the masks where there are pointers for them."""
     # All loads are issued before the first use.
     b_scale = load_scale(p.rowscale, at)
     b_x = load_rows(p.x, rows_to_read(at, b_scale), stride.x, HOW)
-    if p.x1 is not None:
-        b_scale1 = load_scale(p.rowscale1, at)
-        b_x1 = load_rows(p.x1, rows_to_read(at, b_scale1), stride.x1, HOW)
-    if p.residual is not None:
-        b_residual = load_rows(p.residual, at, stride.residual, HOW)
-    b_r = ()
+    b_scale1 = load_scale(p.rowscale1, at)
+    b_x1 = load_rows(p.x1, rows_to_read(at, b_scale1), stride.x1, HOW)
+    b_residual = load_rows(p.residual, at, stride.residual, HOW)
+    b_rounded = ()
     for i in tl.static_range(blocks(HOW)):
         b_z = branch(b_x[i], b_scale, seed, p_mask, n, i, at, HOW, 0)
         if p.x1 is not None:
@@ -154,7 +144,13 @@ def load_stream(p, seed, stride, n, at, HOW: tl.constexpr, p_mask, p_mask1):
         if p.residual is not None:
             b_z += b_residual[i]
         # Rounded before it is normalised: backward and all who read the stream see only that.
-        b_r += (narrow(b_z, HOW.STREAM_DTYPE),)
+        b_rounded += (narrow(b_z, HOW.STREAM_DTYPE),)
+    if p_r is not None:
+        for i in tl.static_range(blocks(HOW)):
+            tl.store(p_r + offsets(i, at, None, HOW), b_rounded[i], mask=block_mask(i, at, HOW))
+    b_r = ()
+    for i in tl.static_range(blocks(HOW)):
+        b_r += (widen(b_rounded[i]),)
     return b_r
 
 
@@ -174,30 +170,6 @@ def rows_to_read(at, b_scale):
     if b_scale is not None:
         at = Place(at.rows, at.m_row & (b_scale != 0.0), at.first_col)
     return at
-
-
-@triton.jit
-def widen_stream(b_r):
-    b_wide = ()
-    for i in tl.static_range(len(b_r)):
-        b_wide += (widen(b_r[i]),)
-    return b_wide
-
-
-@triton.jit
-def store_stream(p_r, b_r, at, HOW: tl.constexpr):
-    if p_r is not None:
-        for i in tl.static_range(blocks(HOW)):
-            tl.store(p_r + offsets(i, at, None, HOW), b_r[i], mask=block_mask(i, at, HOW))
-
-
-@triton.jit
-def spread_sum(b_r, b_mean, at, HOW: tl.constexpr):
-    """fp32 [ROWS]: the sum over the columns of what the norm's statistic is made of."""
-    b_spread = ()
-    for i in tl.static_range(blocks(HOW)):
-        b_spread += (spread(zero_outside(deviation(b_r[i], b_mean, HOW.NORM), i, at, HOW), HOW.NORM),)
-    return row_sum(b_spread)
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..backend import INTERPRET
-from .nvidia import prefetch_rows, widen
+from . import INTERPRET
+from .nvidia import pair_of, prefetch_rows, widen, word_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,19 @@ def blocks(HOW):
 def reaches_outside(i, HOW):
     """Whether block i may reach past the row's end."""
     return HOW.N % HOW.BLOCK_N != 0 and i == blocks(HOW) - 1
+
+
+class Strides(NamedTuple):
+    """Of the tensors that are read by rows: from a row to the next, over Variant.STRIDE_UNIT. None where there is no tensor, or
+    all rows lie next to each other, as those of outputs do."""
+
+    dy: tl.tensor
+    dy1: tl.tensor
+    dr: tl.tensor
+    r: tl.tensor
+    x: tl.tensor
+    residual: tl.tensor
+    x1: tl.tensor
 
 
 class Place(NamedTuple):
@@ -124,10 +137,12 @@ def prefetch_tile(p, stride, tile, first_col, columns, M, HOW: tl.constexpr):
 
 @triton.jit
 def load_rows(p, at, stride, HOW: tl.constexpr):
-    """fp32 blocks, zero where masked. All are loaded before any is used."""
+    """fp32 blocks, zero where masked, all loaded before any is used. An empty tuple where there is no tensor, as tuples hold no
+    None."""
     b_row = ()
-    for i in tl.static_range(blocks(HOW)):
-        b_row += (widen(tl.load(p + offsets(i, at, stride, HOW), mask=block_mask(i, at, HOW), other=0.0)),)
+    if p is not None:
+        for i in tl.static_range(blocks(HOW)):
+            b_row += (widen(tl.load(p + offsets(i, at, stride, HOW), mask=block_mask(i, at, HOW), other=0.0)),)
     return b_row
 
 
@@ -142,7 +157,7 @@ def load_weights(p, at, HOW: tl.constexpr, OFFSET: tl.constexpr = 0.0):
 
 @triton.jit
 def load_weight(p, i: tl.constexpr, at, HOW: tl.constexpr, OFFSET: tl.constexpr = 0.0):
-    """Block i alone, in a tuple: tuples hold no None, so one that is not there is an empty tuple."""
+    """Block i alone, in a tuple."""
     b_weight = ()
     if p is not None:
         cols = block_cols(i, at, HOW)[None, :]
@@ -176,11 +191,6 @@ def mean(b_sum, N):
 
 
 @triton.jit
-def add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def store_stats(p_stats, b_rstd, b_mean, at):
     """rstd and mean, fp32 [M, 2], the two of a row as one word: a sector of memory takes as long whatever is written of it."""
     if p_stats is not None:
@@ -192,21 +202,6 @@ def store_stats(p_stats, b_rstd, b_mean, at):
 def load_stats(p_stats, at):
     """rstd and mean, fp32 [ROWS]."""
     return pair_of(tl.load(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, mask=at.m_row, other=0))
-
-
-@triton.jit
-def word_of(b_first, b_second):
-    """Two fp32 blocks as one of int64."""
-    low = b_first.to(tl.uint32, bitcast=True).to(tl.int64)
-    high = b_second.to(tl.uint32, bitcast=True).to(tl.int64)
-    return low | (high << 32)
-
-
-@triton.jit
-def pair_of(words):
-    """The two of `word_of`."""
-    b_first = words.to(tl.uint32).to(tl.float32, bitcast=True)
-    return b_first, (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from ablation.adopted_models import default_loss
 from ablation.adoption import check_parity, measure
 from examples.nanogpt_block import GPT
 from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
-from ops.backend import runs_kernels
+from ops.kernels import runs_kernels
 
 WIDTH = 32
 QUICK = {"cycles": 6, "block_steps": 1, "warmup_steps": 0}

@@ -16,7 +16,7 @@ from ablation.rounding import BIAS, MARGIN, Distances, sign_test, size_test
 from configs.machine import Machine
 from data import load_corpus
 from measure.comparison import FUSED, TORCH
-from ops import backend
+from ops import kernels
 from tests.ablation import faults
 from tests.runs import precision
 
@@ -58,7 +58,7 @@ def test_the_fused_norms_pass_over_eight_seeds_and_over_any_five_of_them(tiny, d
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 def test_the_kernels_pass_in_the_interpreter(tiny, monkeypatch):
     # fp32 only: the interpreter rounds to bf16 towards zero, as no GPU does, and parity would rightly object
-    monkeypatch.setattr(backend, "INTERPRET", True)
+    monkeypatch.setattr(kernels, "INTERPRET", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     small = ("model.layers=1", "model.context=16", "train.batch_size=2", "ablate.parity_steps=1", "ablate.parity_seeds=2")
     result = found(tiny(*small), FP32)

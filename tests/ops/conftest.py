@@ -3,8 +3,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from ops import backend, launch, prepared
-from ops.kernels import split
+from ops import kernels, launch, prepared
+from ops.kernels import nvidia
 
 from .tiles import TwiceIfSplit, fitted, read_at_once
 
@@ -29,15 +29,15 @@ def fresh_launches():
 def use_tile(monkeypatch):
     """A function: from now on, launches in both directions get this tile."""
     facts = launch.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if backend.INTERPRET:
+    if kernels.INTERPRET:
         monkeypatch.setattr(launch, "norm_backward_kernel", TwiceIfSplit(launch.norm_backward_kernel))
-        monkeypatch.setattr(split, "wait_for_words", read_at_once)
+        monkeypatch.setattr(nvidia, "wait_for_words", read_at_once)
         # So long that no word takes the place of another. Loops count in plain ints there, which know no constexpr.
         monkeypatch.setattr(launch, "RING", tl.constexpr(64))
-        monkeypatch.setattr(split, "RING", 64)
+        monkeypatch.setattr(nvidia, "RING", 64)
 
     def use(tile):
-        if backend.INTERPRET:  # two groups of programs that share rows, so that each has several
+        if kernels.INTERPRET:  # two groups of programs that share rows, so that each has several
             monkeypatch.setattr(launch, "device_facts", lambda device: facts._replace(multiprocessors=2 * tile.slices))
         for name in ("forward_tile", "backward_tile"):
             monkeypatch.setattr(launch, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
@@ -47,7 +47,7 @@ def use_tile(monkeypatch):
     return use
 
 
-@pytest.fixture(autouse=backend.INTERPRET)
+@pytest.fixture(autouse=kernels.INTERPRET)
 def interpreter_rounds_like_a_gpu(monkeypatch):
     """The interpreter of Triton 3.6 and 3.7 cuts fp32 off at bf16 where every GPU rounds to nearest even; that would double
     each rounding error that these tests measure."""

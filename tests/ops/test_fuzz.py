@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ops import backend
+from ops import kernels
 
 from . import fuzz
 
@@ -11,9 +11,9 @@ from . import fuzz
 @pytest.mark.parametrize("by", ["reference", "kernels"])
 def test_wrong_calls_are_refused_by_name_and_right_ones_are_accurate(by, device, monkeypatch):
     if by == "reference":
-        monkeypatch.setattr(backend, "INTERPRET", False)
+        monkeypatch.setattr(kernels, "INTERPRET", False)
         device = torch.device("cpu")
-    calls = range(2000 if by == "reference" else 250 if backend.INTERPRET else 10_000)
+    calls = range(2000 if by == "reference" else 250 if kernels.INTERPRET else 10_000)
     found = [fuzz.attempt(0, number, device) for number in calls]
     outcomes, wrong = [outcome for outcome, _ in found], [what for outcome, what in found if outcome is fuzz.Outcome.wrong]
     assert not wrong, "\n".join(wrong[:5])
@@ -25,7 +25,7 @@ def test_calls_that_go_wrong_are_counted_shown_and_fail_the_fuzz(monkeypatch, ca
         raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(backend, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "INTERPRET", False)
     for functions, code in ((fuzz.FUNCTIONS, 0), ((broken,), 1)):
         monkeypatch.setattr(fuzz, "FUNCTIONS", functions)
         with pytest.raises(SystemExit) as end:

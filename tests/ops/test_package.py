@@ -54,11 +54,11 @@ print(ops.backend_for("cpu"), torch.cuda.is_initialized())
 
 
 def test_backend_says_what_ran(monkeypatch):
-    monkeypatch.setattr(ops.backend, "INTERPRET", False)
+    monkeypatch.setattr(ops.kernels, "INTERPRET", False)
     assert ops.backend_for("cpu") == "PyTorch reference"
     assert ops.backend_for("mps") == "PyTorch reference"
     assert ops.backend_for("cuda") == "Triton kernels"
-    monkeypatch.setattr(ops.backend, "INTERPRET", True)
+    monkeypatch.setattr(ops.kernels, "INTERPRET", True)
     assert ops.backend_for("cpu") == "Triton interpreter"
 
 

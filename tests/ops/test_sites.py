@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ops import Norm, launch, layer_norm_fn, norm_fn, operators, prepared, rms_norm_fn, sites
-from ops.backend import INTERPRET
+from ops.kernels import INTERPRET
 
 from .cases import BF16, FP32, KERNELS, Seen, arguments, describe, inputs, leaf, outputs_and_gradients, pairwise, unaligned
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops import RMSNorm, backend, layer_norm_fn, layer_norm_linear_fn, replace_norms, rms_norm_fn, seeded_dropout
+from ops import RMSNorm, kernels, layer_norm_fn, layer_norm_linear_fn, replace_norms, rms_norm_fn, seeded_dropout
 
 from .cases import leaf
 
@@ -89,7 +89,7 @@ def test_a_penalty_on_a_gradient_is_refused_where_what_follows_is_constant_too(f
 
 
 def test_the_reference_has_gradients_of_gradients(monkeypatch):
-    monkeypatch.setattr(backend, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "INTERPRET", False)
     x, w, scale = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5), (5,), (2,)))
     scale.data[0] = 0.0
 

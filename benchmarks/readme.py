@@ -88,7 +88,7 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, list[d
 
 STEP_CODE = ("ops", "model", "training")  # the folders whose code runs in a training step
 CODE = {"ablation": STEP_CODE, "scaling": STEP_CODE, "train_step": STEP_CODE}  # that a table describes; of all others ops/
-CHANGED = re.compile(r"^Changed since git ([\w, ]+): .*$", re.MULTILINE)
+CHANGED = re.compile(r"^Since git ([\w, ]+) the code in .* has changed\..*$", re.MULTILINE)
 
 
 @cache
@@ -115,7 +115,7 @@ def changed_since(name: str, environments: Sequence[dict[str, Any]], before: str
     changed = [(revision, folder) for revision, folder in pairs if is_changed(folder, revision)]
     older = ", ".join(dict.fromkeys(revision[:8] for revision, _ in changed))
     folders = ", ".join(dict.fromkeys(f"`{folder}/`" for _, folder in changed))
-    return f"Changed since git {older}: {folders}. Those figures are of older code." if changed else ""
+    return f"Since git {older} the code in {folders} has changed. These figures are of the older code." if changed else ""
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -269,45 +269,39 @@ PANELS: dict[str, tuple[str, list[tuple[str, Value, bool]]]] = {
 LINEAR = ("a", "b")  # as they were published
 
 
-def plot(file: dict[str, Any], folder: Path) -> list[Path]:
-    """seed_a.png to seed_d.png, those that have records; returns what it wrote."""
-    written = []
-    for figure, (title, panels) in PANELS.items():
-        records = [r for r in file["records"] if r["figure"] == figure and r.get("us") is not None]
-        shown = [panel for panel in panels if any(panel[1](record) is not None for record in records)]
-        if records and shown:
-            path = folder / f"seed_{figure}.png"
-            _draw(figure, file["environment"], records, title, shown, path)
-            written.append(path)
-    return written
+def plot(file: dict[str, Any], folder: Path) -> Path | None:
+    """seed_figures.png, a panel for each figure and value that has records; None without any."""
+    panels = []
+    for name, (title, axes) in PANELS.items():
+        records = [r for r in file["records"] if r["figure"] == name and r.get("us") is not None]
+        panels += [(name, title, records, axis) for axis in axes if any(axis[1](record) is not None for record in records)]
+    if not panels:
+        return None
+    lines = -(-len(panels) // 2)
+    figure, grid = pyplot.subplots(lines, 2, figsize=(13, 4.4 * lines), dpi=90, layout="constrained", squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw(axes, *panel)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    path = folder / "seed_figures.png"
+    finish(figure, list(grid.flat[: len(panels)]), "Published comparisons, cold L2", file["environment"], path)
+    return path
 
 
-def _draw(
-    figure_name: str,
-    environment: dict[str, Any],
-    records: Sequence[Record],
-    title: str,
-    panels: Sequence[tuple[str, Value, bool]],
-    path: Path,
-) -> None:
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=(2.0 + 5.4 * len(panels), 4.8), dpi=110, layout="constrained", squeeze=False
-    )
-    present = {record["provider"] for record in records}
-    for axes, (label, value, logarithmic) in zip(grid.flat, panels, strict=True):
-        for name in (name for name in STYLES if name in present):
-            points = sorted((r["N"], v) for r in records if r["provider"] == name and (v := value(r)) is not None)
-            if points:
-                line(axes, name, points)
-        width_axis(axes, sorted({record["N"] for record in records}), linear=figure_name in LINEAR)
-        axes.set_xlabel("N, features in a row")
-        axes.set_ylabel(label)
-        if logarithmic:
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-    rows = max(record["M"] for record in records)
-    finish(figure, list(grid.flat), f"{title}, {rows} rows, cold L2", environment, path)
+def _draw(axes: Any, name: str, title: str, records: Sequence[Record], axis: tuple[str, Value, bool]) -> None:
+    label, value, logarithmic = axis
+    for provider in STYLES:
+        points = sorted((r["N"], v) for r in records if r["provider"] == provider and (v := value(r)) is not None)
+        if points:
+            line(axes, provider, points)
+    width_axis(axes, sorted({r["N"] for r in records}), linear=name in LINEAR)
+    axes.set_title(f"{name}: {title}, {max(r['M'] for r in records)} rows", fontsize=10)
+    axes.set_xlabel("N, features in a row")
+    axes.set_ylabel(label)
+    if logarithmic:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":

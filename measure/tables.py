@@ -106,6 +106,6 @@ def machine(environment: dict[str, Any]) -> str:
     git = environment["git"]
     revision = [f"git {git['revision'][:8]}"] if git else []
     if git and git.get("others"):
-        counts = (f"{count} records of {other[:8]}" for other, count in git["others"].items())
+        counts = (f"{count} measurements of {other[:8]}" for other, count in git["others"].items())
         revision = [f"{revision[0]} ({', '.join(counts)})"]
     return ", ".join([gpu, *versions, *revision])

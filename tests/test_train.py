@@ -86,7 +86,7 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     ("overrides", "on", "said"),
     [
         (["model.layers=1"], CPU, "parameters, 1 layer × 32\n"),
-        ([], CPU, "PyTorch reference: no kernel runs on this CPU"),
+        ([], CPU, "PyTorch reference of the fused op (no kernel on this CPU)"),
         (["norm.impl=torch"], CPU, "PyTorch's own operators"),
         (["train.precision=bf16"], Machine("cpu", bf16=False), "bf16, emulated: this CPU has no bf16 arithmetic"),
     ],

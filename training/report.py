@@ -40,7 +40,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     if cfg.norm.impl is NormImpl.torch:
         norms = "PyTorch's own operators"
     elif device.type == "cpu" and ops.backend_for(device) == "PyTorch reference":
-        norms = "the fused op's PyTorch reference: no kernel runs on this CPU"
+        norms = "PyTorch reference of the fused op (no kernel on this CPU)"
     else:
         norms = ops.backend_for(device)
     masks = ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""

@@ -79,7 +79,7 @@ def test_renewed_cells_are_of_this_revision_and_the_others_say_of_which_they_are
     add(path, at("def"), record(2, us=5.0), record(2, "torch", us=6.0), renew=True)
     assert kept(path, "N", "us", "revision") == [(1, 1.0, "abc"), (2, 5.0, None), (2, 6.0, None), (3, 1.0, "abc")]
     assert load(path)["environment"]["git"] == {"revision": "def", "dirty": False, "others": {"abc": 2}}
-    assert machine(load(path)["environment"]).endswith("git def (2 records of abc)")
+    assert machine(load(path)["environment"]).endswith("git def (2 measurements of abc)")
     going_on, as_it_is = (Results(path, KEY, at("def"), "run", renew=renew) for renew in (True, False))
     assert [going_on.has(case="ln", N=n, provider="ours") for n in (1, 2, 4)] == [False, True, False]
     assert [as_it_is.has(case="ln", N=n, provider="ours") for n in (1, 2, 4)] == [True, True, False]

@@ -19,7 +19,7 @@ from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from . import prepared
-from .kernels import launches
+from .prepared import launches
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.

@@ -17,19 +17,26 @@ function returns None or takes the plain launch, which gives the same bits.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import lru_cache
-from types import CodeType
+from functools import cache, lru_cache
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import kernels
-from .kernels import launches
 from .records import BackwardInputs, BackwardOptions, Inputs, Options, empty_gradients, empty_outputs
 
 Table = dict[Hashable, tuple[Callable, ...]]  # functions that return None where their guard fails
 MOST, MOST_ALIKE = 512, 8  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
+
+
+@cache
+def launches() -> ModuleType:
+    """`launch`, imported when the first kernel starts: it needs Triton, which a machine without a GPU may lack."""
+    from . import launch
+
+    return launch
 
 
 _TABLES: list[Table] = []

@@ -79,8 +79,9 @@ def forward_tile(n: int, work: Work, device: Device = H200) -> Tile:
     early = light and n * work.weights <= min(2048 * work.vector, 6144 * work.row_bytes)
     warps = _power_near(rows * n / (128 * work.vector), most=1.2 if light else 1.5 if n <= 4096 else 2)
     if work.drops and work.vector == 4 and warps < MOST_WARPS // 2:
-        warps *= 2  # a thread has much to compute for each column
+        warps *= 2  # dropout computes much for each column, so more threads share it
     warps = min(warps, rows if rows > 1 else MOST_WARPS)
+    # Prefetch slows down a program that has a multiprocessor to itself.
     distance = (1 if early else 4) * MB / (rows * n * work.row_bytes)
     return Tile(
         rows,
@@ -100,7 +101,7 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
         if not (work.splittable and device.cooperative and block_n <= 4096):
             warps = MOST_WARPS // 2
             return Tile(1, 32 * work.vector * warps, _warps(warps, device), 1, programs_per_sm=1, looped=True)
-        # Two gradients to write, as with dropout, take registers of twice as many threads.
+        # With dropout there are two gradients to write, for which one warp has too few registers. In fp32 it is two anyway.
         warps = block_n // (512 if work.written_bytes >= 4 else 128 * work.vector)
         return _persistent(Tile(1, block_n, warps, 1, max(1, 8 // warps), slices=-(-n // block_n)), block_n, work, device)
     warps = _backward_warps(n, work)
@@ -114,7 +115,7 @@ def backward_tile(n: int, work: Work, device: Device = H200) -> Tile:
 
 
 def _backward_warps(n: int, work: Work) -> int:
-    """Four, or eight for wide rows; fewer where those leave more than a quarter of all lanes idle behind the row's end."""
+    """Four, or eight for wide rows; fewer where those leave more than a quarter of all lanes idle past the row's end."""
 
     def padded(warps: int) -> int:
         return -(-n // (32 * work.vector * warps)) * 32 * work.vector * warps

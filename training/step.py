@@ -117,6 +117,10 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, rank: int, sites: i
     The seeds are a pure function of the arguments, so evaluation, logging and restarts can't shift them. Torch's own generators
     are seeded too: dropout on attention weights and norm.dropout_masks=native draw from them.
 
+    Args:
+        sites: how many dropout sites the model has.
+        device: whose current generator is seeded besides the CPU's.
+
     Returns:
         int64 [sites] on the CPU, not negative: the same for every norm implementation.
     """

@@ -8,8 +8,6 @@ fp32.
 """
 
 import os
-from functools import cache
-from types import ModuleType
 
 import torch
 
@@ -28,11 +26,3 @@ def backend_for(device: torch.device | str) -> str:
     if not runs_kernels(device):
         return "PyTorch reference"
     return "Triton interpreter" if device.type == "cpu" else "Triton kernels"
-
-
-@cache
-def launches() -> ModuleType:
-    """`launch`, imported when the first kernel starts: it needs Triton, which a machine without a GPU may lack."""
-    from .. import launch
-
-    return launch

@@ -112,11 +112,12 @@ def losses(parity: Parity, path: Path) -> None:
     first, *others = runs
     off = {name: np.sqrt(np.mean((runs[name] - runs[first]) ** 2, axis=0)) for name in others}
     least = min((distance[distance > 0].min(initial=np.inf) for distance in off.values()), default=np.inf)
-    for at, (name, of) in enumerate(runs.items()):
-        above.plot(np.mean(of, axis=0), label=name, **LINES[at % len(LINES)])
-    for at, (name, distance) in enumerate(off.items(), start=1):
+    styles = dict(zip(runs, LINES, strict=False))  # an arm looks the same in every panel
+    for name, of in runs.items():
+        above.plot(np.mean(of, axis=0), label=name, **styles[name])
+    for name, distance in off.items():
         same = ": no difference" if (distance == 0).all() else ""
-        below.plot(distance, label=name + same, **LINES[at % len(LINES)])
+        below.plot(distance, label=name + same, **styles[name])
     most = max((distance[np.isfinite(distance)].max(initial=0.0) for distance in off.values()), default=0.0)
     if most < 10 * least < np.inf:
         below.set_ylim(bottom=0)  # on a logarithm less than a decade has one label, which gives no scale
@@ -129,9 +130,9 @@ def losses(parity: Parity, path: Path) -> None:
     above.set_ylabel("loss, nats per token", fontsize=9)
     below.set_ylabel(f"distance from\n{first}, nats", fontsize=9)
     for axes in last:
-        for at, (name, errors) in enumerate(parity.gradient_errors.items(), start=1):
+        for name, errors in parity.gradient_errors.items():
             largest = [[max(layers.values()) for layers in run[:steps]] for run in errors]
-            axes.plot(np.mean(largest, axis=0), label=name, **LINES[at % len(LINES)])
+            axes.plot(np.mean(largest, axis=0), label=name, **styles[name])
         shown = np.concatenate([np.ravel(line.get_ydata()) for line in axes.lines])
         if 0 < 10 * shown.min() < shown.max():
             axes.set_yscale("log")
@@ -255,7 +256,7 @@ def attributions(cells: Sequence[Cell], path: Path) -> bool:
                 entries.setdefault(share.group, bar[0])
                 if share.group in wide:
                     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.9}
-                    axes.text(left + share.ms / 2, at, _ms(share.ms), ha="center", va="center", fontsize=8, bbox=box)
+                    axes.bar_label(bar, [_ms(share.ms)], label_type="center", fontsize=8, bbox=box)
                 left += share.ms
             axes.text(left + 0.01 * whole, at, f"{_ms(left)} ms", va="center", fontsize=8)
         axes.set_xlim(0, 1.12 * whole)

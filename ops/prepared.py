@@ -17,6 +17,7 @@ function returns None or takes the plain launch, which gives the same bits.
 """
 
 from collections.abc import Callable, Hashable, Iterable
+from copy import copy
 from functools import cache, lru_cache
 from types import CodeType, ModuleType
 from typing import Any
@@ -177,14 +178,24 @@ class Text:
         self.lines += [f"p_{name} = {name}.data_ptr()" for name in given]
         self.lines.append(f"if ({' | '.join([f'p_{name}' for name in given])}) % 16: {plain}")
         if launcher.compiled is not None:
-            rest = {f"{at}_{i}": value for i, value in enumerate(launcher.rest)}
-            pointers, seed = _list([name and f"p_{name}" for name in tensors]), [s and f"{s}.data_ptr()" for s in seed]
             kernel = launcher.compiled
-            self.names |= {"stream": launches().stream_getter(), f"{at}_run": kernel.run, **rest}
-            self.names |= {f"{at}_function": kernel.function, f"{at}_metadata": kernel.packed_metadata}
-            how = f"{launcher.programs}, 1, 1, stream(index), {at}_function, {at}_metadata, None, None, None"
-            plain = f"{at}_run({', '.join([how, f'({pointers},)', *map(str, seed), *rest])})"
+            where = (launcher.programs, 1, 1, _Code("stream(index)"), kernel.function)
+            pointers = tuple([name and _Code(f"p_{name}") for name in tensors])
+            seed = [s and _Code(f"{s}.data_ptr()") for s in seed]
+            unhooked = (kernel.packed_metadata, None, None, None)
+            run, arguments = _behind(kernel.run, (*where, *unhooked, pointers, *seed, *launcher.rest))
+            self.names |= {"stream": launches().stream_getter(), f"{at}_run": run}
+            plain = f"{at}_run{self._written(at, arguments)}"
         self.lines.append(f"else: {plain}")
+
+    def _written(self, name: str, value: Any) -> str:
+        """The value in the text, or a name for it."""
+        if isinstance(value, tuple) and any(isinstance(each, _Code | tuple) for each in value):
+            return f"({''.join([self._written(f'{name}_{i}', each) + ', ' for i, each in enumerate(value)])})"
+        if value is None or isinstance(value, _Code):
+            return str(value)
+        self.names[name] = value
+        return name
 
     def function(self, name: str, parameters: Iterable[str], *lines: str) -> Callable:
         """The lines so far and these; the next function begins anew."""
@@ -200,6 +211,25 @@ def _backward_launch(inputs: BackwardInputs, options: BackwardOptions) -> Any:
 
 def _list(names: list[str | None]) -> str:
     return ", ".join(map(str, names))
+
+
+class _Code(str):
+    """Text that computes an argument, in the place of that argument."""
+
+
+def _behind(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:
+    """What Triton's launcher calls, and with which arguments: its Python code takes half a microsecond of every launch.
+
+    A copy of the launcher tells, so that nothing here depends on the arguments of Triton's C function. A launcher that may
+    allocate at each launch is called as it is.
+    """
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1) or not hasattr(run, "launch"):
+        return run, arguments
+    passed: list[tuple] = []
+    twin: Any = copy(run)
+    twin.launch = lambda *given: passed.append(given)
+    twin(*arguments)
+    return run.launch, passed[0]
 
 
 @lru_cache(maxsize=1024)

@@ -135,21 +135,23 @@ def most_registers(tile: Tile) -> int | None:
 def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
     """The tile with its stages, by the bytes that one tile of each program takes on a multiprocessor.
 
-    Where a tile reads far more than it writes, its copies keep memory busy, and what is prefetched gets in their way. So it
-    does with three tiles ahead of LayerNorm, which is long at work on each. Elsewhere prefetched rows come on top of the
-    copies, and fewer copies keep a slower memory busy. Rows that several programs share wait for each other, so more copies
-    are to be there.
+    Prefetched rows come on top of the copies ahead. They get in the way where these keep memory busy by themselves: where they
+    are many bytes for the memory's bandwidth, where a tile reads far more than it writes, and with three tiles ahead of
+    LayerNorm, which is long at work on each. Where rows are prefetched too, fewer copies keep a slower memory busy. Rows that
+    several programs share wait for each other, so more copies are to be there.
     """
     size = columns * work.row_bytes * tile.programs_per_sm
     reads_most = work.row_bytes >= 2.5 * work.written_bytes
-    speed = 1 if reads_most or tile.slices > 1 else device.bandwidth / H200.bandwidth
-    ahead = 3 if size <= 20 * KB * speed else 2 if size <= (38 if tile.slices == 1 else 49) * KB * speed else 1
+    speed = device.bandwidth / H200.bandwidth
+    scale = 1 if reads_most or tile.slices > 1 else speed
+    ahead = 3 if size <= 20 * KB * scale else 2 if size <= (38 if tile.slices == 1 else 49) * KB * scale else 1
     staged = tile.programs_per_sm * tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
     while ahead and ahead * staged + tile.programs_per_sm * 2 * KB > device.shared_memory:
         ahead -= 1
     prefetch = (
         device.since_sm_90
         and tile.rows <= MOST_ROWS_PREFETCHED
+        and ahead * size <= 64 * KB * speed
         and (ahead == 1 or not (reads_most or (ahead == 3 and work.weights == 2)))
     )
     return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)

@@ -64,21 +64,32 @@ def interpreter_rounds_like_a_gpu(monkeypatch):
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
 
 
+class Launcher:
+    """Python code in front of `launch`, which is C. With scratch it allocates at each launch."""
+
+    profile_scratch_size = 0
+
+    def __init__(self, runs, scratch):
+        self.launch, self.global_scratch_size, self.called = runs.append, scratch, []
+
+    def __call__(self, *arguments):
+        self.called.append(True)
+        self.launch(arguments)
+
+
 class Compiled:
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self):
+    def __init__(self, scratch=0):
         self.runs = []
-
-    def run(self, *arguments):
-        self.runs.append(arguments)
+        self.run = Launcher(self.runs, scratch)
 
 
 class Kernel:
     """Triton's side, played by the test: notes the calls that go through it."""
 
-    def __init__(self):
-        self.compiled, self.calls = Compiled(), []
+    def __init__(self, scratch=0):
+        self.compiled, self.calls = Compiled(scratch), []
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: (self.calls.append((grid, arguments, options)), self.compiled)[1]

@@ -104,7 +104,8 @@ def test_the_bits_are_the_same(case, way, device, plain, launched):
 @WAYS
 @pytest.mark.parametrize("case", CASES, ids=describe)
 def test_the_same_kernels_start_with_the_same_arguments(case, way, kernel, monkeypatch, launched):
-    tensors, seed, played = inputs(case, torch.device("cpu")), torch.tensor([2**40 + 3]), [type(kernel)() for _ in KERNELS]
+    tensors, seed = inputs(case, torch.device("cpu")), torch.tensor([2**40 + 3])
+    played = [type(kernel)(scratch) for scratch in (0, 128, 0)]
     for name, by in zip(KERNELS, played, strict=True):
         monkeypatch.setattr(launch, name, by)
 
@@ -129,8 +130,9 @@ def test_the_same_kernels_start_with_the_same_arguments(case, way, kernel, monke
     with without_sites():
         expected, none = launches()
     with way():
-        launches(), launches(), launched.clear()
+        launches(), launches(), launched.clear(), [by.compiled.run.called.clear() for by in played]
         assert launches()[1] == expected and not launched and expected[0] and expected[1] and none == [None] * 3
+        assert [bool(by.compiled.run.called) for by in played] == [False, True, False]  # Python in front of the launch
 
 
 @contextmanager

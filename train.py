@@ -25,11 +25,11 @@ from training.clock import StepClock
 from training.command import main
 from training.distributed import ALONE, World, shard
 from training.evaluation import Evaluator, encode_prompt, write_sample
+from training.facts import Summary, facts, non_finite_explained
 from training.interrupt import Interrupt
 from training.metrics import Metrics
 from training.precision import Precision
 from training.profile import StepProfiler
-from training.report import Summary, facts, non_finite_explained
 from training.run import Run
 from training.step import adamw, compile_model, prepare, training_step
 

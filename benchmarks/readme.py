@@ -131,7 +131,7 @@ def changed_since(name: str, revisions: Sequence[str], before: str) -> str:
     changed = [(revision, folder) for revision, folder in pairs if is_changed(folder, revision)]
     older = ", ".join(dict.fromkeys(revision[:8] for revision, _ in changed))
     folders = ", ".join(dict.fromkeys(f"`{folder}/`" for _, folder in changed))
-    return f"Since git {older} the code in {folders} has changed. These figures are of the older code." if changed else ""
+    return f"Since git {older} the code in {folders} has changed. These figures are of older code." if changed else ""
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -112,7 +112,7 @@ def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewe
     commit(root, "model/gpt.py", "of another table")
     assert "Changed since" not in page(old)
     new = commit(root, "ops/kernel.py", "two")
-    sentence = f"Since git {old[:8]} the code in `ops/` has changed. These figures are of the older code.\n\n<!-- end"
+    sentence = f"Since git {old[:8]} the code in `ops/` has changed. These figures are of older code.\n\n<!-- end"
     assert sentence in page(old) and sentence in page(new, others=[old]), "renewed in part"
     assert f"git {old[:8]} (2 measurements), {new[:8]} (1)\n" in page(new, others=[old, old]), "most first"
     assert "Changed since" not in page(new, text=page(old)), "renewed"

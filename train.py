@@ -25,11 +25,11 @@ from training.clock import StepClock
 from training.command import main
 from training.distributed import ALONE, World, shard
 from training.evaluation import Evaluator, encode_prompt, write_sample
+from training.facts import Summary, facts, non_finite_explained
 from training.interrupt import Interrupt
 from training.metrics import Metrics
 from training.precision import Precision
 from training.profile import StepProfiler
-from training.report import Summary, facts, non_finite_explained
 from training.run import Run
 from training.step import adamw, compile_model, prepare, training_step
 
@@ -85,12 +85,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
     with world.shared_errors():
-        run.start(
-            facts(run.origin, precision, corpus, model, world),
-            tokenizer=state.tokenizer,
-            train_bytes_per_token=corpus.train.bytes_per_token,
-            val_bytes_per_token=corpus.val.bytes_per_token,
-        )
+        run.start(facts(run.origin, precision, corpus, model, world), corpus)
     clock = StepClock(precision.device, gpu_time=True)
     metrics = Metrics(state, cfg, precision, clock, world)
     profiler = StepProfiler(cfg.profile and world.leads, run, clock, precision.device, None if cfg.train.compile else model)

@@ -1,7 +1,7 @@
 """Benchmarks of kernels and of a training step, and their recorded results.
 
 python -m benchmarks.norms           every norm case, width and library: share of the card's copy bandwidth
-python -m benchmarks.seed_figures    the published comparisons that this project starts from, with ours in them
+python -m benchmarks.published       comparisons that others have published, repeated with ours added
 python -m benchmarks.host            what one call costs the CPU, eager and compiled
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
 python -m benchmarks.train_step      a whole training step beside nanoGPT's, with the breakdown of each

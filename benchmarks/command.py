@@ -13,7 +13,6 @@ import shlex
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -239,8 +238,8 @@ class Results:
         key: the fields of a record that name its cell.
         fresh: forget what the file has.
         renew: add to a file of another git revision too. Its records keep that one, as `revision`; those of a comparison that
-            is measured again go, so that nothing stands beside what it was not measured with. How many records come from
-            which other revision is in environment["git"]["others"]. None: the program does not offer that.
+            is measured again go, so that nothing stands beside what it was not measured with. None: the program does not
+            offer that.
 
     Raises:
         ResultsError: the file is of another environment, or no such file.
@@ -311,10 +310,6 @@ class Results:
     def save(self) -> None:
         """Writes one record a line, so that a diff shows the changed cells. The file is replaced in one step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.environment["git"] is not None:
-            self.environment["git"].pop("others", None)
-            if others := Counter(record["revision"] for record in self.records if "revision" in record):
-                self.environment["git"]["others"] = dict(others)
         head = json.dumps({"environment": self.environment, "command": " && ".join(self.commands)}, indent=1)
         lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
         temporary = self.path.with_suffix(".json.new")

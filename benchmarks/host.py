@@ -163,7 +163,7 @@ def plot(file: dict[str, Any], folder: Path) -> list[Path]:
             axes.set_xlabel("CPU microseconds a call, median, 10th to 90th percentile")
     shape = f"{records[0]['M']} × {records[0]['N']} elements"
     path = folder / "host.png"
-    report.finish(figure, list(grid.flat), f"host cost of one call, {shape}", file["environment"], path)
+    report.finish(figure, list(grid.flat), f"host cost of one call, {shape}", file, path)
     return [path]
 
 

@@ -183,7 +183,7 @@ def plot(file: dict[str, Any], folder: Path) -> list[Path]:
             axes.set_title(f"{blocks} blocks of {rows} × {width}, {title}", loc="left", fontsize=10)
             axes.set_xlabel("MiB a block")
     path = folder / "memory.png"
-    report.finish(figure, list(grid.flat), "memory of chains of fused blocks and others, x in bf16", file["environment"], path)
+    report.finish(figure, list(grid.flat), "memory of chains of fused blocks and others, x in bf16", file, path)
     return [path]
 
 

@@ -10,7 +10,8 @@ python -m benchmarks.readme --check    fails if a table is not what the records 
 Words behind the GPU's name choose rows: `norms nvidia-h200 768 4096` these widths, a row each, and
 `ablation nvidia-h200 llama gpt2/model.dropout=0.1` these records, or of a record the cells with this override.
 
-The line under a table names GPU, versions and revision. A second one says which code has been committed since that revision.
+The line under a table names GPU, versions and revision; of several revisions each names its rows, or counts its measurements. A
+second line says which code has been committed since.
 """
 
 import argparse
@@ -24,12 +25,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import host, memory, report, seed_figures, training_tables
+from benchmarks import host, memory, published, report, training_tables
 from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
-from benchmarks.command import FOLDER, Record, ResultsError, load
+from benchmarks.command import FOLDER, Record, ResultsError, load, revision_of
 from measure.comparison import FUSED, TORCH
 from measure.statistics import Interval
-from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
+from measure.tables import NOTHING, compact_markdown, interval_text, label, machine, measured_at
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,9 +56,12 @@ def by_width(records: Sequence[Record], widths: Sequence[str], stream: str = "fp
     return compact_markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
 
 
-def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, list[dict[str, Any]]]:
-    """A row for each cell of the ablations recorded in the folder: gpt2/, shakespeare_char/ …; links begin at `root`."""
-    rows, environments = [], []
+def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, dict[str, dict[str, Any]]]:
+    """A row for each cell of the ablations recorded in the folder, gpt2/, shakespeare_char/ …, and their environments by name.
+
+    Links begin at `root`.
+    """
+    rows, environments = [], {}
     chosen = dict(word.partition("/")[::2] for word in words)
     for name in chosen or sorted(path.parent.name for path in folder.glob("*/report.json")):
         path = folder / name / "report.json"
@@ -66,7 +70,7 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, list[d
                 f"{path.parent} has no report.json; record that ablation there, or leave {name} out of the marker"
             )
         found = json.loads(path.read_text(encoding="utf-8"))
-        environments.append(found["environment"])
+        environments[name] = found["environment"]
         override = chosen.get(name)
         cells = [cell for cell in found["cells"] if not override or override in label(cell["overrides"]).split(", ")]
         if not cells:
@@ -86,6 +90,20 @@ def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, list[d
     return compact_markdown(header, rows), environments
 
 
+def machines(environments: dict[str, dict[str, Any]]) -> str:
+    """GPU, versions and revision of ablations by name. If they differ, each revision names its rows."""
+    names: dict[str, list[str]] = {}
+    for name, environment in environments.items():
+        names.setdefault(machine(environment), []).append(name)
+    if len(names) == 1:
+        return next(iter(names))
+    revisions: dict[str, list[str]] = {}
+    for line, of in names.items():
+        where, _, revision = line.rpartition(", git ")
+        revisions.setdefault(where, []).append(f"{revision} ({', '.join(of)})")
+    return "; ".join(f"{where}, git {', '.join(of)}" for where, of in revisions.items())
+
+
 STEP_CODE = ("ops", "model", "training")  # the folders whose code runs in a training step
 CODE = {"ablation": STEP_CODE, "scaling": STEP_CODE, "train_step": STEP_CODE}  # that a table describes; of all others ops/
 CHANGED = re.compile(r"^Since git ([\w, ]+) the code in .* has changed\..*$", re.MULTILINE)
@@ -101,13 +119,11 @@ def is_changed(folder: str, revision: str) -> bool | None:
         return None
 
 
-def changed_since(name: str, environments: Sequence[dict[str, Any]], before: str) -> str:
-    """Says that code is newer than the records of a table; nothing if it is not.
+def changed_since(name: str, revisions: Sequence[str], before: str) -> str:
+    """Says that code is newer than the records of a table, which are of these revisions; nothing if it is not.
 
     Where git does not know a revision (a shallow clone, an archive), this is what the page said `before` of the same records.
     """
-    known = [environment["git"] for environment in environments if environment["git"]]
-    revisions = dict.fromkeys(revision for git in known for revision in (git["revision"], *git.get("others", {})))
     pairs = [(revision, folder) for revision in revisions for folder in CODE.get(name, ("ops",))]
     if any(is_changed(folder, revision) is None for revision, folder in pairs):
         said = CHANGED.search(before)
@@ -115,7 +131,7 @@ def changed_since(name: str, environments: Sequence[dict[str, Any]], before: str
     changed = [(revision, folder) for revision, folder in pairs if is_changed(folder, revision)]
     older = ", ".join(dict.fromkeys(revision[:8] for revision, _ in changed))
     folders = ", ".join(dict.fromkeys(f"`{folder}/`" for _, folder in changed))
-    return f"Since git {older} the code in {folders} has changed. These figures are of the older code." if changed else ""
+    return f"Since git {older} the code in {folders} has changed. These figures are of older code." if changed else ""
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -123,7 +139,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "norms": lambda file: report.norms_markdown(file["records"]),
     "host": host.markdown,
     "memory": memory.markdown,
-    "seed_figures": seed_figures.markdown,
+    "published": published.markdown,
     "scaling": training_tables.scaling_markdown,
     "train_step": training_tables.steps_markdown,
 }
@@ -139,9 +155,8 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
 
     def block(match: re.Match[str]) -> str:
         begin, name, gpu, words, before, end = match.groups()
-        table, environments = content(name, folder / gpu, words.split(), root)
-        machines = "; ".join(dict.fromkeys(map(machine, environments)))
-        parts = [machines, changed_since(name, environments, before)]
+        table, origin, revisions = content(name, folder / gpu, words.split(), root)
+        parts = [origin, changed_since(name, revisions, before)]
         return "\n\n".join([f"{begin}\n{table}", *filter(None, parts), end])
 
     new, count = BLOCK.subn(block, text)
@@ -150,10 +165,12 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
     return new
 
 
-def content(name: str, folder: Path, words: Sequence[str], root: str) -> tuple[str, list[dict[str, Any]]]:
-    """A table, and the environments of the records that it shows."""
+def content(name: str, folder: Path, words: Sequence[str], root: str) -> tuple[str, str, list[str]]:
+    """A table, the machine and the revisions of its records in words, and these revisions."""
     if name == "ablation":
-        return ablation(folder / name, words, root)
+        table, environments = ablation(folder / name, words, root)
+        revisions = filter(None, map(revision_of, environments.values()))
+        return table, machines(environments), [*dict.fromkeys(revisions)]
     path = folder / f"{name}.json"
     if name not in TABLES:
         raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
@@ -164,7 +181,8 @@ def content(name: str, folder: Path, words: Sequence[str], root: str) -> tuple[s
         raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
     table = by_width(file["records"], words) if words else TABLES[name](file)
-    return table, [file["environment"]]
+    environment, counts = file["environment"], measured_at(file)
+    return table, machine(environment, counts), [*counts] or [*filter(None, [revision_of(environment)])]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
 from benchmarks.command import Record
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
 from measure.plots import GREY, bare, pyplot, save
-from measure.tables import NOTHING, aligned, compact_markdown, machine
+from measure.tables import NOTHING, aligned, compact_markdown, machine, measured_at
 
 
 def label(case: str, residual: str | None) -> str:
@@ -228,7 +228,7 @@ def _plot_norms(environment: dict[str, Any], records: Sequence[dict[str, Any]], 
     rows = rows_label({record["M"] for record in records})
     weights = records[0]["weight_dtype"]
     title = f"{direction} of norms, x in bf16, weights in {weights}, {rows}; minimum bytes over time, cold L2"
-    finish(figure, panels, title, environment, path)
+    finish(figure, panels, title, {"environment": environment, "records": records}, path)
 
 
 def line(axes: Any, name: str, points: Sequence[tuple[float, float]]) -> None:
@@ -250,8 +250,8 @@ def width_axis(axes: Any, widths: Sequence[int], linear: bool = False) -> None:
     bare(axes)
 
 
-def finish(figure: Any, panels: Sequence[Any], title: str, environment: dict[str, Any], path: Path) -> None:
-    """One legend for all panels, a title with machine and versions; writes and closes."""
+def finish(figure: Any, panels: Sequence[Any], title: str, file: dict[str, Any], path: Path) -> None:
+    """One legend for all panels, a title with machine and versions; writes and closes. file: the records that it shows."""
     entries: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
@@ -262,7 +262,7 @@ def finish(figure: Any, panels: Sequence[Any], title: str, environment: dict[str
             break
         legend.remove()
     letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
-    lines = [textwrap.fill(line, letters) for line in (title, machine(environment))]
+    lines = [textwrap.fill(line, letters) for line in (title, machine(file["environment"], measured_at(file)))]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
     save(figure, path)
 

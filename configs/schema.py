@@ -37,7 +37,7 @@ def key(
 
 
 class NormImpl(Choice):
-    fused = "fused", "ops.layer_norm_fn: dropout + residual + norm in one kernel"
+    fused = "fused", "ops.norm_fn: dropout + residual + norm in one kernel"
     torch = "torch", "F.dropout, +, F.layer_norm / F.rms_norm, as people write them"
 
 

@@ -1,6 +1,7 @@
 """A corpus: documents → split → tokenizer → tokens on disk. A cache finds it again by content and settings."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ class Split:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bits per byte = nats per token / ln 2 / bytes_per_token."""
         return self.bytes / len(self.tokens)
+
+    def bits_per_byte(self, loss: float) -> float:
+        """A loss of this text, in nats per token, in bits per byte."""
+        return loss / math.log(2) / self.bytes_per_token
 
 
 @dataclass(frozen=True)

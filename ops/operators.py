@@ -129,7 +129,8 @@ def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 # Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
-# or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none.
+# or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of `norm`
+# is registered at the end of autograd.py.
 norm, norm_forward = (
     record_operator(name, Inputs, lambda *given: launches().forward(*given), prepared.forward, empty_outputs)
     for name in ("norm", "norm_forward")

@@ -107,7 +107,7 @@ def _with_gradients(
     upstream = [f"d{name}" for name in returned]
     table: Table = {}
 
-    class FusedNorm(torch.autograd.Function):
+    class PreparedNorm(torch.autograd.Function):
         forward = staticmethod(text.function("forward", ["ctx", *taken], *end))
 
         @staticmethod
@@ -131,7 +131,7 @@ def _with_gradients(
                 remember(table, key, lambda: _backward(inputs, job, (*upstream, "_1", "_2")[:3], kept, taken))
             return tuple([gradients[Inputs._fields.index(name)] for name in taken])
 
-    return super(torch.autograd.Function, FusedNorm).apply  # without the Python code of `apply`, which is for functorch
+    return super(torch.autograd.Function, PreparedNorm).apply  # without the Python code of `apply`, which is for functorch
 
 
 def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: list[str]) -> Callable | None:

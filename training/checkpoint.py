@@ -12,7 +12,6 @@ torch.distributed.checkpoint needs less, but its index is a pickle, which runs c
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,11 +40,6 @@ MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors",
 class Validation:
     loss: float  # nats per token
     bits_per_byte: float  # of the text that the tokens encode: comparable across tokenizers
-
-
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Nats per token in bits per byte of text."""
-    return loss / math.log(2) / bytes_per_token
 
 
 @dataclass

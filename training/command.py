@@ -21,10 +21,10 @@ from training import resume, tracking
 from training.console import mute, show, take_any_encoding
 from training.distributed import World, join
 from training.environment import ROOT
+from training.facts import Summary, report
 from training.interrupt import Stopped, exit_on_signals
 from training.metrics import NonFiniteError
 from training.precision import deterministic
-from training.report import Summary, report
 from training.run import Follower, Run, open_run
 from training.storage import StorageError, relative
 

@@ -10,7 +10,7 @@ from configs import ConfigError
 from configs.schema import SampleConfig
 from data import Split, Tokenizer, ValidationWindows
 from model import GPT
-from training.checkpoint import Validation, bits_per_byte
+from training.checkpoint import Validation
 from training.distributed import ALONE, World, forward_only, is_sharded
 from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics
@@ -116,7 +116,7 @@ def evaluate(
         mean = world.sum(total).item() / int(world.sum(torch.tensor(tokens)))
     finally:  # a signal may cut it short
         model.train(was_training)
-    return Validation(mean, bits_per_byte(mean, split.bytes_per_token))
+    return Validation(mean, split.bits_per_byte(mean))
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, key: str = "sample.prompt") -> list[int]:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
+from data import Corpus
 from training import storage
-from training.checkpoint import bits_per_byte
 from training.console import show, show_beside_bar
 from training.distributed import ALONE, World
 from training.environment import environment
@@ -39,8 +39,7 @@ class Run:
     group: str | None  # a sweep's folder name
     tracker: Tracker | None = None
     step: int = 0  # of the last line of metrics
-    train_bytes_per_token: float = 1.0  # of the training text, for bits per byte in the bar
-    val_bytes_per_token: float = 1.0  # of the validation text, for the plot
+    corpus: Corpus = field(init=False)  # from `start` on
     _drawn: bool = False  # loss.png has all steps
     _bar: Any = None
     _shown: dict[str, float] = field(default_factory=dict)
@@ -50,12 +49,12 @@ class Run:
     def cfg(self) -> Config:
         return self.origin.cfg
 
-    def start(self, facts: dict[str, Any], *, tokenizer: str, train_bytes_per_token: float, val_bytes_per_token: float) -> None:
+    def start(self, facts: dict[str, Any], corpus: Corpus) -> None:
         """Prints the table of facts and starts W&B. A resumed run takes its folder back to its checkpoint.
 
         Args:
             facts: by name.
-            tokenizer: text of its tokenizer.json.
+            corpus: whose tokenizer the folder keeps.
 
         Raises:
             ConfigError: the job of a W&B agent has several runs.
@@ -66,8 +65,8 @@ class Run:
         logging, reasons = settle(self.cfg.logging)
         self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # a resumed run chooses its mode again
         self._keep_config()  # train.precision=auto has become a dtype
-        storage.replace_text(self.folder / "tokenizer.json", tokenizer)
-        self.train_bytes_per_token, self.val_bytes_per_token = train_bytes_per_token, val_bytes_per_token
+        storage.replace_text(self.folder / "tokenizer.json", corpus.tokenizer.to_json())
+        self.corpus = corpus
         agent = agent_job()
         if agent and self.group:
             raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
@@ -160,7 +159,7 @@ class Run:
         """Draws loss.png from metrics.jsonl. None: there are too few lines."""
         cfg, metrics, picture = self.cfg, self.folder / "metrics.jsonl", self.folder / "loss.png"
         title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
-        drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.val_bytes_per_token)
+        drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.corpus.val.bytes_per_token)
         return picture if drawn else None
 
     def _keep_config(self) -> None:
@@ -204,7 +203,7 @@ class Run:
 
     def _figures(self) -> str:
         texts: dict[str, Callable[[float], str]] = {
-            "train/loss": lambda loss: f"loss {loss:.3f}, {bits_per_byte(loss, self.train_bytes_per_token):.3f} bits/byte",
+            "train/loss": lambda loss: f"loss {loss:.3f}, {self.corpus.train.bits_per_byte(loss):.3f} bits/byte",
             "train/lr": lambda lr: f"lr {lr:.1e}",
             "perf/tokens_per_s": lambda rate: f"{rate / 1000:.1f}k tokens/s",
             "perf/step_ms": lambda ms: f"{ms:.0f} ms/step",

@@ -1,10 +1,10 @@
-"""host, memory and seed_figures on tiny sizes, and the tutorial's kernel."""
+"""host, memory and published on tiny sizes, and the tutorial's kernel."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import host, memory, providers, seed_figures
+from benchmarks import host, memory, providers, published
 
 # Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
 from benchmarks.kernels import layer_norm
@@ -15,9 +15,9 @@ CPU = ["--device", "cpu", "--rounds", "2"]
 @pytest.fixture
 def no_compiler(monkeypatch):
     """torch.compile left out: it takes seconds a width."""
-    for module in (providers, seed_figures):
+    for module in (providers, published):
         monkeypatch.setattr(module, "compiled", lambda expression: expression)
-    monkeypatch.setitem(seed_figures.PROVIDERS, "compile", seed_figures.PROVIDERS["torch"])
+    monkeypatch.setitem(published.PROVIDERS, "compile", published.PROVIDERS["torch"])
 
 
 def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_path, recorded, no_compiler):
@@ -56,12 +56,12 @@ def test_fused_chain_keeps_less_than_torch_does():
     assert 0 < ours["kept"] < plain["kept"] and ours["peak"] < plain["peak"]
 
 
-def test_seed_figures_are_recorded_and_drawn(tmp_path, recorded, no_compiler):
-    file, printed = recorded(seed_figures, *CPU, "--rows", "16", "--width", "32", "48")
+def test_published_comparisons_are_recorded_and_drawn(tmp_path, recorded, no_compiler):
+    file, printed = recorded(published, *CPU, "--rows", "16", "--width", "32", "48")
     expected = {("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile"))}
     assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == expected
     assert all(r["us"] > 0 and ("gb_per_s" in r) == (r["figure"] in "ac") for r in file["records"])
-    assert {p.name for p in tmp_path.iterdir()} == {"seed_figures.json", "seed_figures.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {"published.json", "published.png"}
     assert all(f"{figure}: " in printed for figure in "abcd")
 
 

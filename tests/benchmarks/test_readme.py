@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,11 @@ def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choos
     found = results.ablation()
     for name in ("gpt2", "llama"):
         ablations.save(found, folder / "nvidia-h200" / "ablation" / name)
+    revision = found.environment["git"]["revision"][:8]
+    assert f"git {revision}\n" in rewritten("ablation nvidia-h200", folder)
+    other = replace(found, environment=found.environment | {"git": {"revision": "abcdef0123", "dirty": False}})
+    ablations.save(other, folder / "nvidia-h200" / "ablation" / "llama")
+    assert f"git {revision} (gpt2), abcdef01 (llama)\n" in rewritten("ablation nvidia-h200", folder)
     rows = [line for line in rewritten("ablation nvidia-h200", folder).splitlines() if "report.md" in line]
     assert len(rows) == 2 * 4 and "eager, model.dropout=0.1 |" in rows[0] and "compiled, model.dropout=0.1 |" in rows[1]
     speedup = found.cells[0].fused.speedup
@@ -94,8 +100,9 @@ def commit(root, name, text):
 
 def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewed(folder, tmp_path, monkeypatch):
     def page(revision, others=(), text=TEXT):
-        git = {"revision": revision, "dirty": False, "others": dict.fromkeys(others, 1)}
-        write(folder / "nvidia-h200" / "norms.json", norm("ln", 768, "ours", 0.9), environment=ENVIRONMENT | {"git": git})
+        records = [norm("ln", 768 + i, "ours", 0.9, revision=other) for i, other in enumerate(others, 1)]
+        environment = ENVIRONMENT | {"git": {"revision": revision, "dirty": False}}
+        write(folder / "nvidia-h200" / "norms.json", norm("ln", 768, "ours", 0.9), *records, environment=environment)
         return rewritten("norms nvidia-h200", folder, text)
 
     root = tmp_path / "repository"
@@ -105,8 +112,9 @@ def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewe
     commit(root, "model/gpt.py", "of another table")
     assert "Changed since" not in page(old)
     new = commit(root, "ops/kernel.py", "two")
-    sentence = f"Since git {old[:8]} the code in `ops/` has changed. These figures are of the older code.\n\n<!-- end"
+    sentence = f"Since git {old[:8]} the code in `ops/` has changed. These figures are of older code.\n\n<!-- end"
     assert sentence in page(old) and sentence in page(new, others=[old]), "renewed in part"
+    assert f"git {old[:8]} (2 measurements), {new[:8]} (1)\n" in page(new, others=[old, old]), "most first"
     assert "Changed since" not in page(new, text=page(old)), "renewed"
 
     stale = page(old)

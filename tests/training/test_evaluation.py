@@ -1,16 +1,16 @@
 """The validation loss: a mean over tokens, in two units."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from data import Split
 from tests.runs import precision
 from training.evaluation import evaluate
 
-SPLIT = SimpleNamespace(tokens=np.arange(41, dtype=np.uint16), bytes_per_token=2.0)  # ten windows of four
+SPLIT = Split(np.arange(41, dtype=np.uint16), bytes=82, documents=1)  # ten windows of four
 
 
 class ByTarget(torch.nn.Module):

@@ -5,12 +5,15 @@ import socket
 import time
 from contextlib import closing, contextmanager
 
+import numpy as np
 import pytest
 import torch
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
 from configs.schema import LoggingConfig, WandbMode
+from data import Corpus, Split
+from data.tokenizer import char_tokenizer
 from tests.forks import Command
 from tests.runs import composed, wait_until
 from training import tracking
@@ -146,7 +149,7 @@ def test_wandb_is_silent_without_a_home_that_can_be_written(tiny, tmp_path):
 @contextmanager
 def started(cfg, folder, group=None):
     with open_run(Start(cfg, folder), torch.device("cpu"), group) as run:
-        run.start({}, tokenizer="{}", train_bytes_per_token=1.0, val_bytes_per_token=1.0)
+        run.start({}, Corpus("text", char_tokenizer({"a"}), *[Split(np.zeros(1), 1, 1)] * 2, "hash"))
         yield run
 
 

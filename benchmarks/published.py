@@ -1,6 +1,6 @@
-"""The published comparisons that this project starts from, rerun with ours in them.
+"""Comparisons that others have published, repeated with ours added.
 
-python -m benchmarks.seed_figures [--figure a b c d]
+python -m benchmarks.published [--figure a b c d]
 
 a  LayerNorm forward, 4096 rows of fp16: the figure of Triton's tutorial
 b  LayerNorm forward + backward, batch 128 × sequence 1024, fp16, over the hidden size
@@ -54,7 +54,7 @@ FIGURES = {
 }
 HALF = Setting(x_dtype=torch.float16, weight_dtype=torch.float16)
 LN = CASES["ln"]
-SEED_TITLES = {
+TITLES = {
     "a": "LayerNorm forward, fp16, GB/s",
     "b": "LayerNorm forward + backward, fp16, µs",
     "c": "LayerNorm forward, fp16, µs",
@@ -63,7 +63,7 @@ SEED_TITLES = {
 
 
 def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = command.parser("seed_figures", __doc__.splitlines()[0])
+    parser = command.parser("published", __doc__.splitlines()[0])
     parser.add_argument("--figure", nargs="+", choices=tuple(FIGURES), default=list(FIGURES), help="(all)")
     parser.add_argument("--rows", type=command.positive, help=f"instead of each figure's own ({command.CPU_ROWS} on the CPU)")
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="instead of each figure's own")
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
     if options.plot_only:
-        file = command.recorded(options.output / "seed_figures.json")
+        file = command.recorded(options.output / "published.json")
         show(file["records"])
         plot(file, options.output)
         return
@@ -177,13 +177,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     here = command.importable(None, [name for name in wanted if name in PROVIDERS])
     if device.type == "cuda":
         here.append("tutorial")
-    results = command.open_results("seed_figures", KEY, options, device, [n for n in here if n in PROVIDERS], argv)
+    results = command.open_results("published", KEY, options, device, [n for n in here if n in PROVIDERS], argv)
     cells = [
         (figure, options.rows or command.rows_on(options.device, FIGURES[figure].rows), width)
         for figure in options.figure
         for width in options.width or (FIGURES[figure].quick if options.quick else FIGURES[figure].widths)
     ]
-    with timing.side_stream(device), progress(len(cells), "seed figures") as bar:
+    with timing.side_stream(device), progress(len(cells), "published comparisons") as bar:
         for figure, rows, width in cells:
             show_current(bar, f"{figure} {rows}×{width}")
             torch._dynamo.reset()
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def show(records: Sequence[Record]) -> None:
     """Microseconds a call, a block for each figure."""
-    for figure, (title, header, rows) in seed_tables(records).items():
+    for figure, (title, header, rows) in tables(records).items():
         print(f"{figure}: {title}")
         print(aligned(header, rows), end="\n\n")
     for record in records:
@@ -210,14 +210,14 @@ def show(records: Sequence[Record]) -> None:
 
 def markdown(file: dict[str, Any]) -> str:
     """The tables of README.md."""
-    found = seed_tables(file["records"])
+    found = tables(file["records"])
     return "\n\n".join(f"{title}\n\n{compact_markdown(header, rows)}" for title, header, rows in found.values())
 
 
-def seed_tables(records: Sequence[Record]) -> dict[str, tuple[str, list[str], list[list[str]]]]:
+def tables(records: Sequence[Record]) -> dict[str, tuple[str, list[str], list[list[str]]]]:
     """Figure → title, header, rows: a line for each width, a column for each provider."""
     found = {}
-    for figure, title in SEED_TITLES.items():
+    for figure, title in TITLES.items():
         chosen = [record for record in records if record["figure"] == figure]
         if not chosen:
             continue
@@ -270,7 +270,7 @@ LINEAR = ("a", "b")  # as they were published
 
 
 def plot(file: dict[str, Any], folder: Path) -> Path | None:
-    """seed_figures.png, a panel for each figure and value that has records; None without any."""
+    """published.png, a panel for each figure and value that has records; None without any."""
     panels = []
     for name, (title, axes) in PANELS.items():
         records = [r for r in file["records"] if r["figure"] == name and r.get("us") is not None]
@@ -283,8 +283,8 @@ def plot(file: dict[str, Any], folder: Path) -> Path | None:
         _draw(axes, *panel)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    path = folder / "seed_figures.png"
-    finish(figure, list(grid.flat[: len(panels)]), "Published comparisons, cold L2", file["environment"], path)
+    path = folder / "published.png"
+    finish(figure, list(grid.flat[: len(panels)]), "Published comparisons, cold L2", file, path)
     return path
 
 

@@ -51,8 +51,7 @@ def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp3
     if not isinstance(block, nn.Module):
         raise TypeError(f"fuse_prenorm_block: block must be a torch.nn.Module, got {type(block).__name__}")
     if not isinstance(layout, BlockLayout):
-        kind = type(layout).__name__
-        raise TypeError(f"fuse_prenorm_block: layout must be GPT2_BLOCK, LLAMA_BLOCK or a BlockLayout, got {kind}")
+        raise TypeError(f"fuse_prenorm_block: layout must be a BlockLayout, such as LLAMA_BLOCK, got {type(layout).__name__}")
     if isinstance(block, nn.ModuleList | nn.Sequential) and type(block) in (nn.ModuleList, nn.Sequential):
         return _fuse_stack(block, layout, residual_in_fp32)
     name = f"fuse_prenorm_block({type(block).__name__})"
@@ -90,9 +89,8 @@ def _fuse_stack(stack: nn.ModuleList | nn.Sequential, layout: BlockLayout, resid
         try:
             fuse_prenorm_block(block, layout, residual_in_fp32=residual_in_fp32)
         except ValueError as error:
-            for module in stack.modules():
-                if isinstance(module, Swapped) and module not in before:
-                    unswap(module)
+            for module in {module for module in stack.modules() if isinstance(module, Swapped)} - before:
+                unswap(module)
             raise ValueError(f"{error}. It is block {i} of {len(blocks)}, of which none is fused now") from error
 
 
@@ -118,8 +116,8 @@ def _check_drops_last(name: str, sublayer: nn.Module, dropout: nn.Module, norm: 
         with torch.no_grad(), torch.random.fork_rng(devices=cuda), torch.compiler.set_stance("force_eager"):
             y = type(sublayer).forward(sublayer, torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device), **needed)
             y = y[0] if isinstance(y, tuple) else y
-            none_led_elsewhere = needed and not marks
-            last = none_led_elsewhere or (len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten()))
+            led_elsewhere = needed and not marks  # by None
+            last = led_elsewhere or (len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten()))
     except Exception:  # without what it needs, its code may raise anything; so does a norm without weights, which has no width
         return
     finally:

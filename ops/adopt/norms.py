@@ -147,8 +147,7 @@ class AdoptedNorm(Swapped):
         x is a tensor, also under the name that it has in the model's own forward, or a Pending: dropped, added and normed.
         """
         name, formula = type(self).__name__, self.formula
-        if x is None and formula.argument in by_name:
-            x = by_name.pop(formula.argument)
+        x = by_name.pop(formula.argument, None) if x is None else x
         if x is None or by_name:
             raise TypeError(f"{name}: forward takes x, residual, prenorm, residual_in_fp32; got {[*by_name]}")
         dropout_p = self.dropout_p if self.training else 0.0
@@ -217,15 +216,11 @@ def swap(module: nn.Module, forward: type[Swapped], *others: type, **attributes:
 def unswap(module: Swapped) -> None:
     """Undoes `swap`. Raises ValueError if another tool has changed the class or the forward since."""
     original = _original_class(module)
-    if "forward" in module.__dict__:
+    changed = "its forward" if "forward" in module.__dict__ else f"its class, to {type(module).__name__}"
+    if "forward" in module.__dict__ or type(module) is not _swapped_class(*module._parts):
         raise ValueError(
-            f"restore_norms: the forward of a {original.__name__} was wrapped on the instance after it was "
-            "replaced, and what wraps it calls the fused one; undo that first (del module.forward)"
-        )
-    if type(module) is not _swapped_class(*module._parts):
-        raise ValueError(
-            f"restore_norms: {original.__name__} was made a {type(module).__name__} by another tool after it was "
-            "replaced (fully_shard, a parametrization); undo that first"
+            f"restore_norms: after a {original.__name__} was replaced, another tool changed {changed} (fully_shard, a "
+            "parametrization, module.forward = …); undo that first"
         )
     names, before = module.__dict__.pop("_before_swap")
     for name in names:

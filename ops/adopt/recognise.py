@@ -131,9 +131,7 @@ def _obstacle(module: nn.Module) -> str:
             return f"its weights have shapes {shapes}; a norm has vectors of one size"
         if p.dtype == torch.float64 and runs_kernels(p.device):
             return "its weights are float64, which the kernels don't take"
-    if len(parameters) > 2:
-        return f"it has {len(parameters)} parameters; a norm has two at most"
-    return ""
+    return f"it has {len(parameters)} parameters; a norm has two at most" if len(parameters) > 2 else ""
 
 
 @contextmanager
@@ -221,8 +219,7 @@ def _eps(module: nn.Module, formula: Formula, values: dict[str, Tensor], x: Tens
 def _distance(y: Tensor, expected: Tensor) -> float:
     """The largest relative error of a row; infinite if it is no number."""
     errors = (y.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)
-    worst = float(errors.max())
-    return worst if math.isfinite(worst) else math.inf
+    return float(errors.nan_to_num(math.inf, math.inf).max())
 
 
 def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, Tensor], x: Tensor) -> bool:

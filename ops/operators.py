@@ -71,19 +71,15 @@ def record_operator(name: str, record: Any, kernel: Callable, prepare: Callable,
     """An operator on the tensors of a record that returns those that were asked for.
 
     (Tensor[] tensors, str how) -> Tensor[]: `how` names the fields and holds the options, because the dispatcher's price is by
-    the argument, and the records have twenty-five. kernel, empty: of record and options; prepare: of both, makes a function of
-    the tensors for calls like this one.
+    the argument, and the records have twenty-five. A call like an earlier one does without the dispatcher (see `prepared`).
+    kernel, empty: of record and options; prepare: of both, makes a function of the tensors for calls like this one.
     """
     table = prepared.table()
 
     def run(tensors: list[Tensor], how: str) -> list[Tensor]:
-        key = (how, tensors[0].shape)
-        for function in table.get(key, ()):
-            if (found := function(*tensors)) is not None:
-                return found
         inputs, options = decode(record, tensors, how)
         outputs = present(kernel(inputs, options))
-        prepared.remember(table, key, lambda: prepare(inputs, options))
+        prepared.remember(table, (how, tensors[0].shape), lambda: prepare(inputs, options))
         return outputs
 
     def fake(tensors: list[Tensor], how: str) -> list[Tensor]:
@@ -91,7 +87,22 @@ def record_operator(name: str, record: Any, kernel: Callable, prepare: Callable,
 
     op = operator(name, "(Tensor[] tensors, str how) -> Tensor[]", run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
+    dispatch = op._op  # of PyTorch: through the dispatcher, which takes as long as a prepared launch
+    op._op = partial(_prepared_or, dispatch, table)  # compiled graphs call it too
     return op
+
+
+def _prepared_or(dispatch: Callable, table: prepared.Table, tensors: list[Tensor], how: str) -> list[Tensor]:
+    """What a prepared launch gives; what the dispatcher gives where none is prepared, or a mode wants to see operators."""
+    try:
+        watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        alike = () if watched else table.get((how, tensors[0].shape), ())
+    except TypeError:  # a size without a number, while a graph is made
+        alike = ()
+    for function in alike:
+        if (found := function(*tensors)) is not None:
+            return found
+    return dispatch(tensors, how)
 
 
 def encode(inputs: Inputs | BackwardInputs, options: Options | BackwardOptions) -> tuple[list[Tensor], str]:

@@ -12,8 +12,8 @@ code that is written as text and compiled for this case alone. For the operator 
 
 The guard is PyTorch's TensorGuards, in C++: type, dispatch keys together with those of the thread (autocast, inference mode,
 functorch, dispatch modes, jit.trace), dtype, device, requires_grad, sizes, strides, no tensor given twice. What it does not see
-is asked besides: a profiler's launch hooks, the current device, pointers off a 16-byte boundary. Where any of that differs the
-function returns None or takes the plain launch, which gives the same bits.
+is asked besides: modes that want to see operators, a profiler's launch hooks, the current device, pointers off a 16-byte
+boundary. Where any of that differs the function is not called, returns None or takes the plain launch: the same bits.
 """
 
 from collections.abc import Callable, Hashable, Iterable

@@ -215,6 +215,21 @@ def test_what_is_refused_stays_refused(given):
         rms_norm_fn([1.0], None, None)
 
 
+def test_an_operator_like_an_earlier_one_does_without_the_dispatcher(given):
+    """Trap: the dispatcher takes as long as a prepared launch, and a compiled graph of a small model waits for it."""
+    compiled = torch.compile(site, fullgraph=True, backend="aot_eager")
+
+    def operators_seen():
+        with torch.profiler.profile() as profile:
+            torch.autograd.grad([t.sum() for t in compiled(*given)], given)
+        return {event.name.partition("::")[2] for event in profile.events()} & {"norm_forward", "norm_backward"}
+
+    assert operators_seen() and operators_seen() and not operators_seen()  # the first call is made while the graph is
+    with without_sites():
+        prepared.forget()
+        assert len(operators_seen()) == 2
+
+
 def test_transforms_and_graph_capture_see_operators(given):
     x, *rest = given = [t.detach() for t in given]
     expected = site(*given)

@@ -149,8 +149,8 @@ class PreNorm(nn.Module):
         return F.dropout(x, p)  # p is 0 in evaluation
 
     def _norm(self, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32. It does not
-        # convert those of F.rms_norm, which would then run many small kernels. This converts both.
+        # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32, but
+        # not everywhere those of F.rms_norm, which would then run many small kernels. This converts both.
         dtype = torch.promote_types(r.dtype, weight.dtype)
         bias = None if bias is None else bias.to(dtype)
         return NORMS[self.kind](r.to(dtype), weight.to(dtype), bias, self.eps)

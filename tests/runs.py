@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 from safetensors.torch import load_file
@@ -125,10 +126,8 @@ def bits(folder: Path) -> dict[str, object]:
     state = read_json(newest / "state.json")
     for key in ("folder", "resume", "logging"):
         del state["config"][key]
-    metrics = [
-        {key: value for key, value in line.items() if not key.startswith("perf/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    lines = read_metrics(folder / "metrics.jsonl")
+    metrics = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
     files = {name: (newest / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
     results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}
     best = (folder / "best" / "model.safetensors").read_bytes()
@@ -140,21 +139,12 @@ class FakeWandb:
     """Stands for the run that wandb.init returns, and keeps what it is told."""
 
     def __init__(self, monkeypatch):
-        self.logged, self.summary, self.exit_code = [], {}, None
-        import wandb
-
-        monkeypatch.setattr(wandb, "init", self._init)
-        monkeypatch.setattr(wandb, "Image", lambda path: f"image {path}")
-
-    def _init(self, **arguments):
-        self.arguments = arguments
-        return self
+        self.logged, self.summary, self.finish = [], {}, Mock()
+        monkeypatch.setattr("wandb.init", lambda **arguments: vars(self).update(arguments=arguments) or self)
+        monkeypatch.setattr("wandb.Image", lambda path: f"image {path}")
 
     def log(self, values, step):
         self.logged.append((step, values))
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
 
 
 def environment(cwd: Path, **more: str) -> dict[str, str]:

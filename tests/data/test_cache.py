@@ -31,9 +31,7 @@ def test_a_place_where_nothing_can_be_kept_is_named(cache_dir, monkeypatch, tmp_
         cached_folder(cache_dir, "a", {}, write)
 
 
-@pytest.mark.parametrize(
-    ("file", "message"), [("/dev/full", r"data\.cache_dir=.*: .* \(No space left on device\)"), ("/no/x", "No such file")]
-)
+@pytest.mark.parametrize(("file", "message"), [("/dev/full", r"data\.cache_dir=.*\(No space left"), ("/no/x", "No such file")])
 def test_a_failed_build_leaves_nothing(tmp_path, file, message):
     def fail(folder: Path) -> None:
         (folder / "tokens").symlink_to(file)
@@ -51,10 +49,8 @@ def test_a_killed_build_leaves_no_torn_folder_and_the_next_one_cleans_up(tmp_pat
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    [torn] = folders(tmp_path)
-    assert torn.name.startswith(".")
-    folder = cached_folder(str(tmp_path), "a", {}, write)
-    assert folders(tmp_path) == [folder]
+    assert [torn.name[0] for torn in folders(tmp_path)] == ["."]
+    assert [cached_folder(str(tmp_path), "a", {}, write)] == folders(tmp_path)
 
 
 def test_who_comes_while_another_builds_waits_and_the_folder_appears_complete_in_one_step(tmp_path):

@@ -33,10 +33,9 @@ def test_whole_documents_are_held_out_by_their_content_and_copies_together(strea
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 1000)), min_size=2), st.floats(0.001, 0.999))
 def test_holding_out_leaves_something_on_both_sides_unless_all_documents_are_equal(documents, fraction):
-    hashes = np.array([hash_ for hash_, _ in documents], dtype=np.uint64)
-    sizes = np.array([size for _, size in documents])
-    if len(set(hashes.tolist())) > 1:
-        assert 0 < hold_out(hashes, sizes, fraction).sum() < len(documents)
+    hashes, sizes = np.array(documents).T
+    if len(set(hashes)) > 1:
+        assert 0 < hold_out(hashes.astype(np.uint64), sizes, fraction).sum() < len(documents)
 
 
 def test_a_document_larger_than_the_share_is_not_held_out_for_want_of_another():

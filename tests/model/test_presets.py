@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import configs
-from configs.schema import Config
 from model import GPT
 from tests.runs import CPU
 
@@ -27,7 +26,3 @@ def test_presets_have_the_published_number_of_parameters(preset, vocabulary, par
     assert model.parameter_count() == parameters
     if preset == "llama":
         assert model.norm.kind == "rmsnorm" and model.rotary is not None and model.blocks[0].mlp.activation == "swiglu"
-
-
-def test_tiny_is_the_default():
-    assert configs.load(["model=tiny"], on=CPU).model == Config().model

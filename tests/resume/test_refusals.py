@@ -1,5 +1,4 @@
-"""A run goes on only as what it was, where nobody else has it and while there is something left to do. What is damaged, lost or
-copied is named, and what is whole is used and kept."""
+"""A run goes on only as what it was, where nobody else has it. What is damaged is named, what is whole is used and kept."""
 
 import shutil
 from pathlib import Path
@@ -69,19 +68,12 @@ def test_a_folder_that_a_live_process_trains_in_is_refused(tiny, tmp_path):
 
 def test_a_finished_run_has_nothing_to_resume(tiny, tmp_path):
     done, _ = train_here([*tiny, "train.steps=5"], tmp_path / "run")
+    fewer = [*tiny, "resume=auto", "train.steps=4", "resume_with_changes=true"]
+    refused(fewer, tmp_path / "run", r"is at step 5: raise train\.steps=4")
     said = refused([f"resume={done.folder}"], tmp_path / "run", r"is at step 5: raise train\.steps=5")
-    [command] = (line.split() for line in said.splitlines() if "train.py" in line)
-    assert command[:2] == ["python", "train.py"]
-    _, metrics = train_here([*command[2:], "sample.tokens=0"], tmp_path / "more")  # it does what it says
+    [command] = (line.partition("python train.py ")[2].split() for line in said.splitlines() if "train.py" in line)
+    _, metrics = train_here([*command, "sample.tokens=0"], tmp_path / "more")  # it does what it says
     assert metrics[-1]["step"] == 10
-
-
-@pytest.mark.parametrize("choice", ["auto", "PATH"])
-@pytest.mark.parametrize("steps", [11, 12])
-def test_fewer_steps_than_were_done_are_refused(cut, choice, steps):
-    folder, command = cut  # the checkpoint is of step 12, which was not evaluated
-    command += [f"resume={folder if choice == 'PATH' else 'auto'}", f"train.steps={steps}", "resume_with_changes=true"]
-    refused(command, folder, rf"is at step 12: raise train\.steps={steps}")
 
 
 def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, monkeypatch):
@@ -91,18 +83,14 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     folder = train_until(8, overrides, tmp_path / "run")
     train_here(overrides, folder)
     assert loaded == ["owner/name"]
-    overrides += ["init_from=runs/other", "resume_with_changes=true"]
-    refused(overrides, folder, r"^init_from=runs/other: a run that goes on has its weights already")
 
 
 def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(cut):
     folder, command = cut
     looked = settle(composed(command), folder, [], chosen=True)
     train_here(command, folder)
-    names = storage.checkpoints(folder)
     with pytest.raises(ConfigError, match="another process has just trained there"), open_run(looked, torch.device("cpu")):
         pass
-    assert storage.checkpoints(folder) == names
 
 
 def test_auto_goes_on_in_the_precision_that_the_run_began_with(tiny, tmp_path):
@@ -120,31 +108,25 @@ def test_auto_goes_on_in_the_precision_that_the_run_began_with(tiny, tmp_path):
 
 def test_a_sweep_does_not_send_several_jobs_into_one_folder(tmp_path, capsys):
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit, match=str(command_line.EXIT_CODE)):
         command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused,torch"])
-    assert refused.value.code == command_line.EXIT_CODE
     message = capsys.readouterr().err
     assert "several jobs of this sweep would go on in that folder" in message and f"resume={tmp_path}/last" in message
     command_line.check(["-m", f"resume={tmp_path}/last", "norm.impl=fused,torch"])
     command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused"])
 
 
-# ---- what is damaged, lost or copied -----------------------------------------------------------------------------------------
-
-
 def damage(path):
     path.write_bytes(path.read_bytes()[:-1] + b"?")  # every kind of it: training/test_storage.py
 
 
-@pytest.mark.parametrize("part", ["training.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut, capsys, part):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut, capsys):
     folder, command = cut
-    damage(folder / "last" / part)
+    damage(folder / "last" / "state.json")
     capsys.readouterr()
     _, metrics = train_here(command, folder)
     said = capsys.readouterr().out
-    assert "step_00000012" in said and "damaged" in said and "the one before it is used" in said
-    assert "resumed from 10" in said
+    assert "step_00000012" in said and "the one before it is used" in said and "resumed from 10" in said
     assert [line["step"] for line in metrics if "train/loss" in line] == list(range(1, 31))
 
 
@@ -191,8 +173,6 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(cut, m
 
     monkeypatch.setattr(Path, "open", denied)
     refused(command, folder, r"a checkpoint can't be read: .*Permission denied")
-    monkeypatch.undo()
-    assert storage.step_of(storage.newest(folder)[0]) == 12
 
 
 def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_run_goes_on(cut, capsys):

@@ -34,10 +34,7 @@ def corpus(folder: Path) -> list[str]:
     text = "\n".join(" ".join(choose.choices(WORDS, k=8)) for _ in range(500))
     (folder / "text.txt").write_text(text, encoding="utf-8")
     return [
-        "data=text",
-        f"data.files=[{folder / 'text.txt'}]",
-        f"data.cache_dir={folder / 'cache'}",
-        "tokenizer=char",
+        *("data=text", f"data.files=[{folder / 'text.txt'}]", f"data.cache_dir={folder / 'cache'}", "tokenizer=char"),
         *("model.layers=2", "model.heads=2", "model.width=32", "model.context=32"),
         *("train.steps=30", "train.batch_size=8", "optim.warmup_steps=3", "optim.lr=3e-3", "optim.min_lr=3e-4"),
         *("eval.every=10", "logging.every=5", "sample.tokens=10", "sample.prompt=the", "logging.wandb=disabled", "device=cpu"),
@@ -71,8 +68,7 @@ def composed(overrides: list[str]) -> Config:
 def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU, cfg: Config | None = None):
     """(summary, metrics) of a run in this process; without its picture, which would take longer than the training.
 
-    Args:
-        cfg: what `overrides` give, if it is composed already.
+    `cfg` is what `overrides` give, if it is composed already.
     """
     import train
 

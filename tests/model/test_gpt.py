@@ -9,7 +9,6 @@ from configs.schema import ModelConfig, NormConfig
 from model import GPT
 
 LLAMA = {"positions": "rotary", "activation": "swiglu", "kv_heads": 2, "qk_norm": True, "bias": False, "norm_kind": "rmsnorm"}
-GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab_size": 50257}
 
 
 def test_loss_is_the_cross_entropy_of_the_logits_and_fp32_under_autocast(build, batch):
@@ -109,7 +108,8 @@ def test_generate_follows_temperature_top_k_and_generator(build):
 def test_flops_of_gpt2():
     def flops(**options):
         with torch.device("meta"):
-            return GPT(ModelConfig(**GPT2 | options), NormConfig(), 50257).flops_per_token()
+            sizes = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab_size": 50257}
+            return GPT(ModelConfig(**sizes | options), NormConfig(), 50257).flops_per_token()
 
     attention = 12 * 12 * 768 * 1024
     assert flops() == 6 * (12 * 12 * 768**2 + 50257 * 768) + attention  # 4 + 8 width² a layer

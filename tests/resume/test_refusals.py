@@ -17,22 +17,24 @@ from training.run import open_run
 
 
 @pytest.fixture
-def cut(tiny, tmp_path):
-    """The folder of a run that died in step 14, and the command that resumes it; its checkpoints are of steps 6, 10 and 12."""
-    command = [*tiny, *AUTO]
-    return train_until(14, command, tmp_path / "run"), command
+def command(tiny):
+    return [*tiny, *AUTO]
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference(cut):
-    folder, command = cut
+@pytest.fixture
+def folder(command, tmp_path):
+    """Of a run that died in step 14; its checkpoints are of steps 6, 10 and 12. The same command resumes it."""
+    return train_until(14, command, tmp_path / "run")
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(folder, command):
     wider = [*command, "model.width=64", "optim.beta2=0.9"]
     said = refused(wider, folder, r"model.width=64: the checkpoint was made with model.width=32\.")
     assert "optim.beta2=0.9: the checkpoint was made with optim.beta2=0.99." in said
     refused([*wider, "resume_with_changes=true"], folder, r"step_00000012 do not fit this model: (.|\n)*size mismatch")
 
 
-def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(cut):
-    folder, command = cut
+def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(folder, command):
     changes = ["optim.weight_decay=0.5", "optim.beta1=0.7", "optim.beta2=0.8", "optim.eps=1e-5", "resume_with_changes=true"]
     with in_step(13, lambda state: groups.extend(state.optimizer.param_groups)):
         groups: list[dict] = []
@@ -85,8 +87,7 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     assert loaded == ["owner/name"]
 
 
-def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(cut):
-    folder, command = cut
+def test_a_folder_that_another_process_trained_in_since_it_was_looked_at_is_refused(folder, command):
     looked = settle(composed(command), folder, [], chosen=True)
     train_here(command, folder)
     with pytest.raises(ConfigError, match="another process has just trained there"), open_run(looked, torch.device("cpu")):
@@ -120,8 +121,7 @@ def damage(path):
     path.write_bytes(path.read_bytes()[:-1] + b"?")  # every kind of it: training/test_storage.py
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut, capsys):
-    folder, command = cut
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder, command, capsys):
     damage(folder / "last" / "state.json")
     capsys.readouterr()
     _, metrics = train_here(command, folder)
@@ -130,8 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(cut, capsys):
     assert [line["step"] for line in metrics if "train/loss" in line] == list(range(1, 31))
 
 
-def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(cut):
-    folder, command = cut
+def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(folder, command):
     for saved in storage.checkpoints(folder):
         damage(saved / "model.safetensors")
     metrics = (folder / "metrics.jsonl").read_bytes()
@@ -142,8 +141,7 @@ def test_a_run_without_any_whole_checkpoint_is_refused_and_left_as_it_is(cut):
     assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_run_that_was_copied_with_its_links_followed_goes_on(cut, tmp_path):
-    folder, command = cut
+def test_a_run_that_was_copied_with_its_links_followed_goes_on(folder, command, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")  # as scp -r
     assert not (tmp_path / "copy" / "last").is_symlink()
     train_here(command, tmp_path / "copy")
@@ -151,8 +149,7 @@ def test_a_run_that_was_copied_with_its_links_followed_goes_on(cut, tmp_path):
     assert checkpoint.read(tmp_path / "copy" / "copied_last").step == 12
 
 
-def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(cut, tiny, tmp_path, capsys):
-    folder, command = cut
+def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(folder, command, tiny, tmp_path, capsys):
     shutil.copytree(folder / "checkpoints", tmp_path / "copy" / "checkpoints")
     refused([*command, "seed=2"], tmp_path / "copy", "seed=2: the checkpoint was made with seed=1")
     summary, _ = train_here([*tiny, "seed=2", "train.steps=3"], tmp_path / "copy")
@@ -162,8 +159,7 @@ def test_checkpoints_that_were_copied_alone_are_the_runs_and_never_anothers(cut,
     assert metrics[0]["step"] == 13
 
 
-def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(cut, monkeypatch):
-    folder, command = cut
+def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(folder, command, monkeypatch):
     original = Path.open
 
     def denied(path, mode="r", *rest, **options):
@@ -175,8 +171,7 @@ def test_a_checkpoint_that_may_not_be_read_is_refused_and_not_passed_over(cut, m
     refused(command, folder, r"a checkpoint can't be read: .*Permission denied")
 
 
-def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_run_goes_on(cut, capsys):
-    folder, command = cut
+def test_a_link_to_a_checkpoint_that_was_deleted_is_explained_and_goes_when_the_run_goes_on(folder, command, capsys):
     shutil.rmtree(folder / "checkpoints" / storage.name(10))
     with pytest.raises(ConfigError, match=r"best points to checkpoints/step_00000010, which is gone. Give the run"):
         checkpoint.read(folder / "best")

@@ -39,7 +39,6 @@ def test_a_failure_in_any_operation_leaves_the_checkpoint_before_and_nothing_els
 DAMAGES = {
     "missing": lambda path: path.unlink(),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: path.write_bytes(b""),
     "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:]),
     "unlisted": lambda path: path.with_name("notes.txt").write_text("mine"),
 }

@@ -25,9 +25,8 @@ from training.run import open_run
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:
     """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
 
-    `acts` are [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN,
-    `full` its disk full; and [rank, batch]: `look` sends it SIGTERM ahead of that batch of all it evaluates.
-    """
+    `acts` are [rank, step], counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN, `full` its
+    disk full; and [rank, batch]: `look` sends it SIGTERM ahead of that batch of all it evaluates."""
     return on_ranks(ranks, _train, folder, overrides, folder, acts)
 
 

@@ -18,6 +18,7 @@ import configs
 from configs import Config
 from configs.keys import groups
 from configs.machine import Machine
+from configs.schema import ModelConfig, TrainConfig
 from training.plot import read_metrics
 from training.precision import Precision
 from training.resume import settle
@@ -43,12 +44,8 @@ def corpus(folder: Path) -> list[str]:
 
 def config(**model) -> Config:
     """Of steps on two rows of 16 tokens, with these keys of the model; composed of no files."""
-    cfg = Config()
-    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
-    for key, value in model.items():
-        setattr(cfg.model, key, value)
-    cfg.train.batch_size = 2
-    return cfg
+    sizes = {"layers": 2, "heads": 2, "width": 32, "context": 16, "dropout": 0.1}
+    return Config(model=ModelConfig(**sizes | model), train=TrainConfig(batch_size=2))
 
 
 def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:

@@ -22,6 +22,8 @@ from training.evaluation import Validation
 from training.metrics import Health, NonFiniteError, waiting
 from training.precision import Precision
 
+GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
+
 
 def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     summary, metrics = train_here(tiny, tmp_path / "run", plot=True)
@@ -35,15 +37,12 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     assert summary.final.bits_per_byte == pytest.approx(summary.final.loss / math.log(2))
     assert summary.sample.startswith("the") and len(summary.sample) == 13
     facts = read_json(summary.folder / "environment.json")
-    assert facts["versions"]["torch"] in torch.__version__ and facts["gpu"] is None
-    assert {"command", "git", "python", "cuda", "threads"} <= facts.keys()
+    assert facts["versions"]["torch"] in torch.__version__ and {"command", "git", "python", "gpu", "threads"} <= facts.keys()
     assert configs.from_dict(yaml.safe_load((summary.folder / "config.yaml").read_text())).train.steps == 30
     kept = {path.suffix for path in (summary.folder / "last").iterdir()}
     assert kept == {".safetensors", ".json", ""}, "no file that can hold code; the sums have no suffix"
-    assert {path.name for path in summary.folder.iterdir()} == {
-        *("config.yaml", "environment.json", "metrics.jsonl", "summary.json"),
-        *("tokenizer.json", "sample.txt", "checkpoints", "last", "best", "loss.png", "run.json", ".lock"),
-    }
+    files = "config.yaml environment.json metrics.jsonl summary.json tokenizer.json sample.txt loss.png run.json .lock"
+    assert {path.name for path in summary.folder.iterdir()} == {*files.split(), "checkpoints", "last", "best"}
 
 
 def test_tokens_per_second_counts_slow_steps_and_the_step_time_is_the_typical_one(tiny, tmp_path, monkeypatch):
@@ -189,9 +188,6 @@ def test_a_gradient_that_is_never_finite_stops_an_fp16_run(tiny, tmp_path, monke
         train_here([*tiny, "logging.every=1"], tmp_path / "run")
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "train/loss" in text and "NaN" not in text and "train/grad_norm" not in text
-
-
-GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

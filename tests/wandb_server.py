@@ -1,7 +1,6 @@
 """What W&B's own client asks of W&B's servers, answered on this machine: enough of the HTTP interface for a whole online run.
 
-It takes any key. An artifact is answered as one that is there already, so that its files are not uploaded a second time: the
-table in it arrives as a file of the run too.
+It takes any key. An artifact is answered as one that is there already, as the table in it arrives as a file of the run too.
 """
 
 import gzip
@@ -89,7 +88,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, answer: dict) -> None:
         text = json.dumps(answer).encode()
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

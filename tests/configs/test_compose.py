@@ -48,7 +48,6 @@ def test_groups_and_keys_become_values_of_the_schemas_types(monkeypatch):
     [
         ("", "shakespeare"),
         ("data.source=text data.files=[a.txt]", "text"),
-        ("data=hub data.path=/disk/my_corpus/", "my_corpus"),
         ("data=hub data.path=..", Path("..").resolve().name),
         ("data=hub data.path=owner/Stories data.name=mine", "mine"),
     ],

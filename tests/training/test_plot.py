@@ -42,10 +42,9 @@ def drawn(monkeypatch):
 
 
 def test_runs_are_laid_over_one_another_by_step_and_by_time(tmp_path, drawn, capsys):
-    """As runs/*_sweep/* names them: with a file of Hydra's, which is no run."""
     run(tmp_path / "a")
     run(tmp_path / "b", ["norm.impl=torch"], speed=1024.0)
-    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")
+    (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, which runs/*_sweep/* matches too
     assert plot.main([*map(str, sorted(tmp_path.glob("*"))), "--output", str(tmp_path / "both.png")]) == 0
     assert (tmp_path / "both.png").stat().st_size > 5000
     assert "both.png: loss, nats per token, 2 runs" in capsys.readouterr().out

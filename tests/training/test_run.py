@@ -12,25 +12,21 @@ from training.run import open_run
 from training.storage import StorageError
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def cfg():
-    return composed(["logging.wandb=disabled"])
+OFF = ["logging.wandb=disabled"]
 
 
 @pytest.mark.parametrize(("error", "code"), [(ValueError("x"), 1), (SystemExit(143), 143), (KeyboardInterrupt(), 130)])
-def test_wandb_is_told_how_the_run_ended_though_its_picture_fails(cfg, tmp_path, capsys, error, code):
+def test_wandb_is_told_how_the_run_ended_though_its_picture_fails(tmp_path, capsys, error, code):
     codes = []
-    with pytest.raises(type(error)), open_run(Start(cfg, tmp_path / "run"), CPU) as run:
+    with pytest.raises(type(error)), open_run(Start(composed(OFF), tmp_path / "run"), CPU) as run:
         run.tracker, run.plot = SimpleNamespace(finish=codes.append), no_space
         raise error
     assert codes == [code] and "no plot: OSError: " in capsys.readouterr().out
 
 
-def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(cfg, tmp_path):
+def test_a_folder_that_can_not_be_made_or_written_is_refused_by_name(tmp_path):
     def opened(folder):
-        with open_run(Start(cfg, folder), CPU) as run:
+        with open_run(Start(composed(OFF), folder), CPU) as run:
             (run.folder / "metrics.jsonl").mkdir()
             run.log(1, {"train/loss": 1.0})
 

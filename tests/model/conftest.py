@@ -13,10 +13,8 @@ VOCAB = 60  # of an imagined tokenizer; padded to 64 by the model
 
 @pytest.fixture
 def build() -> Callable[..., GPT]:
-    """build(norm_impl="torch", layers=3, ...): a model with the same initial values at every call.
-
-    Keys are those of ModelConfig, or of NormConfig with a `norm_` in front.
-    """
+    """build(norm_impl="torch", layers=3, ...): a model with the same initial values at every call. Keys are of
+    ModelConfig, or of NormConfig with a `norm_` in front."""
 
     def build(**options) -> GPT:
         norm = {key.removeprefix("norm_"): value for key, value in options.items() if key.startswith("norm_")}

@@ -34,8 +34,7 @@ def test_qk_norm_makes_scores_independent_of_the_scale_of_queries_and_keys(kind,
         module.qkv.weight[:64] *= 10
     assert torch.allclose(module(x), before, atol=1e-5) == qk_norm
     if qk_norm:
-        assert module.query_norm.kind.name == kind
-        assert module.query_norm.weight.shape == module.key_norm.weight.shape == (8,)
+        assert module.query_norm.kind.name == kind and module.query_norm.weight.shape == module.key_norm.weight.shape == (8,)
 
 
 def test_rotary_turns_halves_by_the_published_angle_in_fp32_and_keeps_the_dtype():

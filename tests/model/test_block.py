@@ -12,8 +12,7 @@ from model.norm import PreNorm
 
 def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     """x = x + sublayer(norm(x)), on the model's parameters; either norm, GELU, learned positions, biases, tied head."""
-    p = dict(model.named_parameters())
-    T = tokens.shape[1]
+    p, T = dict(model.named_parameters()), tokens.shape[1]
 
     def norm(x, name, suffix=""):
         weight, bias = p[f"{name}.weight{suffix}"], p.get(f"{name}.bias{suffix}")
@@ -38,8 +37,8 @@ def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     for layer in range(model.cfg.layers):
         block = f"blocks.{layer}"
         if model.cfg.block == "parallel":
-            site = f"{block}.norm"
-            x = x + attention(norm(x, site), f"{block}.attention") + mlp(norm(x, site, "1"), f"{block}.mlp")
+            y, y1 = norm(x, f"{block}.norm"), norm(x, f"{block}.norm", "1")
+            x = x + attention(y, f"{block}.attention") + mlp(y1, f"{block}.mlp")
         else:
             x = x + attention(norm(x, f"{block}.attention_norm"), f"{block}.attention")
             x = x + mlp(norm(x, f"{block}.mlp_norm"), f"{block}.mlp")
@@ -93,7 +92,6 @@ def test_recomputed_blocks_run_twice_and_gradients_have_the_same_bits(build, bat
         loss = model(*batch, seeds=torch.arange(model.dropout_sites))
         loss.backward()
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-
     assert runs == [False, True, True]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

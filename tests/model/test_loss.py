@@ -15,7 +15,6 @@ def test_it_is_the_mean_over_targets_that_count_in_fp32_or_fp64(dtype, error, gr
     targets = torch.tensor([1, -100, 9, 0, -100, 3])
     found = cross_entropy(logits, targets, compiled=False)
     found.backward()
-
     exact = logits.detach().double().requires_grad_()
     expected = -exact.log_softmax(-1)[targets >= 0, targets[targets >= 0]].mean()
     expected.backward()

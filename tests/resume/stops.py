@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from tests.runs import composed, train_here
 from training import storage
 
 AUTO = ["resume=auto", "logging.every=1", "checkpoint.every=6"]
-NAMES = [(os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (shutil, "rmtree")]
+OPERATIONS = [(os, "fsync"), (shutil, "rmtree"), (storage._Summed, "write")]
+OPERATIONS += [(Path, name) for name in ("rename", "replace", "mkdir", "symlink_to")]
 
 
 class Died(BaseException):
@@ -106,17 +108,15 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_operation(number: int) -> None:
-    """Kills the run in this operation on files, counted from 1."""
-    count = 0
-    for owner, name in [*NAMES, (storage._Summed, "write")]:
+def in_operation(number: int, act: Callable[[], object] = _kill, patch: Callable = setattr) -> None:
+    """Kills the run, or acts otherwise, in this operation on files, counted from 1."""
+    numbers = count(1)
+    for owner, name in OPERATIONS:
         original = getattr(owner, name)
 
         def counted(*args, original=original, **kwargs):
-            nonlocal count
-            count += 1
-            if count == number:
-                _kill()
+            if next(numbers) == number:
+                act()
             return original(*args, **kwargs)
 
-        setattr(owner, name, counted)
+        patch(owner, name, counted)

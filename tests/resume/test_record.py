@@ -52,8 +52,7 @@ def test_the_newest_checkpoints_are_kept_and_the_best(tiny, tmp_path, monkeypatc
     monkeypatch.setattr(evaluation, "evaluate", evaluations(3.0, 1.0, 2.0))
     train_here([*tiny, "checkpoint.every=3", "checkpoint.keep=3"], tmp_path / "run")
     assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [30, 27, 24, 20]
-    assert (tmp_path / "run" / "best").resolve().name == storage.name(20)
-    assert (tmp_path / "run" / "last").resolve().name == storage.name(30)
+    assert [checkpoint.read(tmp_path / "run" / name).step for name in ("best", "last")] == [20, 30]
 
 
 def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once(tiny, tmp_path, monkeypatch):
@@ -67,19 +66,14 @@ def test_an_evaluation_that_was_made_up_for_before_a_kill_is_in_the_metrics_once
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
 
 
-# ---- its end: results that a signal or a kill keeps from being made are made up for ------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_same_run_makes_the_sample_up(
-    tiny, tmp_path, monkeypatch, number, capsys
-):
+def test_a_signal_in_the_last_sample_keeps_the_summary_and_the_run_makes_it_up(tiny, tmp_path, monkeypatch, number, capsys):
     fake, run = FakeWandb(monkeypatch), tmp_path / "run"
     overrides = [*tiny, *AUTO, "train.steps=5", "logging.wandb=offline", "logging.group=g"]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=str(128 + number)):
         patch.setattr(GPT, "generate", lambda *_, **__: signal.raise_signal(number))
         train_here(overrides, run)
-    assert stop.value.code == fake.exit_code == 128 + number
+    fake.finish.assert_called_once_with(exit_code=128 + number)
     said, first = capsys.readouterr(), fake.arguments
     assert "step, then a checkpoint" not in said.err and "Stopping." in said.err
     assert f"all is kept but the sample; to make it up: {storage.resume_command(run)}" in said.out
@@ -90,20 +84,16 @@ def test_a_signal_in_the_final_sample_keeps_the_summary_and_the_same_run_makes_t
     assert (first["resume"], fake.arguments["resume"]) == (None, "allow")
 
 
-def finished(overrides, folder):
-    return settle(composed(overrides), folder, [], chosen=True).finished
-
-
 def test_a_run_killed_while_its_picture_is_drawn_is_not_finished_and_has_no_half_of_one(tiny, tmp_path):
+    def finished():
+        return settle(composed(overrides), run, [], chosen=True).finished
+
     overrides, run = [*tiny, *AUTO, "train.steps=5"], tmp_path / "run"
-    assert not finished(overrides, run)
     assert train_and_kill(overrides, run, drawing, plot=True)
-    assert not (run / "loss.png").exists()
-    assert not finished(overrides, run)
+    assert not (run / "loss.png").exists() and not finished()
     train_here(overrides, run, plot=True)
-    assert finished(overrides, run)
-    assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82")
+    assert (run / "loss.png").read_bytes().endswith(b"IEND\xaeB`\x82") and finished()
     for result in ("sample.txt", "summary.json"):  # as after a kill between the last checkpoint and the results
         (run / result).rename(run / "kept")
-        assert not finished(overrides, run)
+        assert not finished()
         (run / "kept").rename(run / result)

@@ -7,11 +7,8 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 
 V, W, C, LAYERS, HEADS = 70, 32, 16, 2, 4  # our vocabulary is padded to 128
 GPT2 = [f"model.layers={LAYERS}", f"model.heads={HEADS}", f"model.width={W}", f"model.context={C}"]
-LLAMA = [
-    *GPT2,
-    *("model.kv_heads=2", "model.mlp_width=48", "model.bias=false", "model.positions=rotary", "model.activation=swiglu"),
-    *("norm.kind=rmsnorm", "norm.eps=1e-6", "model.rotary_base=500.0"),
-]
+LLAMA = [*GPT2, "model.kv_heads=2", "model.mlp_width=48", "model.bias=false", "model.positions=rotary"]
+LLAMA += ["model.rotary_base=500.0", "model.activation=swiglu", "norm.kind=rmsnorm", "norm.eps=1e-6"]
 
 
 def gpt2():

@@ -43,8 +43,8 @@ def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypat
         configs.load(accepted, on=Machine(machine))
 
 
-def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tmp_path):
-    done = Command([*corpus(tmp_path), "deterministic=true", "folder=run", "train.steps=4"], tmp_path).finish()
+def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tiny, tmp_path):
+    done = Command([*tiny, "deterministic=true", "folder=run", "train.steps=4"], tmp_path).finish()
     assert done.returncode == 0, done.stderr
     stored = read_json(tmp_path / "run" / "last" / "state.json")["config"]
     assert stored["deterministic"] and stored["train"]["precision"] == "fp32", "what auto was is kept"

@@ -24,6 +24,12 @@ from training.distributed import shard
 from training.precision import Precision
 from training.step import adamw, training_step
 
+SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
+# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
+# four, which hold two rows of six each, the last one holds nothing of those weights
+SHARDED += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
+FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
+DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
 SHORT = ["train.steps=12", "eval.every=6", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=0"]
 
 
@@ -84,33 +90,19 @@ def test_what_one_rank_can_not_go_on_with_stops_all_with_the_same_error(tiny, tm
     assert [storage.step_of(path) for path in storage.checkpoints(tmp_path / "run")] == [6] * ("full" in act)
 
 
-# ---- parallel=fsdp, which is ddp with less memory ----------------------------------------------------------------------------
-
-SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
-# A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
-# four, which hold two rows of six each, the last one holds nothing of those weights
-SHARDED += ["optim.schedule=constant", "model.bias=false", "model.context=28", "model.mlp_width=6"]
-FSDP, HALF = "parallel=fsdp", ["train.steps=3", "checkpoint.every=1"]
-DROPPED = ["model.qk_norm=true", "model.drop_path=0.3", "model.dropout=0.1", "model.block=parallel", "norm.impl=torch"]
+def on_each(ranks: int, at: Path, jobs: dict[str, list[str]]) -> list[dict]:
+    """Runs one after the other on the same ranks, as starting ranks takes longer than the runs. Returns what each rank saw, by
+    the folder's name: the numbers of the model that it holds, how often gradients were reduced; and `_overflow`."""
+    return on_ranks(ranks, _train_all, at / f"results_of_{ranks}", at, jobs)
 
 
-def on_each(ranks: int, jobs: dict[Path, list[str]]) -> list[dict]:
-    """Runs one after the other on the same ranks, as starting ranks takes longer than the runs: overrides by folder.
-
-    Returns:
-        What each rank saw, by the folder's name: the numbers of the model that it holds in the end, and how often its gradients
-        were reduced; and of two ranks what `_overflow` returns.
-    """
-    return on_ranks(ranks, _train_all, next(iter(jobs)).parent / f"results_of_{ranks}", jobs)
-
-
-def _train_all(world: distributed.World, on: Machine, jobs: dict[Path, list[str]]) -> dict:
+def _train_all(world: distributed.World, on: Machine, at: Path, jobs: dict[str, list[str]]) -> dict:
     torch.compile = partial(torch.compile, backend="eager")  # what is traced, without minutes of a C++ compiler
     found, counted = {}, _watch()
-    for folder, overrides in jobs.items():
-        go_on_together(configs.load(overrides, on=on), folder, on, world)
+    for name, overrides in jobs.items():
+        go_on_together(configs.load(overrides, on=on), at / name, on, world)
         parameters = [getattr(p, "_local_tensor", p) for p in counted["model"].parameters()]
-        found[folder.name] = {"held": sum(p.numel() for p in parameters), "reduced": counted["reduced"]}
+        found[name] = {"held": sum(p.numel() for p in parameters), "reduced": counted["reduced"]}
     return found | ({"overflow": _overflow(world)} if world.size == 2 else {})
 
 
@@ -136,8 +128,8 @@ def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
 def _watch() -> dict:
     """The model of the last run and how often its gradients were scattered."""
     collectives, counted, build = torch.distributed, {"reduced": 0}, GPT.__init__
-    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # by PyTorch's age
-    name = next(name for name in names if hasattr(collectives, name))
+    single = hasattr(collectives, "reduce_scatter_single")  # in later versions of PyTorch
+    name = "reduce_scatter_single" if single else "reduce_scatter_tensor"
     scatter = getattr(collectives, name)
 
     def built(model, *arguments):
@@ -162,21 +154,19 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
         file.truncate(1000)
     bf16 = [*base, "train.precision=bf16"]
     dropped = [*base, *DROPPED, "train.steps=3"]
-    counted = on_each(
-        2,
-        {
-            at / "fsdp_2": [*base, FSDP],
-            at / "begun": [*base, FSDP, "resume=auto", "norm.impl=torch"],
-            at / "half_2": [*base, FSDP, *HALF, "checkpoint.background=true"],
-            at / "bf16_2": bf16,
-            at / "bf16_fsdp_2": [*bf16, FSDP],
-            at / "dropped_2": dropped,
-            at / "dropped_fsdp_2": [*dropped, FSDP, "train.recompute=true", "train.compile=true"],
-        },
-    )
+    jobs = {
+        "fsdp_2": [*base, FSDP],
+        "begun": [*base, FSDP, "resume=auto", "norm.impl=torch"],
+        "half_2": [*base, FSDP, *HALF, "checkpoint.background=true"],
+        "bf16_2": bf16,
+        "bf16_fsdp_2": [*bf16, FSDP],
+        "dropped_2": dropped,
+        "dropped_fsdp_2": [*dropped, FSDP, "train.recompute=true", "train.compile=true"],
+    }
+    counted = on_each(2, at, jobs)
     for ranks in (1, 4):
         shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}", symlinks=True)
-    on_each(4, {at / "fsdp_4": [*base, FSDP], at / "half_2_then_4": [*base, FSDP, "resume=auto"]})
+    on_each(4, at, {"fsdp_4": [*base, FSDP], "half_2_then_4": [*base, FSDP, "resume=auto"]})
     train_here([*base, "resume=auto"], at / "half_2_then_1")
 
     for run in ("fsdp_2", "fsdp_4", "begun", "half_2_then_4", "half_2_then_1"):

@@ -25,14 +25,11 @@ def evaluated(**how):
     return evaluate(ByTarget(), SPLIT, precision(torch.float32), context=4, **how)
 
 
-@pytest.mark.parametrize(("batch_size", "batches"), [(1, None), (7, None), (100, None), (3, 99)])
-def test_the_mean_does_not_depend_on_how_the_windows_are_batched(batch_size, batches):
+def test_the_mean_does_not_depend_on_how_the_windows_are_batched_and_a_part_is_taken_evenly_from_all_of_them():
     before = torch.get_rng_state()
-    assert evaluated(batch_size=batch_size, batches=batches).loss == pytest.approx(np.arange(1, 41).mean())
+    for batch_size, batches in ((1, None), (7, None), (100, None), (3, 99)):
+        assert evaluated(batch_size=batch_size, batches=batches).loss == pytest.approx(np.arange(1, 41).mean())
+    part = evaluated(batch_size=2, batches=1)  # the first and the sixth window
+    assert part.loss == pytest.approx(np.concatenate([np.arange(1, 5), np.arange(21, 25)]).mean())
+    assert part.bits_per_byte == pytest.approx(part.loss / math.log(2) / 2)
     assert torch.equal(before, torch.get_rng_state()), "no random numbers are drawn"
-
-
-def test_a_part_of_the_split_is_taken_evenly_from_all_of_it():
-    result = evaluated(batch_size=2, batches=1)  # the first and the sixth window
-    assert result.loss == pytest.approx(np.concatenate([np.arange(1, 5), np.arange(21, 25)]).mean())
-    assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / 2)

@@ -3,7 +3,7 @@
 import signal
 import socket
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -23,44 +23,32 @@ from training.tracking import Tracker, settle
 
 ONLINE, OFFLINE, DISABLED = WandbMode.online, WandbMode.offline, WandbMode.disabled
 KEY = "0" * 40
+GIVEN = {"mode": "dryrun", "project": "p", "entity": "e", "run_group": "g", "name": "n", "tags": "a,b"}
 NAMED = {"group": None, "name": "n", "tags": [], "config": {}, "run_id": "r1"}
-CLOSED = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens there
-
-
 pytestmark = pytest.mark.usefixtures("own_wandb")
 
 
-@pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
-def test_online_without_a_key_becomes_what_the_config_says(without_key):
-    settled, why = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
-    assert settled.wandb is without_key and "no API key" in why[0]
-
-
-def test_a_key_in_netrc_counts_for_its_own_host_only(tmp_path, monkeypatch):
+def test_online_without_a_key_is_what_the_config_says_and_a_key_in_netrc_counts_for_its_own_host_only(tmp_path, monkeypatch):
     netrc = tmp_path / "netrc"
     netrc.write_text("nonsense nonsense")
-    assert not tracking.has_key()
+    for without_key in (OFFLINE, DISABLED):
+        settled, why = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
+        assert settled.wandb is without_key and "no API key" in why[0]
     netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n")
     netrc.chmod(0o600)
     assert tracking.has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not tracking.has_key()
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    assert settle(LoggingConfig(wandb=ONLINE)) == (settle(LoggingConfig(wandb=ONLINE))[0], [])
-
-
-GIVEN = {"mode": "dryrun", "project": "p", "entity": "e", "run_group": "g", "name": "n", "tags": "a,b"}
+    assert settle(LoggingConfig(wandb=ONLINE))[1] == []
 
 
 def test_the_config_decides_then_a_variable_then_a_default_and_the_facts_say_so(monkeypatch):
-    settled, why = settle(LoggingConfig())
-    assert (settled.wandb, settled.project, settled.tags) == (OFFLINE, "prenorm", [])
-    assert (settled.entity, settled.group, settled.name) == (None, None, None) and why == []
+    assert settle(LoggingConfig()) == (LoggingConfig(wandb=OFFLINE, project="prenorm", tags=[]), [])
     for name, value in GIVEN.items():
         monkeypatch.setenv(f"WANDB_{name.upper()}", value)
-    settled, why = settle(LoggingConfig())
-    assert settled == LoggingConfig(wandb=OFFLINE, project="p", entity="e", group="g", name="n", tags=["a", "b"])
-    assert why == [f"WANDB_{name.upper()}={value}" for name, value in GIVEN.items()]
+    wanted = LoggingConfig(wandb=OFFLINE, project="p", entity="e", group="g", name="n", tags=["a", "b"])
+    assert settle(LoggingConfig()) == (wanted, [f"WANDB_{name.upper()}={value}" for name, value in GIVEN.items()])
     own = LoggingConfig(wandb=OFFLINE, project="mine", entity="me", group="ours", name="this", tags=[])
     settled, why = settle(own)
     assert settled == own
@@ -73,7 +61,6 @@ def test_the_config_decides_then_a_variable_then_a_default_and_the_facts_say_so(
     [
         ("MODE", "foo", "Use online, offline or disabled"),
         ("TAGS", "a,,b", "between 1 and 64 characters"),
-        ("PROJECT", "a/b", "invalid project name"),
         ("INIT_TIMEOUT", "soon", "valid number"),
         ("DIR", "~nobody_here/runs", "can't be written"),
     ],
@@ -91,15 +78,15 @@ def test_a_wrong_value_of_a_variable_is_refused_in_words(monkeypatch, name, valu
 
 def test_a_wrong_key_is_never_shown(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", " secret")
-    with pytest.raises(ConfigError, match=r"^WANDB_API_KEY: ") as refused:
+    with pytest.raises(ConfigError, match=r"^WANDB_API_KEY: (?!.*secret)"):
         settle(LoggingConfig())
-    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
 def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monkeypatch, tmp_path, without_key):
-    for name, value in (CLOSED | {"WANDB_INIT_TIMEOUT": "1"}).items():
-        monkeypatch.setenv(name, value)
+    closed = {"API_KEY": KEY, "BASE_URL": "http://127.0.0.1:9", "INIT_TIMEOUT": "1"}  # nobody listens there
+    for name, value in closed.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
     settled, _ = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
     run = Tracker(settled, tmp_path / "run", **NAMED)
     run.log({"a": 1}, step=1)
@@ -124,14 +111,11 @@ def test_a_run_goes_on_where_wandbs_process_dies(tmp_path, capsys):
     assert capsys.readouterr().err.count("W&B failed and is left out from here on: ") == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "listens"), [(signal.SIGINT, False), (signal.SIGTERM, True)], ids=["refused", "never answered"]
-)
-def test_a_signal_while_the_server_is_waited_for_ends_the_run_at_once(tiny, tmp_path, number, listens):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_server_that_never_answers_is_waited_for_ends_the_run_at_once(tiny, tmp_path, number):
     with closing(socket.create_server(("127.0.0.1", 0))) as mute:
-        reached = {"WANDB_BASE_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"} if listens else {}
-        more = CLOSED | {"WANDB_INIT_TIMEOUT": "600"} | reached
-        process = Command([*tiny, "logging.wandb=online"], tmp_path, **more)
+        reached = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"}
+        process = Command([*tiny, "logging.wandb=online"], tmp_path, **reached, WANDB_INIT_TIMEOUT="600")
         wait_until(process, lambda: any(tmp_path.glob("runs/*/wandb/run-*/logs/debug-internal.log")))
         process.send_signal(number)
         done = process.finish(within=20)  # W&B's own process goes on for 30 s
@@ -146,11 +130,8 @@ def test_wandb_is_silent_without_a_home_that_can_be_written(tiny, tmp_path):
     assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
 
 
-@contextmanager
-def started(cfg, folder, group=None):
-    with open_run(Start(cfg, folder), torch.device("cpu"), group) as run:
-        run.start({}, Corpus("text", char_tokenizer({"a"}), *[Split(np.zeros(1), 1, 1)] * 2, "hash"))
-        yield run
+def start(run):
+    run.start({}, Corpus("text", char_tokenizer({"a"}), *[Split(np.zeros(1), 1, 1)] * 2, "hash"))
 
 
 @pytest.fixture
@@ -170,7 +151,8 @@ def agent(monkeypatch, tmp_path):
 )
 def test_a_job_of_an_agent_is_its_run_in_the_sweeps_project(agent, tmp_path, own, group, name):
     cfg = composed(["logging.project=mine", "logging.entity=me", *own])
-    with started(cfg, tmp_path / "run") as run:
+    with open_run(Start(cfg, tmp_path / "run"), torch.device("cpu")) as run:
+        start(run)
         theirs = run.tracker._run
         assert (theirs.id, theirs.project, theirs.settings.sweep_id) == ("r1", "p", "s1")
         assert (theirs.group, theirs.name) == (group, name)
@@ -178,5 +160,6 @@ def test_a_job_of_an_agent_is_its_run_in_the_sweeps_project(agent, tmp_path, own
 
 
 def test_several_runs_in_one_job_of_an_agent_are_refused(agent, tmp_path):
-    with pytest.raises(ConfigError, match="job of a W&B agent is one run"), started(composed([]), tmp_path, "a_sweep"):
-        pass
+    opened = open_run(Start(composed([]), tmp_path), torch.device("cpu"), "a_sweep")
+    with pytest.raises(ConfigError, match="job of a W&B agent is one run"), opened as run:
+        start(run)

@@ -55,6 +55,8 @@ train.compile_mode=fast         Use default, reduce-overhead,
 train.compile_mode=max-autotune-no-cudagraphs                 for ablate.py that is ablate.compile=true
 train.compile=true train.compile_mode=max-autotune deterministic=true                     Use one of them
 train.compile=true train.compile_mode=reduce-overhead         needs a CUDA device; this run is on cpu
+optim.beta2=1                   optim.beta2=1.0: must be at least 0 and less than 1.
+model.heads=7 model.width=100   Use model.heads=5 or model.width=112.
 optim.lr=0                      optim.lr=0.0: must be more than 0 and finite.
 optim.lr=nan                    optim.lr=nan: must be more than 0 and finite.
 seed=99999999999999999999       seed=99999999999999999999: must be at least 0 and less than 9223372036854775808.

@@ -79,6 +79,8 @@ def test_weights_to_begin_with_are_for_the_beginning_of_a_run(tiny, tmp_path, mo
     folder = train_until(8, overrides, tmp_path / "run")
     train_here(overrides, folder)
     assert loaded == ["owner/name"]
+    overrides += ["init_from=runs/other", "resume_with_changes=true"]
+    refused(overrides, folder, r"^init_from=runs/other: a run that goes on has its weights already")
 
 
 def test_a_folder_that_another_process_trains_in_or_has_since_it_was_looked_at_is_refused(folder, command):
@@ -97,6 +99,9 @@ def test_auto_goes_on_in_the_precision_that_the_run_began_with(tiny, tmp_path):
     cfg.resume = str(folder)
     found = settle(cfg, folder.with_name("new"), ["train.precision=auto"], chosen=False)
     assert found.cfg.train.precision is Precision.bf16 and found.in_place
+    cfg.resume, cfg.train.precision = "auto", Precision.fp32
+    with pytest.raises(ConfigError, match=r"train.precision=fp32: the checkpoint was made with train.precision=bf16"):
+        settle(cfg, folder, [], chosen=True)
 
 
 def test_a_sweep_does_not_send_several_jobs_into_one_folder(tmp_path, capsys):

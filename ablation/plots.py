@@ -101,12 +101,9 @@ def speedups(cells: Sequence[Cell], path: Path) -> None:
 def losses(parity: Parity, path: Path) -> None:
     """The loss of every arm, mean over seeds; below, how far each is from the first, the reference: root mean square.
 
-    Where they were kept, last the errors of the gradients: the layer with the largest, mean over seeds.
+    Last the errors of the gradients: the layer with the largest, mean over seeds.
     """
-    panels = 3 if parity.gradient_errors else 2
-    figure, (above, below, *last) = pyplot.subplots(
-        panels, 1, figsize=(WIDTH, 2.7 * panels), dpi=DPI, layout="constrained", sharex=True
-    )
+    figure, (above, below, last) = pyplot.subplots(3, 1, figsize=(WIDTH, 8.1), dpi=DPI, layout="constrained", sharex=True)
     steps = min(len(run) for runs in parity.losses.values() for run in runs)
     runs = {name: np.asarray([run[:steps] for run in of], dtype=np.float64) for name, of in parity.losses.items()}
     first, *others = runs
@@ -129,21 +126,19 @@ def losses(parity: Parity, path: Path) -> None:
         below.set_yticks([0.0])
     above.set_ylabel("loss, nats per token", fontsize=9)
     below.set_ylabel(f"distance from\n{first}, nats", fontsize=9)
-    for axes in last:
-        for name, errors in parity.gradient_errors.items():
-            largest = [[max(layers.values()) for layers in run[:steps]] for run in errors]
-            axes.plot(np.mean(largest, axis=0), label=name, **styles[name])
-        shown = np.concatenate([np.ravel(line.get_ydata()) for line in axes.lines])
-        if 0 < 10 * shown.min() < shown.max():
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.set_ylabel("gradient's error,\nworst layer", fontsize=9)
-    lowest = last[0] if last else below
-    lowest.set_xlabel("step")
-    lowest.set_xlim(0, max(1, steps - 1))
-    lowest.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (above, below, *last):
+    for name, errors in parity.gradient_errors.items():
+        largest = [[max(layers.values()) for layers in run[:steps]] for run in errors]
+        last.plot(np.mean(largest, axis=0), label=name, **styles[name])
+    shown = np.concatenate([np.ravel(line.get_ydata()) for line in last.lines])
+    if 0 < 10 * shown.min() < shown.max():
+        last.set_yscale("log")
+    else:
+        last.set_ylim(bottom=0)
+    last.set_ylabel("gradient's error,\nworst layer", fontsize=9)
+    last.set_xlabel("step")
+    last.set_xlim(0, max(1, steps - 1))
+    last.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (above, below, last):
         _bare(axes, grid="both")
         axes.legend(frameon=False, fontsize=8, loc="best", handlelength=3.2)
     seeds = f"{len(parity.seeds)} seed{'' if len(parity.seeds) == 1 else 's'}"

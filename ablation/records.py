@@ -22,7 +22,7 @@ class ArmTimes:
     """Step times of one arm of a cell."""
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
-    positions: list[int] | None  # of each block: how many counted blocks, of all arms, ran before it; None in older records
+    positions: list[int]  # of each block: how many counted blocks, of all arms, ran before it
     forward_ms: float  # medians of a window of its own, since marks inside a step cost time
     backward_ms: float
     optimizer_ms: float
@@ -73,11 +73,10 @@ class Parity:
     val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str
-    # What follows is empty in records that are older than it.
-    gradient_norms: dict[str, list[list[float]]] = field(default_factory=dict)  # as losses, before clipping
+    gradient_norms: dict[str, list[list[float]]]  # as losses, before clipping
     # As losses, without the reference's: of each layer's gradient rms(x − a) / rms(a), where a is the reference's.
-    gradient_errors: dict[str, list[list[dict[str, float]]]] = field(default_factory=dict)
-    distances: dict[str, list[Distances]] = field(default_factory=dict)  # by quantity: for each seed; the tests are of these
+    gradient_errors: dict[str, list[list[dict[str, float]]]]
+    distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ class Ablation:
 # ---- on disk ---------------------------------------------------------------------------------------------------------------
 
 REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
-# Fields of Parity, and the keys of a line of parity.jsonl that they come from. Older records have losses alone, and the
-# reference has no gradient_error.
+# Fields of Parity, and the keys of a line of parity.jsonl that they come from. The reference has no gradient_error.
 PARITY_FIELDS = {"losses": "loss", "gradient_norms": "gradient_norm", "gradient_errors": "gradient_error"}
 
 
@@ -120,7 +118,7 @@ def save(ablation: Ablation, folder: Path) -> None:
             arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             for number, block in enumerate(blocks):
-                steps.append(of | {"block": number} | ({"turn": positions[number]} if positions else {}) | {"ms": block})
+                steps.append(of | {"block": number, "turn": positions[number], "ms": block})
         if attribution := cell["attribution"]:
             profiles = attribution.pop("kernels")
             attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
@@ -135,9 +133,7 @@ def save(ablation: Ablation, folder: Path) -> None:
             for at, (seed, run) in enumerate(zip(parity["seeds"], runs, strict=True)):
                 of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
                 for step, loss in enumerate(run):
-                    line = of | {"step": step, "loss": loss}
-                    if norms:
-                        line["gradient_norm"] = norms[name][at][step]
+                    line = of | {"step": step, "loss": loss, "gradient_norm": norms[name][at][step]}
                     if name in errors:
                         line["gradient_error"] = errors[name][at][step]
                     losses.append(line)
@@ -149,47 +145,35 @@ def save(ablation: Ablation, folder: Path) -> None:
 
 
 def load(folder: Path) -> Ablation:
-    """What `save` wrote.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: the files are not of one ablation, or of another version of records.py.
-    """
+    """What `save` wrote."""
     report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
     steps, losses, kernels = (
         iter([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()])
         for name in (STEPS, PARITY, KERNELS)
     )
-    try:
-        for cell in report["cells"]:
-            for arm in cell["arms"].values():
-                del arm["step_ms"]
-                blocks = [next(steps) for _ in arm.pop("block_steps")]
-                arm["blocks_ms"] = [block["ms"] for block in blocks]
-                arm["positions"] = [block["turn"] for block in blocks] if any("turn" in block for block in blocks) else None
-            if attribution := cell["attribution"]:
-                counts = attribution.pop("kernel_count")
-                fields = [field.name for field in dataclasses.fields(Kernel)]
-                attribution["kernels"] = {
-                    name: [{field: line[field] for field in fields} for line in itertools.islice(kernels, count)]
-                    for name, count in counts.items()
-                }
-        for parity in report["parity"]:
-            arms = parity.pop("loss_steps")
-            found = {name: [[next(losses) for _ in range(count)] for count in counts] for name, counts in arms.items()}
-            for field, key in PARITY_FIELDS.items():
-                parity[field] = {
-                    name: [[line[key] for line in run] for run in runs]
-                    for name, runs in found.items()
-                    if field == "losses" or all(key in line for run in runs for line in run)
-                }
-        whole = all(next(lines, None) is None for lines in (steps, losses, kernels))
-        ablation = _typed(Ablation, report)
-    except (KeyError, TypeError, StopIteration) as error:
-        raise ValueError(f"{folder}: not an ablation as this version writes it ({error!r}).") from error
-    if not whole:
-        raise ValueError(f"{folder}: {STEPS}, {PARITY} or {KERNELS} has lines that {REPORT} does not know of.")
-    return ablation
+    for cell in report["cells"]:
+        for arm in cell["arms"].values():
+            del arm["step_ms"]
+            blocks = [next(steps) for _ in arm.pop("block_steps")]
+            arm["blocks_ms"] = [block["ms"] for block in blocks]
+            arm["positions"] = [block["turn"] for block in blocks]
+        if attribution := cell["attribution"]:
+            counts = attribution.pop("kernel_count")
+            fields = [field.name for field in dataclasses.fields(Kernel)]
+            attribution["kernels"] = {
+                name: [{field: line[field] for field in fields} for line in itertools.islice(kernels, count)]
+                for name, count in counts.items()
+            }
+    for parity in report["parity"]:
+        arms = parity.pop("loss_steps")
+        found = {name: [[next(losses) for _ in range(count)] for count in counts] for name, counts in arms.items()}
+        for kind, key in PARITY_FIELDS.items():
+            parity[kind] = {
+                name: [[line[key] for line in run] for run in runs]
+                for name, runs in found.items()
+                if kind != "gradient_errors" or all(key in line for run in runs for line in run)
+            }
+    return _typed(Ablation, report)
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -260,9 +260,7 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
     for index, parity in enumerate(ablation.parity):
         name = "parity.png" if len(ablation.parity) == 1 else f"parity_{index}.png"
         plots.losses(parity, folder / name)
-        what = "Loss of every arm, and its distance from the reference"
-        if parity.gradient_errors:
-            what += "; error of the worst layer's gradient at every step"
+        what = "Loss of every arm, and its distance from the reference; error of the worst layer's gradient at every step"
         shown.append((name, f"{what}: {label(parity.overrides)}"))
     return "\n\n".join(f"![{words}]({name})" for name, words in shown)
 

@@ -22,8 +22,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.Linear(WIDTH, WIDTH))
         self.final = norm(WIDTH)
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        vars(self).update(attributes)
 
     def forward(self, x):
         return self.final(x + self.layers(x))
@@ -43,8 +42,7 @@ class BySwitch(Net):
 
 
 def replaced(model):
-    model = copy.deepcopy(model)
-    ops.replace_norms(model, verbose=False)
+    ops.replace_norms(model := copy.deepcopy(model), verbose=False)
     return model
 
 
@@ -53,14 +51,13 @@ def compiled(model):
 
 
 def compiled_in_place(model):
-    model = copy.deepcopy(model)
-    model.compile(backend="eager")
+    (model := copy.deepcopy(model)).compile(backend="eager")
     return model
 
 
 def part_compiled(model):
     model = copy.deepcopy(model)
-    model.layers = torch.compile(model.layers, backend="eager")
+    model.layers = compiled(model.layers)
     return model
 
 
@@ -74,26 +71,19 @@ def test_what_is_no_module_and_one_model_given_twice_are_refused(compare):
             compare(model, same, X)
 
 
-def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names():
-    """Copied behind replace_norms, the arguments exchanged, compiled, or built with our modules."""
-    model = Net()
-    fused = [replaced(model), compiled(replaced(model)), Net(ops.LayerNorm), Net(ops.RMSNorm)]
+def test_a_model_before_whose_norms_are_fused_is_refused_with_their_names(tmp_path, monkeypatch):
+    """Copied behind replace_norms, the arguments exchanged, compiled, made of our modules, or fused by the installed copy."""
+    shutil.copytree(Path(ops.__file__).parent, tmp_path / "their_norms", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(tmp_path)
+    model, theirs = Net(), Net()
+    importlib.import_module("their_norms").replace_norms(theirs, verbose=False)
+    assert not isinstance(theirs.final, ops.LayerNorm)
+    fused = [replaced(model), compiled(replaced(model)), Net(ops.LayerNorm), Net(ops.RMSNorm), theirs]
     for before, after in [(fused[0], replaced(model)), *((one, model) for one in fused)]:
         with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final\. Copy .* restore_norms .* exchange"):
             check_parity(before, after, X)
     with pytest.raises(ValueError, match="1 of its norms are fused: model_a itself"):
         check_parity(ops.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), X)
-
-
-def test_norms_fused_by_another_copy_of_the_folder_are_found(tmp_path, monkeypatch):
-    """As the package is installed, beside the checkout that checks it."""
-    shutil.copytree(Path(ops.__file__).parent, tmp_path / "their_norms", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.syspath_prepend(tmp_path)
-    fused = Net()
-    importlib.import_module("their_norms").replace_norms(fused, verbose=False)
-    assert not isinstance(fused.final, ops.LayerNorm)
-    with pytest.raises(ValueError, match=r"2 of its norms are fused: layers\.1, final"):
-        check_parity(fused, Net(), X)
 
 
 @pytest.mark.parametrize("wrap", [compiled, compiled_in_place, part_compiled])
@@ -106,14 +96,10 @@ def test_a_model_in_which_nothing_is_replaced_is_refused(wrap):
         check_parity(model, wrap(after), X)
 
 
-def another_forward(model):
-    model.layers[1].forward = lambda x: F.layer_norm(x, (WIDTH,), model.layers[1].weight, model.layers[1].bias)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        another_forward,
+        lambda model: setattr(model.layers[1], "forward", lambda x: F.layer_norm(x, (WIDTH,))),
         lambda model: model.final.register_forward_hook(lambda module, args, y: y.clone()),
         lambda model: setattr(model.layers[0], "fused", True),
         lambda model: model.layers.append(nn.Identity()),

@@ -16,6 +16,7 @@ from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
 from ops.kernels import runs_kernels
 
 WIDTH = 32
+X = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(0))
 QUICK = {"cycles": 6, "block_steps": 1, "warmup_steps": 0}
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -64,15 +65,13 @@ def batch(seed=0):
 
 
 def replaced(model):
-    model = copy.deepcopy(model)
-    replace_norms(model, verbose=False)
+    replace_norms(model := copy.deepcopy(model), verbose=False)
     return model
 
 
 def adopted(model):
     model = replaced(model)
-    for block in model.blocks:
-        fuse_prenorm_block(block, GPT2_BLOCK)
+    fuse_prenorm_block(model.blocks, GPT2_BLOCK)
     return model
 
 
@@ -84,23 +83,14 @@ def with_norms(model, change):
     return model
 
 
-# ---- planted mistakes --------------------------------------------------------------------------------------------------------
-
-
 def wrong_eps(norm):
     norm.eps = 2e-5 if norm.weight.dtype is FP32 else 0.1
 
 
 def wrong_backward(norm):
     """A gradient that is off by a thousandth."""
-
-    def forward(x):
-        x = x.clone()
-        if x.requires_grad:
-            x.register_hook(lambda dx: dx * 1.001)
-        return own(x)
-
-    own, norm.forward = norm.forward, forward
+    own = norm.forward
+    norm.forward = lambda x: own(x + 0.001 * (x - x.detach()))
 
 
 def lost_weight_gradient(norm):
@@ -122,11 +112,7 @@ def test_fused_norms_and_blocks_are_at_parity(model, how):
 
 @pytest.mark.parametrize(
     ("change", "dtype", "with_loss"),
-    [
-        (wrong_eps, FP32, True),
-        (wrong_eps, BF16, True),
-        *((change, FP32, with_loss) for change in (wrong_backward, lost_weight_gradient) for with_loss in (True, False)),
-    ],
+    [(wrong_eps, FP32, True), (wrong_eps, BF16, True), (wrong_backward, FP32, True), (lost_weight_gradient, FP32, False)],
 )
 def test_a_planted_mistake_fails_and_is_named(model, change, dtype, with_loss):
     model = model.to(dtype)
@@ -147,31 +133,27 @@ def test_models_without_gradients_are_compared_by_what_they_put_out(model):
 
 def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
     torch.manual_seed(0)
-    before, x = Masked(), torch.randn(2, 12, WIDTH)
-    check = check_parity(before, replaced(before), x)
+    before = Masked()
+    check = check_parity(before, replaced(before), X)
     assert check.holds and next(row for row in check.rows if row.name == "output").error < 1e-5, check
     assert torch.get_default_dtype() is torch.float32
-    assert not check_parity(before, with_norms(before, wrong_eps), x).holds
+    assert not check_parity(before, with_norms(before, wrong_eps), X).holds
 
 
 def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
     with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
-        check_parity(model := ByDtype(nn.LayerNorm(WIDTH)), replaced(model), torch.randn(4, WIDTH))
-
-    def another_in_fp64(y):
-        return y.square().mean() if y.dtype is torch.float64 else y.sin().mean()
-
+        check_parity(model := ByDtype(nn.LayerNorm(WIDTH)), replaced(model), X)
     with pytest.raises(ValueError, match=r"the gradients of model_a, all together, are \S+ away from those of its copy"):
-        check_parity(model := Masked(), replaced(model), torch.randn(2, 12, WIDTH), loss=another_in_fp64)
+        check_parity(model := Masked(), replaced(model), X, loss=lambda y: (y.sin() if y.dtype is FP32 else y.square()).mean())
 
 
 def test_a_model_that_can_not_run_in_fp64_is_told_of_the_reference_and_checked_in_bf16():
-    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(HalfOnly((2, WIDTH))))
-    after, x = replaced(before), torch.randn(4, 2, WIDTH)
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(HalfOnly((12, WIDTH))))
+    after = replaced(before)
     with pytest.raises(RuntimeError, match="mat_a") as error:
-        check_parity(before, after, x)
+        check_parity(before, after, X)
     assert "its reference, a copy of model_a in float64" in error.value.__notes__[0]
-    assert check_parity(before.bfloat16(), after.bfloat16(), x.bfloat16()).holds
+    assert check_parity(before.bfloat16(), after.bfloat16(), X.bfloat16()).holds
 
 
 def test_models_stay_as_they_were(model):
@@ -187,18 +169,13 @@ def test_models_stay_as_they_were(model):
     assert model.ln_f.weight.grad is None and not model.ln_f._forward_hooks
 
 
-def one_more_output(model):
-    own = model.forward
-    model.forward = lambda *args: (*own(*args), torch.zeros(3))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda model: model.ln_f.weight.data.add_(1), r"ln_f\.weight differs between the models"),
         (lambda model: model.add_module("extra", nn.Linear(2, 2)), r"only one of them has extra\.bias, extra\.weight"),
         (lambda model: model.ln_f.weight.requires_grad_(False), r"ln_f\.weight requires a gradient in one model only"),
-        (one_more_output, "model_a returns 1 float tensors, model_b 2"),
+        (lambda model: model.register_forward_hook(lambda *call: (*call[-1], X)), "model_a returns 1 float tensors, model_b 2"),
     ],
 )
 def test_models_that_can_not_be_compared_are_refused(model, change, message):
@@ -214,10 +191,8 @@ def test_models_that_can_not_be_compared_are_refused(model, change, message):
         (check_parity, {"autocast": torch.int8}, "autocast must be torch.bfloat16, torch.float16 or None, got torch.int8"),
         (measure, {"loss": "loss"}, "loss must be a function of the model's output, got 'loss'"),
         (check_parity, {"loss": lambda _: torch.zeros(2)}, "loss must give a tensor of one number, got a tensor of shape (2,)"),
-        (measure, {"loss": lambda _: 1.0}, "loss must give a tensor of one number, got float"),
         (check_parity, {"batch": []}, "batch is an empty list"),
         (measure, {"cycles": 5}, "cycles must be a whole number of 6 or more, got 5"),
-        (measure, {"block_steps": 0}, "block_steps must be a whole number of 1 or more, got 0"),
         (measure, {"loss": lambda _: torch.zeros(())}, "the loss needs no gradient, and backward is timed too"),
     ],
 )
@@ -228,12 +203,11 @@ def test_an_argument_that_can_not_be_used_is_named(model, compare, given, messag
 
 def test_measure_times_both_models_in_turn_against_a_control(model):
     calls, other = [], adopted(model)
-    model.register_forward_hook(lambda *call: calls.append("a"))
-    other.register_forward_hook(lambda *call: calls.append("b"))
+    for one in (model, other):
+        one.register_forward_hook(lambda called, *_: calls.append(called))
     timing = measure(model, other, batch(), cycles=6, block_steps=2, warmup_steps=1)
-    assert calls.count("a") == 2 * calls.count("b") == 2 * (1 + 2 * (1 + 2) * (1 + 6))
-    assert timing.a_ms > 0 and timing.b_ms > 0
-    assert timing.verdict in str(timing) and "A/A" in timing.verdict
+    assert calls.count(model) == 2 * calls.count(other) == 2 * (1 + 2 * (1 + 2) * (1 + 6))
+    assert timing.a_ms > 0 and timing.b_ms > 0 and timing.verdict in str(timing) and "A/A" in timing.verdict
     assert ("No kernel was measured" in timing.verdict) == (not runs_kernels(torch.device("cpu")))
 
 
@@ -248,7 +222,7 @@ def test_the_loss_is_the_models_own_or_a_fixed_projection_of_the_output():
 
 def test_the_device_is_the_models_or_its_batchs_and_not_the_default():
     rounding._shuffled.cache_clear()
-    norm, x = nn.LayerNorm(WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    norm, x = nn.LayerNorm(WIDTH), X.clone().requires_grad_()
     for before in (nn.Sequential(norm, nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))):
         after = replaced(before)
         with torch.device("meta"):

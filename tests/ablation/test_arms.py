@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ SMALL = ["model.layers=2", "model.heads=2", "model.width=32", "model.context=16"
 SHORT = ["model.layers=1", "model.dropout=0", "ablate.cycles=6", "ablate.block_steps=2", "ablate.warmup_steps=1"]
 IMPLS = {TORCH: NormImpl.torch, FUSED: NormImpl.fused}
 FP32 = precision(torch.float32)
+TOKENS = torch.randint(64, (30, 2, 17), generator=torch.Generator().manual_seed(0))
+BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
 
 
 def load(*overrides):
@@ -30,26 +33,12 @@ def built(cfg, settled=FP32, impls=IMPLS):
 
 
 @pytest.fixture
-def pair():
-    return list(built(load("model.dropout=0.1")).values())
-
-
-@pytest.fixture
 def arms():
     return built(load(*SHORT), impls={TORCH: NormImpl.torch, AGAIN: NormImpl.torch, FUSED: NormImpl.fused})
 
 
-class Batches:
-    """Random tokens."""
-
-    def __getitem__(self, step):
-        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(step))
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-def take(arm, *steps):
-    for step in steps:
-        timing.run(arm, Batches(), range(step, step + 1))
+def take(arm, first, steps=1):
+    timing.run(arm, BATCHES, range(first, first + steps))
 
 
 def weights(arm):
@@ -58,9 +47,6 @@ def weights(arm):
 
 def addresses(arm):
     return [parameter.data_ptr() for parameter in arm.state.model.parameters()]
-
-
-# ---- what arms share ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [[], ["model.positions=rotary", "model.tie_embeddings=false", "norm.kind=rmsnorm"]])
@@ -89,13 +75,7 @@ def test_the_graph_outside_the_norm_sites_is_that_of_the_model(options, dtype):
     assert not fused.final_norm._forward_hooks and not fused.final_norm._forward_pre_hooks
 
 
-def one_more_operator(arm):
-    mlp = arm.state.model.blocks[1].mlp
-    forward = mlp.forward
-    mlp.forward = lambda x: forward(x) * 1.0
-
-
-SPOILS = {
+SPOILS = {  # what the error says: a change of one arm
     "final_norm.weight differs": lambda arm: torch.nn.init.zeros_(arm.state.model.final_norm.weight),
     "optimizer groups": lambda arm: arm.state.optimizer.param_groups[0].update(weight_decay=0.5),
     "different parameters": lambda arm: arm.state.model.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
@@ -103,35 +83,16 @@ SPOILS = {
     "different modules: eps": lambda arm: setattr(arm.state.model.final_norm, "eps", 1e-3),
     "different buffers": lambda arm: arm.state.model.register_buffer("extra", torch.ones(1)),
     "different configs": lambda arm: setattr(arm.cfg.optim, "lr", 0.5),
-    "different graphs": one_more_operator,
+    "different graphs": lambda arm: arm.state.model.blocks[1].mlp.register_forward_hook(lambda mlp, x, y: y * 1.0),
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_any_other_difference_is_found(pair, spoil):
-    check_same(pair)
+def test_any_other_difference_is_found(spoil):
+    check_same(pair := list(built(load("model.dropout=0.1")).values()))
     SPOILS[spoil](pair[1])
     with pytest.raises(AssertionError, match=spoil.partition(":")[0]):
         check_same(pair)
-
-
-def test_a_snapshot_puts_weights_and_optimizer_state_back_into_either_arm(pair):
-    torch_arm = pair[0]
-    for arm in pair:
-        take(arm, 0)
-    start, expected = Snapshot(torch_arm), weights(torch_arm)
-    take(torch_arm, 1)
-    after = weights(torch_arm)
-    for arm in pair:
-        take(arm, 2)
-        before = addresses(arm)
-        start.restore(arm)
-        assert all(map(torch.equal, weights(arm), expected)) and addresses(arm) == before
-    take(torch_arm, 1)  # with the same moments, so the same bits
-    assert all(map(torch.equal, weights(torch_arm), after))
-
-
-# ---- how they are timed ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -149,15 +110,14 @@ def runs(monkeypatch):
 
 def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, runs):
     done = []
-    found = timing.time_arms(arms, Batches(), lambda: done.append(1))
+    found = timing.time_arms(arms, BATCHES, lambda: done.append(1))
     blocks = [run for run in runs if run[2] == 1 + 2]
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
     assert all(all(map(torch.equal, run[3], blocks[0][3])) for run in blocks)
     order = [name for name, *_ in blocks][6:]  # without the first cycle
     for name, arm in found.items():
-        assert [len(block) for block in arm.blocks_ms] == [2] * 12
-        assert [order[at] for at in arm.positions] == [name] * 12
+        assert [len(block) for block in arm.blocks_ms] == [2] * 12 and [order[at] for at in arm.positions] == [name] * 12
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 and arm.peak_gb is None and arm.launches is None
     assert found.keys() == set(ARMS) and len(done) == timing.calls_of(cycles=6)
     of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
@@ -168,53 +128,54 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
 def test_with_cuda_graphs_places_stay(arms, runs):
     for arm in arms.values():
         arm.cfg.train.compile, arm.cfg.train.compile_mode = True, "reduce-overhead"
-    timing.time_arms(arms, Batches(), lambda: None)
+    timing.time_arms(arms, BATCHES, lambda: None)
     assert len({run[4] for run in runs if run[0] == TORCH}) == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_arms_move_to_each_others_places_and_stay_there_while_they_train_and_none_is_compiled_again(arms, compiled):
+def test_arms_move_to_each_others_places_and_begin_again_from_a_snapshot_and_none_is_compiled_again(arms, compiled):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     listed = list(arms.values())
     if compiled:
         listed = [replace(arm, forward=torch.compile(arm.state.model, backend="eager")) for arm in listed]
     for arm in listed:
-        take(arm, 0, 1)  # with an optimizer's state
+        take(arm, 0, steps=2)  # with an optimizer's state
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    before, places, start = [addresses(arm) for arm in listed], places_of(listed), Snapshot(listed[0])
+    before, places, begun = [addresses(arm) for arm in listed], places_of(listed), weights(listed[0])
+    start = Snapshot(listed[0])
+    take(listed[0], 2)
+    after = weights(listed[0])
     for order in ((1, 2, 0), (2, 1, 0), (0, 1, 2)):
         move(listed, places, order)
-        start.restore(listed[0])
         for arm in listed:
-            take(arm, 0, 1)
+            start.restore(arm)
+            assert all(map(torch.equal, weights(arm), begun))
+            take(arm, 2)
+        assert all(map(torch.equal, weights(listed[0]), after)), "with the same moments, so the same bits"
         assert [addresses(arm) for arm in listed] == [before[place] for place in order]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (graphs > 0) == compiled
 
 
 def test_the_step_that_fills_an_empty_queue_is_not_counted_nor_is_drawing_a_batch(arms, monkeypatch):
     """After each restored state a part of a step takes a second, later ones 10 ms; drawing a batch takes a minute."""
-    clock, empty = [0.0], [False]
+    gpu = SimpleNamespace(clock=0.0, empty=False)
 
-    class Slow(Batches):
+    class Slow(list):
         def __getitem__(self, step):
-            clock[0] += 60.0
+            gpu.clock += 60.0
             return super().__getitem__(step)
-
-    class Restored(timing.Snapshot):
-        def restore(self, arm):
-            empty[0] = True
 
     def training_step(*arguments, mark=lambda part: None):
         for part in ("forward", "backward", "optimizer"):
-            clock[0] += 1.0 if empty[0] else 0.01
+            gpu.clock += 1.0 if gpu.empty else 0.01
             mark(part)
-        empty[0] = False
+        gpu.empty = False
 
-    monkeypatch.setattr(timing, "Snapshot", Restored)
+    monkeypatch.setattr(timing.Snapshot, "restore", lambda *_: setattr(gpu, "empty", True))
     monkeypatch.setattr(timing, "training_step", training_step)
     for name in ("StepClock", "PartClock"):
-        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: clock[0]))
-    for arm in timing.time_arms(arms, Slow(), lambda: None).values():
+        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: gpu.clock))
+    for arm in timing.time_arms(arms, Slow(BATCHES), lambda: None).values():
         assert [ms for block in arm.blocks_ms for ms in block] == pytest.approx([30.0] * 24)
         assert (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) == pytest.approx((10.0,) * 3)

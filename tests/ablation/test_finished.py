@@ -108,10 +108,9 @@ SETS_APART = ["checkpoint:\n  background: true\n", "eval:\n  batches: 3\n", "  e
 
 @pytest.mark.parametrize("config", FREE + SETS_APART)
 def test_keys_that_change_neither_steps_nor_times_nor_losses_do_not_set_runs_apart(config, tmp_path):
-    runs = [
-        read_run(finished_run(tmp_path / "a", "torch")),
-        read_run(finished_run(tmp_path / "b", "fused", config=f"{config}train:\n  steps: 10\n")),
-    ]
+    one = finished_run(tmp_path / "a", "torch")
+    other = finished_run(tmp_path / "b", "fused", config=f"{config}train:\n  steps: 10\n")
+    runs = [read_run(one), read_run(other)]
     if config in FREE:
         assert grouped(runs) == [({}, runs)]
     else:

@@ -19,8 +19,6 @@ from training.attribution import Share
         ({}, torch.bfloat16, 24 + 3 * 28 + 22),
         # fp32 everywhere, no dropout: r is x at the first site, dx is dresidual: 8 + 16, 16 + 16, 12 + 16
         ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.float32, 24 + 3 * 32 + 28),
-        # bf16 stream, no dropout: half of that
-        ({"dropout": 0.0, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 16 + 14),
         # parallel, one site a layer: first 12 + 16, one other of 16 + 20, final 10 + 2 + 8 + 4 + 4
         ({"block": BlockLayout.parallel}, torch.bfloat16, 28 + 36 + 28),
         # bf16 stream, drop path: there dx is not dresidual

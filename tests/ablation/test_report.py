@@ -60,14 +60,12 @@ def test_first_three_lines_are_the_verdict(tmp_path, one):
     alone, after, both = (float(cell.split()[0]) for cell in row(text, "| this configuration"))
     assert alone == pytest.approx(131.7 / 104.2, rel=0.01), "torch.compile alone is torch eager over torch compiled"
     assert both == pytest.approx(alone * after, rel=0.01)
-
-    text = written(results.ablation(speedups={"compiled": 1.0}, parity=False), tmp_path)
+    text = written(results.ablation(compiled=1.0, parity=False), tmp_path)
     assert "no difference found compiled; parity FAILS" in text.splitlines()[0]
     assert "What is left for fused norms after it: no difference found." in words(text)
     stopped = dataclasses.replace(results.ablation(overrides=[{"norm.kind": "rmsnorm"}]), unfinished="2 of 8 parts")
     first, _, parity, *_ = written(stopped, tmp_path).splitlines()
     assert "NOT FINISHED (2 of 8 parts)" in first and parity.startswith("norm.kind=rmsnorm: parity holds: ")
-
     assert "parity was not measured" in written(dataclasses.replace(one, parity=[]), tmp_path).splitlines()[0]
     text = written(dataclasses.replace(one, cells=[]), tmp_path)
     assert "not measured" in text.splitlines()[1] and "## Step times" not in text
@@ -77,8 +75,7 @@ def test_without_kernels_the_first_line_says_so(tmp_path, one):
     found = results.ablation(overrides=[{}], modes=["eager"], kernels=False)
     text = written(found, tmp_path)
     assert text.startswith(f"# {NO_KERNEL}\n") and report.table(found).startswith(NO_KERNEL)
-    assert "Where the GPU time goes" not in text and "torch.compile" not in text
-    assert NO_KERNEL not in written(one, tmp_path)
+    assert "Where the GPU time goes" not in text and "torch.compile" not in text and NO_KERNEL not in written(one, tmp_path)
 
 
 def test_gpu_time_stands_beside_the_timed_step_and_the_bound_of_any_norm_kernel(tmp_path, one):
@@ -127,9 +124,6 @@ def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):
     assert re.search(rf"^{FUSED} .* 1\.200 \(.*\) +[\d,]+ +31\.20 +1,432$", text, re.M), "each figure under its heading"
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------------------------
-
-
 def test_losses_that_end_in_nan_or_are_all_the_same_are_drawn(tmp_path):
     parity = results.parity_of({})
     first = parity.losses[TORCH]
@@ -144,9 +138,8 @@ def test_the_picture_of_finished_runs_has_every_run_every_final_loss_and_how_far
     figures = []
     monkeypatch.setattr(plots, "_finish", lambda figure, title, path: figures.append(figure))
     one, two, three = ([(250, first), (500, last)] for first, last in ((2.0, 1.5), (2.5, 1.5), (2.5, 1.0)))
-    plots.trained(
-        [("torch", 1, one, 1.5), ("fused", 1, two, 1.5), ("torch", 1, three, 1.0), ("fused", 2, [], 1.2)], "", tmp_path
-    )
+    runs = [("torch", 1, one, 1.5), ("fused", 1, two, 1.5), ("torch", 1, three, 1.0), ("fused", 2, [], 1.2)]
+    plots.trained(runs, "", tmp_path)
     above, between, below = figures[0].axes
     assert [list(line.get_ydata()) for line in above.lines] == [[2.0, 1.5], [2.5, 1.0], [2.5, 1.5], []]
     apart, again, mean = (list(line.get_ydata()) for line in between.lines[:3])

@@ -2,22 +2,11 @@
 
 MODEL = """
 from collections import OrderedDict
-from dataclasses import dataclass
+from types import SimpleNamespace as GPTConfig
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-
-@dataclass
-class GPTConfig:
-    block_size: int = 1024
-    vocab_size: int = 50304
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.0
-    bias: bool = True
 
 
 class Attention(nn.Module):
@@ -29,8 +18,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril(0)
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0)
+        y = F.scaled_dot_product_attention(q, k, v, None, self.p if self.training else 0.0, is_causal=True)
         return F.dropout(self.c_proj(y.transpose(1, 2).flatten(-2)), self.p, self.training)
 
 

@@ -41,7 +41,6 @@ def test_chain_hands_both_streams_from_block_to_block():
     setting = memory.Setting(residual_dtype=torch.float32)
     (i,) = memory.make_inputs(case, setting, 4, 32, 1, torch.device("cpu"))
     y, r = memory.chain("torch", case, setting, 2)(i)
-
     r1 = i.residual + i.x
     y1 = F.layer_norm(r1, (32,), i.weight.float(), i.bias.float(), 1e-5).bfloat16()
     assert torch.equal(r, r1 + y1) and y.dtype == torch.bfloat16

@@ -55,7 +55,6 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
     [
         ("norm nvidia-h200", "no table 'norm'; there are norms_models, norms"),
         ("norms cpu", "run python -m benchmarks.norms,"),
-        ("norms_models nvidia-h200", "run python -m benchmarks.norms --models,"),
         ("norms nvidia-h200 768", "no add . norm of width 768 is recorded"),
         ("norms nvidia-h200 (768)", "not of the form"),
         ("ablation nvidia-h200", r"no report\.json; record an ablation there"),
@@ -105,23 +104,21 @@ def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewe
         write(folder / "nvidia-h200" / "norms.json", norm("ln", 768, "ours", 0.9), *records, environment=environment)
         return rewritten("norms nvidia-h200", folder, text)
 
-    root = tmp_path / "repository"
-    root.mkdir()
+    (root := tmp_path / "repository").mkdir()
     monkeypatch.setattr(readme, "ROOT", root)
     old = commit(root, "ops/kernel.py", "one")
     commit(root, "model/gpt.py", "of another table")
-    assert "Changed since" not in page(old)
+    assert "has changed" not in page(old)
     new = commit(root, "ops/kernel.py", "two")
     sentence = f"Since git {old[:8]} the code in `ops/` has changed. These figures are of older code.\n\n<!-- end"
     assert sentence in page(old) and sentence in page(new, others=[old]), "renewed in part"
     assert f"git {old[:8]} (2 measurements), {new[:8]} (1)\n" in page(new, others=[old, old]), "most first"
-    assert "Changed since" not in page(new, text=page(old)), "renewed"
-
+    assert "has changed" not in page(new, text=page(old)), "renewed"
     stale = page(old)
     monkeypatch.setattr(readme, "ROOT", tmp_path)  # no repository: nothing new is said, and what was said stays
     readme.is_changed.cache_clear()
-    assert page(old, text=stale) == stale and "Changed since" not in page(old)
-    assert "Changed since" not in page(new, text=stale), "it was said of other records"
+    assert page(old, text=stale) == stale and "has changed" not in page(old)
+    assert "has changed" not in page(new, text=stale), "it was said of other records"
     readme.is_changed.cache_clear()
 
 

@@ -1,8 +1,6 @@
-"""Tables and pictures of recorded norms; the bars of host and memory."""
+"""Tables and pictures of recorded norms."""
 
-import pytest
-
-from benchmarks import host, memory, report
+from benchmarks import report
 
 from .records import ENVIRONMENT, failed, norm, sweep
 
@@ -47,8 +45,3 @@ def test_a_picture_for_each_direction_number_of_rows_and_dtype_of_weights(tmp_pa
     names = ["norms_forward.png", "norms_backward.png", "norms_forward_m4096.png", "norms_forward_weights_fp32.png"]
     assert [path.name for path in written] == names and all(path.stat().st_size > 5000 for path in written)
     assert report.plot_norms(file(failed("ln", 768, "ours")), tmp_path) == [], "failures alone make no picture"
-
-
-@pytest.mark.parametrize("plot", [host.plot, memory.plot])
-def test_nothing_measured_makes_no_bars(plot, tmp_path):
-    assert plot(file({"case": "add_rms", "provider": "ours", "us": None, "peak": None}), tmp_path) == []

@@ -33,11 +33,9 @@ def build(config, sizes):
 def pair(request):
     """A model as it was, and one whose norms are replaced and whose blocks are fused."""
     config, sizes, blocks, layout = MODELS[request.param]
-    model = build(config, sizes)
-    fused = copy.deepcopy(model)
+    fused = copy.deepcopy(model := build(config, sizes))
     assert all(site.fused for site in replace_norms(fused, verbose=False))
-    for block in fused.get_submodule(blocks):
-        fuse_prenorm_block(block, layout)
+    fuse_prenorm_block(fused.get_submodule(blocks), layout)
     return model, fused
 
 
@@ -57,23 +55,17 @@ def test_gradients_and_generated_tokens_are_those_of_the_model_and_restoring_giv
     assert torch.equal(fused(input_ids=TOKENS).logits, model(input_ids=TOKENS).logits)
 
 
-def test_gradient_checkpointing_changes_no_gradient(pair):
-    _, fused = pair
-    fused.config.attention_dropout = fused.config.attn_pdrop = 0.0
-    fused.train()
-    plain = gradients(fused)
-    fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    torch.testing.assert_close(gradients(fused), plain)
-
-
-def test_hidden_states_of_fused_blocks_are_refused_and_attentions_are_those_of_the_model(pair):
-    model, fused = pair
-    with pytest.raises(TypeError, match="output_hidden_states needs blocks that are not fused"):
-        fused(input_ids=TOKENS, output_hidden_states=True)
+def test_attentions_are_those_of_the_model_hidden_states_are_refused_and_checkpointing_changes_no_gradient(pair):
     for one in pair:
         one.set_attn_implementation("eager")
-    found, expected = (one(input_ids=TOKENS, output_attentions=True).attentions for one in (fused, model))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(one(input_ids=TOKENS, output_attentions=True).attentions for one in pair))
+    _, fused = pair
+    with pytest.raises(TypeError, match="output_hidden_states needs blocks that are not fused"):
+        fused(input_ids=TOKENS, output_hidden_states=True)
+    fused.config.attention_dropout = fused.config.attn_pdrop = 0.0
+    plain = gradients(fused.train())
+    fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.testing.assert_close(gradients(fused), plain)
 
 
 def test_a_block_that_scales_its_branches_is_refused():

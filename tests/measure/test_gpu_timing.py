@@ -14,7 +14,6 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
         return Contender(name, lambda: [lambda s=s: log.append((name, s)) for s in range(3)])
 
     outcomes = measure([contender("a"), contender("b")], CPU, rounds=4, round_ms=1e-9)
-
     assert [len(outcomes[name].us) for name in "ab"] == [4, 4]
     turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)][-8:]
     assert all([s for _, s in turn] == [0, 1, 2] for turn in turns), "each turn goes through the sets in order"
@@ -31,9 +30,7 @@ def test_inputs_that_calls_overwrite_are_restored_before_each_turn():
 
 def test_sets_together_are_several_times_l2(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), {"L2_cache_size": 60_000_000}))
-    gpu = torch.device("cuda")
-    assert rotating_sets(50_000_000, gpu) == 5
-    assert rotating_sets(1, gpu) == 512
+    assert [rotating_sets(nbytes, torch.device("cuda")) for nbytes in (50_000_000, 1)] == [5, 512]
 
 
 def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch):
@@ -43,32 +40,19 @@ def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_outputs_lie_elsewhere_in_every_round():
+def test_on_a_gpu_forward_and_backward_are_timed_and_outputs_lie_elsewhere_in_every_round():
     device, places = torch.device("cuda", 0), []
-    x = torch.randn(1 << 24, device=device)
-
-    def call():
-        y = x.sin()
-        if torch.cuda.is_current_stream_capturing():
-            places.append(y.data_ptr())
-        return y
-
     with timing.side_stream(device):
-        outcomes = measure([Contender("a", lambda: [call])], device, rounds=8, move_outputs=True)
-    assert len(outcomes["a"].us) == 8 and len(set(places[1:])) > 4
+        x = torch.randn(1 << 24, device=device, requires_grad=True)
+        y, dy = x.sin(), torch.ones_like(x)
 
+        def forward():
+            y = x.sin()
+            if torch.cuda.is_current_stream_capturing():
+                places.append(y.data_ptr())
+            return y
 
-@pytest.mark.gpu
-def test_graph_timer_times_forward_and_backward_on_a_gpu():
-    device = torch.device("cuda", 0)
-    with timing.side_stream(device):
-        sets = [torch.randn(4096, 1024, device=device, requires_grad=True) for _ in range(2)]
-        grads = torch.ones(4096, 1024, device=device)
-
-        def backward():
-            outputs = [(x.sin(), x) for x in sets]
-            return [lambda y=y, x=x: torch.autograd.grad(y, x, grads, retain_graph=True) for y, x in outputs]
-
-        forward = Contender("forward", lambda: [lambda x=x: x.sin() for x in sets])
-        outcomes = measure([forward, Contender("backward", backward)], device, rounds=3)
-    assert all(outcome.error is None and min(outcome.us) > 1 for outcome in outcomes.values()), outcomes
+        backward = Contender("backward", lambda: [lambda: torch.autograd.grad(y, x, dy, retain_graph=True)])
+        outcomes = measure([Contender("forward", lambda: [forward]), backward], device, rounds=8, move_outputs=True)
+    assert all(len(one.us) == 8 and one.error is None and min(one.us) > 1 for one in outcomes.values()), outcomes
+    assert len(set(places[1:])) > 4

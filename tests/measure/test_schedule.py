@@ -63,12 +63,12 @@ def test_drift_through_a_cycle_cancels_and_one_slow_step_moves_nothing():
 
 
 def test_a_real_difference_is_found_and_equal_arms_are_seldom_called_different():
-    """Steps of 10 ms that vary by 5 %: of 200 ablations at the default number of cycles, few claim a difference."""
+    """Steps of 10 ms that vary by 5 %: of 100 ablations at the default number of cycles, few claim a difference."""
     draw, claims = np.random.default_rng(0), 0
-    for _ in range(200):
+    for _ in range(100):
         torch, again, fused = draw.normal(10, 0.5, (3, 2 * AblateConfig().cycles, 5)).tolist()
         claims += is_different(compare_blocks(torch, fused), compare_blocks(torch, again))
-    assert claims <= 10
+    assert claims <= 5
     torch, again, fused = (draw.normal(ms, 0.1, (20, 5)).tolist() for ms in (10, 10, 9))
     found = compare_blocks(torch, fused)
     assert is_different(found, compare_blocks(torch, again)) and found.speedup.median == pytest.approx(10 / 9, abs=0.01)
@@ -89,7 +89,6 @@ CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
         (comparison(0.99, 1.05, 1.11), CONTROL, "no difference found: fused norms 1.050 × .*, and its interval contains 1"),
         (comparison(1.00, 1.05, 1.11), CONTROL, "no difference found"),
         (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found: .*, and A/A shows as much"),
-        (comparison(0.997, 0.9985, 0.9995), CONTROL, "no difference found: .*, and A/A shows as much"),
         (comparison(1.001, 1.002, 1.003), comparison(0.9995, 1.0, 1.003), "no difference found: .*, and A/A shows as much"),
         (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found: .* leaves out 1: intervals here"),
         (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused norms 1.150 .* leaves out 1: intervals here"),

@@ -103,6 +103,7 @@ def inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
     for i in ("", "1") if case.second else ("",):
         if case.weight is not None:
             tensors[f"weight{i}"] = tensor(n, case.weight, 0.3, 0.0 if case.zero_centered else 1.0)
+            tensors[f"weight{i}"].data[0] = -1.0 if case.zero_centered else 0.0  # x̂ can't be recovered from y there
         if case.bias:
             tensors[f"bias{i}"] = tensor(n, case.weight or FP32, 0.3)
     if case.rowscale != "none":

@@ -15,14 +15,17 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def forget():
+    launch.forget()
+    prepared.forget()
+
+
 @pytest.fixture(autouse=True)
 def fresh_launches():
     """Launches are remembered with their tiles and kernels, which tests replace."""
-    launch.forget()
-    prepared.forget()
+    forget()
     yield
-    launch.forget()
-    prepared.forget()
+    forget()
 
 
 @pytest.fixture
@@ -41,8 +44,7 @@ def use_tile(monkeypatch):
             monkeypatch.setattr(launch, "device_facts", lambda device: facts._replace(multiprocessors=2 * tile.slices))
         for name in ("forward_tile", "backward_tile"):
             monkeypatch.setattr(launch, name, lambda n, work, device, name=name: fitted(tile, n, work, facts, name))
-        launch.forget()
-        prepared.forget()
+        forget()
 
     return use
 
@@ -62,47 +64,3 @@ def interpreter_rounds_like_a_gpu(monkeypatch):
         return convert(values, input_dtype, output_dtype, rounding_mode)
 
     monkeypatch.setattr(interpreter, "_convert_float", rounding)
-
-
-class Launcher:
-    """Python code in front of `launch`, which is C. With scratch it allocates at each launch."""
-
-    profile_scratch_size = 0
-
-    def __init__(self, runs, scratch):
-        self.launch, self.global_scratch_size, self.called = runs.append, scratch, []
-
-    def __call__(self, *arguments):
-        self.called.append(True)
-        self.launch(arguments)
-
-
-class Compiled:
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, scratch=0):
-        self.runs = []
-        self.run = Launcher(self.runs, scratch)
-
-
-class Kernel:
-    """Triton's side, played by the test: notes the calls that go through it."""
-
-    def __init__(self, scratch=0):
-        self.compiled, self.calls = Compiled(scratch), []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: (self.calls.append((grid, arguments, options)), self.compiled)[1]
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    class Driver:
-        class active:
-            @staticmethod
-            def get_current_stream(index):
-                return "stream"
-
-    monkeypatch.setattr(launch, "driver", Driver)
-    monkeypatch.setattr(launch, "CompiledKernel", Compiled)
-    return Kernel()

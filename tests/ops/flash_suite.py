@@ -28,11 +28,7 @@ torch.random.manual_seed = lambda given: torch.manual_seed(given + {seed})
 
 
 def package(checkout: Path, folder: Path, seed: int) -> None:
-    """A flash_attn in `folder` with what the tests import.
-
-    Raises:
-        FileNotFoundError: the checkout lacks a file.
-    """
+    """A flash_attn in `folder` with what the tests import. Raises FileNotFoundError if the checkout lacks a file."""
     for needed in (KERNELS, SUITE, UTILS):
         if not (checkout / needed).exists():
             raise FileNotFoundError(f"{checkout} has no {needed}; expected a checkout of flash-attention")

@@ -26,22 +26,17 @@ from torch import Tensor
 
 import ops
 
-from .cases import BF16, FP16, FP32, Case, oracle, ours, pytorch, unaligned
+from .cases import BF16, FP16, FP32, OPTIONS, Case, oracle, ours, pytorch, unaligned
 from .cases import inputs as case_inputs
 
 DTYPES = (FP32, BF16, FP16)
 NOT_TENSORS = (None, 0, 1.5, "x", [1.0], (), object())
 NUMBERS = (0.0, 0.1, 0.5, 1.0, -0.1, 2, float("nan"), float("inf"), -float("inf"), 1e-45, True, "0.1", None, 1 << 70, [0.1])
 FUNCTIONS = (
-    ops.norm_fn,
-    ops.layer_norm_fn,
-    ops.rms_norm_fn,
-    ops.layer_norm_linear_fn,
-    ops.seeded_dropout,
-    ops.dropout_mask,
-    ops.LayerNorm,
-    ops.RMSNorm,
-)
+    ops.norm_fn, ops.layer_norm_fn, ops.rms_norm_fn, ops.layer_norm_linear_fn, ops.seeded_dropout, ops.dropout_mask,
+    ops.LayerNorm, ops.RMSNorm,
+)  # fmt: skip
+ALWAYS = ("norm", "x", "weight", "bias", "norm_weight", "norm_bias", "linear_weight", "linear_bias")
 
 
 class Outcome(StrEnum):
@@ -56,13 +51,14 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        def shown(value: Any) -> str:
-            if isinstance(value, Tensor):
-                strides = f"strides {value.stride()}" if value.layout == torch.strided else value.layout
-                return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
-            return repr(value)
+        return f"{self.function.__name__}({', '.join(f'{name}={_shown(value)}' for name, value in self.arguments.items())})"
 
-        return f"{self.function.__name__}({', '.join(f'{name}={shown(value)}' for name, value in self.arguments.items())})"
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    strides = f"strides {value.stride()}" if value.layout == torch.strided else value.layout
+    return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
 
 
 def random_call(draw: random.Random, device: torch.device) -> Call:
@@ -74,17 +70,12 @@ def random_call(draw: random.Random, device: torch.device) -> Call:
     for name in inspect.signature(function).parameters:
         if draw.random() < mistakes:
             call.arguments[name] = _odd(draw, device, lead, n)
-        elif (
-            name in ("norm", "x", "weight", "bias", "norm_weight", "norm_bias", "linear_weight", "linear_bias")
-            or draw.random() < 0.4
-        ):
-            value = _right(name, draw, device, lead, n)
-            if value is not ...:
-                call.arguments[name] = value
-    for name, needed in (("seed", 3), ("p", 0.5), ("rows", 3), ("cols", 8), ("hidden_size", n), ("norm", "rmsnorm")):
-        parameter = inspect.signature(function).parameters.get(name)
-        if parameter is not None and parameter.default is parameter.empty:
-            call.arguments.setdefault(name, needed)
+        elif (name in ALWAYS or draw.random() < 0.4) and (value := _right(name, draw, device, lead, n)) is not ...:
+            call.arguments[name] = value
+    needed = {"seed": 3, "p": 0.5, "rows": 3, "cols": 8, "hidden_size": n, "norm": "rmsnorm"}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in needed and parameter.default is parameter.empty:
+            call.arguments.setdefault(name, needed[name])
     return call
 
 
@@ -117,10 +108,10 @@ def _right(name: str, draw: random.Random, device: torch.device, lead: tuple[int
 def _odd(draw: random.Random, device: torch.device, lead: tuple[int, ...], n: int) -> Any:
     """Something that may be right by accident."""
     shapes = ((), (n,), (n + 1,), (*lead, n), (*lead, n, 1), (*lead, n + 1), (1, n), (0,), lead, (3, 1), (1,))
+    dtypes = (torch.int64, torch.bool, torch.float64, torch.complex64, torch.uint8, torch.int32)
     odd_tensors: tuple[Callable[[], Any], ...] = (
         lambda: _tensor(draw, device, draw.choice(shapes), layouts=True),
-        lambda: torch.zeros(draw.choice(shapes), device=device, dtype=draw.choice((torch.int64, torch.bool, torch.float64))),
-        lambda: torch.zeros(draw.choice(shapes), device=device, dtype=draw.choice((torch.complex64, torch.uint8, torch.int32))),
+        lambda: torch.zeros(draw.choice(shapes), device=device, dtype=draw.choice(dtypes)),
         lambda: torch.zeros((*lead, n), device="meta"),
         lambda: torch.zeros((*lead, n)).to("cpu"),
         lambda: torch.eye(n, device=device).to_sparse(),
@@ -133,30 +124,18 @@ def _tensor(draw: random.Random, device: torch.device, shape: tuple[int, ...], l
     values = torch.randn(shape, generator=torch.Generator().manual_seed(draw.getrandbits(32)))
     values = values.to(device, draw.choice(DTYPES))
     if layouts and values.dim():
-        values = draw.choice(LAYOUTS)(values)
+        values = LAYOUTS[draw.choice([*LAYOUTS])](values)
     return values.detach().requires_grad_(draw.random() < 0.5)
 
 
-def rows_apart(t: Tensor) -> Tensor:
-    return torch.cat([t, t], -1)[..., : t.shape[-1]]
-
-
-def columns_apart(t: Tensor) -> Tensor:
-    return t.repeat_interleave(2, -1)[..., ::2]
-
-
-def transposed(t: Tensor) -> Tensor:
-    return t.mT.contiguous().mT if t.dim() > 1 else t
-
-
-def broadcast(t: Tensor) -> Tensor:
-    """Every row the same memory."""
-    return t[:1].expand(t.shape) if t.dim() > 1 else t
-
-
-LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda t: t, rows_apart, columns_apart, transposed, unaligned, broadcast
-)  # fmt: skip
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "columns apart": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    "unaligned": unaligned,
+    "one row for all": lambda t: t[:1].expand(t.shape) if t.dim() > 1 else t,
+}
 
 
 def tried(call: Call) -> tuple[Outcome, str]:
@@ -185,29 +164,16 @@ def tried(call: Call) -> tuple[Outcome, str]:
 
 
 def random_case(draw: random.Random, device: torch.device) -> Case:
-    options: dict[str, tuple] = {
-        "norm": tuple(ops.Norm),
-        "x": DTYPES,
-        "residual": (None, *DTYPES),
-        "x1": (None, None, *DTYPES),
-        "second": (False, False, True),
-        "weight": (None, *DTYPES),
-        "bias": (False, True),
-        "rowscale": ("none", "none", "fixed", "learned"),
-        "dropout_p": (0.0, 0.0, 0.1, 0.5),
-        "zero_centered": (False, False, True),
-        "prenorm": (False, True),
-        "residual_in_fp32": (False, True),
-        "out": (None, *DTYPES),
-        "m": (1, 2, 5, 33, 300),
-        "n": (4, 16, 40, 128, 255, 768, 1024, 2304, 4100, 12_288, 16_392),
-    }
+    options: dict[str, Any] = OPTIONS | dict.fromkeys(("residual", "weight", "out"), (None, *DTYPES))
+    options |= {"x": DTYPES, "x1": (None, None, *DTYPES), "dropout_p": (0.0, 0.0, 0.1, 0.5)}
+    options |= dict.fromkeys(("zero_centered", "residual_in_fp32"), (False, True))
+    options |= {"m": (1, 2, 5, 33, 300), "n": (4, 16, 40, 128, 255, 768, 1024, 2304, 4100, 12_288, 16_392)}
     if device.type == "cpu":  # the interpreter is slow
         options |= {"m": (1, 2, 5, 9), "n": (4, 16, 40, 128, 150, 255)}
     return Case(**{name: draw.choice(values) for name, values in options.items()})
 
 
-def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Tensor], Tensor]]) -> str | None:
+def inaccuracy(case: Case, device: torch.device, layouts: dict[str, str]) -> str | None:
     """What of a right call is farther from fp64 than twice what PyTorch's operations are, and a little.
 
     The little: a unit in its last place, and what chance does to the rounding of few numbers. Left out is drowscale of rows
@@ -215,8 +181,7 @@ def inaccuracy(case: Case, device: torch.device, layouts: dict[str, Callable[[Te
     """
     tensors = {}
     for name, t in case_inputs(case, device).items():
-        laid = layouts[name](t.detach()) if name in layouts else t.detach()
-        tensors[name] = laid.requires_grad_(t.requires_grad)
+        tensors[name] = LAYOUTS[layouts.get(name, "contiguous")](t.detach()).requires_grad_(t.requires_grad)
     exact, mine, theirs = oracle(tensors, case), ours(tensors, case), pytorch(tensors, case)
     coarsest = max(torch.finfo(t.dtype).eps for t in (*tensors.values(), *mine.values()))
     for name in exact:
@@ -278,10 +243,10 @@ def attempt(seed: int, number: int, device: torch.device) -> tuple[Outcome, str]
         what = str(call)
     else:
         case = random_case(draw, device)
-        layouts = {name: draw.choice(LAYOUTS) for name in ("x", "residual", "x1")}
+        layouts = {name: draw.choice([*LAYOUTS]) for name in ("x", "residual", "x1")}
         problem = inaccuracy(case, device, layouts) or ""
         outcome = Outcome.wrong if problem else Outcome.worked
-        what = f"{case} {[f.__name__ for f in layouts.values()]}"
+        what = f"{case} {layouts}"
     if device.type == "cuda":
         torch.cuda.synchronize()  # so that what a kernel does to memory is told of its own call
     return outcome, f"{what}\n    {problem}" if problem else what

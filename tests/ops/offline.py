@@ -19,8 +19,10 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import cycle
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,25 +33,13 @@ from triton.runtime import driver
 import ops
 from ops import Norm, launch, tiling
 
-from .cases import BF16, FP16, FP32, Case, covering, describe, inputs, ours
+from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
 
-WIDTHS = [64, 1000, 2304, 4096, 12288, 32768]
+WIDTHS = [1000, 2304, 64, 4096, 12288, 32768]
 ALL_WIDTHS = [
     1, 64, 128, 256, 384, 512, 640, 768, 1000, 1002, 1024, 1152, 1280, 1536, 1600, 1920, 2048, 2304, 2560, 2880, 3072, 3584,
     4096, 4608, 5120, 5376, 6144, 7168, 8192, 9216, 10240, 12288, 14336, 16384, 18432, 20480, 24576, 28672, 32768, 49152, 65536,
 ]  # fmt: skip
-OPTIONS: dict[str, list] = {
-    "x": [BF16, FP32],
-    "weight": [FP32, BF16, None],
-    "residual": [None, BF16, FP32],
-    "norm": list(Norm),
-    "x1": [None, BF16, FP32],
-    "dropout_p": [0.0, 0.1],
-    "second": [False, True],
-    "rowscale": ["none", "fixed", "learned"],
-    "bias": [True, False],
-    "prenorm": [True, False],
-}
 # What models run most: the pairs have each of these options beside others.
 PLAIN = [
     Case(norm=norm, residual=r, weight=w, bias=norm == Norm.layernorm)
@@ -58,31 +48,21 @@ PLAIN = [
     for w in (BF16, FP32)
 ]
 # Between them all that Triton may make of an integer: 1, a multiple of 16, another.
-OTHER_ROWS = [Case(x=BF16, residual=BF16, dropout_p=p, n=1000, m=m) for m, p in [(64, 0.25), (1, 0.25), (31, 0.4), (16, 0.1)]]
+OTHER_ROWS = [Case(x=BF16, residual=BF16, dropout_p=p, n=2304, m=m) for m, p in [(64, 0.25), (1, 0.25), (35, 0.4)]]
 
 
 def chosen_cases(everything: bool, widths: list[int]) -> list[Case]:
     if not everything:
-        drawn = [Case(**chosen, m=3) for chosen in covering(n=WIDTHS, **OPTIONS)]
+        drawn = [Case(**chosen, n=n, m=3) for chosen, n in zip(covering(**OPTIONS), cycle(WIDTHS), strict=False)]
         return [case for case in (*drawn, *OTHER_ROWS) if not widths or case.n in widths]
-    options = OPTIONS | {"x": [BF16, FP32, FP16]}
-    drawn = [Case(**chosen, m=3) for chosen in covering(**options)]
+    drawn = [Case(**chosen) for chosen in covering(**OPTIONS | {"x": [BF16, FP32, FP16]})]
     return [replace(case, n=n, m=3) for n in widths or ALL_WIDTHS for case in (*PLAIN, *drawn)]
 
 
-class NoGPU:
-    """Triton's driver as far as a compilation asks it."""
-
-    target = GPUTarget("cuda", 90, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+# Triton's driver as far as a compilation asks it.
+NO_GPU: Any = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda device: 0
+)
 
 
 class OfflineLauncher(launch.Launcher):
@@ -119,6 +99,7 @@ def hash_of(ptx: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
+@cache
 def disassembled(cubin: bytes) -> dict:
     """Registers of a thread, the bytes of its stack, which is what it spills, and what touches memory before the wait for the
     kernel ahead (None where nothing waits)."""
@@ -147,7 +128,7 @@ def noted(choose: Callable[..., tiling.Tile], *arguments: Any) -> tiling.Tile:
 
 
 def prepare() -> None:
-    driver.set_active(NoGPU())  # type: ignore[arg-type]
+    driver.set_active(NO_GPU)
     launch.Launcher = OfflineLauncher  # type: ignore[misc]
     launch.device_facts = lambda device: tiling.H200  # type: ignore[assignment]
     for name in ("forward_tile", "backward_tile"):
@@ -186,7 +167,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="a line of JSON a launch")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilations at a time (%(default)s)")
     options = parser.parse_args()
-    with ProcessPoolExecutor(options.jobs, get_context("spawn"), initializer=prepare) as pool:
+    with ProcessPoolExecutor(options.jobs, get_context("fork"), initializer=prepare) as pool:
         for launches in pool.map(compile_case, chosen_cases(options.all, options.width)):
             for found in launches:
                 print(json.dumps(found) if options.json else line(found), flush=True)

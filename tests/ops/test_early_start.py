@@ -8,11 +8,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from ops import launch, layer_norm_fn, rms_norm_fn
 
-from .cases import BF16
+from .cases import BF16, equal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])]
-
-ROUNDS = 20
 
 
 @triton.jit
@@ -26,21 +24,6 @@ def hasty_copy_kernel(p_source, p_out, elements, BLOCK: tl.constexpr):
 
 def hasty_copy(out, source):
     hasty_copy_kernel[(64,)](source, out, source.numel(), BLOCK=1024)
-
-
-def on_another_stream(out, source):
-    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
-    there.wait_stream(here)
-    with torch.cuda.stream(there):
-        torch.mul(source, 1, out=out)
-    here.wait_stream(there)
-
-
-AHEAD = {
-    "a hasty kernel": hasty_copy,
-    "a copy": lambda out, source: out.copy_(source),
-    "another stream": on_another_stream,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -57,40 +40,40 @@ def sources(device):
     return tensors
 
 
-def replayed(step, captured):
-    """step, or a graph of it."""
-    if not captured:
-        return step
-    step()  # compiles, which a capture does not allow
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    here = torch.cuda.current_stream()
-    stream = here if here != torch.cuda.default_stream() else torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=stream):
-        outputs = step()
-    return lambda: (graph.replay(), outputs)[1]
+def check(step, captured, before, expected):
+    """Many times: step, or a graph of it, gives expected[0] and [1] in turn after before(0) and (1)."""
+    run = step
+    if captured:
+        step()  # compiles, which a capture does not allow
+        torch.cuda.synchronize()
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=here if here != torch.cuda.default_stream() else torch.cuda.Stream()):
+            outputs = step()
+        run = lambda: (graph.replay(), outputs)[1]  # noqa: E731
+    for turn in range(20):
+        before(turn % 2)
+        torch.cuda.synchronize()
+        assert equal(run(), expected[turn % 2]), turn
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("ahead", [hasty_copy, torch.Tensor.copy_])
 def test_a_norm_reads_what_was_written_just_before_it(ahead, dropout_p, captured, sources, device):
     weight, seed = torch.rand(768, device=device, dtype=BF16), torch.tensor([7], device=device)
     source, x, residual = sources[0].clone(), torch.empty_like(sources[0]), sources[1]
 
     def normed(x):
-        return layer_norm_fn(x, weight, weight, residual, dropout_p=dropout_p, seed=seed)
+        return (layer_norm_fn(x, weight, weight, residual, dropout_p=dropout_p, seed=seed),)
 
     def step():
-        AHEAD[ahead](x, source)
+        ahead(x, source)
         return normed(x)
 
-    expected = [normed(s) for s in sources]
-    step = replayed(step, captured)
-    for turn in range(ROUNDS):
-        source.copy_(sources[turn % 2])
+    def before(turn):
+        source.copy_(sources[turn])
         x.fill_(torch.nan)
-        torch.cuda.synchronize()
-        assert torch.equal(step(), expected[turn % 2]), turn
+
+    check(step, captured, before, [normed(s) for s in sources])
 
 
 def test_backward_reads_what_was_written_just_before_it(captured, sources, device):
@@ -98,20 +81,18 @@ def test_backward_reads_what_was_written_just_before_it(captured, sources, devic
     x, weight = torch.randn_like(sources[0], requires_grad=True), torch.rand(768, device=device, requires_grad=True)
     source, dy = sources[0].clone(), torch.empty_like(sources[0])
     torch.cuda.synchronize()
+
+    def step():
+        hasty_copy(dy, source)
+        return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+
+    def before(turn):
+        source.copy_(sources[turn])
+        dy.fill_(torch.nan)
+
     with torch.cuda.stream(torch.cuda.Stream(device)):
         y = rms_norm_fn(x, weight, None)
-
-        def step():
-            hasty_copy(dy, source)
-            return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
-
-        expected = [torch.autograd.grad(y, (x, weight), s, retain_graph=True) for s in sources]
-        step = replayed(step, captured)
-        for turn in range(ROUNDS):
-            source.copy_(sources[turn % 2])
-            dy.fill_(torch.nan)
-            torch.cuda.synchronize()
-            assert all(torch.equal(a, b) for a, b in zip(step(), expected[turn % 2], strict=True)), turn
+        check(step, captured, before, [torch.autograd.grad(y, (x, weight), s, retain_graph=True) for s in sources])
 
 
 def test_a_norm_leaves_alone_what_is_still_being_read(captured, sources, device):
@@ -125,10 +106,6 @@ def test_a_norm_leaves_alone_what_is_still_being_read(captured, sources, device)
         del y
         y = rms_norm_fn(sources[1], weight, None)
         assert y.data_ptr() == address  # the allocator hands out the memory again, which is still being read
-        return copy
+        return (copy,)
 
-    step = replayed(step, captured)
-    for _ in range(ROUNDS):
-        copy.fill_(torch.nan)
-        torch.cuda.synchronize()
-        assert torch.equal(step(), expected)
+    check(step, captured, lambda turn: copy.fill_(torch.nan), [(expected,)] * 2)

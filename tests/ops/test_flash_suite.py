@@ -6,25 +6,17 @@ from . import flash_suite
 
 KERNELS = """
 from flash_attn.utils.torch import marker
-
-def layer_norm_fn(): return "theirs"
-rms_norm_fn = layer_norm_linear_fn = RMSNorm = layer_norm_fn
-
-def layer_norm_ref(): return marker
-rms_norm_ref = layer_norm_ref
+layer_norm_fn = rms_norm_fn = layer_norm_linear_fn = RMSNorm = None
+layer_norm_ref = rms_norm_ref = lambda: marker
 """
 SUITE = """
 import torch
 import flash_attn.ops.triton.layer_norm as module
 
-def test_functions():
+def test_what_it_meets():
     ours = [getattr(module, name).__module__ for name in ("layer_norm_fn", "rms_norm_fn", "layer_norm_linear_fn", "RMSNorm")]
     assert all(name.split(".")[0] == "ops" for name in ours), ours
-
-def test_formulas():
     assert module.layer_norm_ref() == module.rms_norm_ref() == "the checkout's"
-
-def test_seed():
     torch.random.manual_seed(0)
     assert torch.initial_seed() == 3
 """
@@ -46,7 +38,7 @@ def checkout(tmp_path):
 
 def test_the_tests_meet_our_functions_beside_their_formulas_at_the_seed_that_was_asked_for(checkout, capfd):
     assert flash_suite.main(["--seed", "3", str(checkout)]) == 0
-    assert "3 passed" in capfd.readouterr().out
+    assert "1 passed" in capfd.readouterr().out
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,13 +45,7 @@ def test_counter_words_are_group_row_low_row_high_stream():
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(-(2**63), 2**63 - 1),
-    rows=st.integers(1, 9),
-    cols=st.integers(1, 70),
-    p=st.floats(0.001, 0.999),
-    stream=st.integers(0, 1),
-)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 9), st.integers(1, 70), st.floats(0.001, 0.999), st.integers(0, 1))
 def test_kernel_mask_equals_reference_mask(seed, rows, cols, p, stream):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mask = dropout_mask(seed, rows, cols, p, stream, device)
@@ -83,38 +76,17 @@ def test_the_estimate_is_as_unbiased_as_the_threshold_allows_for_every_p(p):
     assert abs((1 - kept) - p) <= 1 / 65536
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_what_is_kept_is_scaled_as_pytorch_scales_it(p, device):
-    x = torch.randn(64, 64, device=device)
-    kept, ours = F.dropout(x, p), seeded_dropout(x, p, 0)
-    both = (kept != 0) & (ours != 0)
-    assert both.any()
-    torch.testing.assert_close(ours[both], kept[both], rtol=2**-22, atol=0)
-
-
 @pytest.mark.parametrize("stream", [0, 1])
-def test_seeded_dropout_drops_what_the_fused_operator_drops(stream, device):
-    x = torch.randn(7, 50, device=device)
-    zero = torch.zeros_like(x)
-    branches = (x, zero) if stream == 0 else (zero, x)
-    _, r = layer_norm_fn(branches[0], None, None, x1=branches[1], dropout_p=0.3, prenorm=True, seed=11)
-    assert torch.equal(seeded_dropout(x, 0.3, 11, stream), r)
-
-
-@pytest.mark.parametrize("n, apart", [(1000, 1001), (72, 76), (33, 40)])
-def test_rows_of_seeded_dropout_may_lie_apart(n, apart, device):
-    x = torch.randn(5, apart, device=device)[:, :n]
-    assert torch.equal(seeded_dropout(x, 0.3, 5), seeded_dropout(x.contiguous(), 0.3, 5))
-
-
-def test_seeded_dropout_its_backward_and_the_norm_use_the_same_mask(device):
-    x = torch.randn(3, 4, 30, device=device, requires_grad=True)
-    y, g = seeded_dropout(x, 0.3, 5), torch.randn(3, 4, 30, device=device)
-    y.backward(g)
-    keep = dropout_mask(5, 12, 30, 0.3, device=device).view(3, 4, 30)  # rows count over all leading dimensions
-    assert torch.equal(y == 0, ~keep) and torch.allclose(x.grad, g * keep * keep_scale(0.3))
-    *_, mask, _ = layer_norm_fn(x, None, None, dropout_p=0.3, return_dropout_mask=True, seed=5)
-    assert torch.equal(mask, keep)
+@pytest.mark.parametrize(("n", "apart"), [(30, 30), (1000, 1001), (72, 76), (33, 40)])
+def test_seeded_dropout_and_its_backward_drop_what_the_norm_drops_also_of_rows_that_lie_apart(n, apart, stream, device):
+    x = torch.randn(3, 4, apart, device=device)[..., :n].requires_grad_()
+    y, g = seeded_dropout(x, 0.3, 5, stream), torch.randn(3, 4, n, device=device)
+    keep = dropout_mask(5, 12, n, 0.3, stream, device).view(3, 4, n)  # rows count over all leading dimensions
+    (dx,) = torch.autograd.grad(y, x, g)
+    assert torch.equal(y == 0, ~keep) and torch.allclose(dx, g * keep * keep_scale(0.3))
+    x, x1 = (x, 0 * x) if stream == 0 else (0 * x, x)
+    _, r, *masks = layer_norm_fn(x, None, None, x1=x1, dropout_p=0.3, prenorm=True, return_dropout_mask=True, seed=5)
+    assert torch.equal(r, y) and torch.equal(masks[stream], keep)
 
 
 def test_seed_may_be_an_int_or_a_tensor_of_one_element(device):
@@ -128,14 +100,6 @@ def test_seed_may_be_an_int_or_a_tensor_of_one_element(device):
 
 def masks(x, count=1):
     return [layer_norm_fn(x, None, None, dropout_p=0.5, return_dropout_mask=True)[1] for _ in range(count)]
-
-
-def test_default_seed_comes_from_torchs_generator(device):
-    drawn = []
-    for manual_seed in (1, 1, 2):
-        torch.manual_seed(manual_seed)
-        drawn += masks(torch.randn(4, 64, device=device))
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
 class Generator:
@@ -217,13 +181,6 @@ def test_eager_calls_draw_without_a_launch_and_masks_follow_torchs_generator(dev
     torch.manual_seed(1)
     assert all(map(torch.equal, masks(x, 3), first))
     assert computed == [(1, 0)]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.manual_seed(1)
-        again = masks(x, 3)
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, again, first))
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import Norm, kernels, layer_norm_fn, norm_fn
+from ops import Norm, backend_for, kernels, layer_norm_fn, norm_fn
 
 from .cases import reference_path
 
@@ -26,23 +26,20 @@ def test_equals_the_formula(norm, zero_centered):
     w, b, w1, b1 = (double(33, seed=i) for i in range(3, 7))
     scale, scale1 = double(6, seed=7), double(6, seed=8)
     with reference_path():
-        y, y1, r = norm_fn(
-            norm, x, w, b, residual, x1, w1, b1, rowscale=scale, rowscale1=scale1, prenorm=True, eps=1e-5,
-            zero_centered_weight=zero_centered,
-        )  # fmt: skip
-    torch.testing.assert_close(r, x * scale[:, None] + x1 * scale1[:, None] + residual, rtol=1e-12, atol=1e-12)
+        how = {"prenorm": True, "eps": 1e-5, "zero_centered_weight": zero_centered}
+        found = norm_fn(norm, x, w, b, residual, x1, w1, b1, rowscale=scale, rowscale1=scale1, **how)
+    r = x * scale[:, None] + x1 * scale1[:, None] + residual
     x_hat = FORMULAS[norm](r, 1e-5)
-    torch.testing.assert_close(y, x_hat * (w + zero_centered) + b, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(y1, x_hat * (w1 + zero_centered) + b1, rtol=1e-12, atol=1e-12)
+    expected = (x_hat * (w + zero_centered) + b, x_hat * (w1 + zero_centered) + b1, r)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("norm", Norm)
 def test_gradients_match_numerical_derivatives(norm):
+    how = {"dropout_p": 0.3, "prenorm": True, "zero_centered_weight": True, "eps": 1e-5, "seed": 4}
+
     def fn(x, residual, x1, w, b, w1, b1, rowscale, rowscale1):
-        return norm_fn(
-            norm, x, w, b, residual, x1, w1, b1, dropout_p=0.3, rowscale=rowscale, rowscale1=rowscale1, prenorm=True,
-            zero_centered_weight=True, eps=1e-5, seed=4,
-        )  # fmt: skip
+        return norm_fn(norm, x, w, b, residual, x1, w1, b1, rowscale=rowscale, rowscale1=rowscale1, **how)
 
     rows, weights = [double(3, 5, seed=i) for i in range(3)], [double(5, seed=i) for i in range(3, 7)]
     scales = [double(3, seed=7), double(3, seed=8)]
@@ -59,11 +56,13 @@ def test_statistics_come_from_the_rounded_sum():
     torch.testing.assert_close(y, F.layer_norm(r.float(), (64,), eps=1e-5), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", ["meta", "xpu", "mps", "hpu", "cpu"])
-def test_devices_without_kernels_take_the_reference(device, monkeypatch):
-    monkeypatch.setattr(kernels, "INTERPRET", False)
-    assert not kernels.runs_kernels(torch.device(device))
-    if device in ("meta", "cpu"):  # of the others, this torch has no tensors
+def test_devices_without_kernels_take_the_reference(monkeypatch):
+    ran = {True: "Triton interpreter", False: "PyTorch reference"}
+    for interpreted in (True, False):
+        monkeypatch.setattr(kernels, "INTERPRET", interpreted)
+        assert backend_for("cpu") == ran[interpreted] and backend_for("cuda") == "Triton kernels"
+        assert {backend_for(device) for device in ("meta", "xpu", "mps", "hpu")} == {"PyTorch reference"}
+    for device in ("meta", "cpu"):  # of the others, this torch has no tensors
         x, w = torch.zeros(3, 12, device=device, dtype=torch.bfloat16, requires_grad=True), torch.zeros(12, device=device)
         y, r = layer_norm_fn(x, w, None, x, dropout_p=0.1, prenorm=True)
         y.sum().backward()

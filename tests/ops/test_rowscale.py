@@ -80,10 +80,7 @@ def test_every_zero_drops_and_nothing_else_does(scale, way, device):
     x = torch.full((4, N), torch.nan, device=device)
     x[0] = 1.0
     y, r = layer_norm_fn(x, None, None, rowscale=scale.to(device), prenorm=True)
-    assert torch.equal(r[:2], torch.tensor([[1.0], [0.0]], device=device).expand(2, N)) and torch.equal(
-        y[1], torch.zeros(N, device=device)
-    )
-    assert r[2:].isnan().all()
+    assert (r[0] == 1).all() and (r[1] == 0).all() and (y[1] == 0).all() and r[2:].isnan().all()
 
 
 @pytest.mark.parametrize("shape", ["leading", "flat", "bf16"])

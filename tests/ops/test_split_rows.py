@@ -1,7 +1,4 @@
-"""Rows of backward that several programs share, which wait for each other's sums: on a GPU that launches cooperatively.
-
-Their arithmetic is also tested in the interpreter, which can't wait: `test_accuracy`, `test_rows`.
-"""
+"""Rows of backward that several programs share and wait for, on a GPU. Their arithmetic: `test_accuracy`, `test_rows`."""
 
 import pytest
 import torch
@@ -9,7 +6,7 @@ import torch
 from ops import Norm, launch, norm_fn
 from ops.tiling import Tile
 
-from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, leaf
+from .cases import BF16, FP32, Case, assert_as_accurate_as_pytorch, covering, equal, leaves
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +40,7 @@ def test_a_board_written_over_many_times_is_as_accurate_as_pytorch(chosen, devic
 
 def gradient_step(n: int, device: torch.device, seed: torch.Tensor, dtype: torch.dtype = BF16, norm: Norm = Norm.layernorm):
     """A function that runs forward and backward on the same tensors each time."""
-    x, residual, w, b = (leaf(*shape, device=device, dtype=dtype) for shape in ((300, n), (300, n), (n,), (n,)))
+    x, residual, w, b = leaves(device, (300, n), (300, n), (n,), (n,), dtype=dtype)
     g = torch.randn(300, n, device=device).to(dtype)
 
     def step():
@@ -51,10 +48,6 @@ def gradient_step(n: int, device: torch.device, seed: torch.Tensor, dtype: torch
         return (y, r, *torch.autograd.grad((y, r), (x, residual, w, b), (g, g)))
 
     return step
-
-
-def equal(found, expected) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("norm", Norm)

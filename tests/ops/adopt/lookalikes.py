@@ -62,22 +62,6 @@ class OddlyNamed(nn.Module):
         return d / (d.square().mean(-1, keepdim=True) + 3e-5).sqrt() * self.gain + self.shift
 
 
-class InFp32(nn.LayerNorm):
-    """A subclass that overrides forward and computes the same."""
-
-    def forward(self, input):
-        return super().forward(input.float()).type_as(input)
-
-
-class Weightless(nn.Module):
-    def forward(self, x):
-        return x / rms(x)
-
-
-class WeightlessNorm(Weightless):
-    pass
-
-
 def rms(x, eps=1e-6):
     return (x.square().mean(-1, keepdim=True) + eps).sqrt()
 

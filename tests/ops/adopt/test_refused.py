@@ -11,33 +11,7 @@ from torch import nn
 from ops import GPT2_BLOCK, BlockLayout, LayerNorm, fuse_prenorm_block
 
 from .lookalikes import Llama, like, rms
-from .toys import (
-    DROPS,
-    LAYOUT,
-    Block,
-    Model,
-    N,
-    Sublayer,
-    block_of,
-    block_that_drops,
-    classes,
-    first_half,
-    fused,
-    nothing,
-    second_half,
-)
-
-
-class DropsInTheMiddle(Sublayer):
-    def forward(self, x):
-        return self.linear(self.dropout(x))
-
-
-def with_more(of=block_that_drops, **parts):
-    block = of()
-    for name, part in parts.items():
-        setattr(block, name, part)
-    return block
+from .toys import DROPS, LAYOUT, Block, Model, N, block_of, block_that_drops, classes, first_half, fused, nothing, second_half
 
 
 def wrapped(path):
@@ -79,13 +53,14 @@ FORWARDS = [
     (lambda self, x: second_half(self, first_half(self, x, scale=x.mean())), "block computes scale"),
     (lambda self, x, scale: nothing(self, x), "does something else with its argument scale"),
 ]
+DROPS_IN_THE_MIDDLE = like(Block().mlp, lambda self, x: self.linear(self.dropout(x)))
 NO_NORM = like(Llama(N), lambda self, x: 2 * x / rms(x))
 BY_HAND = "layout says nothing; rewrite such a block by hand"
 BLOCKS = [
-    (lambda: with_more(Block, drop=nn.Dropout1d(0.1), gamma=nn.Parameter(torch.ones(N))), GPT2_BLOCK, "has drop, gamma, of"),
-    (lambda: with_more(more=nn.Linear(2, 2)), LAYOUT, BY_HAND),
-    (lambda: with_more(more=nn.Dropout1d(0.1)), LAYOUT, BY_HAND),
-    (lambda: with_more(more=nn.Parameter(torch.ones(2))), LAYOUT, BY_HAND),
+    (lambda: block_of(nothing, drop=nn.Dropout1d(0.1), gamma=nn.Parameter(torch.ones(N))), GPT2_BLOCK, "has drop, gamma, of"),
+    (lambda: block_that_drops(more=nn.Linear(2, 2)), LAYOUT, BY_HAND),
+    (lambda: block_that_drops(more=nn.Dropout1d(0.1)), LAYOUT, BY_HAND),
+    (lambda: block_that_drops(more=nn.Parameter(torch.ones(2))), LAYOUT, BY_HAND),
     (lambda: block_of(nothing, ln_2=NO_NORM), LAYOUT, "layout.norm2 can't be replaced: it is neither LayerNorm nor RMSNorm"),
     (lambda: Block(norm=LayerNorm), LAYOUT, "layout.norm1 can't be replaced: it is a LayerNorm of this package"),
     (lambda: wrapped(""), GPT2_BLOCK, "the forward of block is replaced on the instance"),
@@ -93,7 +68,7 @@ BLOCKS = [
     (lambda: block_of(nothing, mlp=nn.Sequential()), GPT2_BLOCK, "block has no 'mlp.dropout', layout.dropout2"),
     (with_a_dropout_of_another_block, GPT2_BLOCK, "layout.dropout2 is one module with a dropout of another block"),
     (that_drops_its_attention_weights_too, DROPS, "layout.dropout1 is also attn.weights_dropout, one module"),
-    (lambda: block_of(nothing, mlp=DropsInTheMiddle()), replace(LAYOUT, dropout2="mlp.dropout"), "is not the last that"),
+    (lambda: block_of(nothing, mlp=DROPS_IN_THE_MIDDLE), replace(LAYOUT, dropout2="mlp.dropout"), "is not the last that"),
     (lambda: fused(Model()).blocks[0], GPT2_BLOCK, "fused already"),
     (Block, replace(LAYOUT, norm1="norm1"), "'norm1', layout.norm1; its parts are ln_1, attn, ln_2, mlp. Describe it with"),
     (Block, *mixed("ln_2", "attn", "ln_1", "mlp")),

@@ -53,14 +53,14 @@ def block_of(forward, **parts):
     return block
 
 
-def block_that_drops(p=0.5):
-    """With a dropout of its own, for both branches."""
+def block_that_drops(second="drop", **parts):
+    """With dropouts of its own, by default one for both branches."""
 
     def forward(self, x):
         x = x + self.drop(self.attn(self.ln_1(x)))
-        return x + self.drop(self.mlp(self.ln_2(x)))
+        return x + getattr(self, second)(self.mlp(self.ln_2(x)))
 
-    return block_of(forward, drop=nn.Dropout(p))
+    return block_of(forward, drop=nn.Dropout(0.5), **parts)
 
 
 class Model(nn.Module):

@@ -87,22 +87,8 @@ def record_operator(name: str, record: Any, kernel: Callable, prepare: Callable,
 
     op = operator(name, "(Tensor[] tensors, str how) -> Tensor[]", run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
-    dispatch = op._op  # of PyTorch: through the dispatcher, which takes as long as a prepared launch
-    op._op = partial(_prepared_or, dispatch, table)  # compiled graphs call it too
+    prepared.put_before_dispatcher(op, table)
     return op
-
-
-def _prepared_or(dispatch: Callable, table: prepared.Table, tensors: list[Tensor], how: str) -> list[Tensor]:
-    """What a prepared launch gives; what the dispatcher gives where none is prepared, or a mode wants to see operators."""
-    try:
-        watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        alike = () if watched else table.get((how, tensors[0].shape), ())
-    except TypeError:  # a size without a number, while a graph is made
-        alike = ()
-    for function in alike:
-        if (found := function(*tensors)) is not None:
-            return found
-    return dispatch(tensors, how)
 
 
 def encode(inputs: Inputs | BackwardInputs, options: Options | BackwardOptions) -> tuple[list[Tensor], str]:

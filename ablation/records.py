@@ -1,11 +1,8 @@
 """What an ablation finds, as plain data, and on disk: report.json, steps.jsonl, parity.jsonl and kernels.jsonl."""
 
 import dataclasses
-import itertools
 import json
 import math
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,8 +91,6 @@ class Ablation:
 # ---- on disk ---------------------------------------------------------------------------------------------------------------
 
 REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
-# Fields of Parity, and the keys of a line of parity.jsonl that they come from. The reference has no gradient_error.
-PARITY_FIELDS = {"losses": "loss", "gradient_norms": "gradient_norm", "gradient_errors": "gradient_error"}
 
 
 def save(ablation: Ablation, folder: Path) -> None:
@@ -144,38 +139,6 @@ def save(ablation: Ablation, folder: Path) -> None:
     replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def load(folder: Path) -> Ablation:
-    """What `save` wrote."""
-    report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-    steps, losses, kernels = (
-        iter([json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()])
-        for name in (STEPS, PARITY, KERNELS)
-    )
-    for cell in report["cells"]:
-        for arm in cell["arms"].values():
-            del arm["step_ms"]
-            blocks = [next(steps) for _ in arm.pop("block_steps")]
-            arm["blocks_ms"] = [block["ms"] for block in blocks]
-            arm["positions"] = [block["turn"] for block in blocks]
-        if attribution := cell["attribution"]:
-            counts = attribution.pop("kernel_count")
-            fields = [field.name for field in dataclasses.fields(Kernel)]
-            attribution["kernels"] = {
-                name: [{field: line[field] for field in fields} for line in itertools.islice(kernels, count)]
-                for name, count in counts.items()
-            }
-    for parity in report["parity"]:
-        arms = parity.pop("loss_steps")
-        found = {name: [[next(losses) for _ in range(count)] for count in counts] for name, counts in arms.items()}
-        for kind, key in PARITY_FIELDS.items():
-            parity[kind] = {
-                name: [[line[key] for line in run] for run in runs]
-                for name, runs in found.items()
-                if kind != "gradient_errors" or all(key in line for run in runs for line in run)
-            }
-    return _typed(Ablation, report)
-
-
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -189,18 +152,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _typed(kind: Any, value: Any) -> Any:
-    """The reverse of `_plain`, as the annotations of records.py say."""
-    if dataclasses.is_dataclass(kind):
-        kinds = typing.get_type_hints(kind)
-        return kind(**{name: _typed(kinds[name], entry) for name, entry in value.items()})  # type: ignore[operator]
-    if isinstance(kind, types.UnionType):
-        return None if value is None else _typed(next(k for k in typing.get_args(kind) if k is not types.NoneType), value)
-    origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin is dict:
-        return {key: _typed(of[1], entry) for key, entry in value.items()}
-    if origin is list:
-        return [_typed(of[0], entry) for entry in value]
-    return float(value) if kind is float else value

@@ -81,3 +81,13 @@ def tiny(tmp_path_factory) -> list[str]:
     from tests.runs import corpus  # here, as tests/ops needs nothing of a run
 
     return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def ablations(monkeypatch):
+    """Each ablation that was written to disk."""
+    from ablation import records
+
+    written, save = [], records.save
+    monkeypatch.setattr(records, "save", lambda ablation, folder: written.append(ablation) or save(ablation, folder))
+    return written

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 import ablate
 import model.norm
-from ablation import records
 from ablation.parity import ARMS
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
@@ -45,7 +44,7 @@ def trained(tiny, tmp_path_factory):
     return summary
 
 
-def test_it_leaves_a_report_data_and_pictures_of_arms_that_begin_with_the_weights_of_a_run(tiny, here, trained, monkeypatch):
+def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(tiny, here, trained, monkeypatch, ablations):
     begun, time_arms = [], ablate.timing.time_arms
 
     def timed(arms, *rest):
@@ -56,7 +55,7 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_that_begin_with_the_weight
     assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
     stored = load_file(trained.folder / "last" / "model.safetensors")["embedding.weight"]
     assert len(begun) == 3 and all(torch.equal(weight, stored) for weight in begun)
-    found = records.load(whole := here())
+    whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
     losses = [run[0] for arm in ARMS for run in parity.losses[arm]]
     assert losses == pytest.approx([trained.final.loss] * 8, rel=0.1)
@@ -72,12 +71,12 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_that_begin_with_the_weight
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
-def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_named(tiny, tmp_path, here, capsys):
+def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_named(tiny, tmp_path, here, capsys, ablations):
     (tmp_path / "reports" / "mine").mkdir(parents=True)
     (tmp_path / "reports" / "mine" / "config.yaml").touch()
     swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0", TIMES]
     assert ablate.main([*tiny, *swept, "folder=reports/mine"]) == 0
-    found = records.load(tmp_path / "reports" / "mine_2")
+    found = ablations[-1]
     assert [cell.overrides for cell in found.cells] == [{"norm.kind": kind} for kind in ("layernorm", "rmsnorm")]
     said = capsys.readouterr().out
     assert "reports/mine has another run already, so this one is kept in reports/mine_2." in said
@@ -132,7 +131,7 @@ def test_torchrun_is_refused_by_one_rank(rank, said, monkeypatch, capsys):
     assert said in printed and bool(printed) == bool(said)
 
 
-def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(tiny, here, measured, tmp_path, monkeypatch, capsys):
+def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measured, tmp_path, monkeypatch, capsys, ablations):
     interrupted, terminated = (partial(os.kill, os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM))
     cells = iter([interrupted, ablate.measure, terminated])
     monkeypatch.setattr(ablate, "measure", lambda *_: next(cells)())
@@ -141,16 +140,16 @@ def test_a_signal_keeps_the_cells_that_were_measured_and_no_empty_folder(tiny, h
     assert list((tmp_path / "runs").iterdir()) == []
     assert "stopped before the first cell was measured" in capsys.readouterr().err
     assert ablate.main(swept) == 143
-    assert len(records.load(here()).cells) == 1
+    assert len(ablations[-1].cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
 
 
-def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys):
+def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys, ablations):
     monkeypatch.setattr(ablate.parity, "parity", raising(torch.OutOfMemoryError("tried to allocate 100 GiB")))
     assert ablate.main(tiny) == ablate.OUT_OF_MEMORY
     assert "ablate.parity_seeds=0" in capsys.readouterr().err
-    assert len(records.load(here()).cells) == 1
+    assert len(ablations[-1].cells) == 1
     text = (here() / "report.md").read_text(encoding="utf-8")
     assert "Out of memory" in text and "NOT FINISHED (1 of 2 parts)" in text.splitlines()[0]
 
@@ -185,10 +184,10 @@ def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agent
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here):
+def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, ablations):
     small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "ablate.parity_seeds=3"]
     assert ablate.main([*tiny, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
-    found = records.load(here())
+    found = ablations[-1]
     eager, compiled = found.cells
     assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
     assert [one.holds for one in found.parity] == [True]

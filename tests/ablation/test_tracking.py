@@ -7,7 +7,6 @@ import pytest
 import wandb
 
 import ablate
-from ablation import records
 from tests.ablation import results
 from tests.wandb_server import WandbServer
 
@@ -20,7 +19,7 @@ def here(own_wandb, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, monkeypatch, capsys):
+def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tiny, here, ablations, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_PROJECT", "norms")
     with WandbServer() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -38,7 +37,7 @@ def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tin
         ("summary", {"summary"}),
     ]
     assert [run.config["norm"]["impl"] for run in arms] == ["torch", "torch", "fused"]
-    found = records.load(folder)
+    found = ablations[-1]
     (cell,) = found.cells
     for run, times in zip(arms, cell.arms.values(), strict=True):
         logged = [(line["_step"], line["perf/step_ms"]) for line in run.history]

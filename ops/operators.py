@@ -79,7 +79,8 @@ def record_operator(name: str, record: Any, kernel: Callable, prepare: Callable,
     def run(tensors: list[Tensor], how: str) -> list[Tensor]:
         inputs, options = decode(record, tensors, how)
         outputs = present(kernel(inputs, options))
-        prepared.remember(table, (how, tensors[0].shape), lambda: prepare(inputs, options))
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):  # else autograd warns, at each call
+            prepared.remember(table, (how, tensors[0].shape), lambda: prepare(inputs, options))
         return outputs
 
     def fake(tensors: list[Tensor], how: str) -> list[Tensor]:

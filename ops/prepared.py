@@ -29,7 +29,7 @@ from . import kernels
 from .records import BackwardInputs, BackwardOptions, Inputs, Options, empty_gradients, empty_outputs
 
 Table = dict[Hashable, tuple[Callable, ...]]  # functions that return None where their guard fails
-MOST, MOST_ALIKE = 512, 8  # keys, and functions of one key: a stream of new calls must neither fill memory nor prepare for ever
+MOST, MOST_ALIKE = 512, 8  # keys, and functions of one key: new shapes must not fill memory, nor new strides prepare for ever
 
 
 @cache
@@ -76,11 +76,12 @@ def put_before_dispatcher(op: Any, table: Table) -> None:
 
 
 def _prepared_or(dispatch: Callable, table: Table, tensors: list[Tensor], how: str) -> list[Tensor]:
-    try:  # modes that want to see operators are there, or none
-        watched = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
-        alike = () if watched else table.get((how, tensors[0].shape), ())
-    except TypeError:  # a size without a number, while a graph is made
-        alike = ()
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return dispatch(tensors, how)  # a mode wants to see the operator
+    try:
+        alike = table.get((how, tensors[0].shape), ())
+    except (IndexError, TypeError):  # no tensors: an error; or a size without a number, while a graph is made
+        return dispatch(tensors, how)
     for function in alike:
         if (found := function(*tensors)) is not None:
             return found
@@ -92,8 +93,8 @@ def forward(inputs: Inputs, options: Options) -> Callable | None:
     text = begin(tensors_of(inputs), forward_launchers(inputs, options))
     if text is None:
         return None
-    text.lines = [f"if not ({text.guard}): return None"]
-    return text.function("forward", tensors_of(inputs), f"return [{', '.join(text.forward(inputs, options))}]")
+    made = ", ".join(text.forward(inputs, options))
+    return text.function("forward", tensors_of(inputs), f"return [{made}]", guarded=True)
 
 
 def backward(inputs: BackwardInputs, options: BackwardOptions) -> Callable | None:
@@ -101,8 +102,8 @@ def backward(inputs: BackwardInputs, options: BackwardOptions) -> Callable | Non
     text = begin(tensors_of(inputs), backward_launchers(inputs, options))
     if text is None:
         return None
-    text.lines = [f"if not ({text.guard}): return None"]
-    return text.function("backward", tensors_of(inputs), f"return [{', '.join(text.backward(inputs, options))}]")
+    made = ", ".join(text.backward(inputs, options))
+    return text.function("backward", tensors_of(inputs), f"return [{made}]", guarded=True)
 
 
 def tensors_of(record: Inputs | BackwardInputs) -> dict[str, Tensor]:
@@ -194,20 +195,19 @@ class Text:
         tensors = [name if name in there else None for name in record._fields]
         given = [name for name in tensors if name]
         seed = [] if seeded is None else ["seed" if seeded else None]
-        plain = f"{at}({', '.join([f'{at}_record({_list(tensors)})', *map(str, seed)])})"
+        plain = prepared = f"{at}({', '.join([f'{at}_record({_list(tensors)})', *map(str, seed)])})"
         self.names |= {at: launcher, f"{at}_record": record}
+        if (kernel := launcher.compiled) is not None:
+            grid, stream, no_hooks = (launcher.programs, 1, 1), _Code("stream(index)"), (None, None, None)
+            pointers = tuple([name and _Code(f"p_{name}") for name in tensors])
+            seeds = [name and _Code(f"{name}.data_ptr()") for name in seed]
+            metadata = (kernel.function, kernel.packed_metadata, *no_hooks)  # `observed` has looked for hooks
+            run, arguments = _behind(kernel.run, (*grid, stream, *metadata, pointers, *seeds, *launcher.rest))
+            self.names |= {"stream": launches().stream_getter(), f"{at}_run": run}
+            prepared = f"{at}_run{self._written(at, arguments)}"
         self.lines += [f"p_{name} = {name}.data_ptr()" for name in given]
         self.lines.append(f"if ({' | '.join([f'p_{name}' for name in given])}) % 16: {plain}")
-        if launcher.compiled is not None:
-            kernel = launcher.compiled
-            where = (launcher.programs, 1, 1, _Code("stream(index)"), kernel.function)
-            pointers = tuple([name and _Code(f"p_{name}") for name in tensors])
-            seed = [s and _Code(f"{s}.data_ptr()") for s in seed]
-            unhooked = (kernel.packed_metadata, None, None, None)
-            run, arguments = _behind(kernel.run, (*where, *unhooked, pointers, *seed, *launcher.rest))
-            self.names |= {"stream": launches().stream_getter(), f"{at}_run": run}
-            plain = f"{at}_run{self._written(at, arguments)}"
-        self.lines.append(f"else: {plain}")
+        self.lines.append(f"else: {prepared}")
 
     def _written(self, name: str, value: Any) -> str:
         """The value in the text, or a name for it."""
@@ -218,9 +218,10 @@ class Text:
         self.names[name] = value
         return name
 
-    def function(self, name: str, parameters: Iterable[str], *lines: str) -> Callable:
-        """The lines so far and these; the next function begins anew."""
-        exec(_compiled("\n    ".join([f"def {name}({', '.join(parameters)}):", *self.lines, *lines])), self.names)
+    def function(self, name: str, parameters: Iterable[str], *lines: str, guarded: bool = False) -> Callable:
+        """The lines so far and these, and before them the guard; the next function begins anew."""
+        guard = [f"if not ({self.guard}): return None"] * guarded
+        exec(_compiled("\n    ".join([f"def {name}({', '.join(parameters)}):", *guard, *self.lines, *lines])), self.names)
         self.lines = []
         return self.names[name]
 
@@ -250,7 +251,7 @@ def _behind(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:
     twin: Any = copy(run)
     twin.launch = lambda *given: passed.append(given)
     twin(*arguments)
-    return run.launch, passed[0]
+    return (run.launch, passed[0]) if len(passed) == 1 else (run, arguments)
 
 
 @lru_cache(maxsize=1024)

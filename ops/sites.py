@@ -139,7 +139,6 @@ def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: lis
     text = prepared.begin(prepared.tensors_of(inputs), prepared.backward_launchers(inputs, job.options))
     if text is None:
         return None
-    text.lines = [f"if not ({text.guard}): return None"]
     made = text.backward(inputs, job.options)
     found = {x: f"d{x}" for x in ("x", "x1") if f"d{x}" in made}
     takes = {"x": job.x_takes_dz, "residual": job.residual_takes_dz, "x1": job.x1_takes_dz}
@@ -150,4 +149,4 @@ def _backward(inputs: BackwardInputs, job, upstream, kept: list[str], taken: lis
         value = "weights" if len(job.casts) == 1 else f"weights[{row}]"
         found[Inputs._fields[3 + i]] = value if dtype == job.options.weight_dtype else f"{value}.to(dtype{i})"
     gradients = ", ".join([found.get(name, "None") for name in taken])
-    return text.function("backward", [*upstream, *kept], f"return ({gradients},)")
+    return text.function("backward", [*upstream, *kept], f"return ({gradients},)", guarded=True)

@@ -232,6 +232,23 @@ def test_an_operator_like_an_earlier_one_does_without_the_dispatcher(given):
         assert len(operators_seen()) == 2
 
 
+def test_an_operator_without_autograd_code_warns_each_time_that_gradients_are_asked_for(given):
+    run = torch.fx.Interpreter(make_fx(lambda *given: site(*given))(*[t.detach() for t in given])).run
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+            run(*given)[0].sum().backward()
+
+
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_what_is_behind_a_launcher_is_called_only_where_the_launcher_calls_it(passes_on):
+    class Launcher(SimpleNamespace):
+        def __call__(self, *given):
+            return self.launch(1) if passes_on else None
+
+    launcher = Launcher(global_scratch_size=0, profile_scratch_size=0, launch=print)
+    assert prepared._behind(launcher, (2, 3)) == ((print, (1,)) if passes_on else (launcher, (2, 3)))
+
+
 def test_transforms_and_graph_capture_see_operators(given):
     x, *rest = given = [t.detach() for t in given]
     expected = site(*given)

@@ -142,8 +142,7 @@ def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
     """
     size = columns * work.row_bytes * tile.programs_per_sm
     reads_most = work.row_bytes >= 2.5 * work.written_bytes
-    speed = device.bandwidth / H200.bandwidth
-    scale = 1 if reads_most or tile.slices > 1 else speed
+    scale = 1 if reads_most or tile.slices > 1 else device.bandwidth / H200.bandwidth
     ahead = 3 if size <= 20 * KB * scale else 2 if size <= (38 if tile.slices == 1 else 49) * KB * scale else 1
     staged = tile.programs_per_sm * tile.rows * -(-columns // tile.rows // tile.block_n) * tile.block_n * work.row_bytes
     while ahead and ahead * staged + tile.programs_per_sm * 2 * KB > device.shared_memory:
@@ -151,7 +150,7 @@ def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
     prefetch = (
         device.since_sm_90
         and tile.rows <= MOST_ROWS_PREFETCHED
-        and ahead * size <= 64 * KB * speed
+        and ahead * size <= 64 * KB * scale
         and (ahead == 1 or not (reads_most or (ahead == 3 and work.weights == 2)))
     )
     return replace(tile, warps=_warps(tile.warps, device), stages=1 + ahead, prefetch=prefetch)

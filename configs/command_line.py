@@ -106,7 +106,7 @@ def register_resolvers(arguments: Sequence[str] = (), started: str | None = None
         if kind == "job":
             return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
         if _root_.folder:
-            return str(machine.expanded(_root_.folder))
+            return str(Path(_root_.folder).expanduser())
         return f"runs/{when}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
 
     OmegaConf.register_new_resolver("folder", folder, replace=True)

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -118,8 +119,8 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
-    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
-    cfg.resume = cfg.resume and str(machine.expanded(cfg.resume))
+    cfg.folder = cfg.folder and str(Path(cfg.folder).expanduser())
+    cfg.resume = cfg.resume and str(Path(cfg.resume).expanduser())
     cfg.data.name = cfg.data.called  # the config.yaml of a run then has the name
     return cfg
 

@@ -65,11 +65,6 @@ def _computes_bf16(device: str) -> bool:
     return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) or not known
 
 
-def expanded(path: str) -> Path:
-    """A path with the home folder for ~. A ~name without a home stays, where Path.expanduser would raise."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111
-
-
 def refuse_ranks(program: str) -> None:
     """Raises ConfigError: torchrun has started a program that is one process."""
     if by_torchrun():

@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with unless_empty(folder):
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
-        return command_line.refuse(error) if machine.leads() else command_line.EXIT_CODE
+        return command_line.refuse(error)
     except StorageError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

@@ -14,6 +14,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
@@ -73,9 +74,8 @@ def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
     """Prints the message of an error, and the overrides of the run in a sweep. With HYDRA_FULL_ERROR=1 it raises the error."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    text = f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else "")
-    print(text, file=sys.stderr)
-    machine.tell_torchrun(text)
+    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    ErrorHandler().record_exception(error)  # for the report of torchrun
     return EXIT_CODE
 
 

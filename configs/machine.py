@@ -1,12 +1,9 @@
 """What the rules need to know about the machine: the device that a run will use and what it can do."""
 
 import importlib.util
-import json
 import os
 import shutil
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -72,18 +69,6 @@ def refuse_ranks(program: str) -> None:
             f"torchrun: {program} is one process on one device, and each of {os.environ.get('WORLD_SIZE', '1')} ranks would do "
             f"all of its work anew. Start it without torchrun: python {program} ..."
         )
-
-
-def leads() -> bool:
-    """Whether this process talks to the user: rank 0, or a process without torchrun."""
-    return not by_torchrun() or os.environ.get("RANK", "0") == "0"
-
-
-def tell_torchrun(why: str) -> None:
-    """Writes why this rank ends into torchrun's final report. Without torchrun it does nothing."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        facts = {"py_callstack": why, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": why, "extraInfo": facts}}), encoding="utf-8")
 
 
 def by_torchrun() -> bool:

@@ -12,7 +12,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 import configs
 from configs import Config, ConfigError, command_line, machine, rules
@@ -100,7 +100,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
-            machine.tell_torchrun(f"stopped: {error}")
+            ErrorHandler().record_exception(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None

@@ -40,7 +40,7 @@ def check(arguments: Sequence[str]) -> None:
             checked = one if sweep else None
             cfg = compose.compose_only(one)
             _check_folder(cfg, one)
-            if cfg.resume in ("never", "auto", ""):
+            if cfg.resume in ("never", "auto"):
                 rules.check(cfg, machine.inspect(cfg.device))
             elif sweep and (Path(cfg.resume) / "checkpoints").is_dir():  # the config is that of the resumed run
                 if (run := Path(cfg.resume).resolve()) in resumed:

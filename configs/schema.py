@@ -154,7 +154,7 @@ class TokenizerKind(Choice):
 @dataclass
 class TokenizerConfig:
     kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer")
-    vocab_size: int = key(2048, "kind=bpe: number of tokens, with 256 bytes and one end of document")
+    vocab_size: int = key(2048, "kind=bpe: number of tokens, with 256 bytes and one end of document", at_least=257)
     pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json")
 
 
@@ -237,10 +237,15 @@ class WandbMode(Choice):
     disabled = "disabled", "no W&B; metrics.jsonl is still written"
 
 
+class WithoutKey(Choice):
+    offline = "offline", "as wandb=offline"
+    disabled = "disabled", "as wandb=disabled"
+
+
 @dataclass
 class LoggingConfig:
     wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline")
-    without_key: WandbMode = key(WandbMode.offline, "mode if online has no API key or no answer: offline or disabled")
+    without_key: WithoutKey = key(WithoutKey.offline, "mode if online has no API key or no answer")
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm")
     entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key")
     group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep")
@@ -290,7 +295,7 @@ class Config:
     device: Device = key(Device.auto, "device that computes")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", at_least=0, below=2**63)
-    deterministic: bool = key(False, "the same bits each time on a GPU too; slower")
+    deterministic: bool = key(False, "the same bits each time on a GPU too, but not with max-autotune; slower")
     profile: bool = key(False, "trace a few steps and tell where their time goes")
     folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. A folder with a run stays; NAME_2 is used")
     resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint")

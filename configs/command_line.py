@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -18,10 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
-from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as in argparse
-HYDRAS_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # Hydra's own keys for the folder of a run
 # Options of Hydra with which there is no run, or a configuration from elsewhere.
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion"}
 NO_RUN |= {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "--experimental-rerun"}
@@ -33,22 +30,17 @@ def check(arguments: Sequence[str]) -> None:
     if NO_RUN & {argument.partition("=")[0] for argument in arguments}:
         return
     checked: list[str] | None = None
-    resumed: set[Path] = set()  # folders of runs
     try:
         overrides, sweep = _split(arguments)
         for one in itertools.islice(jobs(overrides, sweep), MOST_RUNS_CHECKED):
             checked = one if sweep else None
             cfg = compose.compose_only(one)
-            _check_folder(cfg, one)
+            folder = Path(cfg.folder or "runs").absolute()
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            if not (there.is_dir() and os.access(there, os.W_OK)):
+                raise ConfigError(f"{folder}: no run can be kept there, as {there} can't be written. Use another folder=PATH.")
             if cfg.resume in ("never", "auto"):
                 rules.check(cfg, machine.inspect(cfg.device))
-            elif sweep and (Path(cfg.resume) / "checkpoints").is_dir():  # the config is that of the resumed run
-                if (run := Path(cfg.resume).resolve()) in resumed:
-                    raise ConfigError(
-                        f"resume={cfg.resume}: several jobs of this sweep would go on in that folder. Resume its checkpoint "
-                        f"instead; each run then has its own folder: {compose.as_typed('resume', Path(cfg.resume) / 'last')}."
-                    )
-                resumed.add(run)
     except ConfigError as error:
         raise SystemExit(refuse(error, checked)) from None
 
@@ -86,11 +78,6 @@ def as_config_errors() -> Iterator[None]:
         yield
     except (ValueError, FileNotFoundError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
-
-
-def chooses_folder(cfg: Config, hydra_overrides: Sequence[str]) -> bool:
-    """Whether a command says where its run is kept."""
-    return cfg.folder is not None or any(text.lstrip("+").partition("=")[0] in HYDRAS_FOLDERS for text in hydra_overrides)
 
 
 def register_resolvers(arguments: Sequence[str] = (), started: str | None = None) -> None:
@@ -176,18 +163,3 @@ def _swept(arguments: Sequence[str]) -> set[str]:
     except ConfigError:
         return set()  # of a command that runs nothing, such as --help
     return {override.get_key_element() for override in overrides if override.is_sweep_override()}
-
-
-def _check_folder(cfg: Config, overrides: Sequence[str]) -> None:
-    """Raises ConfigError if two keys name the run's folder, or if it can't be made or written."""
-    hydras = [override for override in compose.parse(overrides) if override.key_or_group in HYDRAS_FOLDERS]
-    if cfg.folder and hydras:
-        raise ConfigError(f"{hydras[0].input_line} and folder={cfg.folder} both name the run's folder. Leave one out.")
-    for folder in [Path(str(override.value())) for override in hydras] or [Path(cfg.folder or "runs")]:
-        if "$" in str(folder):
-            continue  # only Hydra can fill it in
-        try:
-            there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None

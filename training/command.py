@@ -1,6 +1,5 @@
 """What turns a command into a run, or into the runs of a sweep: Hydra, refused configs, exit codes."""
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -72,11 +71,10 @@ def main(train: Train) -> int:
 def job(train: Train, composed: DictConfig, world: World) -> int:
     """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
     context = HydraConfig.get()
-    os.chdir(context.runtime.cwd)  # undoes hydra.job.chdir=true: paths in commands and messages are relative to this folder
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
         cfg = configs.from_dict(composed)
-        chosen = command_line.chooses_folder(cfg, context.overrides.hydra)
+        chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
         world.max(0)  # waits until Hydra has made the folder on every rank
         origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))
         if origin.folder != folder and world.leads:

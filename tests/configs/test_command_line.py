@@ -37,12 +37,6 @@ def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name()
     assert len(command_line.job_name(0, ["logging.name=" + "x" * 300], {"logging.name"})) == 120
 
 
-def test_a_command_chooses_the_folder_by_folder_or_by_hydras_keys():
-    cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
-    assert command_line.chooses_folder(named, []) and not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
-    assert all(command_line.chooses_folder(cfg, [f"hydra.{key}.dir=runs/mine"]) for key in ("run", "sweep"))
-
-
 def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_its_choices():
     text = command_line.describe_keys()
     given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))

@@ -3,8 +3,10 @@
 `check` is a pure function of a config and a `Machine`. Each message names the keys, what was given and what to change.
 """
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite
 from operator import attrgetter
 
 from configs import keys, schema
@@ -79,9 +81,13 @@ def _raise_if(broken: Iterable[str]) -> None:
 
 
 def _out_of_range(cfg: Config) -> Iterator[str]:
-    for key in keys.schema().values():
-        if message := key.refused(attrgetter(key.name)(cfg)):
-            yield message
+    holds = {"at least": operator.ge, "more than": operator.gt, "at most": operator.le, "less than": operator.lt}
+    for name, key in keys.schema().items():
+        value, limits = attrgetter(name)(cfg), key.metadata["limits"]
+        if isinstance(value, float) and not isfinite(value):
+            yield f"{name}={value}: must be finite."
+        elif value is not None and not all(holds[words](value, limit) for words, limit in limits.items()):
+            yield f"{name}={value}: must be {' and '.join(f'{words} {limit}' for words, limit in limits.items())}."
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:

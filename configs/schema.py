@@ -4,7 +4,6 @@ Each key has its type, default, meaning and range here. The YAML files beside th
 `configs.load` composes and checks. `configs.rules` has the rules that span several keys.
 """
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -26,14 +25,16 @@ def key(
     default: Any,
     meaning: str,
     *,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A field of the configuration: its default (`list` for an empty list), meaning and range."""
+    """A field of the configuration: its default (`list` for an empty list), meaning and limits."""
     given = {"default_factory": list} if default is list else {"default": default}
-    return field(**given, metadata={"meaning": meaning, "range": (at_least, above, at_most, below)})
+    limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
+    metadata = {"meaning": meaning, "limits": {words: limit for words, limit in limits.items() if limit is not None}}
+    return field(**given, metadata=metadata)
 
 
 class NormImpl(Choice):

@@ -52,8 +52,8 @@ def main(train: Train) -> int:
 
     exit_on_signals()
     try:
-        world.on_first(lambda: command_line.check(sys.argv[1:]))
-        command_line.register_resolvers(sys.argv[1:], started=world.on_first(command_line.now))
+        swept = world.on_first(lambda: command_line.check(sys.argv[1:]))
+        command_line.register_resolvers(swept, started=world.on_first(command_line.now))
         hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="config")(run)()
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)

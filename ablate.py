@@ -260,7 +260,7 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
     if "folder" in swept:
         raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")
-    for job in command_line.jobs(arguments, sweep=True):
+    for job in configs.jobs(arguments):
         rules.check_ablation(job)
         cfg = configs.compose_only(job)
         on = machine.inspect(cfg.device)
@@ -283,7 +283,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         show(help_text())
         return 0
-    command_line.register_resolvers(arguments)
     folder: Path | None = None
     exit_on_signals()
     try:
@@ -296,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with unless_empty(folder):
             found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
     except ConfigError as error:
-        return command_line.refuse(error) if machine.leads() else command_line.EXIT_CODE
+        return command_line.refuse(error)
     except StorageError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
@@ -327,7 +326,8 @@ def exit_code(stop: KeyboardInterrupt | Stopped) -> int:
 
 
 def help_text() -> str:
-    own = "".join(f"{line}\n" for line in command_line.describe_keys().splitlines() if line.strip().startswith("ablate."))
+    keys = command_line.describe_keys(Config()).splitlines()
+    own = "".join(f"{line}\n" for line in keys if line.strip().startswith("ablate."))
     refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.TAKEN_BY_ABLATE.items())
     return (
         f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"

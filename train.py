@@ -63,7 +63,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with world.shared_errors(), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
-        if cfg.init_from and not run.origin.stored:
+        if cfg.init_from is not None and not run.origin.stored:
             pretrained.load(model, cfg.init_from, corpus.tokenizer)
         prepare(model, cfg.train, machine)
     if cfg.train.compile or model.compile_loss:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import configs
-from configs import Config, ConfigError, machine, rules
+from configs import Config, ConfigError, machine
 from configs.schema import NormImpl
 from measure.timing import allocated_gb, describe
 from model import GPT
@@ -72,9 +72,7 @@ def config_of(options: argparse.Namespace, dropout: float, overrides: Sequence[s
     # As the compiled cells will have it; cells of both kinds share a config, which must be able to run as either.
     compiled = str(COMPILED in options.mode).lower()
     own = [f"device={options.device}", f"model.dropout={dropout}", f"train.compile={compiled}"]
-    cfg = configs.compose_only([*SIZES[options.size], *options.common, *own, *overrides])
-    rules.check(cfg, machine.inspect(cfg.device))
-    return cfg
+    return configs.load([*SIZES[options.size], *options.common, *own, *overrides])
 
 
 def lineup(options: argparse.Namespace, dropout: float) -> dict[str, Config]:

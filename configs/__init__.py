@@ -2,15 +2,15 @@
 
 schema        every key: its type, default, meaning and range
 *.yaml        values that differ from those defaults, by group
-keys          which names exist, which name is nearest to a wrong one, what each key accepts
+keys          which names exist, and which name is nearest to a wrong one
 compose       composition by Hydra, and conversion to `Config` and back
 rules         checks of numbers, of several keys together, and against the machine
 machine       what the rules need to know about this machine
 command_line  check of the runs of a command before Hydra starts the first; names of run folders
 """
 
-from configs.compose import compose_only, from_dict, load, parse, to_dict, to_yaml
+from configs.compose import compose_only, from_dict, jobs, load, parse, to_dict, to_yaml
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "load", "parse", "to_dict", "to_yaml"]
+__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "jobs", "load", "parse", "to_dict", "to_yaml"]

@@ -1,81 +1,56 @@
 """The command line of train.py. `check` checks the runs of a command before Hydra starts the first."""
 
-import argparse
-import itertools
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Override, ValueType
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from configs import compose, keys, machine, rules
 from configs.keys import ConfigError
 from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as in argparse
-HYDRAS_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")  # Hydra's own keys for the folder of a run
-# Options of Hydra with which there is no run, or a configuration from elsewhere.
-NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-i", "--info", "-sc", "--shell-completion"}
-NO_RUN |= {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir", "--experimental-rerun"}
-MOST_RUNS_CHECKED = 64  # of a sweep: composing one takes 0.1 s
+# Options of Hydra with which there is no run, or a configuration from elsewhere; and those that a checked command may have.
+NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"}
+NO_RUN |= {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+SWEEP, CFG = {"-m", "--multirun"}, {"-c", "--cfg", "job", "hydra", "all", "--resolve"}
 
 
-def check(arguments: Sequence[str]) -> None:
-    """Returns if every run that `arguments` ask for can start. Else it prints why and ends the process with EXIT_CODE."""
+def check(arguments: Sequence[str]) -> set[str]:
+    """The keys of a sweep, if every run that `arguments` ask for can start. Else it prints why and exits with EXIT_CODE."""
     if NO_RUN & {argument.partition("=")[0] for argument in arguments}:
-        return
-    checked: list[str] | None = None
-    resumed: set[Path] = set()  # folders of runs
+        return set()
+    overrides = [argument for argument in arguments if argument not in SWEEP | CFG]
+    sweep = not SWEEP.isdisjoint(arguments)
+    job = None
     try:
-        overrides, sweep = _split(arguments)
-        for one in itertools.islice(jobs(overrides, sweep), MOST_RUNS_CHECKED):
-            checked = one if sweep else None
-            cfg = compose.compose_only(one)
-            _check_folder(cfg, one)
-            if cfg.resume in ("never", "auto", ""):
+        for job in compose.jobs(overrides) if sweep else [overrides]:
+            cfg = compose.compose_only(job)
+            folder = Path(cfg.folder or "runs").absolute()
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            if not (there.is_dir() and os.access(there, os.W_OK)):
+                raise ConfigError(f"{folder}: no run can be kept there, as {there} can't be written. Use another folder=PATH.")
+            if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
                 rules.check(cfg, machine.inspect(cfg.device))
-            elif sweep and (Path(cfg.resume) / "checkpoints").is_dir():  # the config is that of the resumed run
-                if (run := Path(cfg.resume).resolve()) in resumed:
-                    raise ConfigError(
-                        f"resume={cfg.resume}: several jobs of this sweep would go on in that folder. Resume its checkpoint "
-                        f"instead; each run then has its own folder: {compose.as_typed('resume', Path(cfg.resume) / 'last')}."
-                    )
-                resumed.add(run)
+        return {one.get_key_element() for one in compose.parse(overrides) if one.is_sweep_override()}
     except ConfigError as error:
-        raise SystemExit(refuse(error, checked)) from None
-
-
-def jobs(overrides: Sequence[str], sweep: bool) -> Iterator[list[str]]:
-    """The overrides of each run that a command asks for: all combinations of the values of a sweep."""
-    values = []
-    for override in compose.parse(overrides):
-        if not override.is_sweep_override():
-            values.append([str(override.input_line)])
-        elif not sweep:
-            raise ConfigError(f"{override.input_line}: several values make several runs; add -m. A list is written [a,b].")
-        elif override.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
-            key = override.get_key_element()
-            raise ConfigError(f"{override.input_line}: a sweep needs its values: {key}=A,B, or for numbers {key}=range(1,4).")
-        else:
-            values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
-    for job in itertools.product(*values):
-        yield list(job)
+        raise SystemExit(refuse(error, job if sweep else None)) from None
 
 
 def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
     """Prints the message of an error, and the overrides of the run in a sweep. With HYDRA_FULL_ERROR=1 it raises the error."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    text = f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else "")
-    print(text, file=sys.stderr)
-    machine.tell_torchrun(text)
+    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    ErrorHandler().record_exception(error)  # for the report of torchrun
     return EXIT_CODE
 
 
@@ -88,29 +63,18 @@ def as_config_errors() -> Iterator[None]:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 
 
-def chooses_folder(cfg: Config, hydra_overrides: Sequence[str]) -> bool:
-    """Whether a command says where its run is kept."""
-    return cfg.folder is not None or any(text.lstrip("+").partition("=")[0] in HYDRAS_FOLDERS for text in hydra_overrides)
+def register_resolvers(swept: set[str], started: str) -> None:
+    """Registers what config.yaml interpolates: the keys in --help, and folders, named by time and by the keys of a sweep."""
 
-
-def register_resolvers(arguments: Sequence[str] = (), started: str | None = None) -> None:
-    """Registers what config.yaml interpolates: names of folders, and the keys in --help.
-
-    Args:
-        arguments: of the command; a run of a sweep is named by the keys that they sweep.
-        started: the time of the command, the same on all ranks. None: now.
-    """
-    when, swept = started or now(), _swept(arguments)
-
-    def folder(kind: str, *, _root_: Any) -> str:
+    def folder(kind: str, *, _root_: DictConfig) -> str:
         if kind == "job":
             return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
         if _root_.folder:
-            return str(machine.expanded(_root_.folder))
-        return f"runs/{when}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
+            return str(Path(_root_.folder).expanduser())
+        return f"runs/{started}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
 
     OmegaConf.register_new_resolver("folder", folder, replace=True)
-    OmegaConf.register_new_resolver("describe_keys", describe_keys, replace=True)
+    OmegaConf.register_new_resolver("describe_keys", lambda *, _root_: describe_keys(_root_), replace=True)
 
 
 def now() -> str:
@@ -118,18 +82,16 @@ def now() -> str:
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def describe_keys() -> str:
-    """Every key with its value in a plain run and its meaning; under a key with choices, each choice and its meaning."""
-    lines, section, plain, described = [], "", compose.composed(), set[type]()
-    for key in keys.schema().values():
-        if section != (section := key.name.rpartition(".")[0]):
+def describe_keys(config: Config | DictConfig) -> str:
+    """Every key with its value and its meaning; under a key with choices, each choice and its meaning."""
+    lines, section = [], ""
+    for name, key in keys.schema().items():
+        if section != (section := name.rpartition(".")[0]):
             lines.append("")
-        value = OmegaConf.select(plain, key.name)
-        lines.append(f"  {key.name + '=' + (repr(value) if value == chr(10) else keys.shown(value)):<34} {key.meaning}")
-        if key.type not in described:
-            wide = max(map(len, key.choices), default=0)
-            lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in key.choices.items()]
-        described.add(key.type)
+        lines.append(f"  {f'{name}={keys.shown(attrgetter(name)(config))}':<34} {key.metadata['meaning']}")
+        choices = keys.choices(key)
+        wide = max(map(len, choices), default=0)
+        lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in choices.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -153,41 +115,3 @@ def job_name(number: int, overrides: Sequence[str], swept: set[str]) -> str:
 def _safe(name: str) -> str:
     """A name that a file may have and that resume= takes without quotes."""
     return re.sub(r"[^\w.+-]+", "-", name)[:120]
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """The overrides, and whether they are a sweep."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("-m", "--multirun", action="store_true")
-    parser.add_argument("-r", "--run", "--resolve", action="store_true")
-    parser.add_argument("-c", "--cfg")
-    parser.add_argument("-p", "--package")
-    args, rest = parser.parse_known_args(arguments)
-    if compose.parse(rest):  # argparse takes the overrides in one piece
-        raise ConfigError(f"{rest[0]}: options such as -m stand before all of key=value, or behind, not between them.")
-    return args.overrides, args.multirun or "hydra.mode=MULTIRUN" in args.overrides
-
-
-def _swept(arguments: Sequence[str]) -> set[str]:
-    """The keys that have several values."""
-    try:
-        overrides: list[Override] = compose.parse(_split(arguments)[0])
-    except ConfigError:
-        return set()  # of a command that runs nothing, such as --help
-    return {override.get_key_element() for override in overrides if override.is_sweep_override()}
-
-
-def _check_folder(cfg: Config, overrides: Sequence[str]) -> None:
-    """Raises ConfigError if two keys name the run's folder, or if it can't be made or written."""
-    hydras = [override for override in compose.parse(overrides) if override.key_or_group in HYDRAS_FOLDERS]
-    if cfg.folder and hydras:
-        raise ConfigError(f"{hydras[0].input_line} and folder={cfg.folder} both name the run's folder. Leave one out.")
-    for folder in [Path(str(override.value())) for override in hydras] or [Path(cfg.folder or "runs")]:
-        if "$" in str(folder):
-            continue  # only Hydra can fill it in
-        try:
-            there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None

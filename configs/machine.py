@@ -1,12 +1,7 @@
 """What the rules need to know about the machine: the device that a run will use and what it can do."""
 
-import importlib.util
-import json
 import os
-import shutil
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,78 +12,35 @@ from configs.schema import Device
 @dataclass(frozen=True)
 class Machine:
     device: str  # cuda, mps or cpu
-    bf16: bool = True  # has bf16 arithmetic, as far as is known
-    triton: bool = True  # can be imported
-    cpp_compiler: bool = True  # is there; torch.compile needs it on the CPU
-    gpus: int = 1  # on this node, for this process to use
+    bf16: bool = True  # has bf16 arithmetic; not asked of a CPU
     ranks: int = 1  # processes that train together
-    local_rank: int = 0  # of this process on its node
     by_torchrun: bool = False  # torchrun started this process
-
-    @property
-    def compiles_loss(self) -> bool:
-        """The value of train.compile_loss=null. A machine with a C++ compiler is taken to have a C compiler."""
-        return self.device == "cuda" and self.triton and self.cpp_compiler
 
 
 def inspect(device: Device) -> Machine:
     """The machine as `device` asks for it.
 
     Raises:
-        ConfigError: the device that was asked for is not there.
+        ConfigError: that device is not there, or this rank of torchrun has no GPU of its own.
     """
-    name = device.value
-    if device is Device.auto:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda: PyTorch sees no CUDA device here. Use device=cpu or device=auto.")
-    if name == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("device=mps: PyTorch sees no MPS device here. Use device=cpu or device=auto.")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = next(name for name in there if there[name]) if device is Device.auto else device.value
+    if not there[name]:
+        raise ConfigError(f"device={name}: PyTorch sees no such device here. Use device=cpu or device=auto.")
+    if name == "cuda" and by_torchrun() and int(os.environ["LOCAL_RANK"]) >= (gpus := torch.cuda.device_count()):
+        raise ConfigError(f"torchrun: this node has {gpus} GPUs, one for each rank. Use --nproc-per-node={gpus} or device=cpu.")
     return Machine(
         device=name,
-        bf16=_computes_bf16(name),
-        triton=importlib.util.find_spec("triton") is not None,
-        cpp_compiler=any(shutil.which(cc) for cc in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if cc),
-        gpus=torch.cuda.device_count() if name == "cuda" else 0,
-        ranks=int(os.environ.get("WORLD_SIZE", "1")) if by_torchrun() else 1,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")) if by_torchrun() else 0,
+        bf16=name != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False),
+        ranks=int(os.environ["WORLD_SIZE"]) if by_torchrun() else 1,
         by_torchrun=by_torchrun(),
     )
 
 
-def _computes_bf16(device: str) -> bool:
-    """GPUs before Ampere and CPUs without bf16 instructions emulate bf16, which is slower than fp32."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    # Some versions of torch can't tell.
-    known: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
-    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")) or not known
-
-
-def expanded(path: str) -> Path:
-    """A path with the home folder for ~. A ~name without a home stays, where Path.expanduser would raise."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111
-
-
 def refuse_ranks(program: str) -> None:
-    """Raises ConfigError: torchrun has started a program that is one process."""
+    """Raises ConfigError if torchrun has started a program that is one process."""
     if by_torchrun():
-        raise ConfigError(
-            f"torchrun: {program} is one process on one device, and each of {os.environ.get('WORLD_SIZE', '1')} ranks would do "
-            f"all of its work anew. Start it without torchrun: python {program} ..."
-        )
-
-
-def leads() -> bool:
-    """Whether this process talks to the user: rank 0, or a process without torchrun."""
-    return not by_torchrun() or os.environ.get("RANK", "0") == "0"
-
-
-def tell_torchrun(why: str) -> None:
-    """Writes why this rank ends into torchrun's final report. Without torchrun it does nothing."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        facts = {"py_callstack": why, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": why, "extraInfo": facts}}), encoding="utf-8")
+        raise ConfigError(f"torchrun: {program} is one process on one device. Start it without torchrun: python {program} ...")
 
 
 def by_torchrun() -> bool:

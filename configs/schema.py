@@ -4,7 +4,6 @@ Each key has its type, default, meaning and range here. The YAML files beside th
 `configs.load` composes and checks. `configs.rules` has the rules that span several keys.
 """
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -26,14 +25,16 @@ def key(
     default: Any,
     meaning: str,
     *,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
 ) -> Any:
-    """A field of the configuration: its default (`list` for an empty list), meaning and range."""
+    """A field of the configuration: its default (`list` for an empty list), meaning and limits."""
     given = {"default_factory": list} if default is list else {"default": default}
-    return field(**given, metadata={"meaning": meaning, "range": (at_least, above, at_most, below)})
+    limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
+    metadata = {"meaning": meaning, "limits": {words: limit for words, limit in limits.items() if limit is not None}}
+    return field(**given, metadata=metadata)
 
 
 class NormImpl(Choice):
@@ -154,7 +155,7 @@ class TokenizerKind(Choice):
 @dataclass
 class TokenizerConfig:
     kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer")
-    vocab_size: int = key(2048, "kind=bpe: number of tokens, with 256 bytes and one end of document")
+    vocab_size: int = key(2048, "kind=bpe: number of tokens, with 256 bytes and one end of document", at_least=257)
     pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json")
 
 
@@ -237,10 +238,15 @@ class WandbMode(Choice):
     disabled = "disabled", "no W&B; metrics.jsonl is still written"
 
 
+class WithoutKey(Choice):
+    offline = "offline", "as wandb=offline"
+    disabled = "disabled", "as wandb=disabled"
+
+
 @dataclass
 class LoggingConfig:
     wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline")
-    without_key: WandbMode = key(WandbMode.offline, "mode if online has no API key or no answer: offline or disabled")
+    without_key: WithoutKey = key(WithoutKey.offline, "mode if online has no API key or no answer")
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm")
     entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key")
     group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep")
@@ -290,7 +296,7 @@ class Config:
     device: Device = key(Device.auto, "device that computes")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", at_least=0, below=2**63)
-    deterministic: bool = key(False, "the same bits each time on a GPU too; slower")
+    deterministic: bool = key(False, "the same bits each time on a GPU too, but not with max-autotune; slower")
     profile: bool = key(False, "trace a few steps and tell where their time goes")
     folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. A folder with a run stays; NAME_2 is used")
     resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint")

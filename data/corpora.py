@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from configs import rules
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
@@ -50,12 +49,11 @@ class Corpus:
 
 
 def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -> Corpus:
-    """The corpus of `data`, tokenised by `tokenizer`, from the cache if it is there.
+    """The corpus of `data`, tokenised by `tokenizer`, from the cache if it is there. configs.rules has checked both.
 
     Raises FileNotFoundError or ValueError, with the key, for all in the data or the tokenizer that would stop a run with this
     context.
     """
-    rules.check_data(data, tokenizer)
     documents = find_documents(data)
     settings = _settings(data, tokenizer, documents)
     folder = cached_folder(

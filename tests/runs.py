@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import configs
 from configs import Config
-from configs.keys import groups
+from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
 from training.plot import read_metrics
@@ -69,7 +69,7 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machi
     """
     import train
 
-    keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in groups()]
+    keys = [override for override in overrides if "=" in override and override.partition("=")[0] not in GROUPS]
     origin = settle(cfg or composed(overrides), folder, keys, chosen=True)
     with open_run(origin, torch.device("cpu")) as run:
         if not plot:

@@ -55,7 +55,7 @@ def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder_and_in_one_w
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["+norm.fusd=1"], "error: norm.fusd: no such key. Did you mean norm.impl=fused?"),
+        (["+norm.fusd=1"], "error: norm.fusd: no such key. Keys of norm: norm.impl,"),
         (["sample.prompt=ROMEO"], "error: sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)"),
         (["logging.wandb=null"], "error: WANDB_MODE=foo: "),
         (["resume=RUN"], "is at step 8: raise train.steps=8 to go on"),
@@ -66,6 +66,14 @@ def test_a_mistake_is_one_message_code_2_and_no_folder(tiny, sweep, tmp_path, ar
     overrides = [] if "resume" in arguments[0] else tiny
     assert message in train([*overrides, *arguments], tmp_path, code=2, WANDB_MODE="foo").stderr
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_each_job_of_a_sweep_resumes_a_run_in_a_folder_of_its_own(tiny, tmp_path):
+    done, _ = train_here([*tiny, "train.steps=4", "optim.schedule=constant"], tmp_path / "runs" / "mine")
+    train(["-m", "resume=runs/mine", "norm.impl=fused,torch", "train.steps=6"], tmp_path)
+    [sweep] = tmp_path.glob("runs/*_sweep")
+    assert {folder.name: logged(folder) for folder in sweep.glob("?_*")} == {"0_norm.impl-fused": 6, "1_norm.impl-torch": 6}
+    assert logged(done.folder) == 4
 
 
 def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
@@ -118,13 +126,12 @@ def test_ctrl_c_ends_with_130_a_checkpoint_and_the_command_to_go_on_and_a_change
 
 
 def test_what_a_run_says_to_type_can_be_typed(tiny, tmp_path):
-    """In a folder whose name needs quotes, and from where Hydra would have changed the folder."""
-    chdir = "hydra.job.chdir=true"
-    done = train([*tiny, "train.steps=4", 'folder="runs/a b (1)"', chdir], tmp_path)
+    """In a folder whose name needs quotes."""
+    done = train([*tiny, "train.steps=4", 'folder="runs/a b (1)"'], tmp_path)
     assert "loss curve" not in done.stdout, "of one line of metrics none is drawn"
     said = next(line.split(maxsplit=2)[2] for line in done.stdout.splitlines() if "more text" in line)
     assert shlex.split(said) == ["python", "sample.py", "runs/a b (1)"]
-    stopped = train(['resume="runs/a b (1)/last"', chdir], tmp_path, code=2)
+    stopped = train(['resume="runs/a b (1)/last"'], tmp_path, code=2)
     _, name, *arguments = shlex.split(next(line for line in stopped.stderr.splitlines() if "python train.py" in line))
     assert name == "train.py" and "runs/a b (1)" in arguments[0]
     train(arguments, tmp_path)

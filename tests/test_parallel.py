@@ -71,7 +71,7 @@ def test_a_signal_stops_all_ranks_after_a_checkpoint_and_no_rank_has_a_traceback
 
 def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_path):
     _, err = torchrun(tmp_path, [*tiny, "train.batch_size=7"]).communicate(timeout=200)
-    cause = "error: train.batch_size=7 can't be cut into equal micro-batches"
+    cause = "train.batch_size=7 can't be cut into equal micro-batches"
     own, _, torchruns = err.partition("Root Cause")
     assert own.count(cause) == torchruns.count(cause) == 1, "once by the first rank, and at the end of torchrun's report"
     assert not (tmp_path / "runs").exists()
@@ -82,5 +82,5 @@ def test_a_sweep_whose_first_rank_can_not_write_ends_and_leaves_no_rank_waiting_
     process = torchrun(tmp_path, ["-m", *tiny, "folder=sweep", "seed=1,2"])
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
-    assert "stopped: sweep/0_seed-1/metrics.jsonl can't be written" in err.partition("Root Cause")[2]
+    assert "sweep/0_seed-1/metrics.jsonl can't be written" in err.partition("Root Cause")[2]
     assert not (tmp_path / "sweep" / "1_seed-2").exists()

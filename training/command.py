@@ -1,6 +1,5 @@
 """What turns a command into a run, or into the runs of a sweep: Hydra, refused configs, exit codes."""
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 import configs
 from configs import Config, ConfigError, command_line, machine, rules
@@ -53,8 +52,8 @@ def main(train: Train) -> int:
 
     exit_on_signals()
     try:
-        world.on_first(lambda: command_line.check(sys.argv[1:]))
-        command_line.register_resolvers(sys.argv[1:], started=world.on_first(command_line.now))
+        swept = world.on_first(lambda: command_line.check(sys.argv[1:]))
+        command_line.register_resolvers(swept, started=world.on_first(command_line.now))
         hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="config")(run)()
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
@@ -72,11 +71,10 @@ def main(train: Train) -> int:
 def job(train: Train, composed: DictConfig, world: World) -> int:
     """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
     context = HydraConfig.get()
-    os.chdir(context.runtime.cwd)  # undoes hydra.job.chdir=true: paths in commands and messages are relative to this folder
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
         cfg = configs.from_dict(composed)
-        chosen = command_line.chooses_folder(cfg, context.overrides.hydra)
+        chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
         world.max(0)  # waits until Hydra has made the folder on every rank
         origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))
         if origin.folder != folder and world.leads:
@@ -100,7 +98,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
     except (NonFiniteError, StorageError) as error:
         if world.leads:
             show(f"stopped: {error}", sys.stderr)
-            machine.tell_torchrun(f"stopped: {error}")
+            ErrorHandler().record_exception(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from operator import mul
+from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import keys
-from configs.keys import ConfigError
+from configs import Config, ConfigError, keys
 from training import storage
 from training.storage import StorageError
 
@@ -139,7 +138,7 @@ def read_run(folder: Path) -> Curve:
     lines = read_metrics(folder / "metrics.jsonl")
     try:
         stored = OmegaConf.load(folder / "config.yaml")
-        config = {name: OmegaConf.select(stored, name, default=key.default) for name, key in keys.schema().items()}
+        config = {name: OmegaConf.select(stored, name, default=attrgetter(name)(Config())) for name in keys.schema()}
     except OmegaConfBaseException as error:
         raise ConfigError(f"{folder}/config.yaml can't be read: {error}") from error
     train = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]

@@ -9,7 +9,8 @@ import torch
 
 from configs import schema
 from configs.machine import Machine
-from configs.rules import CUBLAS_WORKSPACE, REPEATABLE
+
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,6 @@ class Precision:
 
     device: torch.device
     dtype: torch.dtype
-    emulated: bool = False  # the device has no arithmetic in that dtype: it is slower than fp32
 
     @classmethod
     def settle(cls, wanted: schema.Precision, machine: Machine) -> "Precision":
@@ -26,7 +26,7 @@ class Precision:
         if wanted is schema.Precision.auto:
             wanted = schema.Precision.bf16 if machine.device == "cuda" and machine.bf16 else schema.Precision.fp32
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[wanted.value]
-        return cls(torch.device(machine.device), dtype, dtype is torch.bfloat16 and not machine.bf16)
+        return cls(torch.device(machine.device), dtype)
 
     @property
     def wanted(self) -> schema.Precision:
@@ -38,8 +38,7 @@ class Precision:
         return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
 
     def __str__(self) -> str:
-        slow = ", emulated: this CPU has no bf16 arithmetic, train.precision=fp32 is faster"
-        return self.name + slow * self.emulated
+        return self.name
 
     def autocast(self) -> AbstractContextManager:
         if self.dtype is torch.float32:
@@ -60,7 +59,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     deterministic version raises. It holds on one GPU only: NCCL, which sums over several, promises no order.
 
     It goes around the whole run, because cuBLAS reads its environment variable when it is first used. A variable that is set
-    already stays: rules.check refuses values that are not deterministic.
+    already stays: PyTorch refuses values that are not deterministic.
     """
     if not wanted:
         yield
@@ -69,7 +68,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.deterministic, cudnn.benchmark
-    os.environ[CUBLAS_WORKSPACE] = chosen or REPEATABLE[0]
+    os.environ[CUBLAS_WORKSPACE] = chosen or ":4096:8"
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     try:

@@ -161,7 +161,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
     """Sets how the model runs: recomputation in backward, and whether its loss is compiled."""
     model.recompute = train.recompute
-    model.compile_loss = machine.compiles_loss if train.compile_loss is None else train.compile_loss
+    model.compile_loss = machine.device == "cuda" if train.compile_loss is None else train.compile_loss
 
 
 def compile_model(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:

@@ -70,7 +70,7 @@ def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
     found = {key: value for key, value in found.items() if getattr(logging, key) is None}
     logging = replace(logging, **found | {"wandb": mode})
     if mode is WandbMode.online and not has_key():
-        logging.wandb = logging.without_key
+        logging.wandb = WandbMode(logging.without_key)
         facts.append("no API key found; `wandb login` stores one")
     return logging, facts
 
@@ -189,7 +189,7 @@ class Tracker:
 
         _find_cache()
         python_logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
-        less = {WandbMode.online: logging.without_key, WandbMode.offline: WandbMode.disabled}
+        less = {WandbMode.online: WandbMode(logging.without_key), WandbMode.offline: WandbMode.disabled}
         failures = []
         while self.mode is not WandbMode.disabled:
             try:

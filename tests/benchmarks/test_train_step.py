@@ -113,7 +113,6 @@ def test_contenders_take_the_same_batches_in_alternating_blocks(monkeypatch):
 REFUSED = [
     ("--ours train.batch_size=4", "train.batch_size is the same for all contenders"),
     ("--common train.compile=true", "compiled or not by --mode"),
-    ("--mode compiled --ours train.compile_mode=reduce-overhead", "needs a CUDA device"),
     ("--common model.heads=3", "model.heads=3 does not divide"),
     ("--ours norm.kind=rmsnorm", "ours, norm.kind=rmsnorm: .*norm.kind=rmsnorm, the layout has layernorm"),
     ("--nanogpt nowhere", "there is no .*nowhere. Name the folder"),

@@ -37,23 +37,17 @@ def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name()
     assert len(command_line.job_name(0, ["logging.name=" + "x" * 300], {"logging.name"})) == 120
 
 
-def test_a_command_chooses_the_folder_by_folder_or_by_hydras_keys():
-    cfg, named = configs.load(on=CPU), configs.load(["folder=runs/mine"], on=CPU)
-    assert command_line.chooses_folder(named, []) and not command_line.chooses_folder(cfg, ["hydra.job.chdir=false"])
-    assert all(command_line.chooses_folder(cfg, [f"hydra.{key}.dir=runs/mine"]) for key in ("run", "sweep"))
-
-
 def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_its_choices():
-    text = command_line.describe_keys()
-    given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
-    for key in keys.schema().values():
-        assert key.meaning and re.search(rf"^  {re.escape(key.name)}=.* {re.escape(key.meaning)}$", text, re.MULTILINE)
-        for choice, meaning in key.choices.items():
-            assert meaning and re.search(rf"^ {{20,}}{choice} +{re.escape(meaning)}$", text, re.MULTILINE)
     plain = configs.compose_only([])
-    assert float(given["optim.lr"]) == plain.optim.lr and given["optim.warmup_steps"] == "null"
+    text = command_line.describe_keys(plain)
+    given = dict(re.findall(r"^  ([\w.]+)=(.*?)(?:  |$)", text, re.MULTILINE))
+    for name, key in keys.schema().items():
+        meaning = key.metadata["meaning"]
+        assert meaning and re.search(rf"^  {re.escape(name)}=.* {re.escape(meaning)}$", text, re.MULTILINE)
+        for choice, meaning in keys.choices(key).items():
+            assert meaning and re.search(rf"^ {{20,}}{choice} +{re.escape(meaning)}$", text, re.MULTILINE)
     typed = [f"{key}={value}" for key, value in given.items() if key != "sample.prompt"]
-    assert configs.compose_only(typed) == plain  # each as it is typed
+    assert float(given["optim.lr"]) == plain.optim.lr and configs.compose_only(typed) == plain  # each as it is typed
 
 
 def test_each_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():

@@ -240,11 +240,7 @@ def test_a_split_shorter_than_a_context_is_refused_with_its_length(text_config):
             load(text_config, context=context)
 
 
-def test_the_rules_hold_without_a_command_line_and_before_documents_are_read(text_config, monkeypatch):
+def test_a_tokenizer_that_is_not_there_is_refused_before_documents_are_read(text_config, monkeypatch):
     monkeypatch.setattr(data.corpora, "split_documents", lambda *args: pytest.fail("read the documents first"))
-    with pytest.raises(ValueError, match=r"data.val_fraction=1.0: must be more than 0 and less than 1"):
-        load(replace(text_config, val_fraction=1.0))
-    with pytest.raises(ValueError, match=r"tokenizer.vocab_size=256: .* at least 257"):
-        load(text_config, TokenizerConfig(vocab_size=256))
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.pretrained=owner/name"):
         load(text_config, TokenizerConfig(kind=TokenizerKind.pretrained, pretrained="owner/name"))

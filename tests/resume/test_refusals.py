@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from configs import ConfigError, command_line
+from configs import ConfigError
 from configs.schema import Precision
 from tests.resume.stops import AUTO, in_step, refused, train_until
 from tests.runs import composed, corpus, train_here
@@ -102,16 +102,6 @@ def test_auto_goes_on_in_the_precision_that_the_run_began_with(tiny, tmp_path):
     cfg.resume, cfg.train.precision = "auto", Precision.fp32
     with pytest.raises(ConfigError, match=r"train.precision=fp32: the checkpoint was made with train.precision=bf16"):
         settle(cfg, folder, [], chosen=True)
-
-
-def test_a_sweep_does_not_send_several_jobs_into_one_folder(tmp_path, capsys):
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(SystemExit, match=str(command_line.EXIT_CODE)):
-        command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused,torch"])
-    message = capsys.readouterr().err
-    assert "several jobs of this sweep would go on in that folder" in message and f"resume={tmp_path}/last" in message
-    command_line.check(["-m", f"resume={tmp_path}/last", "norm.impl=fused,torch"])
-    command_line.check(["-m", f"resume={tmp_path}", "norm.impl=fused"])
 
 
 def damage(path):

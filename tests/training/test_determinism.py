@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch._inductor.config  # now, as it imports triton, which is what the environment says at that moment
 
-import configs
-from configs import ConfigError
-from configs.machine import Machine
-from configs.rules import CUBLAS_WORKSPACE
 from tests.forks import Command
 from tests.runs import bits, corpus, read_json
-from training.precision import deterministic
+from training.precision import CUBLAS_WORKSPACE, deterministic
 
 
 def state():
@@ -33,14 +29,6 @@ def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_erro
     assert state() == before
     with deterministic(False):
         assert state() == before
-
-
-def test_an_environment_that_asks_cublas_for_something_else_is_refused(monkeypatch):
-    monkeypatch.setenv(CUBLAS_WORKSPACE, ":0:0")
-    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0.*Unset it, or use :4096:8 or :16:8"):
-        configs.load(["deterministic=true"], on=Machine("cuda"))
-    for accepted, machine in ((["deterministic=true"], "cpu"), ([], "cuda")):
-        configs.load(accepted, on=Machine(machine))
 
 
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tiny, tmp_path):

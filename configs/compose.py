@@ -5,15 +5,15 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -52,10 +52,14 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 def jobs(overrides: Sequence[str]) -> list[list[str]]:
     """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values."""
-    parsed = parse(overrides)
-    with _explained():
-        [found] = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    return found
+    values = []
+    for one in parse(overrides):
+        if one.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
+            key = one.get_key_element()
+            raise ConfigError(f"{one.input_line}: a sweep needs its values: {key}=A,B, or for numbers {key}=range(1,4).")
+        swept = one.is_sweep_override()
+        values.append([f"{one.get_key_element()}={v}" for v in one.sweep_string_iterator()] if swept else [str(one.input_line)])
+    return [list(job) for job in product(*values)]
 
 
 def as_typed(key: str, value: object) -> str:

@@ -45,7 +45,8 @@ def check(cfg: Config, machine: Machine) -> None:
 def check_ablation(overrides: Sequence[str]) -> None:
     """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
-    _raise_if(f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE)
+    taken = [f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE]
+    _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
 
 
 def check_resumed(before: Config, cfg: Config) -> list[str]:
@@ -116,10 +117,15 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if train.batch_size % (train.accumulation * machine.ranks):
         by = f"train.accumulation={train.accumulation}" + (f" × {machine.ranks} ranks" if machine.ranks > 1 else "")
         yield f"train.batch_size={train.batch_size} can't be cut into equal micro-batches by {by}. Change one of them."
+    mode = f"train.compile_mode={train.compile_mode}"
     if train.compile_mode not in schema.COMPILE_MODES:
-        yield f"train.compile_mode={train.compile_mode}: no mode that can be used here. Use {', '.join(schema.COMPILE_MODES)}."
-    if train.compile_mode in schema.CUDA_GRAPHS and machine.ranks > 1:
-        yield f"train.compile_mode={train.compile_mode} makes CUDA graphs, which are for a single process. Use another mode."
+        yield f"{mode}: no mode that can be used here. Use {', '.join(schema.COMPILE_MODES)}."
+    elif train.compile_mode != "default" and (not train.compile or cfg.parallel is schema.Parallel.fsdp):
+        yield f"{mode} needs train.compile=true (for ablate.py ablate.compile=true), and has no effect with parallel=fsdp."
+    if train.compile_mode in schema.CUDA_GRAPHS and (machine.ranks > 1 or machine.device != "cuda"):
+        yield f"{mode} makes CUDA graphs, which are for a single process on a CUDA device. Use another mode."
+    if train.compile_mode.startswith("max-autotune") and cfg.deterministic:
+        yield f"{mode} chooses kernels by measured speed, and deterministic=true needs the same bits. Use one of them."
     if (optim.warmup_steps or 0) > train.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} is more than train.steps={train.steps}. Use null: a twentieth of them."
     if optim.schedule is not schema.Schedule.constant and optim.lr < (optim.min_lr or 0):

@@ -296,7 +296,7 @@ class Config:
     device: Device = key(Device.auto, "device that computes")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", at_least=0, below=2**63)
-    deterministic: bool = key(False, "the same bits each time on a GPU too, but not with max-autotune; slower")
+    deterministic: bool = key(False, "the same bits each time on a GPU too; slower")
     profile: bool = key(False, "trace a few steps and tell where their time goes")
     folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. A folder with a run stays; NAME_2 is used")
     resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint")

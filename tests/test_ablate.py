@@ -113,6 +113,7 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("-m", "an ablation sweeps without it"),
         ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: is for train.py. Use folder=PATH."),
         ("norm.kind=rmsnorm,layernorm,rmsnorm", "kind=rmsnorm comes twice in "),
     ],
 )

@@ -46,6 +46,9 @@ model.dropout=1                 model.dropout=1.0: must be at least 0 and less t
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
 optim.min_lr=1                  optim.min_lr=1 is more than optim.lr=0.004
 train.compile_mode=fast         Use default, reduce-overhead,
+train.compile_mode=max-autotune-no-cudagraphs     needs train.compile=true (for ablate.py ablate.compile=true)
+train.compile=true train.compile_mode=max-autotune deterministic=true    Use one of them.
+train.compile=true train.compile_mode=reduce-overhead                a single process on a CUDA device. Use another mode.
 optim.lr=0                      optim.lr=0.0: must be more than 0.
 optim.lr=nan                    optim.lr=nan: must be finite.
 seed=99999999999999999999       seed=99999999999999999999: must be at least 0 and less than 9223372036854775808.
@@ -64,6 +67,7 @@ MACHINES = [
     ("", Machine("mps"), "needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."),
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     (GRAPHS, Machine("cuda", ranks=2, by_torchrun=True), "makes CUDA graphs, which are for a single process"),
+    (f"{GRAPHS} parallel=fsdp", Machine("cuda", by_torchrun=True), "has no effect with parallel=fsdp"),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
 ]
 
@@ -109,7 +113,7 @@ def test_a_sweep_is_every_combination():
         ("-m norm.impl=fused,toch seed=1,2", "expected one of [fused, torch]"),  # before the first starts
         ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
         ("norm.impl=fused,torch", "To sweep over it, add --multirun"),
-        ("-m optim.lr=interval(0,1)", "does not support sweep type : INTERVAL_SWEEP"),
+        ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs its values: optim.lr=A,B"),
         ("--cfg job norm.imp=x", "norm.imp: no such key."),
         ("folder=/dev/null/x", "/dev/null/x: no run can be kept there, as /dev/null can't be written."),
         ("--train.steps=3", "--train.steps=3: Hydra can't read this. Write key=value without dashes"),

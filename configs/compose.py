@@ -45,7 +45,7 @@ def compose_only(overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for an argument that is no override."""
+    """The overrides, as Hydra reads them. Raises ConfigError for an argument that sets no key or group."""
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:

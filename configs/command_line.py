@@ -6,8 +6,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,25 +21,31 @@ from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as in argparse
 # Options of Hydra with which there is no run, or a configuration from elsewhere; and those that a checked command may have.
-NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"}
+NO_RUN = {"--hydra-help", "--version", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"}
 NO_RUN |= {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
-SWEEP, CFG = {"-m", "--multirun"}, {"-c", "--cfg", "job", "hydra", "all", "--resolve"}
+SWEEP, CFG, HELP = {"-m", "--multirun"}, {"-c", "--cfg"}, {"-h", "--help"}
 
 
 def check(arguments: Sequence[str]) -> set[str]:
     """The keys of a sweep, if every run that `arguments` ask for can start. Else it prints why and exits with EXIT_CODE."""
     if NO_RUN & {argument.partition("=")[0] for argument in arguments}:
         return set()
-    overrides = [argument for argument in arguments if argument not in SWEEP | CFG]
-    sweep = not SWEEP.isdisjoint(arguments)
+    options = SWEEP | CFG | HELP | {"--resolve"}
+    given = pairwise(["", *arguments])
+    overrides = [text for before, text in given if text.partition("=")[0] not in options and before not in CFG]
+    sweep, helps = (not names.isdisjoint(arguments) for names in (SWEEP, HELP))
     job = None
     try:
         for job in compose.jobs(overrides) if sweep else [overrides]:
             cfg = compose.compose_only(job)
+            if helps:
+                return set()
             folder = Path(cfg.folder or "runs").absolute()
-            there = next(path for path in (folder, *folder.parents) if path.exists())
-            if not (there.is_dir() and os.access(there, os.W_OK)):
-                raise ConfigError(f"{folder}: no run can be kept there, as {there} can't be written. Use another folder=PATH.")
+            try:
+                there = next(path for path in (folder, *folder.parents) if path.exists())
+                TemporaryFile(dir=there).close()
+            except OSError as error:
+                raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None
             if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
                 rules.check(cfg, machine.inspect(cfg.device))
         return {one.get_key_element() for one in compose.parse(overrides) if one.is_sweep_override()}
@@ -70,7 +78,7 @@ def register_resolvers(swept: set[str], started: str) -> None:
         if kind == "job":
             return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
         if _root_.folder:
-            return str(Path(_root_.folder).expanduser())
+            return str(machine.expanded(_root_.folder))
         return f"runs/{started}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
 
     OmegaConf.register_new_resolver("folder", folder, replace=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -39,15 +38,22 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 
 def compose_only(overrides: Sequence[str] = ()) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
+    parse(overrides)
     with _explained(overrides), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
         composed = hydra.compose("config", overrides=list(overrides))
     return from_dict(composed)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for an argument that is no override."""
+    """The overrides, as Hydra reads them. Raises ConfigError for an argument that sets no key or group."""
     with _explained():
-        return OverridesParser.create().parse_overrides(list(overrides))
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    for one in parsed:
+        if one.is_delete():
+            raise ConfigError(f"{one.input_line}: no key can be taken away. Give it another value.")
+        if one.key_or_group in keys.GROUPS and not (one.is_sweep_override() or isinstance(one.value(), str)):
+            raise ConfigError(f"{one.input_line}: a group has one option, the name of a file in configs/{one.key_or_group}/.")
+    return parsed
 
 
 def jobs(overrides: Sequence[str]) -> list[list[str]]:
@@ -86,8 +92,8 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
     assert isinstance(cfg, Config)
     if cfg.optim.warmup_steps is None:  # a resumed run with more steps keeps this number
         cfg.optim.warmup_steps = max(cfg.train.steps, 0) // 20
-    cfg.folder = cfg.folder and str(Path(cfg.folder).expanduser())
-    cfg.resume = str(Path(cfg.resume).expanduser())
+    cfg.folder = cfg.folder and str(machine.expanded(cfg.folder))
+    cfg.resume = str(machine.expanded(cfg.resume))
     cfg.data.name = cfg.data.called  # the config.yaml of a run then has the name
     return cfg
 
@@ -120,10 +126,11 @@ def _explained(overrides: Sequence[str] = ()) -> Iterator[None]:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
         if not isinstance(cause, OmegaConfBaseException):
             raise ConfigError(str(error)) from error
-        name, why = str(cause.full_key), str(cause).splitlines()[0].rstrip(".")
+        name, why = re.sub(r"\[\d+\]$", "", str(cause.full_key)), str(cause).splitlines()[0].rstrip(".")
         if name in keys.schema():
             default = keys.shown(attrgetter(name)(Config()))
             raise ConfigError(f"{name}: {why}. The default is {name}={default}.") from error
-        # of a section that does not exist OmegaConf has no key
-        typed = (text.lstrip("+").partition("=")[0] for text in overrides)
-        raise keys.unknown_key(next((key for key in typed if key.startswith(f"{name}.")), name)) from error
+        if not any(key.startswith(f"{name}.") for key in keys.schema()):  # of such a section OmegaConf has no key
+            typed = (text.lstrip("+").partition("=")[0] for text in overrides)
+            name = next((key for key in typed if key.startswith(f"{name}.")), name)
+        raise keys.unknown_key(name) from error

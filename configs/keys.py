@@ -44,7 +44,7 @@ def unknown_key(name: str) -> ConfigError:
     near = [key for key in schema() if key.endswith(f".{leaf}")] or nearest(name, [*schema(), *GROUPS])
     beside = [key for key in schema() if key.startswith(f"{section}.")]
     return ConfigError(
-        f"{name}: no such key."
+        f"{name}: {'several keys; set one of them' if section == name and beside else 'no such key'}."
         + (f" Did you mean {near[0]}?" if near else "")
         + (f" Keys of {section}: {', '.join(beside)}." if beside else "")
         + " `python train.py --help` lists all keys."

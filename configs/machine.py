@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -35,6 +36,11 @@ def inspect(device: Device) -> Machine:
         ranks=int(os.environ["WORLD_SIZE"]) if by_torchrun() else 1,
         by_torchrun=by_torchrun(),
     )
+
+
+def expanded(path: str) -> Path:
+    """A path with the home folder for ~. A ~name without a home stays, where Path.expanduser raises."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def refuse_ranks(program: str) -> None:

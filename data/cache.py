@@ -11,6 +11,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from configs import machine
+
 
 def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
     """The folder of `settings` (JSON). `build(folder)` fills it if it does not exist.
@@ -21,7 +23,7 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     Raises:
         ValueError: nothing can be kept in cache_dir.
     """
-    cache = Path(cache_dir).expanduser()
+    cache = machine.expanded(cache_dir)
     key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / f"{_file_name(name)}-{key}"
     try:

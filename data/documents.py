@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from configs import machine
 from configs.schema import DataConfig, Source
 from data.hub import from_the_hub
 
@@ -77,7 +78,7 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     """Files that paths and globs name, each once, in the order given and sorted within a glob."""
     paths: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        path = machine.expanded(pattern)
         if path.is_file():  # first, for a name with brackets in it
             paths[path.absolute()] = None
             continue
@@ -145,7 +146,7 @@ def _hub(data: DataConfig) -> Documents:
     data.revision=null a later change on the Hub goes unnoticed.
     """
     assert data.path  # checked before
-    folder = Path(data.path).expanduser()
+    folder = machine.expanded(data.path)
     local = folder.is_dir()
     if not local and (data.path.startswith((".", "/", "~")) or folder.exists()):
         raise FileNotFoundError(

@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from configs import machine
 from data.hub import from_the_hub
 
 END_OF_TEXT = "<|endoftext|>"
@@ -145,7 +146,7 @@ def pretrained_tokenizer(name: str) -> Tokenizer:
 
 def pretrained_file(name: str) -> Path | None:
     """The local tokenizer.json that `tokenizer.pretrained` names; None for a name on the Hub."""
-    path = Path(name).expanduser()
+    path = machine.expanded(name)
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import configs
-from configs import Config, ConfigError, keys
+from configs import Config, ConfigError, keys, machine
 from configs.schema import Positions
 from data import Tokenizer
 from model import GPT
@@ -50,7 +50,7 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
     Raises:
         ConfigError: no such weights, or weights of another model or of other tokens; the message names the keys.
     """
-    path = Path(source).expanduser()
+    path = machine.expanded(source)
     folder = path.parent if path.is_file() else path
     if _is_of_a_run(folder):
         _of_run(model, source, folder, tokenizer)
@@ -177,7 +177,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _folder(source: str) -> Path:
     """The folder of the files: local, or in the Hub's cache after a download."""
-    path = Path(source).expanduser()
+    path = machine.expanded(source)
     if path.is_dir():
         return path
     if path.is_file():

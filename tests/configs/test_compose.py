@@ -80,6 +80,7 @@ def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain
     cfg = configs.from_dict(older, ["train.steps=9", "norm.impl=torch", 'folder="~/a b"'])
     assert (cfg.norm.kind, cfg.norm.dropout_masks, cfg.train.steps, cfg.norm.impl) == ("rmsnorm", "native", 9, "torch")
     assert cfg.folder == str(Path("~/a b").expanduser())
+    assert configs.from_dict(plain, ['folder="~nobody_at_all/a"']).folder == "~nobody_at_all/a"  # as the shell has it
     assert cfg.optim.warmup_steps == 45  # of the steps that the run began with
 
 

@@ -22,7 +22,12 @@ model=gtp2                      model=gtp2: no such option. Did you mean model=g
 data=text,shakespeare           To sweep over it, add --multirun to your command line
 norm.impl=fused,torch           To sweep over it, add --multirun to your command line
 optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
-optim=3                         Keys of optim: optim.lr,
+optim=3                         optim: several keys; set one of them.
+optim.lr=1 optim=null           optim: several keys; set one of them.
+~norm                           ~norm: no key can be taken away.
+~model                          ~model: no key can be taken away.
+model=[tiny]                    model=[tiny]: a group has one option, the name of a file in configs/model/.
+experiment=null                 experiment=null: a group has one option
 eval.evry=3                     `python train.py --help` lists all keys.
 +train.steps=3                  Either remove + prefix: 'train.steps=3'
 train.steps                     train.steps: Hydra can't read this. Write key=value
@@ -34,6 +39,7 @@ train.steps=1.5                 train.steps: Value '1.5' of type 'float' could n
 train.steps=null                train.steps: field 'train.steps' is not Optional.
 train.compile=maybe             train.compile: Value 'maybe' is not a valid bool (type str).
 data.files=a                    data.files: Invalid value assigned: str is not a ListConfig, list or tuple. The default is data.files=[].
+data.files=[null]               The default is data.files=[].
 logging.without_key=online      expected one of [offline, disabled]
 logging.name=${oc.env:NO_SUCH}  Environment variable 'NO_SUCH' not found
 """  # noqa: E501
@@ -115,7 +121,10 @@ def test_a_sweep_is_every_combination():
         ("norm.impl=fused,torch", "To sweep over it, add --multirun"),
         ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs its values: optim.lr=A,B"),
         ("--cfg job norm.imp=x", "norm.imp: no such key."),
-        ("folder=/dev/null/x", "/dev/null/x: no run can be kept there, as /dev/null can't be written."),
+        ("folder=/dev/null/x", "/dev/null/x: no run can be kept there (Not a directory)."),
+        (f"folder={'x' * 300}", "no run can be kept there (File name too long)."),
+        ("job", "job: Hydra can't read this."),
+        ("--help model=gtp2", "Did you mean model=gpt2?"),
         ("--train.steps=3", "--train.steps=3: Hydra can't read this. Write key=value without dashes"),
     ],
 )

@@ -56,7 +56,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def jobs(overrides: Sequence[str]) -> list[list[str]]:
+def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values."""
     values = []
     for one in parse(overrides):
@@ -65,7 +65,7 @@ def jobs(overrides: Sequence[str]) -> list[list[str]]:
             raise ConfigError(f"{one.input_line}: a sweep needs its values: {key}=A,B, or for numbers {key}=range(1,4).")
         swept = one.is_sweep_override()
         values.append([f"{one.get_key_element()}={v}" for v in one.sweep_string_iterator()] if swept else [str(one.input_line)])
-    return [list(job) for job in product(*values)]
+    return map(list, product(*values))
 
 
 def as_typed(key: str, value: object) -> str:

@@ -57,7 +57,7 @@ def nearest(name: str, among: Sequence[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as the command line takes it."""
+    """A value as --help and messages show it."""
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
     return {"None": "null", "True": "true", "False": "false", "\n": r"\n"}.get(str(value), str(value))

@@ -86,8 +86,10 @@ def tiny(tmp_path_factory) -> list[str]:
 @pytest.fixture
 def ablations(monkeypatch):
     """Each ablation that was written to disk."""
+    from copy import deepcopy
+
     from ablation import records
 
     written, save = [], records.save
-    monkeypatch.setattr(records, "save", lambda ablation, folder: written.append(ablation) or save(ablation, folder))
+    monkeypatch.setattr(records, "save", lambda ablation, folder: written.append(deepcopy(ablation)) or save(ablation, folder))
     return written

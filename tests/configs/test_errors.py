@@ -109,7 +109,7 @@ def test_all_numbers_out_of_range_or_else_all_broken_rules_are_reported_at_once(
 
 
 def test_a_sweep_is_every_combination():
-    jobs = configs.jobs(["norm.impl=fused,torch", "seed=range(1,3)", "train.steps=5", "model=tiny"])
+    jobs = list(configs.jobs(["norm.impl=fused,torch", "seed=range(1,3)", "train.steps=5", "model=tiny"]))
     assert jobs == [[f"norm.impl={i}", f"seed={s}", "train.steps=5", "model=tiny"] for i in ("fused", "torch") for s in (1, 2)]
 
 
@@ -120,6 +120,8 @@ def test_a_sweep_is_every_combination():
         ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
         ("norm.impl=fused,torch", "To sweep over it, add --multirun"),
         ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs its values: optim.lr=A,B"),
+        ("hydra.run.dir=a folder=b", "hydra.run.dir=a: the folder of a run has one name. Use folder=PATH."),
+        ("-m --cfg job seed=1,2", "Leave out -m."),
         ("--cfg job norm.imp=x", "norm.imp: no such key."),
         ("folder=/dev/null/x", "/dev/null/x: no run can be kept there (Not a directory)."),
         (f"folder={'x' * 300}", "no run can be kept there (File name too long)."),

@@ -50,7 +50,7 @@ def check(arguments: Sequence[str]) -> set[str]:
             folder = Path(cfg.folder or "runs").absolute()
             try:
                 there = next(path for path in (folder, *folder.parents) if path.exists())
-                TemporaryFile(dir=there).close()
+                TemporaryFile(dir=there).close()  # permissions alone don't tell: root, /proc
             except OSError as error:
                 raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None
             if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run

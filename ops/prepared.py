@@ -243,7 +243,7 @@ def _behind(run: Callable, arguments: tuple) -> tuple[Callable, tuple]:
     """What Triton's launcher calls, and with which arguments: its Python code takes half a microsecond of every launch.
 
     A copy of the launcher tells, so that nothing here depends on the arguments of Triton's C function. A launcher that may
-    allocate at each launch is called as it is.
+    allocate at each launch, or that starts its kernel in another way, is called as it is.
     """
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1) or not hasattr(run, "launch"):
         return run, arguments

@@ -14,7 +14,7 @@ from tests.runs import ROOT, bits, environment, logged, wait_until
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
 TWO = ["--standalone", "--nproc-per-node=2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *TWO]
-# train.py, whose rank 1 is killed in the middle of step 7, once, and then comes after the other
+# train.py, whose rank 1 is killed in the middle of step 7, once, and then comes ahead of the other
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -27,7 +27,7 @@ def step(forward, state, batch, index, *rest):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(forward, state, batch, index, *rest)
 train.training_step = step
-time.sleep(once.exists() and os.environ["RANK"] == "1")
+time.sleep(once.exists() and os.environ["RANK"] == "0")
 sys.argv[0] = {root!r} + "/train.py"
 sys.exit(train.main(train.train))
 """

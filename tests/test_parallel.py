@@ -1,4 +1,4 @@
-"""torchrun train.py, as a user gives it."""
+"""torchrun train.py, as a user gives it; but for the start of the interpreters, which one test has."""
 
 import os
 import signal
@@ -7,14 +7,16 @@ import sys
 
 import pytest
 
+from tests.forks import Command
 from tests.ranks import train_together
 from tests.runs import ROOT, bits, environment, logged, wait_until
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-# train.py, whose rank 1 is killed in the middle of step 7, once
+TWO = ["--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *TWO]
+# train.py, whose rank 1 is killed in the middle of step 7, once, and then comes ahead of the other
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
@@ -25,6 +27,7 @@ def step(forward, state, batch, index, *rest):
         os.kill(os.getpid(), signal.SIGKILL)
     return original(forward, state, batch, index, *rest)
 train.training_step = step
+time.sleep(once.exists() and os.environ["RANK"] == "0")
 sys.argv[0] = {root!r} + "/train.py"
 sys.exit(train.main(train.train))
 """
@@ -37,40 +40,47 @@ def tiny(tiny):
 
 def torchrun(folder, arguments, *options, program=ROOT / "train.py"):
     """The process of torchrun, in `folder`."""
-    command, pipe = [*TORCHRUN, *options, str(program), *arguments], subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=pipe, stderr=pipe, text=True)
+    return Command([*TWO, *options, str(program), *arguments], folder, torchrun=True)
 
 
 def test_max_restarts_goes_on_by_itself_after_a_rank_was_killed_and_ends_with_the_same_bits(tiny, tmp_path):
     command, program = [*tiny, "resume=auto"], tmp_path / "killed.py"
     program.write_text(KILLED.format(root=str(ROOT)), encoding="utf-8")
-    killed = torchrun(tmp_path, [*command, "folder=mine"], "--max-restarts=1", program=program)
-    out, err = killed.communicate(timeout=200)
-    assert killed.returncode == 0, err
-    assert out.count("resume=auto: goes on from mine/checkpoints/step_") == 1, "said once, by one rank"
+    done = torchrun(tmp_path, [*command, "folder=mine"], "--max-restarts=1", program=program).finish()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("resume=auto: goes on from mine/checkpoints/step_") == 1, "said once, by one rank"
     train_together(2, command, tmp_path / "whole")
     assert bits(tmp_path / "mine") == bits(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("number", "to_ranks", "code"),
-    [(signal.SIGTERM, False, 1), (signal.SIGUSR1, True, -signal.SIGUSR1)],
-    ids=["SIGTERM, which torchrun passes on", "Slurm's --signal=USR1@60, which ends torchrun"],
-)
-def test_a_signal_stops_all_ranks_after_a_checkpoint_and_no_rank_has_a_traceback(tiny, tmp_path, number, to_ranks, code):
-    process = torchrun(tmp_path, [*tiny, "folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"])
+STOPPED = ["folder=mine", "train.steps=100000", "eval.every=0", "checkpoint.every=0"]
+
+
+def test_sigterm_which_torchrun_passes_on_stops_all_ranks_after_a_checkpoint(tiny, tmp_path):
+    process = torchrun(tmp_path, [*tiny, *STOPPED])
+    wait_until(process, lambda: logged(tmp_path / "mine") > 0)
+    process.send_signal(signal.SIGTERM)
+    done = process.finish()
+    assert done.returncode == 1 and "stopped after step" in done.stdout, done.stderr
+    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
+
+
+def test_slurms_usr1_stops_all_ranks_after_a_checkpoint_though_it_ends_torchrun_and_no_rank_has_a_traceback(tiny, tmp_path):
+    """As of `srun --signal=USR1@60 torchrun train.py`."""
+    command, pipe = [*TORCHRUN, str(ROOT / "train.py"), *tiny, *STOPPED], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True)
     wait_until(process, lambda: logged(tmp_path / "mine") > 0)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train"], capture_output=True, text=True, check=True).stdout
-    for pid in (process.pid, *map(int, ranks.split() if to_ranks else [])):
-        os.kill(pid, number)
+    for pid in (process.pid, *map(int, ranks.split())):
+        os.kill(pid, signal.SIGUSR1)
     out, err = process.communicate(timeout=200)  # until the last rank has closed its end
-    assert process.returncode == code and len(ranks.split()) == 2
-    assert "stopped after step" in out and (number == signal.SIGTERM or "Traceback" not in err)
+    assert process.returncode == -signal.SIGUSR1 and len(ranks.split()) == 2
+    assert "stopped after step" in out and "Traceback" not in err
     assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
 
 
 def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_path):
-    _, err = torchrun(tmp_path, [*tiny, "train.batch_size=7"]).communicate(timeout=200)
+    err = torchrun(tmp_path, [*tiny, "train.batch_size=7"]).finish().stderr
     cause = "train.batch_size=7 can't be cut into equal micro-batches"
     own, _, torchruns = err.partition("Root Cause")
     assert own.count(cause) == torchruns.count(cause) == 1, "once by the first rank, and at the end of torchrun's report"
@@ -79,8 +89,7 @@ def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_pat
 
 def test_a_sweep_whose_first_rank_can_not_write_ends_and_leaves_no_rank_waiting_in_the_next_job(tiny, tmp_path):
     (tmp_path / "sweep" / "0_seed-1" / "metrics.jsonl").mkdir(parents=True)  # where no line can be written
-    process = torchrun(tmp_path, ["-m", *tiny, "folder=sweep", "seed=1,2"])
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 1
-    assert "sweep/0_seed-1/metrics.jsonl can't be written" in err.partition("Root Cause")[2]
+    done = torchrun(tmp_path, ["-m", *tiny, "folder=sweep", "seed=1,2"]).finish()
+    assert done.returncode == 1
+    assert "sweep/0_seed-1/metrics.jsonl can't be written" in done.stderr.partition("Root Cause")[2]
     assert not (tmp_path / "sweep" / "1_seed-2").exists()

@@ -2,16 +2,21 @@
 
 import json
 import math
+import os
+import signal
 from functools import partial
+from subprocess import DEVNULL, TimeoutExpired
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import scaling
+from benchmarks import scaling, scaling_ranks
 from benchmarks.command import load
 from benchmarks.scaling import Cell, Measured, records_of
 from benchmarks.scaling_ranks import Job, JobError
 from tests.benchmarks import records
+from tests.forks import Command
 
 SMALL = [*records.SMALL, "train.precision=fp32"]
 TURN = ["model=tiny", *SMALL, "device=cpu", "train.batch_size=4", "train.steps=4"]
@@ -24,7 +29,30 @@ def cell(parallel, ranks):
     return Cell("tiny", parallel, ranks, (), 4, 10, "bf16", False, "", "")
 
 
-def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, recorded, monkeypatch):
+class Forked(Command):
+    """In place of subprocess.Popen, for a torchrun that starts no interpreter."""
+
+    def __init__(self, command, cwd, env, stdout, **_):
+        assert command[1:3] == ["-m", "torch.distributed.run"]
+        super().__init__(command[3:], cwd, torchrun=True, file=f"/proc/{os.getpid()}/fd/{stdout.fileno()}", **env)
+        self.pid = self._process.pid
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise TimeoutExpired("torchrun", timeout)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    fakes = SimpleNamespace(Popen=Forked, DEVNULL=DEVNULL, TimeoutExpired=TimeoutExpired)
+    monkeypatch.setattr(scaling_ranks, "subprocess", fakes)
+
+
+def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, recorded, forked, monkeypatch):
     monkeypatch.setattr(scaling, "Job", partial(Job, program=RANK))
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     file, printed = recorded(scaling, *CPU, "--rounds", "1")

@@ -52,6 +52,12 @@ class Command:
         if self.poll() is None:
             os.kill(self._process.pid, number)
 
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.poll()
+
     def finish(self, within: float = 120) -> subprocess.CompletedProcess:
         """Waits for its end, which is a return code of -SIGKILL after so many seconds."""
         self._process.join(within)
@@ -68,10 +74,10 @@ def _command(arguments: list[str], cwd: Path, torchrun: bool, outputs: list, mor
     given = environment(cwd, **more)
     os.environ.clear()
     os.environ.update(given)
-    if outputs[0] == outputs[1]:
+    if outputs[0] == outputs[1]:  # a terminal that its leader opens, also to read, belongs to a session
         os.setsid()
     for number, path in zip((1, 2), outputs, strict=True):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
     encoding = more.get("PYTHONIOENCODING", "utf-8")
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding=encoding) for number in (1, 2))
     sys.argv = [str(ROOT / "train.py"), *arguments]

@@ -40,11 +40,6 @@ class Forked(Command):
     def terminate(self):
         self.send_signal(signal.SIGTERM)
 
-    def wait(self, timeout=None):
-        self._process.join(timeout)
-        if self.poll() is None:
-            raise TimeoutExpired("torchrun", timeout)
-
 
 @pytest.fixture
 def forked(monkeypatch):

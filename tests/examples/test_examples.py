@@ -11,7 +11,7 @@ import pytest
 from tests.runs import ROOT
 
 CODE = """
-import contextlib, os, pathlib, runpy, sys, torch
+import contextlib, os, pathlib, runpy, sys, scipy.stats, torch, torch._dynamo, torch.distributed.tensor
 with contextlib.suppress(ImportError):
     import transformers
 for path in sys.argv[1:]:

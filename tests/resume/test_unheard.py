@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
+from tests.forks import Command
 from tests.resume.stops import stop_with
 from tests.runs import ROOT, environment, logged, train_here, wait_until
 from training import storage
@@ -57,10 +58,14 @@ def test_help_that_is_read_in_part_is_no_error(monkeypatch):
 def test_a_terminal_that_is_gone_stops_a_run_with_a_checkpoint_but_not_under_nohup(tiny, tmp_path, before, steps, code):
     """A connection that breaks: the kernel sends SIGHUP, and what is written from then on fails."""
     overrides = [f"train.steps={steps}", "eval.every=0", "logging.every=1", "logging.wandb=offline", "folder=run"]
-    command = [*before, sys.executable, str(ROOT / "train.py"), *tiny, *overrides]
     ours, theirs = pty.openpty()
-    ends, own = dict.fromkeys(("stdin", "stdout", "stderr"), theirs), lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **ends, start_new_session=True, preexec_fn=own)
+    if before:
+        command = [*before, sys.executable, str(ROOT / "train.py"), *tiny, *overrides]
+        more = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {"env": environment(tmp_path), "start_new_session": True}
+        own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
+        process = subprocess.Popen(command, cwd=tmp_path, **more, preexec_fn=own)
+    else:
+        process = Command([*tiny, *overrides], tmp_path, file=os.ttyname(theirs))
     os.close(theirs)
     wait_until(process, lambda: logged(tmp_path / "run") >= 3)
     os.close(ours)

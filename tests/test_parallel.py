@@ -66,7 +66,6 @@ def test_sigterm_which_torchrun_passes_on_stops_all_ranks_after_a_checkpoint(tin
 
 
 def test_slurms_usr1_stops_all_ranks_after_a_checkpoint_though_it_ends_torchrun_and_no_rank_has_a_traceback(tiny, tmp_path):
-    """As of `srun --signal=USR1@60 torchrun train.py`."""
     command, pipe = [*TORCHRUN, str(ROOT / "train.py"), *tiny, *STOPPED], subprocess.PIPE
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True)
     wait_until(process, lambda: logged(tmp_path / "mine") > 0)

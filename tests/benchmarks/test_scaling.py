@@ -4,8 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
 from functools import partial
-from subprocess import DEVNULL, TimeoutExpired
 from types import SimpleNamespace
 
 import pytest
@@ -30,10 +30,9 @@ def cell(parallel, ranks):
 
 
 class Forked(Command):
-    """In place of subprocess.Popen, for a torchrun that starts no interpreter."""
+    """In place of subprocess.Popen of python -m torch.distributed.run, and starts no interpreter."""
 
     def __init__(self, command, cwd, env, stdout, **_):
-        assert command[1:3] == ["-m", "torch.distributed.run"]
         super().__init__(command[3:], cwd, torchrun=True, file=f"/proc/{os.getpid()}/fd/{stdout.fileno()}", **env)
         self.pid = self._process.pid
 
@@ -41,13 +40,8 @@ class Forked(Command):
         self.send_signal(signal.SIGTERM)
 
 
-@pytest.fixture
-def forked(monkeypatch):
-    fakes = SimpleNamespace(Popen=Forked, DEVNULL=DEVNULL, TimeoutExpired=TimeoutExpired)
-    monkeypatch.setattr(scaling_ranks, "subprocess", fakes)
-
-
-def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, recorded, forked, monkeypatch):
+def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, recorded, monkeypatch):
+    monkeypatch.setattr(scaling_ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
     monkeypatch.setattr(scaling, "Job", partial(Job, program=RANK))
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     file, printed = recorded(scaling, *CPU, "--rounds", "1")

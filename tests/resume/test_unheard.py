@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,8 +63,7 @@ def test_a_terminal_that_is_gone_stops_a_run_with_a_checkpoint_but_not_under_noh
     if before:
         command = [*before, sys.executable, str(ROOT / "train.py"), *tiny, *overrides]
         more = dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | {"env": environment(tmp_path), "start_new_session": True}
-        own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
-        process = subprocess.Popen(command, cwd=tmp_path, **more, preexec_fn=own)
+        process = subprocess.Popen(command, cwd=tmp_path, **more, preexec_fn=partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0))
     else:
         process = Command([*tiny, *overrides], tmp_path, file=os.ttyname(theirs))
     os.close(theirs)

@@ -138,7 +138,7 @@ def _caption(r: Record) -> str:
 # ---- scaling ----------------------------------------------------------------------------------------------------------------
 
 
-SCALING_HEADER = ("", "GPUs", "ms", "p10", "p90", "tokens/s", "of one GPU", "efficiency", "95 %", "of alone", "95 %", "GiB")
+SCALING_HEADER = ("", "GPUs", "ms", "p10", "p90", "tokens/s", "per GPU", "efficiency", "95 %", "of alone", "95 %", "GiB")
 COLOURS = ("#111111", "#2563eb", "#c2410c", "#0f8a6d")  # of models, which differ in lightness too
 MARKS = {"ddp": ("o", "-"), "fsdp": ("s", "--")}
 

@@ -34,7 +34,7 @@ class Command:
 
     Args:
         torchrun: the arguments are torchrun's, and the ranks that it starts are forked too.
-        file: where it writes to, with a session of its own, which a terminal there signals; None: `finish` returns it.
+        file: gets the output; the process then leads a session, whose terminal this may be. None: `finish` returns it.
     """
 
     def __init__(self, arguments: list[str], cwd: Path, torchrun: bool = False, file: str | None = None, **more: str) -> None:
@@ -74,7 +74,7 @@ def _command(arguments: list[str], cwd: Path, torchrun: bool, outputs: list, mor
     given = environment(cwd, **more)
     os.environ.clear()
     os.environ.update(given)
-    if outputs[0] == outputs[1]:  # a terminal that its leader opens, also to read, belongs to a session
+    if outputs[0] == outputs[1]:  # a terminal becomes that of a new session when the leader opens it to read and write
         os.setsid()
     for number, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)

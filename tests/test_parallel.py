@@ -13,8 +13,7 @@ from tests.runs import ROOT, bits, environment, logged, wait_until
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
 TWO = ["--standalone", "--nproc-per-node=2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *TWO]
-# train.py, whose rank 1 is killed in the middle of step 7, once, and then comes ahead of the other
+# train.py, whose rank 1 is killed once, in step 7. Restarted, it comes ahead of rank 0: it must not read the first address
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -66,8 +65,9 @@ def test_sigterm_which_torchrun_passes_on_stops_all_ranks_after_a_checkpoint(tin
 
 
 def test_slurms_usr1_stops_all_ranks_after_a_checkpoint_though_it_ends_torchrun_and_no_rank_has_a_traceback(tiny, tmp_path):
-    command, pipe = [*TORCHRUN, str(ROOT / "train.py"), *tiny, *STOPPED], subprocess.PIPE
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True)
+    command = [sys.executable, "-m", "torch.distributed.run", *TWO, str(ROOT / "train.py"), *tiny, *STOPPED]
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), **pipes, text=True)
     wait_until(process, lambda: logged(tmp_path / "mine") > 0)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "train"], capture_output=True, text=True, check=True).stdout
     for pid in (process.pid, *map(int, ranks.split())):

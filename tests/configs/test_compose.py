@@ -32,7 +32,7 @@ def plain():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_passes_the_rules_on_a_gpu(preset):
     needs = {"data=text": ["data.files=[a.txt]"], "data=hub": ["data.path=owner/name"]}.get(preset, [])
-    configs.load([preset, "train.steps=600000", *needs], on=GPU)
+    assert configs.load([preset, "train.steps=600000", *needs], on=GPU).train.steps == 600000
 
 
 def test_groups_and_keys_become_values_of_the_schemas_types(monkeypatch):

@@ -6,12 +6,14 @@
 import torch
 from torch import Tensor
 
-from . import checks, operators, reference, sites
-from .autograd import differentiated_by_func, is_eager
+from . import checks, operators, reference
+from .autograd import apply_eager
 from .kernels import runs_kernels
 from .philox import as_int64, draw_seed
+from .plan import Plan, make_plan, plan_of
 from .records import Inputs, Outputs
 from .reference import Norm
+from .torch_state import differentiated_by_func, is_eager
 
 
 def norm_fn(
@@ -73,49 +75,42 @@ def norm_fn(
     """
     if type(norm) is not Norm:
         norm = checks.as_norm(norm)
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
     if prenorm is not True and prenorm is not False:
         checks.check_flags(checks.function_name(norm), prenorm=prenorm)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    # Plain tuples, as records cost an eager call some µs.
+    operands = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
     request = (
         norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
         return_dropout_mask, out_dtype,
     )  # fmt: skip
-    ordinary = out is None and residual_out is None and return_dropout_mask is False and not torch.compiler.is_compiling()
-    if ordinary and (found := sites.results(tensors, request)) is not None:
-        return found
-
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device)
-    eager = is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
-    if kernels and not eager and differentiated_by_func():
-        kernels = False
-    plan = checks.make_plan(tensors, request, kernels)
-    if out is not None or residual_out is not None:
-        checks.check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
-
+    eager = is_eager((*operands, out, residual_out, seed if isinstance(seed, Tensor) else None))
+    plan = plan_of(operands, request) if eager else make_plan(operands, request)
+    if seed is not None:
+        checks.check_seed(plan.name, seed, x.device)
     if not plan.drops:
         seed = None
     elif seed is None:
         seed = draw_seed(x.device, eager)
     elif isinstance(seed, int):
         seed = _seed_tensor(seed, x.device)
-    inputs = Inputs(*tensors[:9], seed)
-    if kernels:
-        outputs = _run_kernels(inputs, plan, prenorm, out, residual_out)
+    if out is not None or residual_out is not None:
+        outputs = _into_buffers(Inputs(*operands, seed), plan, prenorm, out, residual_out)
+    elif plan.kernels:
+        outputs = _run_kernels(Inputs(*operands, seed), plan, eager)
     else:
-        outputs = _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
+        outputs = reference.norm(Inputs(*operands, seed), plan.inference)
 
-    if ordinary and eager and kernels:
-        sites.prepare(tensors, request, plan)
-    results: list = [outputs.y if out is None else out]
-    if plan.returns_y1:
-        results.append(outputs.y1)
-    if prenorm:
-        results.append(outputs.r if residual_out is None else residual_out)
-    if return_dropout_mask:
-        results += _masks(inputs, outputs, plan)
-    return results[0] if len(results) == 1 else tuple(results)
+    y, r = outputs[0], outputs[1] if outputs[1] is not None else x
+    if not plan.returns_y1 and not return_dropout_mask:
+        return (y, r) if prenorm else y
+    y1, mask, mask1, *_ = (*outputs[2:], None, None, None)
+    if return_dropout_mask and not plan.drops:
+        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, x1))
+    masks = (mask, mask1) if return_dropout_mask else ()
+    results = (y, *[y1] * plan.returns_y1, *[r] * bool(prenorm), *masks)
+    return results[0] if len(results) == 1 else results
 
 
 def layer_norm_fn(
@@ -229,35 +224,34 @@ def dropout_mask(
     return reference.keep_mask(seed, rows, cols, p, stream)
 
 
-def _run_kernels(inputs: Inputs, plan: checks.Plan, prenorm: bool, out: Tensor | None, residual_out: Tensor | None) -> Outputs:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, out, residual_out)):
-        outputs = operators.norm_of(inputs, plan.training)
-    elif out is None and residual_out is None:
-        outputs = operators.norm_of(inputs, plan.inference)
-    else:
-        options = plan.inference._replace(store_residual=prenorm)
-        return operators.norm_into(inputs, options, out, residual_out)
+def _run_kernels(inputs: Inputs, plan: Plan, eager: bool) -> tuple:
+    """Outputs; r may be None where it is x itself."""
+    training = torch.is_grad_enabled() and (
+        inputs.x.requires_grad or any([t is not None and t.requires_grad for t in inputs])  # noqa: C419
+    )
+    if eager:
+        if training:
+            return apply_eager(plan.run_training, plan.training, plan.dtypes, *inputs)
+        return plan.run(inputs)
+    return operators.norm_of(operators.norm, inputs, plan.training if training else plan.inference)
+
+
+def _into_buffers(
+    inputs: Inputs, plan: Plan, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
+) -> tuple:
+    """Outputs, with these buffers for y and r."""
+    options = plan.inference
+    checks.check_buffers(plan.name, out, residual_out, inputs.x, options.out_dtype, options.residual_dtype)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, out, residual_out))
+    if plan.kernels and not training:
+        return operators.norm_into(inputs, options._replace(store_residual=prenorm), out, residual_out)
     # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
-    return _fill(out, residual_out, outputs._replace(r=inputs.x) if plan.r_is_x else outputs, plan)
-
-
-def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: checks.Plan) -> Outputs:
-    """Copies the results into the caller's buffers; r is made safe from what is written to `out`, which may be x itself."""
-    if residual_out is not None and outputs.r is not None:
-        residual_out.copy_(outputs.r)
-    if out is not None:
-        if plan.r_is_x and outputs.r is not None:
-            outputs = outputs._replace(r=outputs.r.clone())
-        out.copy_(outputs.y)
-    return outputs
-
-
-def _masks(inputs: Inputs, outputs: Outputs, plan: checks.Plan) -> tuple[Tensor | None, Tensor | None]:
-    """The masks as the caller gets them: without dropout all was kept."""
-    mask, mask1 = outputs.mask, outputs.mask1
-    if not plan.drops:
-        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (inputs.x, inputs.x1))
-    return mask, mask1 if inputs.x1 is not None else None
+    outputs = Outputs(*_run_kernels(inputs, plan, False)) if plan.kernels else reference.norm(inputs, options)
+    if plan.r_is_x and out is not None:  # which may be x
+        outputs = outputs._replace(r=inputs.x.clone())
+    if residual_out is not None:
+        outputs = outputs._replace(r=residual_out.copy_(inputs.x if outputs.r is None else outputs.r))
+    return outputs if out is None else outputs._replace(y=out.copy_(outputs.y))
 
 
 def _seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import ops
-from ops import Norm, launch, tiling
+from ops import Norm, launch, plan, tiling
 
 from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
 
@@ -76,8 +76,8 @@ class OfflineLauncher(launch.Launcher):
         # Backward has its tile first, and the sum over its partial sums none.
         self.own_tile = OfflineLauncher.tile if self.kernel.__name__ != "finish_weight_gradients_kernel" else None
 
-    def __call__(self, tensors: tuple[torch.Tensor | None, ...], *seed: torch.Tensor | None) -> None:
-        compiled = self.kernel.run(tensors, *seed, *self.rest, grid=(1,), warmup=True, **self.options)
+    def __call__(self, programs: int, tensors: tuple[torch.Tensor | None, ...], *rest: Any) -> None:
+        compiled = self.kernel.run(self.record(*tensors), *rest, grid=(1,), warmup=True, **self.options)
         self.found.append(
             {
                 "kernel": self.kernel.__name__,
@@ -142,6 +142,7 @@ def compile_case(case: Case) -> list[dict]:
     """What compiling its launches found, in their order."""
     OfflineLauncher.found.clear()
     launch.forget()
+    plan.forget()
     try:
         ours(inputs(case, torch.device("cpu")), case)
     except Exception as error:

@@ -1,0 +1,131 @@
+"""The gradients of weights and biases: sums over all rows.
+
+Each program of backward keeps the sums of its own rows in registers and stores them at its end, as a partial sum. A small
+kernel adds up the partial sums of all programs in a fixed order, so that the same inputs give the same bits.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from .rows import Weights, block_cols, blocks
+
+
+class WeightGradients(NamedTuple):
+    partials: tl.tensor  # fp32 [groups of programs, gradients wanted, N]
+    dweight: tl.tensor  # [N], as are the others; None where not wanted
+    dbias: tl.tensor
+    dweight1: tl.tensor
+    dbias1: tl.tensor
+
+
+@triton.jit
+def zero_sums(VARIANT: tl.constexpr):
+    """Of each weight gradient that is wanted, fp32 blocks [ROWS, BLOCK_N]; the rows of a tile are added up at the end."""
+    return Weights(
+        zero_sum(VARIANT.WANTED.weight, VARIANT),
+        zero_sum(VARIANT.WANTED.bias, VARIANT),
+        zero_sum(VARIANT.WANTED.weight1, VARIANT),
+        zero_sum(VARIANT.WANTED.bias1, VARIANT),
+    )
+
+
+@triton.jit
+def zero_sum(WANTED: tl.constexpr, VARIANT: tl.constexpr):
+    b_sum = ()
+    if WANTED:
+        for _ in tl.static_range(blocks(VARIANT)):
+            b_sum += (tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32),)
+    return b_sum
+
+
+@triton.jit
+def add_products(b_sums, b_dy, b_dy1, b_xhat):
+    """b_sums and dy · x̂, dy, dy1 · x̂, dy1."""
+    return Weights(
+        add_product(b_sums.weight, b_dy, b_xhat),
+        add_product(b_sums.bias, b_dy, ()),
+        add_product(b_sums.weight1, b_dy1, b_xhat),
+        add_product(b_sums.bias1, b_dy1, ()),
+    )
+
+
+@triton.jit
+def add_product(b_sum, b_dy, b_xhat):
+    """Block by block b_sum + dy · x̂; an empty b_xhat is 1, and an empty b_sum stays empty."""
+    b_new = ()
+    for i in tl.static_range(len(b_sum)):
+        b = b_dy[i]
+        if len(b_xhat) > 0:
+            b = b * b_xhat[i]
+        b_new += (b_sum[i] + b,)
+    return b_new
+
+
+@triton.jit
+def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr):
+    """Stores the sums over the rows of a tile as the partial sums of a group of programs."""
+    for j in tl.static_range(4):
+        for i in tl.static_range(len(b_sums[j])):
+            cols = block_cols(i, at, VARIANT)
+            tl.store(partial_sum(p, group, j, VARIANT) + cols, tl.sum(b_sums[j][i], 0), mask=cols < VARIANT.N)
+
+
+@triton.jit
+def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
+    """b_sums and what this program stored before, if it has; in the first of its rows. For rows of one block."""
+    return Weights(
+        add_stored(b_sums.weight, p, 0, stored, at, VARIANT),
+        add_stored(b_sums.bias, p, 1, stored, at, VARIANT),
+        add_stored(b_sums.weight1, p, 2, stored, at, VARIANT),
+        add_stored(b_sums.bias1, p, 3, stored, at, VARIANT),
+    )
+
+
+@triton.jit
+def add_stored(b_sum, p, j: tl.constexpr, stored, at, VARIANT: tl.constexpr):
+    b_new = ()
+    if len(b_sum) > 0:
+        cols = block_cols(0, at, VARIANT)[None, :]
+        m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & stored
+        b_new += (b_sum[0] + tl.load(partial_sum(p, tl.program_id(0), j, VARIANT) + cols, mask=m, other=0.0),)
+    return b_new
+
+
+@triton.jit
+def partial_sum(p, group, j: tl.constexpr, VARIANT: tl.constexpr):
+    """Where a group of programs keeps its sum of weight gradient j."""
+    before = group.to(tl.int64) * wanted_before(4, VARIANT.WANTED) + wanted_before(j, VARIANT.WANTED)
+    return p.partials + before * VARIANT.N
+
+
+@triton.constexpr_function
+def wanted_before(j, WANTED):
+    """How many of the weight gradients before j are wanted."""
+    return sum(WANTED[:j])
+
+
+@triton.jit(do_not_specialize=["groups"])
+def finish_weight_gradients_kernel(
+    p, groups, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr
+):
+    """p: WeightGradients. Adds up the partial sums; a program for each block of columns of each gradient that is wanted."""
+    if EARLY_START:
+        gdc_wait()
+    WANTED: tl.constexpr = (p.dweight is not None, p.dbias is not None, p.dweight1 is not None, p.dbias1 is not None)
+    column_blocks = tl.cdiv(N, BLOCK_N)
+    which = tl.program_id(0) // column_blocks
+    cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    b_sum = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for first in tl.range(0, groups, BLOCK_P):
+        rows = first + tl.arange(0, BLOCK_P)
+        m = (rows < groups)[:, None] & (cols < N)[None, :]
+        p_sums = p.partials + (rows.to(tl.int64)[:, None] * wanted_before(4, WANTED) + which) * N
+        b_sum += tl.load(p_sums + cols[None, :], mask=m, other=0.0)
+    b = tl.sum(b_sum, 0)
+    for j in tl.static_range(4):
+        if WANTED[j]:
+            if which == wanted_before(j, WANTED):
+                tl.store(p[j + 1] + cols, b, mask=cols < N)

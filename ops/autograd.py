@@ -131,20 +131,4 @@ class _Refused(torch.autograd.Function):
         )
 
 
-class _Dropout(torch.autograd.Function):
-    """Its own backward, since dx = dropout(dy) with the same mask."""
-
-    @staticmethod
-    def forward(ctx, x, seed, p, stream):
-        ctx.save_for_backward(seed)
-        ctx.p, ctx.stream = p, stream
-        return below_autograd(operators.dropout, x, seed, p, stream)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (seed,) = ctx.saved_tensors
-        return operators.dropout(dy, seed, ctx.p, ctx.stream), None, None, None
-
-
 operators.register_autograd(operators.norm, operators.norm_forward, _operator_with_gradients)
-operators.register_autograd(operators.dropout, operators.dropout, _Dropout.apply)

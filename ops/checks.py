@@ -15,7 +15,6 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
-
 _FUNCTIONS: dict[int, str] = {Norm.layernorm: "layer_norm_fn", Norm.rmsnorm: "rms_norm_fn"}
 
 
@@ -102,7 +101,7 @@ def check_eps(name: str, eps: float) -> None:
 
 
 def _is_real(number: object) -> bool:
-    """Whether it is a real number, numpy's among it. Dynamo traces the first question, which is enough for all that it knows."""
+    """Whether it is a real number, numpy's among them."""
     return isinstance(number, float | int | Real) and not isinstance(number, bool)
 
 

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from . import checks, operators, reference
 from .autograd import apply_eager
-from .kernels import runs_kernels
-from .philox import as_int64, draw_seed
+from .philox import draw_seed, seed_tensor
 from .plan import Plan, make_plan, plan_of
 from .records import Inputs, Outputs
 from .reference import Norm
-from .torch_state import differentiated_by_func, is_eager
+from .torch_state import is_eager
 
 
 def norm_fn(
@@ -94,9 +93,9 @@ def norm_fn(
     elif seed is None:
         seed = draw_seed(x.device, eager)
     elif isinstance(seed, int):
-        seed = _seed_tensor(seed, x.device)
+        seed = seed_tensor(seed, x.device)
     if out is not None or residual_out is not None:
-        outputs = _into_buffers(Inputs(*operands, seed), plan, prenorm, out, residual_out)
+        outputs = _into_buffers(Inputs(*operands, seed), plan, eager, prenorm, out, residual_out)
     elif plan.kernels:
         outputs = _run_kernels(Inputs(*operands, seed), plan, eager)
     else:
@@ -178,57 +177,9 @@ def rms_norm_fn(
     )  # fmt: skip
 
 
-def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> Tensor:
-    """Dropout of x (..., N) that drops what `layer_norm_fn` drops of x (stream 0) or of x1 (stream 1) with the same seed.
-
-    No mask is stored: backward regenerates it from the seed.
-
-    Args:
-        p: in [0, 1).
-        seed: an int or a one-element int64 tensor on x's device.
-    """
-    name = "seeded_dropout"
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
-    checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
-    checks.check_mask(name, p, seed, stream, x.device)
-    if p == 0.0:
-        return x
-    rows = x.reshape(-1, x.shape[-1])
-    seed = _seed_tensor(seed, x.device)
-    if kernels:
-        return operators.dropout(rows, seed, p, stream).view(x.shape)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return reference.dropout(rows.to(compute), p, seed, stream)[0].to(x.dtype).view(x.shape)
-
-
-def dropout_mask(
-    seed: Tensor | int, rows: int, cols: int, p: float, stream: int = 0, device: torch.device | str | None = None
-) -> Tensor:
-    """Bool [rows, cols], True where `layer_norm_fn` with this seed keeps an element of x (stream 0) or of x1 (stream 1).
-
-    Args:
-        p: in [0, 1).
-        device: where the mask is made; by default the seed's, or the CPU for an int.
-    """
-    if device is None:
-        device = seed.device if isinstance(seed, Tensor) else "cpu"
-    device = checks.as_device("dropout_mask", device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    checks.check_mask("dropout_mask", p, seed, stream, device)
-    checks.check_size("dropout_mask", "rows", rows, 0)
-    checks.check_size("dropout_mask", "cols", cols, 1)
-    seed = _seed_tensor(seed, device)
-    if runs_kernels(device):
-        return operators.dropout_mask(seed, rows, cols, p, stream)
-    return reference.keep_mask(seed, rows, cols, p, stream)
-
-
 def _run_kernels(inputs: Inputs, plan: Plan, eager: bool) -> tuple:
     """Outputs; r may be None where it is x itself."""
-    training = torch.is_grad_enabled() and (
-        inputs.x.requires_grad or any([t is not None and t.requires_grad for t in inputs])  # noqa: C419
-    )
+    training = _trains(inputs)
     if eager:
         if training:
             return apply_eager(plan.run_training, plan.training, plan.dtypes, *inputs)
@@ -237,16 +188,17 @@ def _run_kernels(inputs: Inputs, plan: Plan, eager: bool) -> tuple:
 
 
 def _into_buffers(
-    inputs: Inputs, plan: Plan, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
+    inputs: Inputs, plan: Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
 ) -> tuple:
     """Outputs, with these buffers for y and r."""
     options = plan.inference
     checks.check_buffers(plan.name, out, residual_out, inputs.x, options.out_dtype, options.residual_dtype)
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, out, residual_out))
-    if plan.kernels and not training:
-        return operators.norm_into(inputs, options._replace(store_residual=prenorm), out, residual_out)
-    # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
-    outputs = Outputs(*_run_kernels(inputs, plan, False)) if plan.kernels else reference.norm(inputs, options)
+    if plan.kernels and eager and not _trains(inputs, out, residual_out):
+        outputs = operators.launches().forward(inputs, options._replace(store_residual=prenorm), out, residual_out)
+        torch.autograd.graph.increment_version([buffer for buffer in (out, residual_out) if buffer is not None])
+        return outputs
+    # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
+    outputs = Outputs(*_run_kernels(inputs, plan, eager)) if plan.kernels else reference.norm(inputs, options)
     if plan.r_is_x and out is not None:  # which may be x
         outputs = outputs._replace(r=inputs.x.clone())
     if residual_out is not None:
@@ -254,9 +206,7 @@ def _into_buffers(
     return outputs if out is None else outputs._replace(y=out.copy_(outputs.y))
 
 
-def _seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:
-    if isinstance(seed, int):
-        if not -(2**63) <= seed < 2**63:
-            seed = as_int64(seed)  # any 64-bit number is a seed
-        return torch.full((1,), seed, dtype=torch.int64, device=device)
-    return seed
+def _trains(inputs: Inputs, *buffers: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        inputs.x.requires_grad or any([t is not None and t.requires_grad for t in (*inputs, *buffers)])  # noqa: C419
+    )

@@ -17,10 +17,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from .kernels import backward as backward_kernels
-from .kernels import dropout as dropout_kernels
 from .kernels import forward as forward_kernels
 from .kernels.backward import norm_backward_kernel
-from .kernels.dropout import dropout_kernel
 from .kernels.exchange import RING, turn_words
 from .kernels.forward import norm_forward_kernel
 from .kernels.rows import Variant, Weights
@@ -41,6 +39,7 @@ from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 
 def _places(target: type, *names: str) -> Callable[[tuple], tuple]:
     """A function of a tuple of what has these names, and None behind it: the fields of `target`, None where nothing has the
@@ -63,7 +62,10 @@ def forward(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor
 
 @lru_cache(maxsize=1024)
 def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) -> Callable[..., Outputs]:
-    """`forward` of these options for rows of N, with all worked out that follows. dtypes: of the inputs, None for an absent one."""
+    """`forward` of these options for rows of N, with all worked out that follows.
+
+    dtypes: of the inputs, None for an absent one.
+    """
     of = Inputs(*dtypes)
     rows = (of.x, of.residual, of.x1)
     weights = (of.weight, of.bias, of.weight1, of.bias1)
@@ -133,9 +135,7 @@ def backward_call(
     # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
     block_p = min(512, triton.next_power_of_2(max(1, most_groups)))
     block_n = max(8, min(256, 4096 // block_p))
-    finish = Launcher(
-        finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=facts.since_sm_90
-    )
+    finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=facts.since_sm_90)
     sums = sum(wanted)
 
     def run(inputs: BackwardInputs) -> Gradients:
@@ -161,17 +161,6 @@ def backward_call(
         return gradients
 
     return run
-
-
-def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
-    """y [M, N], contiguous, filled with dropout(x); or, without x, with the mask: True where kept."""
-    M, N = y.shape
-    block_n = min(1024, max(16, triton.next_power_of_2(N)))
-    rows = max(1, 2048 // block_n)
-    numbers = (M, drop_threshold(p), keep_scale(p), N, stream, rows, block_n)
-    programs = triton.cdiv(M, rows) * triton.cdiv(N, block_n)
-    Launcher(dropout_kernel, dropout_kernels.Pointers, y.device, num_warps=4)(programs, (x, y), seed, *numbers)
-    return y
 
 
 class Launcher:

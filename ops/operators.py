@@ -4,8 +4,7 @@ They take tensors that `functional` has checked and choose no defaults. Opaque t
 the same kernels on the same arguments and give the same bits.
 
 `norm` is what the public functions call. It has the gradients, and passes on to `norm_forward` and `norm_backward`, which
-compiled graphs then hold. `norm_forward_out` writes into buffers, for inference. Eager calls that nobody watches start the
-kernels without the dispatcher, see `functional`.
+compiled graphs then hold. Eager calls that nobody watches start the kernels without the dispatcher, see `functional`.
 
 Every value that an operator returns costs the host time, so what was not asked for is not returned.
 """
@@ -147,76 +146,26 @@ norm_backward = record_operator(
 )
 
 
-def _beside_buffers(outputs: Outputs) -> tuple[Tensor, ...]:
-    """y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    rest = (outputs.y1, outputs.mask, outputs.mask1)
-    return tuple(outputs.y.new_empty(0, dtype=torch.float32) if t is None else t for t in rest)
-
-
-# By custom_op, which also tells autograd that the buffers have changed.
-norm_forward_out = library.custom_op(
-    f"{NAMESPACE}::norm_forward_out",
-    lambda y, r, tensors, fields, *options: _beside_buffers(
-        launches().forward(unpacked(Inputs, tensors, fields), Options(*options), y, r)
-    ),
-    mutates_args=("y", "r"),
-    schema=f"(Tensor(a!) y, Tensor(b!)? r, {_parameters(Options)}) -> (Tensor, Tensor, Tensor)",
-)
-norm_forward_out.register_fake(
-    lambda y, r, tensors, fields, *options: _beside_buffers(
-        empty_outputs(unpacked(Inputs, tensors, fields), Options(*options), y, r)
-    )
-)
-
-
-dropout = operator(
-    "dropout",
-    "(Tensor x, Tensor seed, float p, SymInt stream) -> Tensor",
-    lambda x, *rest: launches().dropout(x, torch.empty_like(x, memory_format=torch.contiguous_format), *rest),
-    lambda x, *rest: x.new_empty(x.shape),
-)
-dropout_mask = operator(
-    "dropout_mask",
-    "(Tensor seed, SymInt rows, SymInt cols, float p, SymInt stream) -> Tensor",
-    lambda seed, rows, cols, *rest: launches().dropout(None, seed.new_empty((rows, cols), dtype=torch.bool), seed, *rest),
-    lambda seed, rows, cols, *rest: seed.new_empty((rows, cols), dtype=torch.bool),
-)
-
-
 def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
     """op: `norm`, or `norm_forward` below autograd."""
-    masks = options.return_mask
-    asked = Outputs(
-        y=True,  # type: ignore[arg-type]
-        r=options.store_residual,  # type: ignore[arg-type]
-        y1=inputs.weight1 is not None or inputs.bias1 is not None,  # type: ignore[arg-type]
-        mask=masks,  # type: ignore[arg-type]
-        mask1=masks and inputs.x1 is not None,  # type: ignore[arg-type]
-        stats=op is norm_forward and options.statistics > 0,  # type: ignore[arg-type]
-    )
-    return _in_places(asked, op(*packed(inputs), *options))
-
-
-def norm_into(inputs: Inputs, options: Options, y: Tensor | None, r: Tensor | None) -> Outputs:
-    """Writes y and r into these buffers where they are given."""
-    x = inputs.x
-    if y is None:
-        y = x.new_empty(x.shape, dtype=options.out_dtype)
-    if r is None and options.store_residual:
-        r = x.new_empty(x.shape, dtype=options.residual_dtype)
-    y1, mask, mask1 = norm_forward_out(y, r, *packed(inputs), *options)
-    return Outputs(y, r, y1, mask, mask1)
+    asked = {
+        "y": True,
+        "r": options.store_residual,
+        "y1": inputs.weight1 is not None or inputs.bias1 is not None,
+        "mask": options.return_mask,
+        "mask1": options.return_mask and inputs.x1 is not None,
+        "stats": op is norm_forward and options.statistics > 0,
+    }
+    return Outputs(**_named(asked, op(*packed(inputs), *options)))
 
 
 def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    asked = Gradients(
-        dz=options.dz_dtype, dx=options.dx_dtype, dx1=options.dx1_dtype, drowscale=inputs.x, drowscale1=inputs.x1,
-        dweight=options.dweight_dtype, dbias=options.dbias_dtype, dweight1=options.dweight1_dtype, dbias1=options.dbias1_dtype,
-    )  # type: ignore[arg-type]  # fmt: skip
-    return _in_places(asked._make([value is not None for value in asked]), norm_backward(*packed(inputs), *options))
+    asked = {name: getattr(options, f"{name}_dtype", None) is not None for name in Gradients._fields}
+    asked |= {"drowscale": inputs.x is not None, "drowscale1": inputs.x1 is not None}
+    return Gradients(**_named(asked, norm_backward(*packed(inputs), *options)))
 
 
-def _in_places(asked: Any, tensors: list[Tensor]) -> Any:
-    """The tensors that an operator returned, in the places of a record that are true; None in the others."""
+def _named(asked: dict[str, bool], tensors: list[Tensor]) -> dict[str, Any]:
+    """The tensors that an operator returned, by the names of those that were asked for; None for the others."""
     given = iter(tensors)
-    return asked._make([next(given) if is_asked else None for is_asked in asked])
+    return {name: next(given) if is_asked else None for name, is_asked in asked.items()}

@@ -133,3 +133,11 @@ def seeds_from(seed: int, offset: int, count: int, device: torch.device) -> Tens
 def as_int64(number: int) -> int:
     """The one with the same 64 low bits."""
     return (number + 2**63) % 2**64 - 2**63
+
+
+def seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:
+    if isinstance(seed, int):
+        if not -(2**63) <= seed < 2**63:
+            seed = as_int64(seed)  # any 64-bit number is a seed
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    return seed

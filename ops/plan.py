@@ -5,7 +5,7 @@ The number of rows is no part of it, so a batch of another length costs what the
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .checks import (
     function_name,
 )
 from .kernels import runs_kernels
-from .records import Options
+from .records import Inputs, Options, Outputs
 from .reference import Norm
 from .torch_state import differentiated_by_func
 
@@ -60,8 +60,8 @@ class Plan(NamedTuple):
     name: str  # of the public function, for messages
     kernels: bool  # whether the call goes through the kernels; else through `reference`
     dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    run: Callable | None  # of Inputs, in inference; for eager calls on kernels
-    run_training: Callable | None
+    run: Callable[..., Outputs]  # of Inputs, in inference; for eager calls on kernels
+    run_training: Callable[..., Outputs]
     inference: Options
     training: Options  # the same, and keep what backward needs
     drops: bool
@@ -177,14 +177,18 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         name=name,
         kernels=kernels,
         dtypes=(*[None if t is None else t.dtype for t in operands], torch.int64 if drops else None),
-        run=None,
-        run_training=None,
+        run=_only_eager,
+        run_training=_only_eager,
         inference=inference,
         training=training,
         drops=drops,
         returns_y1=weights["weight1"] is not None or weights["bias1"] is not None,
         r_is_x=r_is_x,
     )
+
+
+def _only_eager(inputs: Inputs) -> Outputs:
+    raise AssertionError("only plans of eager calls on kernels start them")
 
 
 def forget() -> None:

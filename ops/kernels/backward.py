@@ -280,9 +280,7 @@ def store_input_gradients(p, seed, n, b_dz, at, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def store_branch_gradient(
-    p_dx, p_drowscale, p_x, p_rowscale, seed, n, b_dz, at, VARIANT: tl.constexpr, STREAM: tl.constexpr
-):
+def store_branch_gradient(p_dx, p_drowscale, p_x, p_rowscale, seed, n, b_dz, at, VARIANT: tl.constexpr, STREAM: tl.constexpr):
     """dx = dropout(dz) · rowscale; returns the sum of dropout(dz) · x over these columns."""
     b_ds = tl.zeros([VARIANT.ROWS], tl.float32)
     if p_dx is not None or p_drowscale is not None:

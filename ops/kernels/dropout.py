@@ -8,6 +8,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .nvidia import multiply
+
 
 @triton.jit
 def drop(b, seed, p_mask, at, first_col, m, n, STREAM: tl.constexpr, VARIANT: tl.constexpr):
@@ -49,9 +51,8 @@ def philox(seed, c0, c1, c2, c3):
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(7):
-        high0, high2 = tl.umulhi(c0, 0xD2511F53), tl.umulhi(c2, 0xCD9E8D57)
-        low0 = tl.mul(c0, 0xD2511F53, sanitize_overflow=False)
-        low2 = tl.mul(c2, 0xCD9E8D57, sanitize_overflow=False)
+        low0, high0 = multiply(c0, 0xD2511F53)
+        low2, high2 = multiply(c2, 0xCD9E8D57)
         c0, c1 = high2 ^ c1 ^ k0, low2
         c2, c3 = high0 ^ c3 ^ k1, low0
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)

@@ -57,3 +57,17 @@ def prefetch_rows(p, tile, M, N, first_col, columns, ROWS: tl.constexpr):
                 "=r,l,r,r", [p + row * N + first_col, size, (row < M).to(tl.int32)],
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
+
+
+@triton.jit
+def multiply(b, FACTOR: tl.constexpr):
+    """Low and high half of b · FACTOR, all uint32. One multiplication, where the compiler takes one for each half."""
+    if PTX and is_cuda():
+        b_low, b_high = tl.inline_asm_elementwise(
+            "{ .reg .b64 %both; mul.wide.u32 %both, $2, $3; mov.b64 {$0, $1}, %both; }",
+            "=r,=r,r,r", [b, FACTOR], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        b_low = tl.mul(b, FACTOR, sanitize_overflow=False)
+        b_high = tl.umulhi(b, FACTOR)
+    return b_low, b_high

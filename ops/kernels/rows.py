@@ -173,8 +173,12 @@ def add_pairs(a, b, c, d):
 
 @triton.jit
 def mean(b_sum, N):
-    """b_sum / N, rounded to nearest: a constant row must have its own mean, and plain division may be 2 ulp off."""
-    return tl.div_rn(b_sum, tl.full(b_sum.shape, N, tl.float32))
+    """b_sum / N, exact where that is a float, so that a constant row has its own mean: plain division may be 2 ulp off.
+
+    One Newton step from sum · (1 / N), whose remainder a fused multiply-add gives exactly. tl.div_rn takes more registers.
+    """
+    b_estimate = b_sum * (1.0 / N)
+    return tl.fma(tl.fma(-b_estimate, N * 1.0, b_sum), 1.0 / N, b_estimate)
 
 
 @triton.jit

@@ -126,6 +126,6 @@ def finish_weight_gradients_kernel(
         b_sum += tl.load(p_sums + cols[None, :], mask=m, other=0.0)
     b = tl.sum(b_sum, 0)
     for j in tl.static_range(4):
-        if WANTED[j]:
+        if WANTED[j]:  # a constant, unlike `which`
             if which == wanted_before(j, WANTED):
                 tl.store(p[j + 1] + cols, b, mask=cols < N)

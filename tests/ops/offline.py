@@ -101,8 +101,8 @@ def hash_of(ptx: str) -> str:
 
 @cache
 def disassembled(cubin: bytes) -> dict:
-    """Registers of a thread, the bytes of its stack, which is what it spills, and what touches memory before the wait for the
-    kernel ahead (None where nothing waits)."""
+    """Registers of a thread, the bytes of its stack, which is what it spills, instructions, and what touches memory before the
+    wait for the kernel ahead (None where nothing waits)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -112,7 +112,8 @@ def disassembled(cubin: bytes) -> dict:
     assert used, text[:1000]
     ahead, wait, _ = text.partition("ACQBULK")
     touched = re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b.*", ahead) if wait else None
-    return {"registers": int(used[1]), "spilled": int(used[2]), "before_waiting": touched}
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s", text, re.MULTILINE))
+    return {"registers": int(used[1]), "spilled": int(used[2]), "instructions": instructions, "before_waiting": touched}
 
 
 def resident(found: dict) -> int:
@@ -150,7 +151,7 @@ def compile_case(case: Case) -> list[dict]:
     return [{"case": describe(case), "n": case.n, **found} | {"resident": resident(found)} for found in OfflineLauncher.found]
 
 
-NUMBERS = {"registers": 3, "spilled": 4, "shared": 6, "resident": 2}
+NUMBERS = {"registers": 3, "spilled": 4, "instructions": 5, "shared": 6, "resident": 2}
 
 
 def line(found: dict) -> str:

@@ -78,7 +78,11 @@ def test_what_backward_needs_goes_through_saved_tensors_hooks(device):
 
 def test_without_gradients_nothing_is_kept_for_backward(device, monkeypatch):
     seen, original, (x, _) = [], launch.Launcher.__call__, pair(device)
-    record = lambda self, programs, tensors, *rest: seen.append(self.record(*tensors)) or original(self, programs, tensors, *rest)  # noqa: E731
+
+    def record(self, programs, tensors, *rest):
+        seen.append(self.record(*tensors))
+        original(self, programs, tensors, *rest)
+
     monkeypatch.setattr(launch.Launcher, "__call__", record)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
@@ -92,7 +96,7 @@ def test_forward_mode_differentiation_is_refused_not_ignored(device):
         layer_norm_fn(forward_ad.make_dual(x, torch.ones_like(x)), None, None)
 
 
-@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_forward_out", "norm_backward", "dropout", "dropout_mask"])
+@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout", "dropout_mask"])
 def test_opcheck(name, device):
     case = Case(x1=FP32, second=True, rowscale="learned", m=4, n=24)
     tensors = {key: t.detach().requires_grad_(name == "norm") for key, t in inputs(case, device).items()}
@@ -102,13 +106,12 @@ def test_opcheck(name, device):
     how = BackwardOptions(0.25, int(Norm.layernorm), False, FP32, BF16, FP32, FP32, FP32, None, BF16)
     backward = BackwardInputs(x, x1, residual, residual, x, x1, w, w1, scale, scale1, stats, seed)
     calls = {
-        "norm_forward_out": [(torch.empty_like(x), torch.empty_like(residual), *operators.packed(given), *HOW)],
         "norm_backward": [(*operators.packed(backward), *how)],
         "dropout": [(residual, seed, 0.25, 1)],
         "dropout_mask": [(seed, 4, 24, 0.25, 0)],
     }.get(name, [(*operators.packed(given), *HOW), ([residual], 1, *PLAIN)])
     for arguments in calls:
-        library.opcheck(getattr(operators, name), arguments)
+        library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)
 
 
 def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_what_it_uses(device):

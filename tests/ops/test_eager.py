@@ -1,4 +1,4 @@
-"""Eager calls go past the dispatcher: they start the same launches and give the same bits; a watched call takes no short cut."""
+"""Eager calls go past the dispatcher and give the same bits; a watched call goes through it."""
 
 import io
 import subprocess

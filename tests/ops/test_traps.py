@@ -65,6 +65,7 @@ def test_what_backward_needs_may_be_brought_back_by_hooks_anywhere_in_memory(dev
         y = layer_norm_fn(x, w, None, eps=1e-5)
     assert equal(torch.autograd.grad(y.sin().sum(), (x, w)), expected)
 
+
 def test_returned_tuple_has_the_documented_order(device):
     x, w = torch.randn(4, 32, device=device), torch.ones(32, device=device)
     how = {"prenorm": True, "dropout_p": 0.5, "return_dropout_mask": True, "seed": 1}

@@ -7,8 +7,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dropout import drop
-from .exchange import collect, pack, publish, unpack, zero_pack
+from .exchange import collect, publish
 from .norms import centres, norm_gradient, normalised
+from .nvidia import widen
 from .rows import (
     Place,
     add_pairs,
@@ -162,8 +163,8 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
     at = place(group, first_col, n.M, VARIANT)
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
     b_sums = zero_sums(VARIANT)
-    b_waiting_r = zero_pack(p.r.dtype.element_ty, VARIANT)
-    b_waiting_dy = zero_pack(p.dy.dtype.element_ty, VARIANT)
+    b_waiting_r = tl.zeros([1, VARIANT.BLOCK_N], p.r.dtype.element_ty)
+    b_waiting_dy = tl.zeros([1, VARIANT.BLOCK_N], p.dy.dtype.element_ty)
     # Rows before the first and behind the last are masked.
     for turn in tl.range(0, tl.cdiv(n.tiles - group, groups) + 1, num_stages=VARIANT.STAGES):
         at = place(group + turn * groups, first_col, n.M, VARIANT)
@@ -178,10 +179,10 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
         b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), VARIANT), b_xhat, VARIANT)
         publish(p.board, group, turn, slice_id, b_c1, b_c2, VARIANT)
 
-        b_r_before = (unpack(b_waiting_r, p.r.dtype.element_ty),)
-        b_dy_before = (unpack(b_waiting_dy, p.dy.dtype.element_ty),)
-        b_waiting_r = pack(b_r[0], p.r.dtype.element_ty)
-        b_waiting_dy = pack(b_dy[0], p.dy.dtype.element_ty)
+        b_r_before = (widen(b_waiting_r),)
+        b_dy_before = (widen(b_waiting_dy),)
+        b_waiting_r = b_r[0].to(p.r.dtype.element_ty)
+        b_waiting_dy = b_dy[0].to(p.dy.dtype.element_ty)
         b_dz = load_rows(p.dr, before, VARIANT)
         b_rstd, b_mean = load_stats(p.stats, before, VARIANT)
         b_c1, b_c2 = collect(p.board, group, turn - 1, VARIANT)

@@ -1,4 +1,4 @@
-"""Split rows: what the programs that share a row of backward exchange, and how their own part of the row waits meanwhile.
+"""Split rows: what the programs that share a row of backward exchange.
 
     turn i     load row i → my sums of it → publish → keep r and dy
                collect everyone's sums of row i − 1 → finish and store it
@@ -21,9 +21,7 @@ Which order of memory accesses this relies on:
 
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
-from .nvidia import PTX, widen
 from .rows import add_pairs
 
 RING = tl.constexpr(4)
@@ -87,47 +85,3 @@ def pair_of(words):
     """The two of `word_of`."""
     b_first = words.to(tl.uint32).to(tl.float32, bitcast=True)
     return b_first, (words >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.constexpr_function
-def in_pairs(DTYPE):
-    """Whether two values of DTYPE share a register while they wait."""
-    return PTX.value and cuda_capability_geq(8) and DTYPE in (tl.bfloat16, tl.float16)
-
-
-@triton.jit
-def zero_pack(DTYPE: tl.constexpr, VARIANT: tl.constexpr):
-    """What `pack` makes of zeros."""
-    if in_pairs(DTYPE):
-        b_packed = tl.zeros([1, VARIANT.BLOCK_N // 2], tl.int32)
-    else:
-        b_packed = tl.zeros([1, VARIANT.BLOCK_N], DTYPE)
-    return b_packed
-
-
-@triton.jit
-def pack(b, DTYPE: tl.constexpr):
-    """An fp32 block of values that DTYPE has: int32 [1, BLOCK_N / 2] if two share a register."""
-    if in_pairs(DTYPE):
-        b_low, b_high = tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
-        INSTRUCTION: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if tl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
-        b_packed = tl.inline_asm_elementwise(INSTRUCTION, "=r,f,f", [b_low, b_high], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        b_packed = b.to(DTYPE)
-    return b_packed
-
-
-@triton.jit
-def unpack(b_packed, DTYPE: tl.constexpr):
-    """fp32: what was packed."""
-    if in_pairs(DTYPE):
-        if tl.bfloat16 == DTYPE:
-            b_low = (b_packed << 16).to(tl.float32, bitcast=True)
-            b_high = (b_packed & -65536).to(tl.float32, bitcast=True)
-        else:
-            b_low = (b_packed & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-            b_high = (b_packed >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        b = tl.reshape(tl.join(b_low, b_high), [b_packed.shape[0], b_packed.shape[1] * 2])
-    else:
-        b = widen(b_packed)
-    return b

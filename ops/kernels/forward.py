@@ -175,8 +175,8 @@ def rows_to_read(at, b_scale):
 
 @triton.jit
 def block_weights(p, i: tl.constexpr, at, VARIANT: tl.constexpr):
-    """The weights and biases of block i, as `load_weight` gives each."""
-    return Weights(
+    """The fields of Weights for block i, as `load_weight` gives each. A tuple, as Triton 3.6 forgets names inside of tuples."""
+    return (
         load_weight(p.weight, i, at, VARIANT, VARIANT.OFFSET),
         load_weight(p.bias, i, at, VARIANT),
         load_weight(p.weight1, i, at, VARIANT, VARIANT.OFFSET),
@@ -187,11 +187,12 @@ def block_weights(p, i: tl.constexpr, at, VARIANT: tl.constexpr):
 @triton.jit
 def store_outputs(p, b_r, weights, b_mean, b_rstd, i: tl.constexpr, at, VARIANT: tl.constexpr):
     """Stores y and y1 of block i."""
+    w = Weights(weights[0], weights[1], weights[2], weights[3])
     b_xhat = normalised(b_r, b_mean, b_rstd, VARIANT.NORM)
     m = block_mask(i, at, VARIANT)
-    tl.store(p.y + offsets(i, at, VARIANT), affine(b_xhat, weights.weight, weights.bias), mask=m)
+    tl.store(p.y + offsets(i, at, VARIANT), affine(b_xhat, w.weight, w.bias), mask=m)
     if p.y1 is not None:
-        tl.store(p.y1 + offsets(i, at, VARIANT), affine(b_xhat, weights.weight1, weights.bias1), mask=m)
+        tl.store(p.y1 + offsets(i, at, VARIANT), affine(b_xhat, w.weight1, w.bias1), mask=m)
 
 
 @triton.jit

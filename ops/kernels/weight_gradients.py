@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .rows import Weights, block_cols, blocks
+from .rows import block_cols, blocks
 
 
 class WeightGradients(NamedTuple):
@@ -21,46 +21,33 @@ class WeightGradients(NamedTuple):
     dbias1: tl.tensor
 
 
+# Sums are a tuple of four tuples of blocks, in the order of `rows.Weights`; an empty tuple where the gradient is not wanted.
+# Without names, as loops of Triton 3.6 carry none.
 @triton.jit
 def zero_sums(VARIANT: tl.constexpr):
-    """Of each weight gradient that is wanted, fp32 blocks [ROWS, BLOCK_N]; the rows of a tile are added up at the end."""
-    return Weights(
-        zero_sum(VARIANT.WANTED.weight, VARIANT),
-        zero_sum(VARIANT.WANTED.bias, VARIANT),
-        zero_sum(VARIANT.WANTED.weight1, VARIANT),
-        zero_sum(VARIANT.WANTED.bias1, VARIANT),
-    )
-
-
-@triton.jit
-def zero_sum(WANTED: tl.constexpr, VARIANT: tl.constexpr):
-    b_sum = ()
-    if WANTED:
-        for _ in tl.static_range(blocks(VARIANT)):
-            b_sum += (tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32),)
-    return b_sum
+    """fp32 blocks [ROWS, BLOCK_N]; the rows of a tile are added up at the end."""
+    b_sums = ()
+    for j in tl.static_range(4):
+        b_row = ()
+        if VARIANT.WANTED[j]:
+            for _ in tl.static_range(blocks(VARIANT)):
+                b_row += (tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32),)
+        b_sums += (b_row,)
+    return b_sums
 
 
 @triton.jit
 def add_products(b_sums, b_dy, b_dy1, b_xhat):
     """b_sums and dy · x̂, dy, dy1 · x̂, dy1."""
-    return Weights(
-        add_product(b_sums.weight, b_dy, b_xhat),
-        add_product(b_sums.bias, b_dy, ()),
-        add_product(b_sums.weight1, b_dy1, b_xhat),
-        add_product(b_sums.bias1, b_dy1, ()),
-    )
-
-
-@triton.jit
-def add_product(b_sum, b_dy, b_xhat):
-    """Block by block b_sum + dy · x̂; an empty b_xhat is 1, and an empty b_sum stays empty."""
     b_new = ()
-    for i in tl.static_range(len(b_sum)):
-        b = b_dy[i]
-        if len(b_xhat) > 0:
-            b = b * b_xhat[i]
-        b_new += (b_sum[i] + b,)
+    for j in tl.static_range(4):
+        b_row = ()
+        for i in tl.static_range(len(b_sums[j])):
+            b = b_dy[i] if j < 2 else b_dy1[i]
+            if j % 2 == 0:
+                b = b * b_xhat[i]
+            b_row += (b_sums[j][i] + b,)
+        b_new += (b_row,)
     return b_new
 
 
@@ -76,21 +63,15 @@ def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr):
 @triton.jit
 def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
     """b_sums and what this program stored before, if it has; in the first of its rows. For rows of one block."""
-    return Weights(
-        add_stored(b_sums.weight, p, 0, stored, at, VARIANT),
-        add_stored(b_sums.bias, p, 1, stored, at, VARIANT),
-        add_stored(b_sums.weight1, p, 2, stored, at, VARIANT),
-        add_stored(b_sums.bias1, p, 3, stored, at, VARIANT),
-    )
-
-
-@triton.jit
-def add_stored(b_sum, p, j: tl.constexpr, stored, at, VARIANT: tl.constexpr):
+    cols = block_cols(0, at, VARIANT)[None, :]
+    m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & stored
     b_new = ()
-    if len(b_sum) > 0:
-        cols = block_cols(0, at, VARIANT)[None, :]
-        m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & stored
-        b_new += (b_sum[0] + tl.load(partial_sum(p, tl.program_id(0), j, VARIANT) + cols, mask=m, other=0.0),)
+    for j in tl.static_range(4):
+        b_row = ()
+        for i in tl.static_range(len(b_sums[j])):
+            p_sum = partial_sum(p, tl.program_id(0), j, VARIANT) + cols
+            b_row += (b_sums[j][i] + tl.load(p_sum, mask=m, other=0.0),)
+        b_new += (b_row,)
     return b_new
 
 

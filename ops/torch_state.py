@@ -23,7 +23,6 @@ try:
     )
     from torch.autograd import forward_ad
 
-    _is_zerotensor = Tensor._is_zerotensor
     _KNOWN = forward_ad._current_level < 0
 except (AttributeError, ImportError):
     _KNOWN = False
@@ -47,8 +46,8 @@ def is_eager(tensors: Iterable[Any]) -> bool:
     ):
         return False
     for t in tensors:
-        # What is stored under z.conj().imag has the other sign, and under a zero tensor is nothing; the dispatcher knows.
-        if t is not None and (type(t) not in _PLAIN or t.is_neg() or _is_zerotensor(t) or t.layout is not _STRIDED):
+        # What is stored under z.conj().imag has the other sign; the dispatcher knows.
+        if t is not None and (type(t) not in _PLAIN or t.layout is not _STRIDED or t.is_neg()):
             return False
     return True
 

@@ -155,6 +155,6 @@ def check_dtype(name: str, argument: str, t: Tensor, accepted: Sequence[torch.dt
 def check_tensor(name: str, argument: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")
-    # Dynamo, which traces no other layouts, can't trace the question in a backward pass.
+    # Dynamo can't trace `layout` in a backward pass. It traces dense tensors only, so nothing is lost.
     if not torch.compiler.is_compiling() and t.layout != torch.strided:
         raise ValueError(f"{name}: {argument} must be a dense tensor, got one with layout {t.layout}")

@@ -56,10 +56,10 @@ class FusedNorm(torch.autograd.Function):
 apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
 
 
-def _operator_with_gradients(tensors: list[Tensor], fields: int, *options: Any) -> list[Tensor]:
-    inputs, given = operators.unpacked(Inputs, tensors, fields), Options(*options)
-    run = partial(below_autograd, operators.norm_of, operators.norm_forward, options=given)
-    return operators.present(FusedNorm.apply(run, given, dtypes_of(inputs), *inputs))
+def _operator_with_gradients(*call: Any) -> list[Tensor]:
+    inputs, options = operators.decode(Inputs, Options, *call)
+    run = partial(below_autograd, operators.norm_of, operators.norm_forward, options=options)
+    return operators.present(FusedNorm.apply(run, options, dtypes_of(inputs), *inputs))
 
 
 def _gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:

@@ -1,4 +1,4 @@
-"""The operators as PyTorch's dispatcher knows them: schemas made from the records, shapes without data, kernels.
+"""The operators as PyTorch's dispatcher knows them: records as their arguments, shapes without data, kernels.
 
 They take tensors that `functional` has checked and choose no defaults. Opaque to torch.compile, so that eager and compiled run
 the same kernels on the same arguments and give the same bits.
@@ -10,7 +10,8 @@ Every value that an operator returns costs the host time, so what was not asked 
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -64,37 +65,35 @@ def register_autograd(op: torch._ops.OpOverload, below: torch._ops.OpOverload, w
     LIBRARY.impl(op.name().split("::")[1], autograd, "Autograd")
 
 
-_SCHEMA_TYPES = {
-    float: "float",
-    int: "int",
-    bool: "bool",
-    torch.dtype: "ScalarType",
-    torch.dtype | None: "ScalarType?",
-}
+# The arguments of an operator on a record of tensors. Three, because the dispatcher's price is by the argument:
+# - the tensors that are there, without None, because not everything that rewrites calls looks into lists of optional tensors
+#   (views of the other sign, jit.trace, autograd's warnings);
+# - the options that are no floats, in their order, and before them which fields the tensors are: bit i for field i;
+# - the options that are floats.
+SCHEMA = "(Tensor[] tensors, int[] options, float[] numbers) -> Tensor[]"
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # an option that is a dtype: its place here
 
 
-def _parameters(options: Any) -> str:
-    """Of an operator on a record, as `packed` gives it, and on the fields of `options`."""
-    fields = [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in options.__annotations__.items()]
-    return ", ".join(["Tensor[] tensors", "int fields", *fields])
-
-
-def packed(record: Any) -> tuple[list[Tensor], int]:
-    """The tensors of a record that are there, and which fields they are: bit i for field i.
-
-    One argument for all, because the dispatcher's price is by the argument; without None, because not everything that rewrites
-    calls looks into lists of optional tensors (views of the other sign, jit.trace, autograd's warnings).
-    """
+def encode(record: Any, options: Any) -> tuple[list[Tensor], list[int], list[float]]:
     fields = 0
     for i, t in enumerate(record):
         if t is not None:
             fields |= 1 << i
-    return present(record), fields
+    floats = [value for value in options if isinstance(value, float)]
+    others = [value for value in options if not isinstance(value, float)]
+    ints = [DTYPES.index(value) if value is None or isinstance(value, torch.dtype) else int(value) for value in others]
+    return present(record), [fields, *ints], floats
 
 
-def unpacked(record: Any, tensors: Iterable[Tensor], fields: int) -> Any:
-    given = iter(tensors)
-    return record._make([next(given) if fields >> i & 1 else None for i in range(len(record._fields))])
+def decode(record: Any, options: Any, tensors: list[Tensor], ints: Iterable[int], floats: Iterable[float]) -> tuple[Any, Any]:
+    """The records that `encode` had; record and options: their classes."""
+    fields, *rest = ints
+    given, others, numbers = iter(tensors), iter(rest), iter(floats)
+    values: list[Any] = []
+    for kind in options.__annotations__.values():
+        value = next(numbers) if kind is float else next(others)
+        values.append(value if kind in (float, int) else bool(value) if kind is bool else DTYPES[int(value)])
+    return record._make([next(given) if fields >> i & 1 else None for i in range(len(record._fields))]), options._make(values)
 
 
 def record_operator(name: str, record: Any, options: Any, kernel: Callable, empty: Callable) -> torch._ops.OpOverload:
@@ -103,13 +102,21 @@ def record_operator(name: str, record: Any, options: Any, kernel: Callable, empt
     kernel, empty: of record and options, with and without computing.
     """
 
-    def run(tensors: list[Tensor], fields: int, *given: Any) -> list[Tensor]:
-        return present(kernel(unpacked(record, tensors, fields), options(*given)))
+    @lru_cache(maxsize=1024)
+    def decoded(ints: tuple[int, ...], floats: tuple[float, ...]) -> tuple[Callable, Any]:
+        """A function of the tensors with None behind them that returns the fields of the record; the options."""
+        count = ints[0].bit_count()
+        places, given = decode(record, options, list(range(count)), ints, floats)  # type: ignore[arg-type]
+        return itemgetter(*[-1 if place is None else place for place in places]), given
 
-    def fake(tensors: list[Tensor], fields: int, *given: Any) -> list[Tensor]:
-        return present(empty(unpacked(record, tensors, fields), options(*given)))
+    def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+        places, given = decoded(tuple(ints), tuple(floats))
+        return present(kernel(record._make(places((*tensors, None))), given))
 
-    op = operator(name, f"({_parameters(options)}) -> Tensor[]", run, fake)
+    def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+        return present(empty(*decode(record, options, tensors, ints, floats)))
+
+    op = operator(name, SCHEMA, run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
     return op
 
@@ -156,13 +163,13 @@ def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
         "mask1": options.return_mask and inputs.x1 is not None,
         "stats": op is norm_forward and options.statistics > 0,
     }
-    return Outputs(**_named(asked, op(*packed(inputs), *options)))
+    return Outputs(**_named(asked, op(*encode(inputs, options))))
 
 
 def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
     asked = {name: getattr(options, f"{name}_dtype", None) is not None for name in Gradients._fields}
     asked |= {"drowscale": inputs.x is not None, "drowscale1": inputs.x1 is not None}
-    return Gradients(**_named(asked, norm_backward(*packed(inputs), *options)))
+    return Gradients(**_named(asked, norm_backward(*encode(inputs, options))))
 
 
 def _named(asked: dict[str, bool], tensors: list[Tensor]) -> dict[str, Any]:

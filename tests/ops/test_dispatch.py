@@ -106,10 +106,10 @@ def test_opcheck(name, device):
     how = BackwardOptions(0.25, int(Norm.layernorm), False, FP32, BF16, FP32, FP32, FP32, None, BF16)
     backward = BackwardInputs(x, x1, residual, residual, x, x1, w, w1, scale, scale1, stats, seed)
     calls = {
-        "norm_backward": [(*operators.packed(backward), *how)],
+        "norm_backward": [operators.encode(backward, how)],
         "dropout": [(residual, seed, 0.25, 1)],
         "dropout_mask": [(seed, 4, 24, 0.25, 0)],
-    }.get(name, [(*operators.packed(given), *HOW), ([residual], 1, *PLAIN)])
+    }.get(name, [operators.encode(given, HOW), operators.encode(given._make([residual, *[None] * 9]), PLAIN)])
     for arguments in calls:
         library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)
 

@@ -4,7 +4,8 @@ Depends on torch and triton only. Copy this folder into another project and impo
 """
 
 from .adopt import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
-from .functional import dropout_mask, layer_norm_fn, norm_fn, rms_norm_fn, seeded_dropout
+from .dropout import dropout_mask, seeded_dropout
+from .functional import layer_norm_fn, norm_fn, rms_norm_fn
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm

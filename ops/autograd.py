@@ -1,6 +1,8 @@
-"""The gradients: what backward keeps, which input gets which result, and who may differentiate or watch the operators."""
+"""The gradients: what backward keeps, and which input gets which result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -8,177 +10,101 @@ from torch import Tensor
 
 from . import operators
 from .checks import function_name
-from .records import BackwardInputs, BackwardOptions, Inputs, Options
+from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, dtypes_of
+from .torch_state import below_autograd, is_eager
 
 
 class FusedNorm(torch.autograd.Function):
-    """Outputs as functions of Inputs, whose dtypes are `dtypes`."""
+    """The outputs of run(inputs), but for the statistics, as functions of Inputs. dtypes: of Inputs."""
 
     @staticmethod
-    def forward(ctx, options, dtypes, *tensors):
+    def forward(ctx, run, options, dtypes, *tensors):
         inputs = Inputs(*tensors)
-        outputs = operators.below_autograd(operators.outputs_of, operators.norm_forward, inputs, options)
-        x, residual, x1, weight, _, weight1, _, rowscale, rowscale1, seed = inputs
-        _, r, _, mask, mask1, stats = outputs
-        adds = residual is not None or x1 is not None or options.dropout_p > 0.0 or rowscale is not None
+        outputs = run(inputs)
+        adds = inputs.residual is not None or inputs.x1 is not None or options.dropout_p > 0.0 or inputs.rowscale is not None
         # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
-        needs_x = rowscale is not None and rowscale.requires_grad
-        needs_x1 = rowscale1 is not None and rowscale1.requires_grad
-        ctx.save_for_backward(
-            r if adds else x, x if needs_x else None, x1 if needs_x1 else None,
-            weight, weight1, rowscale, rowscale1, stats, seed,
+        ctx.save_for_backward(  # BackwardInputs, but for the upstream gradients
+            outputs.r if adds else inputs.x,
+            inputs.x if inputs.rowscale is not None and inputs.rowscale.requires_grad else None,
+            inputs.x1 if inputs.rowscale1 is not None and inputs.rowscale1.requires_grad else None,
+            inputs.weight, inputs.weight1, inputs.rowscale, inputs.rowscale1, outputs.stats, inputs.seed,
         )  # fmt: skip
-        ctx.options = options
-        ctx.dtypes = dtypes
+        ctx.call = options, dtypes
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t in (mask, mask1, stats) if t is not None])
-        return outputs
+        if options.return_mask:
+            ctx.mark_non_differentiable(*[t for t in (outputs.mask, outputs.mask1) if t is not None])
+        if outputs.y1 is None and outputs.mask is None:
+            return outputs.y, outputs.r
+        return outputs.y, outputs.r, outputs.y1, outputs.mask, outputs.mask1
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):
+        if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
+            return (None,) * (3 + len(Inputs._fields))
+        options, dtypes = ctx.call
         inputs = BackwardInputs(dy, dy1, dr, *ctx.saved_tensors)
-        return None, None, *norm_gradients(inputs, ctx.options, ctx.dtypes, ctx.needs_input_grad[2:])
+        job = job_of(options, dtypes, ctx.needs_input_grad[3:], dy is not None, dy1 is not None)
+        if not torch.is_grad_enabled():
+            return None, None, None, *job.gradients_of_inputs(_gradients(inputs, job.options))
+        with torch.no_grad():
+            gradients = job.gradients_of_inputs(_gradients(inputs, job.options))
+        return None, None, None, *refuse_second_order(function_name(options.norm), gradients)
 
 
-def _operator_with_gradients(tensors: list[Tensor], how: str) -> list[Tensor]:
-    inputs, options = operators.decode(Inputs, tensors, how)
-    dtypes = tuple([None if t is None else t.dtype for t in inputs])
-    return operators.present(FusedNorm.apply(options, dtypes, *inputs))
+# In eager code: without the Python code of `apply`, which is for functorch and takes longer than the launch.
+apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
 
 
-def norm_gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, needs: tuple) -> tuple[Tensor | None, ...]:
-    """Of the fields of Inputs. dtypes: theirs; needs: which of them autograd asks for."""
-    if inputs.dy is None and inputs.dr is None and inputs.dy1 is None:  # those who used the outputs have given no gradient
-        return (None,) * len(needs)
-    if not torch.is_grad_enabled():
-        return _gradients(inputs, options, dtypes, needs)
-    with torch.no_grad():
-        gradients = _gradients(inputs, options, dtypes, needs)
-    return refuse_second_order(function_name(options.norm), gradients)
+def _operator_with_gradients(*call: Any) -> list[Tensor]:
+    inputs, options = operators.decode(Inputs, Options, *call)
+    run = partial(below_autograd, operators.norm_of, operators.norm_forward, options=options)
+    return operators.present(FusedNorm.apply(run, options, dtypes_of(inputs), *inputs))
 
 
-def _gradients(inputs: BackwardInputs, options: Options, dtypes: tuple, needs: tuple) -> tuple[Tensor | None, ...]:
-    job = job_of(options, dtypes, needs, inputs.dy is not None, inputs.dy1 is not None)
-    gradients: Any = operators.norm_backward_of(inputs, job.options)
-    dz, dx, dx1, drowscale, drowscale1, weights = gradients
-    rowscale: Any = inputs.rowscale
-    rowscale1: Any = inputs.rowscale1
-
-    dweights: list[Tensor | None] = [None, None, None, None]
-    if job.casts:
-        rows = (weights,) if len(job.casts) == 1 else weights.unbind(0)
-        for row, (i, dtype) in zip(rows, job.casts, strict=True):
-            dweights[i] = row if row.dtype == dtype else row.to(dtype)
-    return (
-        dz if job.x_takes_dz else dx,
-        dz if job.residual_takes_dz else None,
-        dz if job.x1_takes_dz else dx1,
-        *dweights,
-        None if drowscale is None else drowscale.to(rowscale.dtype).view(rowscale.shape),
-        None if drowscale1 is None else drowscale1.to(rowscale1.dtype).view(rowscale1.shape),
-        None,
-    )
+def _gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
+    # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
+    if is_eager(inputs):
+        return operators.launches().backward(inputs, options)
+    return operators.norm_backward_of(inputs, options)
 
 
 class Job(NamedTuple):
-    """What backward computes, and which input gets which of its results."""
-
     options: BackwardOptions
-    x_takes_dz: bool
-    residual_takes_dz: bool
-    x1_takes_dz: bool
-    casts: tuple[tuple[int, torch.dtype], ...]  # of each weight gradient: which of the four, and its weight's dtype
+    gradients_of_inputs: Callable[[Gradients], tuple[Tensor | None, ...]]  # in the order of Inputs
 
 
+@lru_cache(maxsize=1024)
 def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> Job:
-    """dtypes: of Inputs; needs: which of their gradients autograd asks for."""
-    given: Any = Inputs(*dtypes)
+    """What backward computes, and which input gets which of its results.
+
+    dtypes: of Inputs; needs: which of their gradients autograd asks for.
+    """
+    of: Any = Inputs(*dtypes)
     need: Any = Inputs(*needs)
     dropped = options.dropout_p > 0.0
     # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
-    plain_x = need.x and not dropped and given.rowscale is None
-    plain_x1 = need.x1 and not dropped and given.rowscale1 is None
-    dz_dtype = given.residual if need.residual else given.x if plain_x else given.x1 if plain_x1 else None
-    x_takes_dz = plain_x and given.x == dz_dtype
-    x1_takes_dz = plain_x1 and given.x1 == dz_dtype
-    wanted = (need.weight and has_dy, need.bias and has_dy, need.weight1 and has_dy1, need.bias1 and has_dy1)
-    weight_dtypes = (given.weight, given.bias, given.weight1, given.bias1)
-    casts = tuple((i, weight_dtypes[i]) for i in range(4) if wanted[i])
-    shared = {dtype for _, dtype in casts}
-    return Job(
-        BackwardOptions(
-            options.dropout_p,
-            options.norm,
-            options.zero_centered_weight,
-            dz_dtype,
-            given.x if need.x and not x_takes_dz else None,
-            given.x1 if need.x1 and not x1_takes_dz else None,
-            wanted,
-            shared.pop() if len(shared) == 1 else torch.float32,
-        ),
-        x_takes_dz,
-        need.residual,
-        x1_takes_dz,
-        casts,
+    plain_x = need.x and not dropped and of.rowscale is None
+    plain_x1 = need.x1 and not dropped and of.rowscale1 is None
+    dz_dtype = of.residual if need.residual else of.x if plain_x else of.x1 if plain_x1 else None
+    x_takes_dz = plain_x and of.x == dz_dtype
+    x1_takes_dz = plain_x1 and of.x1 == dz_dtype
+    wanted = BackwardOptions(
+        options.dropout_p,
+        options.norm,
+        options.zero_centered_weight,
+        dz_dtype=dz_dtype,
+        dx_dtype=of.x if need.x and not x_takes_dz else None,
+        dx1_dtype=of.x1 if need.x1 and not x1_takes_dz else None,
+        dweight_dtype=of.weight if need.weight and has_dy else None,
+        dbias_dtype=of.bias if need.bias and has_dy else None,
+        dweight1_dtype=of.weight1 if need.weight1 and has_dy1 else None,
+        dbias1_dtype=of.bias1 if need.bias1 and has_dy1 else None,
     )
-
-
-class _Dropout(torch.autograd.Function):
-    """Its own backward, since dx = dropout(dy) with the same mask."""
-
-    @staticmethod
-    def forward(ctx, x, seed, p, stream):
-        ctx.save_for_backward(seed)
-        ctx.p, ctx.stream = p, stream
-        return operators.below_autograd(operators.dropout, x, seed, p, stream)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (seed,) = ctx.saved_tensors
-        return operators.dropout(dy, seed, ctx.p, ctx.stream), None, None, None
-
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
-def is_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the tensors are plain and nobody watches or rewrites operator calls.
-
-    Dynamo and make_fx must see an operator; so must FakeTensor and every other dispatch mode (flop counters, selective
-    checkpointing) and tensor subclass, functorch's transforms, whose wrappers have the type Tensor, torch-function modes
-    and jit.trace. The probes in torch._C have no public names; torch's own Python code is built on them.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state()
-        or operators.has_tangents()
-    ):
-        return False
-    for t in tensors:  # noqa: SIM110 all() costs 0.6 µs more
-        # What is stored under z.conj().imag has the other sign, and under a zero tensor is nothing; the dispatcher knows.
-        if t is not None and (type(t) not in _PLAIN or t.is_neg() or t._is_zerotensor()):
-            return False
-    return True
-
-
-def transformed_by_func() -> bool:
-    """Whether any of torch.func's transforms is on, vmap among them."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def differentiated_by_func() -> bool:
-    """Whether torch.func.grad, jvp, hessian and their like are on.
-
-    They differentiate every operation by itself, some of them more than once; the kernels have one formula for one backward.
-    """
-    if not transformed_by_func():
-        return False
-    derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return any(level.key() in derivatives for level in torch._C._functorch.get_interpreter_stack() or ())
+    takes = {name: f"d{name}" for name in Inputs._fields if f"d{name}" in Gradients._fields}
+    takes |= {name: "dz" for name, shares in (("x", x_takes_dz), ("x1", x1_takes_dz), ("residual", need.residual)) if shares}
+    pick = itemgetter(*[[*Gradients._fields, None].index(takes.get(name)) for name in Inputs._fields])
+    return Job(wanted, lambda gradients: pick((*gradients, None)))
 
 
 def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -206,4 +132,3 @@ class _Refused(torch.autograd.Function):
 
 
 operators.register_autograd(operators.norm, operators.norm_forward, _operator_with_gradients)
-operators.register_autograd(operators.dropout, operators.dropout, _Dropout.apply)

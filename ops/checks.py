@@ -1,92 +1,18 @@
-"""What a call may be, and what follows from its shapes, dtypes and options alone.
-
-A mistake raises before anything is launched: which argument, what was given, what is accepted.
+"""What the arguments of a call may be. A mistake raises before anything is launched: which argument, what was given, what is
+accepted.
 """
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
-from typing import Any, NamedTuple
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .records import Options
 from .reference import Norm
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REFERENCE_DTYPES = (*KERNEL_DTYPES, torch.float64)
-
-
-class Plan(NamedTuple):
-    name: str  # of the public function, for messages
-    inference: Options
-    training: Options  # the same, and keep what backward needs
-    dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    drops: bool
-    returns_y1: bool
-    r_is_x: bool  # nothing is added to x or changed in it
-
-
-# Tensors as callers give them: the fields of Inputs, with an int or None where the seed may be one.
-Given = tuple[Any, ...]
-# The options as callers give them: norm, eps, dropout_p, zero_centered_weight, whether the residual is kept (prenorm, or a
-# buffer for it), residual_in_fp32, return_dropout_mask, out_dtype. Plain, as a named one costs each call 1 µs.
-Request = tuple[Any, ...]
-
-
-def make_plan(given: Given, request: Request, kernels: bool) -> Plan:
-    """
-    Raises:
-        ValueError, TypeError: as `layer_norm_fn` documents, for all but the buffers.
-    """
-    x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed = given
-    norm, eps, dropout_p, zero_centered_weight, keeps_residual, residual_in_fp32, return_mask, out_dtype = request
-    name = function_name(norm)
-    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
-    check_input(name, x, dtypes)
-    check_weights(name, x, dtypes, weight=weight, bias=bias, weight1=weight1, bias1=bias1)
-    check_like_input(name, x, dtypes, residual=residual, x1=x1)
-    if rowscale is not None or rowscale1 is not None:
-        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
-        check_operands(
-            name, x, dtypes, (rows, flat), lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
-            rowscale=rowscale, rowscale1=rowscale1,
-        )  # fmt: skip
-    if rowscale1 is not None and x1 is None:
-        raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
-    check_dropout_p(name, "dropout_p", dropout_p)
-    check_eps(name, eps)
-    check_flags(
-        name, zero_centered_weight=zero_centered_weight, residual_in_fp32=residual_in_fp32, return_dropout_mask=return_mask
-    )
-    if seed is not None:
-        check_seed(name, seed, x.device)
-    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
-        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
-
-    residual_dtype = x.dtype
-    if residual is not None:
-        residual_dtype = residual.dtype
-    elif residual_in_fp32:
-        residual_dtype = torch.promote_types(x.dtype, torch.float32)
-    drops = dropout_p > 0.0
-    adds = residual is not None or x1 is not None or drops or rowscale is not None
-    r_is_x = not adds and residual_dtype == x.dtype
-    inference = Options(
-        float(eps),
-        float(dropout_p),
-        int(norm),
-        bool(zero_centered_weight),
-        x.dtype if out_dtype is None else out_dtype,
-        residual_dtype,
-        store_residual=bool(keeps_residual) and not r_is_x,
-        store_stats=False,
-        return_mask=bool(return_mask) and drops,
-    )
-    # Backward normalises r again; where nothing was added it finds the same numbers in x.
-    training = inference._replace(store_residual=inference.store_residual or adds, store_stats=True)
-    given_dtypes = (*[None if t is None else t.dtype for t in given[:-1]], torch.int64 if drops else None)
-    return Plan(name, inference, training, given_dtypes, drops, weight1 is not None or bias1 is not None, r_is_x)
 
 
 _FUNCTIONS: dict[int, str] = {Norm.layernorm: "layer_norm_fn", Norm.rmsnorm: "rms_norm_fn"}
@@ -165,13 +91,18 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_dropout_p(name: str, argument: str, p: float) -> None:
-    if not isinstance(p, float | int) or isinstance(p, bool) or not 0.0 <= p < 1.0:
+    if not _is_real(p) or not 0.0 <= p < 1.0:
         raise ValueError(f"{name}: {argument} must be in [0, 1), got {p!r}")
 
 
 def check_eps(name: str, eps: float) -> None:
-    if not isinstance(eps, float | int) or not eps >= 0.0:
+    if not _is_real(eps) or not eps >= 0.0:
         raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps!r}")
+
+
+def _is_real(number: object) -> bool:
+    """Whether it is a real number, numpy's among them."""
+    return isinstance(number, float | int | Real) and not isinstance(number, bool)
 
 
 def check_flags(name: str, **flags: object) -> None:
@@ -224,6 +155,6 @@ def check_dtype(name: str, argument: str, t: Tensor, accepted: Sequence[torch.dt
 def check_tensor(name: str, argument: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")
-    # Dynamo, which traces no other layouts, can't trace the question in a backward pass.
+    # Dynamo can't trace `layout` in a backward pass. It traces dense tensors only, so nothing is lost.
     if not torch.compiler.is_compiling() and t.layout != torch.strided:
         raise ValueError(f"{name}: {argument} must be a dense tensor, got one with layout {t.layout}")

@@ -6,12 +6,13 @@
 import torch
 from torch import Tensor
 
-from . import checks, operators, reference, sites
-from .autograd import differentiated_by_func, is_eager
-from .kernels import runs_kernels
-from .philox import as_int64, draw_seed
+from . import checks, operators, reference
+from .autograd import apply_eager
+from .philox import draw_seed, seed_tensor
+from .plan import Plan, make_plan, plan_of
 from .records import Inputs, Outputs
 from .reference import Norm
+from .torch_state import is_eager
 
 
 def norm_fn(
@@ -73,49 +74,42 @@ def norm_fn(
     """
     if type(norm) is not Norm:
         norm = checks.as_norm(norm)
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
-    tensors = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, seed)
     if prenorm is not True and prenorm is not False:
         checks.check_flags(checks.function_name(norm), prenorm=prenorm)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    # Plain tuples, as records cost an eager call some µs.
+    operands = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
     request = (
         norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
         return_dropout_mask, out_dtype,
     )  # fmt: skip
-    ordinary = out is None and residual_out is None and return_dropout_mask is False and not torch.compiler.is_compiling()
-    if ordinary and (found := sites.results(tensors, request)) is not None:
-        return found
-
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device)
-    eager = is_eager((*tensors[:9], seed if isinstance(seed, Tensor) else None, out, residual_out))
-    if kernels and not eager and differentiated_by_func():
-        kernels = False
-    plan = checks.make_plan(tensors, request, kernels)
-    if out is not None or residual_out is not None:
-        checks.check_buffers(plan.name, out, residual_out, x, plan.inference.out_dtype, plan.inference.residual_dtype)
-
+    eager = is_eager((*operands, out, residual_out, seed if isinstance(seed, Tensor) else None))
+    plan = plan_of(operands, request) if eager else make_plan(operands, request)
+    if seed is not None:
+        checks.check_seed(plan.name, seed, x.device)
     if not plan.drops:
         seed = None
     elif seed is None:
         seed = draw_seed(x.device, eager)
     elif isinstance(seed, int):
-        seed = _seed_tensor(seed, x.device)
-    inputs = Inputs(*tensors[:9], seed)
-    if kernels:
-        outputs = _run_kernels(inputs, plan, prenorm, out, residual_out)
+        seed = seed_tensor(seed, x.device)
+    if out is not None or residual_out is not None:
+        outputs = _into_buffers(Inputs(*operands, seed), plan, eager, prenorm, out, residual_out)
+    elif plan.kernels:
+        outputs = _run_kernels(Inputs(*operands, seed), plan, eager)
     else:
-        outputs = _fill(out, residual_out, reference.norm(inputs, plan.inference), plan)
+        outputs = reference.norm(Inputs(*operands, seed), plan.inference)
 
-    if ordinary and eager and kernels:
-        sites.prepare(tensors, request, plan)
-    results: list = [outputs.y if out is None else out]
-    if plan.returns_y1:
-        results.append(outputs.y1)
-    if prenorm:
-        results.append(outputs.r if residual_out is None else residual_out)
-    if return_dropout_mask:
-        results += _masks(inputs, outputs, plan)
-    return results[0] if len(results) == 1 else tuple(results)
+    y, r = outputs[0], outputs[1] if outputs[1] is not None else x
+    if not plan.returns_y1 and not return_dropout_mask:
+        return (y, r) if prenorm else y
+    y1, mask, mask1, *_ = (*outputs[2:], None, None, None)
+    if return_dropout_mask and not plan.drops:
+        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, x1))
+    masks = (mask, mask1) if return_dropout_mask else ()
+    results = (y, *[y1] * plan.returns_y1, *[r] * bool(prenorm), *masks)
+    return results[0] if len(results) == 1 else results
 
 
 def layer_norm_fn(
@@ -183,86 +177,36 @@ def rms_norm_fn(
     )  # fmt: skip
 
 
-def seeded_dropout(x: Tensor, p: float, seed: Tensor | int, stream: int = 0) -> Tensor:
-    """Dropout of x (..., N) that drops what `layer_norm_fn` drops of x (stream 0) or of x1 (stream 1) with the same seed.
-
-    No mask is stored: backward regenerates it from the seed.
-
-    Args:
-        p: in [0, 1).
-        seed: an int or a one-element int64 tensor on x's device.
-    """
-    name = "seeded_dropout"
-    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
-    checks.check_input(name, x, checks.KERNEL_DTYPES if kernels else checks.REFERENCE_DTYPES)
-    checks.check_mask(name, p, seed, stream, x.device)
-    if p == 0.0:
-        return x
-    rows = x.reshape(-1, x.shape[-1])
-    seed = _seed_tensor(seed, x.device)
-    if kernels:
-        return operators.dropout(rows, seed, p, stream).view(x.shape)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return reference.dropout(rows.to(compute), p, seed, stream)[0].to(x.dtype).view(x.shape)
+def _run_kernels(inputs: Inputs, plan: Plan, eager: bool) -> tuple:
+    """Outputs; r may be None where it is x itself."""
+    training = _trains(inputs)
+    if eager:
+        if training:
+            return apply_eager(plan.run_training, plan.training, plan.dtypes, *inputs)
+        return plan.run(inputs)
+    return operators.norm_of(operators.norm, inputs, plan.training if training else plan.inference)
 
 
-def dropout_mask(
-    seed: Tensor | int, rows: int, cols: int, p: float, stream: int = 0, device: torch.device | str | None = None
-) -> Tensor:
-    """Bool [rows, cols], True where `layer_norm_fn` with this seed keeps an element of x (stream 0) or of x1 (stream 1).
-
-    Args:
-        p: in [0, 1).
-        device: where the mask is made; by default the seed's, or the CPU for an int.
-    """
-    if device is None:
-        device = seed.device if isinstance(seed, Tensor) else "cpu"
-    device = checks.as_device("dropout_mask", device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    checks.check_mask("dropout_mask", p, seed, stream, device)
-    checks.check_size("dropout_mask", "rows", rows, 0)
-    checks.check_size("dropout_mask", "cols", cols, 1)
-    seed = _seed_tensor(seed, device)
-    if runs_kernels(device):
-        return operators.dropout_mask(seed, rows, cols, p, stream)
-    return reference.keep_mask(seed, rows, cols, p, stream)
+def _into_buffers(
+    inputs: Inputs, plan: Plan, eager: bool, prenorm: bool, out: Tensor | None, residual_out: Tensor | None
+) -> tuple:
+    """Outputs, with these buffers for y and r."""
+    options = plan.inference
+    checks.check_buffers(plan.name, out, residual_out, inputs.x, options.out_dtype, options.residual_dtype)
+    if plan.kernels and eager and not _trains(inputs, out, residual_out):
+        outputs = operators.launches().forward(inputs, options._replace(store_residual=prenorm), out, residual_out)
+        torch.autograd.graph.increment_version([buffer for buffer in (out, residual_out) if buffer is not None])
+        return outputs
+    # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
+    outputs = Outputs(*_run_kernels(inputs, plan, eager)) if plan.kernels else reference.norm(inputs, options)
+    if plan.r_is_x and out is not None:  # which may be x
+        outputs = outputs._replace(r=inputs.x.clone())
+    if residual_out is not None:
+        outputs = outputs._replace(r=residual_out.copy_(inputs.x if outputs.r is None else outputs.r))
+    return outputs if out is None else outputs._replace(y=out.copy_(outputs.y))
 
 
-def _run_kernels(inputs: Inputs, plan: checks.Plan, prenorm: bool, out: Tensor | None, residual_out: Tensor | None) -> Outputs:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, out, residual_out)):
-        outputs = operators.norm_of(inputs, plan.training)
-    elif out is None and residual_out is None:
-        outputs = operators.norm_of(inputs, plan.inference)
-    else:
-        options = plan.inference._replace(store_residual=prenorm)
-        return operators.norm_into(inputs, options, out, residual_out)
-    # Backward keeps the operator's own tensors, so what is later done to the buffers can't disturb it.
-    return _fill(out, residual_out, outputs._replace(r=inputs.x) if plan.r_is_x else outputs, plan)
-
-
-def _fill(out: Tensor | None, residual_out: Tensor | None, outputs: Outputs, plan: checks.Plan) -> Outputs:
-    """Copies the results into the caller's buffers; r is made safe from what is written to `out`, which may be x itself."""
-    if residual_out is not None and outputs.r is not None:
-        residual_out.copy_(outputs.r)
-    if out is not None:
-        if plan.r_is_x and outputs.r is not None:
-            outputs = outputs._replace(r=outputs.r.clone())
-        out.copy_(outputs.y)
-    return outputs
-
-
-def _masks(inputs: Inputs, outputs: Outputs, plan: checks.Plan) -> tuple[Tensor | None, Tensor | None]:
-    """The masks as the caller gets them: without dropout all was kept."""
-    mask, mask1 = outputs.mask, outputs.mask1
-    if not plan.drops:
-        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (inputs.x, inputs.x1))
-    return mask, mask1 if inputs.x1 is not None else None
-
-
-def _seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:
-    if isinstance(seed, int):
-        if not -(2**63) <= seed < 2**63:
-            seed = as_int64(seed)  # any 64-bit number is a seed
-        return torch.full((1,), seed, dtype=torch.int64, device=device)
-    return seed
+def _trains(inputs: Inputs, *buffers: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        inputs.x.requires_grad or any([t is not None and t.requires_grad for t in (*inputs, *buffers)])  # noqa: C419
+    )

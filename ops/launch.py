@@ -1,12 +1,12 @@
 """From records to kernels: allocates what is returned, picks the tile, starts the kernels.
 
-What a launch needs besides its tensors follows from their shapes, dtypes and the options. It is worked out once and remembered.
+What a launch needs besides its tensors and the number of rows follows from widths, dtypes and options. It is worked out once.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
-from math import gcd, prod
-from typing import Any, NamedTuple, TypeVar
+from functools import lru_cache, reduce
+from operator import itemgetter, or_
+from typing import Any
 
 import torch
 import triton
@@ -18,39 +18,57 @@ from triton.runtime import driver
 
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
-from .kernels.backward import finish_weight_gradients_kernel, norm_backward_kernel
-from .kernels.dropout import dropout_kernel
+from .kernels.backward import norm_backward_kernel
+from .kernels.exchange import RING, turn_words
 from .kernels.forward import norm_forward_kernel
-from .kernels.norms import centres
-from .kernels.nvidia import RING, turn_words
-from .kernels.rows import Strides, Variant
+from .kernels.rows import Variant, Weights
+from .kernels.weight_gradients import WeightGradients, finish_weight_gradients_kernel
 from .philox import drop_threshold, keep_scale
-from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
+from .records import (
+    BackwardInputs,
+    BackwardOptions,
+    Gradients,
+    Inputs,
+    Options,
+    Outputs,
+    dtypes_of,
+    empty_gradients,
+    empty_outputs,
+)
+from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
-
-R = TypeVar("R", Inputs, BackwardInputs)
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+def _places(target: type, *names: str) -> Callable[[tuple], tuple]:
+    """A function of a tuple of what has these names, and None behind it: the fields of `target`, None where nothing has the
+    name of a field."""
+    fields = target._fields  # type: ignore[attr-defined]
+    return itemgetter(*[names.index(name) if name in names else len(names) for name in fields])
+
+
+_forward_pointers = _places(forward_kernels.Pointers, *Inputs._fields, *Outputs._fields)
+_in_backward = (*BackwardInputs._fields, *Gradients._fields, "partials", "board")
+_backward_pointers = _places(backward_kernels.Pointers, *_in_backward)
+_finish_pointers = _places(WeightGradients, *_in_backward)
+
+
 def forward(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
     """y, r: contiguous buffers for those outputs; r may be the residual itself."""
-    outputs = empty_outputs(inputs, options, y, r)
-    shape, device = inputs.x.shape, inputs.x.device
-    inputs, dtypes, strides = _dense(inputs)
-    launch = _forward_launcher(options, shape, device, dtypes, strides)
-    launch(forward_kernels.Pointers(*inputs[:9], *outputs), inputs.seed)
-    return outputs
+    x = inputs.x
+    return forward_call(options, x.shape[-1], x.device, dtypes_of(inputs))(inputs, y, r)
 
 
 @lru_cache(maxsize=1024)
-def _forward_launcher(
-    options: Options, shape: torch.Size, device: torch.device, dtypes: Inputs, strides: Inputs | None
-) -> "Launcher":
-    """dtypes: of the inputs, None for an absent one; strides: as `_dense` gives them."""
-    M, N = prod(shape[:-1]), shape[-1]
-    rows = (dtypes.x, dtypes.residual, dtypes.x1)
-    weights = (dtypes.weight, dtypes.bias, dtypes.weight1, dtypes.bias1)
+def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) -> Callable[..., Outputs]:
+    """`forward` of these options for rows of N, with all worked out that follows.
+
+    dtypes: of the inputs, None for an absent one.
+    """
+    of = Inputs(*dtypes)
+    rows = (of.x, of.residual, of.x1)
+    weights = (of.weight, of.bias, of.weight1, of.bias1)
     work = Work(
         vector=_vector(*rows, options.out_dtype, options.residual_dtype),
         row_bytes=_bytes(*rows),
@@ -60,143 +78,139 @@ def _forward_launcher(
     )
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
-    unit, stride = _in_units(strides)
-    stream_dtype = _TRITON_DTYPE[options.residual_dtype]
-    how = _variant(N, options, work, tile, STRIDE_UNIT=unit, STREAM_DTYPE=stream_dtype, EARLY_START=facts.since_sm_90)
-    numbers = forward_kernels.Numbers(
-        M, options.eps, drop_threshold(options.dropout_p), keep_scale(options.dropout_p), tile.prefetch_programs
-    )
-    return Launcher(
-        norm_forward_kernel,
-        triton.cdiv(M, tile.rows),
-        device,
-        (stride, *numbers, how),
-        num_warps=tile.warps,
-        launch_pdl=facts.since_sm_90,
-    )
+    early = facts.since_sm_90
+    variant = _variant(N, options, work, tile, STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype], EARLY_START=early)
+    numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs)
+    start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early)
+    rows_of_tile = tile.rows
+
+    def run(inputs: Inputs, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
+        M = inputs.x.numel() // N
+        outputs = empty_outputs(inputs, options, y, r)
+        start(-(-M // rows_of_tile), _forward_pointers((*inputs, *outputs, None)), inputs.seed, M, *numbers, variant)
+        return outputs
+
+    return run
 
 
 def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    gradients = empty_gradients(inputs, options)
-    weights = gradients.weights
-    shape, device = inputs.r.shape, inputs.r.device
-    inputs, dtypes, strides = _dense(inputs)
-    if inputs.r.numel() == 0:
-        if weights is not None:
-            weights.zero_()
-        return gradients
-    if inputs.stats.data_ptr() % 8:  # they are read as words of 8 bytes, and hooks on saved tensors may bring them to any place
-        inputs = inputs._replace(stats=inputs.stats.clone())
-    launch = _backward_launch(options, shape, device, dtypes, strides)
-    partials = board = None
-    if weights is not None:
-        partials = weights.new_empty(launch.partials, dtype=torch.float32)
-    if launch.words:
-        board = torch.full((launch.words,), -1, dtype=torch.int64, device=device)
-    launch.gradients(backward_kernels.Pointers(*inputs[:11], *gradients[:5], partials, board), inputs.seed)
-    if weights is not None:
-        launch.finish(backward_kernels.Sums(partials, weights))
-    return gradients
-
-
-class _BackwardLaunch(NamedTuple):
-    partials: int  # fp32 elements: of each group of programs that share a row, a sum for each weight gradient
-    words: int  # int64, of the board on which programs that share a row exchange sums
-    gradients: "Launcher"
-    finish: "Launcher"
+    r = inputs.r
+    return backward_call(options, r.shape[-1], r.device, dtypes_of(inputs))(inputs)
 
 
 @lru_cache(maxsize=1024)
-def _backward_launch(
-    options: BackwardOptions, shape: torch.Size, device: torch.device, dtypes: BackwardInputs, strides: BackwardInputs | None
-) -> _BackwardLaunch:
-    """dtypes: of the inputs, None for an absent one; strides: as `_dense` gives them."""
-    M, N = prod(shape[:-1]), shape[-1]
-    rows = (dtypes.dy, dtypes.dy1, dtypes.dr, dtypes.r, dtypes.x, dtypes.x1)
+def backward_call(
+    options: BackwardOptions, N: int, device: torch.device, dtypes: tuple
+) -> Callable[[BackwardInputs], Gradients]:
+    """`backward` of these options for rows of N, with all worked out that follows. dtypes: of the inputs, None for an absent
+    one."""
+    of = BackwardInputs(*dtypes)
+    rows = (of.dy, of.dy1, of.dr, of.r, of.x, of.x1)
+    written = (options.dz_dtype, options.dx_dtype, options.dx1_dtype)
     work = Work(
-        vector=_vector(*rows, options.dz_dtype, options.dx_dtype, options.dx1_dtype),
+        vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
-        weights=(2 if centres(options.norm) else 1) * (1 if dtypes.dy1 is None else 2),
-        written_bytes=_bytes(options.dz_dtype, options.dx_dtype, options.dx1_dtype),
-        splittable=dtypes.dy is not None and dtypes.dy1 is None and dtypes.x is None and dtypes.x1 is None,
+        weights=(2 if Norm(options.norm).centres else 1) * (1 if of.dy1 is None else 2),
+        written_bytes=_bytes(*written),
+        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None,
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)
-    tiles = triton.cdiv(M, tile.rows)
-    groups = min(tiles, facts.multiprocessors * tile.programs_per_sm // tile.slices)
-    unit, stride = _in_units(strides)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
-    count = sum(options.wanted)
-    how = _variant(N, options, work, tile, STRIDE_UNIT=unit, STREAM_DTYPE=None, EARLY_START=early, WANTED=options.wanted)
-    numbers = backward_kernels.Numbers(M, tiles, drop_threshold(options.dropout_p), keep_scale(options.dropout_p))
-    gradients = Launcher(
+    wanted = Weights(options.dweight_dtype, options.dbias_dtype, options.dweight1_dtype, options.dbias1_dtype)
+    wanted = Weights(*[dtype is not None for dtype in wanted])
+    variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
+    numbers = _dropout_numbers(options)
+    start = Launcher(
         norm_backward_kernel,
-        groups * tile.slices,
+        backward_kernels.Pointers,
         device,
-        (stride, *numbers, how),
         num_warps=tile.warps,
         launch_pdl=early,
         launch_cooperative_grid=split,
         maxnreg=most_registers(tile) if split else None,
     )
+    most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
     # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
-    block_p = min(512, triton.next_power_of_2(max(1, facts.multiprocessors * tile.programs_per_sm // tile.slices)))
+    block_p = min(512, triton.next_power_of_2(max(1, most_groups)))
     block_n = max(8, min(256, 4096 // block_p))
-    finish = Launcher(
-        finish_weight_gradients_kernel,
-        triton.cdiv(count * N, block_n),
-        device,
-        (groups, count * N, block_p, block_n, facts.since_sm_90),
-        num_warps=4,
-        launch_pdl=facts.since_sm_90,
-    )
-    words = groups * RING.value * turn_words(tile.slices) if split else 0
-    return _BackwardLaunch(groups * count * N, words, gradients, finish)
+    finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=facts.since_sm_90)
+    sums = sum(wanted)
 
+    def run(inputs: BackwardInputs) -> Gradients:
+        r = inputs.r
+        M = r.numel() // N
+        gradients = empty_gradients(inputs, options)
+        if M == 0:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.zero_()  # those of weights have elements
+            return gradients
+        tiles = -(-M // tile.rows)
+        groups = min(tiles, most_groups)
+        partials = r.new_empty(groups * sums * N, dtype=torch.float32) if sums else None
+        board = None
+        if split:
+            words = groups * RING.value * turn_words(tile.slices)
+            board = torch.full((words,), -1, dtype=torch.int64, device=device)
+        tensors = (*inputs, *gradients, partials, board, None)
+        start(groups * tile.slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers, variant)
+        if sums:
+            finish(sums * -(-N // block_n), _finish_pointers(tensors), groups, N, block_p, block_n, facts.since_sm_90)
+        return gradients
 
-def dropout(x: Tensor | None, y: Tensor, seed: Tensor, p: float, stream: int) -> Tensor:
-    """y [M, N], contiguous, filled with dropout(x); or, without x, with the mask: True where kept."""
-    M, N = y.shape
-    if x is not None and x.stride(-1) != 1:
-        x = x.contiguous()
-    block_n = min(1024, max(16, triton.next_power_of_2(N)))
-    rows = max(1, 2048 // block_n)
-    constants = (M, 0 if x is None else x.stride(0), drop_threshold(p), keep_scale(p), N, stream, rows, block_n)
-    Launcher(dropout_kernel, triton.cdiv(M, rows) * triton.cdiv(N, block_n), y.device, constants, num_warps=4)((x, y), seed)
-    return y
+    return run
 
 
 class Launcher:
-    """A kernel with all its arguments but the tensors, for one set of tensor dtypes (or absences) on one device.
+    """A kernel and the options of its launch, for one set of tensor dtypes (or absences) on one device.
 
-    From call to call only the pointers differ, and all that a compiled variant can depend on in a pointer is whether it is
-    16-byte aligned. So the variant for aligned pointers is kept, and `prepared` starts it without Triton's look at arguments.
+    All that a compiled variant depends on from call to call is whether each pointer is 16-byte aligned: numbers are not
+    specialised. So the variant for aligned pointers is kept and started without Triton's look at each argument, which takes
+    longer than the launch.
     """
 
-    def __init__(self, kernel: Any, programs: int, device: torch.device, rest: tuple, **options: Any) -> None:
-        """rest: the arguments behind the tensors; options: of the launch."""
-        self.kernel, self.programs, self.rest = kernel, programs, rest
+    def __init__(self, kernel: Any, record: type, device: torch.device, **options: Any) -> None:
+        """record: NamedTuple of the kernel's tensors."""
+        self.kernel, self.record = kernel, record
         self.options = {name: value for name, value in options.items() if value}
         self.index = device.index if device.type == "cuda" else None
         self.compiled: CompiledKernel | None = None
+        self.there: Callable[[tuple], tuple]  # the tensors that are not None
+        self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
 
-    def __call__(self, tensors: tuple[Tensor | None, ...], *seed: Tensor | None) -> None:
-        """Starts the kernel on the current stream of its device. A seed, of any alignment, is an argument of its own."""
-        if self.programs == 0:
+    def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *rest: Any) -> None:
+        """Starts the kernel on the current stream of its device.
+
+        tensors: the fields of the record, copied where they are not contiguous, as kernels read rows that lie next to each
+        other; rest: the arguments behind them.
+        """
+        if programs == 0:
             return
         # Triton launches on the current device, which need not be the tensors'.
         if self.index is not None and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
-                return self(tensors, *seed)
-        compiled = self.kernel[(self.programs,)](tensors, *seed, *self.rest, **self.options)
+                return self(programs, tensors, *rest)
+        there = self.there(tensors) if self.compiled is not None else [t for t in tensors if t is not None]
+        contiguous = all(map(Tensor.is_contiguous, there))
+        compiled = self.compiled
+        if compiled is not None and contiguous and not observed():
+            pointers = tuple(map(Tensor.data_ptr, there))
+            if reduce(or_, pointers) % 16 == 0:
+                stream = driver.active.get_current_stream(self.index)
+                started = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks
+                compiled.run(programs, 1, 1, stream, *started, self.places((*pointers, None)), *rest)
+                return
+        if not contiguous:
+            tensors = tuple([None if t is None else t.contiguous() for t in tensors])
+        compiled = self.kernel[(programs,)](self.record(*tensors), *rest, **self.options)
         if isinstance(compiled, CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
-            self.compiled = compiled
-
-
-def stream_getter() -> Callable[[int], int]:
-    """Of Triton: a device's index to its current stream."""
-    return driver.active.get_current_stream
+            present = [i for i, t in enumerate(tensors) if t is not None]
+            if len(present) > 1:  # itemgetter of one place gives no tuple
+                self.there = itemgetter(*present)
+                self.places = itemgetter(*[present.index(i) if i in present else -1 for i in range(len(tensors))])
+                self.compiled = compiled
 
 
 def observed() -> bool:
@@ -204,6 +218,10 @@ def observed() -> bool:
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def _dropout_numbers(options: Options | BackwardOptions) -> tuple[int, float]:
+    return drop_threshold(options.dropout_p), keep_scale(options.dropout_p)
 
 
 def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile, **more: Any) -> Variant:
@@ -222,43 +240,6 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
         PREFETCH=tile.prefetch,
         **more,
     )
-
-
-def _dense(record: R) -> tuple[R, R, R | None]:
-    """The tensors as the kernels read them, their dtypes, and the distances between their rows, or None if all are contiguous.
-
-    Rows may lie apart; the elements of a row (or of a weight) may not, and the leading dimensions must fold into one. What has
-    no field in Strides is small and read from end to end.
-    """
-    make: Callable = type(record)._make
-    dtypes = make([None if t is None else t.dtype for t in record])
-    for t in record:
-        if t is not None and not t.is_contiguous():
-            break
-    else:
-        return record, dtypes, None
-    tensors: list[Tensor | None] = []
-    strides: list[int | None] = []
-    for name, t in zip(record._fields, record, strict=True):
-        if t is None or name not in Strides._fields:
-            tensors.append(t if t is None else t.contiguous())
-            strides.append(None)
-        else:
-            rows = t.reshape(-1, t.shape[-1])
-            rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            tensors.append(rows)
-            strides.append(rows.stride(0))
-    return make(tensors), dtypes, make(strides)
-
-
-def _in_units(strides: Inputs | BackwardInputs | None) -> tuple[int, Strides]:
-    """A power of two up to 16 that divides the strides, and the strides in it.
-
-    Of an argument Triton knows whether 16 divides it and no more. Rows that lie 1000 apart would be read two bytes at a time.
-    """
-    given: list[int | None] = [getattr(strides, name, None) for name in Strides._fields]
-    unit = gcd(16, *[stride for stride in given if stride is not None])
-    return unit, Strides(*[None if stride is None else stride // unit for stride in given])
 
 
 def _vector(*dtypes: Any) -> int:
@@ -289,5 +270,5 @@ def device_facts(device: torch.device) -> Device:
 
 def forget() -> None:
     """Drops the remembered launches; for tests, which change what they were made of."""
-    _forward_launcher.cache_clear()
-    _backward_launch.cache_clear()
+    forward_call.cache_clear()
+    backward_call.cache_clear()

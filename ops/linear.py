@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import refuse_second_order, transformed_by_func
+from .autograd import refuse_second_order
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flags, check_input, check_operands, check_tensor, check_weights
 from .functional import norm_fn
 from .kernels import runs_kernels
 from .reference import Norm
+from .torch_state import transformed_by_func
 
 
 def layer_norm_linear_fn(

@@ -1,26 +1,26 @@
-"""The operators as PyTorch's dispatcher knows them: schemas made from the records, shapes without data, kernels.
+"""The operators as PyTorch's dispatcher knows them: records as their arguments, shapes without data, kernels.
 
 They take tensors that `functional` has checked and choose no defaults. Opaque to torch.compile, so that eager and compiled run
 the same kernels on the same arguments and give the same bits.
 
 `norm` is what the public functions call. It has the gradients, and passes on to `norm_forward` and `norm_backward`, which
-compiled graphs then hold. `norm_forward_out` writes into buffers, for inference.
+compiled graphs then hold. Eager calls that nobody watches start the kernels without the dispatcher, see `functional`.
 
 Every value that an operator returns costs the host time, so what was not asked for is not returned.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, partial
+from operator import itemgetter
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, library
 from torch.autograd import forward_ad
 
-from . import prepared
-from .prepared import launches
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
+from .torch_state import below_autograd, has_tangents
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
 NAMESPACE = "prenorm_" + __package__.replace(".", "_")
@@ -32,6 +32,14 @@ except RuntimeError as error:
         "copy whose name differs in dots and underscores only. Import it once, or call the copy something else; after a "
         "reload, restart the process."
     ) from error
+
+
+@cache
+def launches() -> ModuleType:
+    """`launch`, imported when the first kernel starts: it needs Triton, which a machine without a GPU may lack."""
+    from . import launch
+
+    return launch
 
 
 def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:
@@ -54,68 +62,69 @@ def register_autograd(op: torch._ops.OpOverload, below: torch._ops.OpOverload, w
             return with_gradients(first, *rest)  # which has no formula for them, and raises
         return below_autograd(below, first, *rest)
 
-    LIBRARY.impl(op._schema.name.split("::")[1], autograd, "Autograd")
+    LIBRARY.impl(op.name().split("::")[1], autograd, "Autograd")
 
 
-def below_autograd(op: Callable, *arguments: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*arguments)
+# The arguments of an operator on a record of tensors. Three, because the dispatcher's price is by the argument:
+# - the tensors that are there, without None, because not everything that rewrites calls looks into lists of optional tensors
+#   (views of the other sign, jit.trace, autograd's warnings);
+# - the options that are no floats, in their order, and before them which fields the tensors are: bit i for field i;
+# - the options that are floats.
+SCHEMA = "(Tensor[] tensors, int[] options, float[] numbers) -> Tensor[]"
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)  # an option that is a dtype: its place here
 
 
-def has_tangents() -> bool:
-    """Whether forward-mode differentiation is on; the norm has no formula for it, and autograd must be there to say so."""
-    return forward_ad._current_level >= 0
+def encode(record: Any, options: Any) -> tuple[list[Tensor], list[int], list[float]]:
+    fields = 0
+    for i, t in enumerate(record):
+        if t is not None:
+            fields |= 1 << i
+    floats = [value for value in options if isinstance(value, float)]
+    others = [value for value in options if not isinstance(value, float)]
+    ints = [DTYPES.index(value) if value is None or isinstance(value, torch.dtype) else int(value) for value in others]
+    return present(record), [fields, *ints], floats
 
 
-def record_operator(name: str, record: Any, kernel: Callable, prepare: Callable, empty: Callable) -> torch._ops.OpOverload:
-    """An operator on the tensors of a record that returns those that were asked for.
+def decode(record: Any, options: Any, tensors: list[Tensor], ints: Iterable[int], floats: Iterable[float]) -> tuple[Any, Any]:
+    """The records that `encode` had; record and options: their classes."""
+    fields, *rest = ints
+    given, others, numbers = iter(tensors), iter(rest), iter(floats)
+    values: list[Any] = []
+    for kind in options.__annotations__.values():
+        value = next(numbers) if kind is float else next(others)
+        values.append(value if kind in (float, int) else bool(value) if kind is bool else DTYPES[int(value)])
+    return record._make([next(given) if fields >> i & 1 else None for i in range(len(record._fields))]), options._make(values)
 
-    (Tensor[] tensors, str how) -> Tensor[]: `how` names the fields and holds the options, because the dispatcher's price is by
-    the argument, and the records have twenty-five. A call like an earlier one does without the dispatcher (see `prepared`).
-    kernel, empty: of record and options; prepare: of both, makes a function of the tensors for calls like this one.
+
+def record_operator(name: str, record: Any, options: Any, kernel: Callable, empty: Callable) -> torch._ops.OpOverload:
+    """An operator on the tensors of a record and the fields of its options; returns the tensors that were asked for.
+
+    kernel, empty: of record and options, with and without computing.
     """
-    table = prepared.table()
 
-    def run(tensors: list[Tensor], how: str) -> list[Tensor]:
-        inputs, options = decode(record, tensors, how)
-        outputs = present(kernel(inputs, options))
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):  # else autograd warns, at each call
-            prepared.remember(table, (how, tensors[0].shape), lambda: prepare(inputs, options))
-        return outputs
+    @lru_cache(maxsize=1024)
+    def decoded(ints: tuple[int, ...], floats: tuple[float, ...]) -> tuple[Callable, Any]:
+        """A function of the tensors with None behind them that returns the fields of the record; the options."""
+        count = ints[0].bit_count()
+        places, given = decode(record, options, list(range(count)), ints, floats)  # type: ignore[arg-type]
+        return itemgetter(*[-1 if place is None else place for place in places]), given
 
-    def fake(tensors: list[Tensor], how: str) -> list[Tensor]:
-        return present(empty(*decode(record, tensors, how)))
+    def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+        places, given = decoded(tuple(ints), tuple(floats))
+        return present(kernel(record._make(places((*tensors, None))), given))
 
-    op = operator(name, "(Tensor[] tensors, str how) -> Tensor[]", run, fake)
+    def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+        return present(empty(*decode(record, options, tensors, ints, floats)))
+
+    op = operator(name, SCHEMA, run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
-    prepared.put_before_dispatcher(op, table)
     return op
 
 
-def encode(inputs: Inputs | BackwardInputs, options: Options | BackwardOptions) -> tuple[list[Tensor], str]:
-    """The arguments of an operator. Written out, as Dynamo can't trace repr."""
-    names = [name for name, t in zip(inputs._fields, inputs, strict=True) if t is not None]
-    values = [f"{name}={value}" for name, value in zip(options._fields, options, strict=True)]
-    return present(inputs), f"{' '.join(names)}: {type(options).__name__}({', '.join(values)})"
-
-
-def decode(record: Any, tensors: Sequence[Tensor], how: str) -> tuple[Any, Any]:
-    names, options = _decoded(how)
-    return record(*map(dict(zip(names, tensors, strict=True)).get, record._fields)), options
-
-
-@lru_cache(maxsize=1024)
-def _decoded(how: str) -> tuple[list[str], Options | BackwardOptions]:
-    names, _, options = how.partition(": ")
-    return names.split(), eval(
-        options, {"Options": Options, "BackwardOptions": BackwardOptions, "torch": torch, "inf": math.inf}
-    )
-
-
-def _one_by_one(op, info, in_dims, tensors, how):
+def _one_by_one(op, info, in_dims, tensors, *rest):
     """vmap: a call for each sample. PyTorch does that by itself for operators that return no lists."""
     samples = [
-        op([t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[0], strict=True)], how)
+        op([t if dim is None else t.select(dim, i) for t, dim in zip(tensors, in_dims[0], strict=True)], *rest)
         for i in range(info.batch_size)
     ]
     outputs = [torch.stack(same) for same in zip(*samples, strict=True)]
@@ -126,88 +135,44 @@ def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
 
-# Two operators that do the same: one that has autograd code in Python goes through the dispatcher twice at each call, whether
-# or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of `norm`
-# is registered at the end of autograd.py.
-norm, norm_forward = (
-    record_operator(name, Inputs, lambda *given: launches().forward(*given), prepared.forward, empty_outputs)
-    for name in ("norm", "norm_forward")
-)
+def without_stats(outputs: Outputs) -> Outputs:
+    return outputs if outputs.stats is None else outputs._replace(stats=None)
+
+
+# Two operators that do nearly the same: one that has autograd code in Python goes through the dispatcher twice at each call,
+# whether or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of
+# `norm` is registered at the end of autograd.py. The statistics are for backward alone.
+norm = record_operator(
+    "norm", Inputs, Options,
+    lambda *call: without_stats(launches().forward(*call)),
+    lambda *call: without_stats(empty_outputs(*call)),
+)  # fmt: skip
+norm_forward = record_operator("norm_forward", Inputs, Options, lambda *call: launches().forward(*call), empty_outputs)
 norm_backward = record_operator(
-    "norm_backward", BackwardInputs, lambda *given: launches().backward(*given), prepared.backward, empty_gradients
+    "norm_backward", BackwardInputs, BackwardOptions, lambda *call: launches().backward(*call), empty_gradients
 )
 
 
-def _beside_buffers(outputs: Outputs) -> tuple[Tensor, ...]:
-    """y1, mask, mask1: empty tensors where not asked for, because operators that write to arguments return no lists."""
-    rest = (outputs.y1, outputs.mask, outputs.mask1)
-    return tuple(outputs.y.new_empty(0, dtype=torch.float32) if t is None else t for t in rest)
-
-
-# By custom_op, which also tells autograd that the buffers have changed.
-norm_forward_out = library.custom_op(
-    f"{NAMESPACE}::norm_forward_out",
-    lambda y, r, tensors, how: _beside_buffers(launches().forward(*decode(Inputs, tensors, how), y, r)),
-    mutates_args=("y", "r"),
-    schema="(Tensor(a!) y, Tensor(b!)? r, Tensor[] tensors, str how) -> (Tensor, Tensor, Tensor)",
-)
-norm_forward_out.register_fake(lambda y, r, tensors, how: _beside_buffers(empty_outputs(*decode(Inputs, tensors, how), y, r)))
-
-
-dropout = operator(
-    "dropout",
-    "(Tensor x, Tensor seed, float p, SymInt stream) -> Tensor",
-    lambda x, *how: launches().dropout(x, torch.empty_like(x, memory_format=torch.contiguous_format), *how),
-    lambda x, *how: x.new_empty(x.shape),
-)
-dropout_mask = operator(
-    "dropout_mask",
-    "(Tensor seed, SymInt rows, SymInt cols, float p, SymInt stream) -> Tensor",
-    lambda seed, rows, cols, *how: launches().dropout(None, seed.new_empty((rows, cols), dtype=torch.bool), seed, *how),
-    lambda seed, rows, cols, *how: seed.new_empty((rows, cols), dtype=torch.bool),
-)
-
-
-def norm_of(inputs: Inputs, options: Options) -> Outputs:
-    return outputs_of(norm, inputs, options)
-
-
-def outputs_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
+def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
     """op: `norm`, or `norm_forward` below autograd."""
-    there = (
-        True,
-        options.store_residual,
-        inputs.weight1 is not None or inputs.bias1 is not None,
-        options.return_mask,
-        options.return_mask and inputs.x1 is not None,
-        options.store_stats,
-    )
-    return Outputs(*_in_places(there, op(*encode(inputs, options))))
-
-
-def norm_into(inputs: Inputs, options: Options, y: Tensor | None, r: Tensor | None) -> Outputs:
-    x = inputs.x
-    if y is None:
-        y = x.new_empty(x.shape, dtype=options.out_dtype)
-    if r is None and options.store_residual:
-        r = x.new_empty(x.shape, dtype=options.residual_dtype)
-    y1, mask, mask1 = norm_forward_out(y, r, *encode(inputs, options))
-    return Outputs(y, r, y1, mask, mask1)
+    asked = {
+        "y": True,
+        "r": options.store_residual,
+        "y1": inputs.weight1 is not None or inputs.bias1 is not None,
+        "mask": options.return_mask,
+        "mask1": options.return_mask and inputs.x1 is not None,
+        "stats": op is norm_forward and options.statistics > 0,
+    }
+    return Outputs(**_named(asked, op(*encode(inputs, options))))
 
 
 def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    there = (
-        options.dz_dtype is not None,
-        options.dx_dtype is not None,
-        options.dx1_dtype is not None,
-        inputs.x is not None,
-        inputs.x1 is not None,
-        True in options.wanted,
-    )
-    return Gradients(*_in_places(there, norm_backward(*encode(inputs, options))))
+    asked = {name: getattr(options, f"{name}_dtype", None) is not None for name in Gradients._fields}
+    asked |= {"drowscale": inputs.x is not None, "drowscale1": inputs.x1 is not None}
+    return Gradients(**_named(asked, norm_backward(*encode(inputs, options))))
 
 
-def _in_places(there: tuple[bool, ...], tensors: list[Tensor]) -> list[Any]:
-    """The tensors that an operator returned, with None in place of those that were not asked for."""
+def _named(asked: dict[str, bool], tensors: list[Tensor]) -> dict[str, Any]:
+    """The tensors that an operator returned, by the names of those that were asked for; None for the others."""
     given = iter(tensors)
-    return [next(given) if is_there else None for is_there in there]
+    return {name: next(given) if is_asked else None for name, is_asked in asked.items()}

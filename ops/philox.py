@@ -39,8 +39,9 @@ def drop_threshold(p: float) -> int:
 def keep_scale(p: float) -> float:
     """1 / (1 − p), what PyTorch's dropout scales by: the same mask gives the same numbers in fp32.
 
-    The threshold rounds p, so the mean of an element is not its value to the last digit: off by at most 2⁻¹⁷ / (1 − p) of it,
-    8.5e-6 at p = 0.1. Where p is so near 1 that one draw is all that is kept, it is that draw's share.
+    The threshold is p rounded to 1 / 65536, and the scale follows p itself. So the mean of a kept and scaled element differs
+    from its value by up to 2⁻¹⁷ / (1 − p) of it: 8.5e-6 at p = 0.1. If p is so near 1 that a single draw in 65536 is kept, the
+    scale is 65536.
     """
     return min(1 / (1 - p), float(DRAW_RANGE))
 
@@ -133,3 +134,11 @@ def seeds_from(seed: int, offset: int, count: int, device: torch.device) -> Tens
 def as_int64(number: int) -> int:
     """The one with the same 64 low bits."""
     return (number + 2**63) % 2**64 - 2**63
+
+
+def seed_tensor(seed: Tensor | int, device: torch.device) -> Tensor:
+    if isinstance(seed, int):
+        if not -(2**63) <= seed < 2**63:
+            seed = as_int64(seed)  # any 64-bit number is a seed
+        return torch.full((1,), seed, dtype=torch.int64, device=device)
+    return seed

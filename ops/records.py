@@ -1,4 +1,7 @@
-"""The records that a call hands from the public functions to the kernels. The operators take them flattened, in this order."""
+"""The records that a call hands from the public functions to the kernels. All code takes their fields by name.
+
+The operators take records flattened, in the order of their fields; `operators` makes the schemas from the annotations.
+"""
 
 from typing import NamedTuple
 
@@ -10,7 +13,7 @@ class Inputs(NamedTuple):
     x: Tensor  # (..., N)
     residual: Tensor | None  # shape of x
     x1: Tensor | None  # shape of x
-    weight: Tensor | None  # (N,)
+    weight: Tensor | None  # (N,), as are the other three
     bias: Tensor | None
     weight1: Tensor | None
     bias1: Tensor | None
@@ -27,7 +30,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype  # of y and y1
     residual_dtype: torch.dtype  # of r
     store_residual: bool
-    store_stats: bool
+    statistics: int  # numbers of each row that are stored for backward: `Norm.statistics`, or 0
     return_mask: bool
 
 
@@ -37,21 +40,23 @@ class Outputs(NamedTuple):
     y1: Tensor | None = None  # shape of x; there where weight1 or bias1 is
     mask: Tensor | None = None  # bool, shape of x: what was kept of x
     mask1: Tensor | None = None  # and of x1
-    stats: Tensor | None = None  # fp32, x's leading shape and 2: rstd and mean (0 where the norm does not centre)
+    stats: Tensor | None = None  # fp32, for each row `Norm.statistics` numbers: rstd, and the mean if the norm centres
 
 
 class BackwardInputs(NamedTuple):
+    """The gradients of the outputs, None where nobody used the output; then what forward left for backward."""
+
     dy: Tensor | None  # shape of r, as are dy1, dr, x and x1
     dy1: Tensor | None
     dr: Tensor | None
-    r: Tensor
-    x: Tensor | None  # there where drowscale is wanted
-    x1: Tensor | None  # there where drowscale1 is
+    r: Tensor  # x itself where nothing is added to it
+    x: Tensor | None  # there where drowscale may be wanted
+    x1: Tensor | None  # there where drowscale1 may be
     weight: Tensor | None
     weight1: Tensor | None
     rowscale: Tensor | None
     rowscale1: Tensor | None
-    stats: Tensor
+    stats: Tensor | None
     seed: Tensor | None
 
 
@@ -59,22 +64,32 @@ class BackwardOptions(NamedTuple):
     dropout_p: float
     norm: int
     zero_centered_weight: bool
-    dz_dtype: torch.dtype | None  # None: not wanted
+    # Of the gradients; None: not wanted.
+    dz_dtype: torch.dtype | None
     dx_dtype: torch.dtype | None
     dx1_dtype: torch.dtype | None
-    wanted: tuple[bool, ...]  # which of dweight, dbias, dweight1, dbias1
-    weight_dtype: torch.dtype  # of those
+    dweight_dtype: torch.dtype | None
+    dbias_dtype: torch.dtype | None
+    dweight1_dtype: torch.dtype | None
+    dbias1_dtype: torch.dtype | None
 
 
 class Gradients(NamedTuple):
+    """Each has the dtype that BackwardOptions says, or that of its row scale."""
+
     dz: Tensor | None  # shape of r; the gradient of every input that nothing scales
-    dx: Tensor | None
+    dx: Tensor | None  # shape of r
     dx1: Tensor | None
-    drowscale: Tensor | None  # fp32, x's leading shape
+    drowscale: Tensor | None  # shape of rowscale
     drowscale1: Tensor | None
-    # (N,) if one is wanted, else (wanted, N). One allocation and one kernel for all of them: the price is that the memory of a
-    # layer's dweight is free only when its dbias is too.
-    weights: Tensor | None
+    dweight: Tensor | None  # (N,)
+    dbias: Tensor | None
+    dweight1: Tensor | None
+    dbias1: Tensor | None
+
+
+def dtypes_of(record: Inputs | BackwardInputs) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if t is None else t.dtype for t in record])
 
 
 def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
@@ -86,23 +101,26 @@ def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: 
         _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
         _empty(x, torch.bool) if options.return_mask else None,
         _empty(x, torch.bool) if options.return_mask and inputs.x1 is not None else None,
-        x.new_empty((*x.shape[:-1], 2), dtype=torch.float32) if options.store_stats else None,
+        x.new_empty(x.numel() // x.shape[-1] * options.statistics, dtype=torch.float32) if options.statistics else None,
     )
 
 
 def empty_gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    r, x, x1 = inputs.r, inputs.x, inputs.x1
-    wanted, N = sum(options.wanted), r.shape[-1]
+    r = inputs.r
+    N = r.shape[-1]
     return Gradients(
         None if options.dz_dtype is None else _empty(r, options.dz_dtype),
         None if options.dx_dtype is None else _empty(r, options.dx_dtype),
         None if options.dx1_dtype is None else _empty(r, options.dx1_dtype),
-        None if x is None else x.new_empty(x.shape[:-1], dtype=torch.float32),
-        None if x1 is None else x1.new_empty(x1.shape[:-1], dtype=torch.float32),
-        r.new_empty(N if wanted == 1 else (wanted, N), dtype=options.weight_dtype) if wanted else None,
+        None if inputs.x is None or inputs.rowscale is None else _empty(inputs.rowscale, inputs.rowscale.dtype),
+        None if inputs.x1 is None or inputs.rowscale1 is None else _empty(inputs.rowscale1, inputs.rowscale1.dtype),
+        None if options.dweight_dtype is None else r.new_empty(N, dtype=options.dweight_dtype),
+        None if options.dbias_dtype is None else r.new_empty(N, dtype=options.dbias_dtype),
+        None if options.dweight1_dtype is None else r.new_empty(N, dtype=options.dweight1_dtype),
+        None if options.dbias1_dtype is None else r.new_empty(N, dtype=options.dbias1_dtype),
     )
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous. Of the ways to allocate, the one that costs the host least (1.4 µs against new_empty's 3.2)."""
+    """Contiguous. Of the ways to allocate a tensor of two dimensions, the one that costs the host least."""
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

@@ -21,6 +21,16 @@ class Norm(IntEnum):
     layernorm = 0
     rmsnorm = 1
 
+    @property
+    def centres(self) -> bool:
+        """Whether it subtracts the mean of a row."""
+        return self is Norm.layernorm
+
+    @property
+    def statistics(self) -> int:
+        """How many numbers of a row backward gets: rstd, and the mean if the norm centres."""
+        return 2 if self.centres else 1
+
 
 def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(r, r.shape[-1:], weight, bias, eps)
@@ -38,19 +48,15 @@ NORMS = {Norm.layernorm: layer_norm, Norm.rmsnorm: rms_norm}
 def norm(inputs: Inputs, options: Options) -> Outputs:
     """All but the statistics, for checked inputs; r is there whether or not it is to be stored."""
     shape = inputs.x.shape
-    x = inputs.x.reshape(-1, shape[-1])
-    residual, x1 = (None if t is None else t.reshape(-1, shape[-1]) for t in inputs[1:3])
-    weight, bias, weight1, bias1 = inputs[3:7]
-    rowscale, rowscale1 = (None if t is None else t.reshape(-1) for t in inputs[7:9])
     compute = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in inputs) else torch.float32
 
-    z, mask = dropout(scale_rows(x.to(compute), rowscale), options.dropout_p, inputs.seed, stream=0)
+    z, mask = _branch(inputs.x, inputs.rowscale, inputs.seed, options.dropout_p, 0, compute)
     mask1 = None
-    if x1 is not None:
-        z1, mask1 = dropout(scale_rows(x1.to(compute), rowscale1), options.dropout_p, inputs.seed, stream=1)
+    if inputs.x1 is not None:
+        z1, mask1 = _branch(inputs.x1, inputs.rowscale1, inputs.seed, options.dropout_p, 1, compute)
         z = z + z1
-    if residual is not None:
-        z = z + residual.to(compute)
+    if inputs.residual is not None:
+        z = z + inputs.residual.reshape(z.shape).to(compute)
     r = z.to(options.residual_dtype)
 
     # Normalise what is stored: the statistics come from the rounded sum, as backward and every later reader see it.
@@ -60,9 +66,19 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
             weight = weight + 1.0
         return NORMS[Norm(options.norm)](r.to(compute), weight, bias, options.eps).to(options.out_dtype)
 
-    y1 = normalise(weight1, bias1) if weight1 is not None or bias1 is not None else None
+    y1 = None
+    if inputs.weight1 is not None or inputs.bias1 is not None:
+        y1 = normalise(inputs.weight1, inputs.bias1)
     others = [None if t is None else t.view(shape) for t in (r, y1, mask, mask1)]
-    return Outputs(normalise(weight, bias).view(shape), *others)
+    return Outputs(normalise(inputs.weight, inputs.bias).view(shape), *others)
+
+
+def _branch(
+    x: Tensor, rowscale: Tensor | None, seed: Tensor | None, p: float, stream: int, compute: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """dropout(x · rowscale), [M, N], and the mask."""
+    rows = x.reshape(-1, x.shape[-1]).to(compute)
+    return dropout(scale_rows(rows, None if rowscale is None else rowscale.reshape(-1)), p, seed, stream)
 
 
 def scale_rows(x: Tensor, rowscale: Tensor | None) -> Tensor:

@@ -133,12 +133,11 @@ def most_registers(tile: Tile) -> int | None:
 
 
 def _persistent(tile: Tile, columns: int, work: Work, device: Device) -> Tile:
-    """The tile with its stages, by the bytes that one tile of each program takes on a multiprocessor.
+    """The tile with its stages and prefetch, by the bytes that the tiles of all programs of a multiprocessor take.
 
-    Prefetched rows come on top of the copies ahead. They get in the way where these keep memory busy by themselves: where they
-    are many bytes for the memory's bandwidth, where a tile reads far more than it writes, and with three tiles ahead of
-    LayerNorm, which is long at work on each. Where rows are prefetched too, fewer copies keep a slower memory busy. Rows that
-    several programs share wait for each other, so more copies are to be there.
+    A tile ahead waits in shared memory, and a prefetched tile in L2. Prefetch slows a launch down in three cases: the tiles
+    ahead are many bytes for the memory's bandwidth; a tile reads far more than it writes; LayerNorm has three tiles ahead.
+    A slower memory is kept busy by fewer tiles ahead. Programs that share a row wait for each other, so they have more.
     """
     size = columns * work.row_bytes * tile.programs_per_sm
     reads_most = work.row_bytes >= 2.5 * work.written_bytes
@@ -172,5 +171,5 @@ def _power_below(x: float) -> int:
 
 
 def _power_near(x: float, most: float) -> int:
-    """The smallest power of two of which x is at most so many times as much."""
+    """The smallest power of two p with x ≤ most · p."""
     return 1 << max(0, math.ceil(math.log2(x / most)))

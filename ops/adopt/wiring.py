@@ -38,12 +38,16 @@ class Wiring:
     names: tuple[str, ...]  # that may be given by position, x first
     defaults: dict[str, Any]  # of those after x that need not be given
     handed_on: dict[str, str]  # from the block's name to the mixer's, of arguments that the mixer gets as they are
-    hands_on_more: bool  # and so it gets every argument that the block has no name for
+    hands_on_more: bool  # the mixer also gets every argument that the block has no name for
     always: dict[str, Any]  # what else the mixer gets where no argument says otherwise
     again: tuple[str, ...]  # the mixer's names for its input, given once more: to torch's attention as key and value
 
     def for_mixer(self, y: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """The mixer's arguments behind its input y, from the block's behind x. Raises TypeError where one would be lost."""
+        """The mixer's arguments but for its input y, from the block's arguments but for x.
+
+        Raises:
+            TypeError: the mixer would not get one of them.
+        """
         found = self.always | dict.fromkeys(self.again, y)
         for name, value in given.items():
             if name in self.handed_on:

@@ -3,6 +3,8 @@
 The bits are those of `philox`. One call of seven rounds serves eight neighbouring columns.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -10,12 +12,12 @@ from .nvidia import multiply
 
 
 @triton.jit
-def drop(b, seed, p_mask, at, first_col, m, n, STREAM: tl.constexpr, HOW: tl.constexpr):
+def drop(b, seed, p_mask, at, first_col, m, n, STREAM: tl.constexpr, VARIANT: tl.constexpr):
     """Dropout of an fp32 block [ROWS, width] that begins at first_col; stores the mask, bool [M, N], if p_mask is there."""
-    m_keep = keep_mask(seed, at.rows, first_col, n.threshold, STREAM, b.shape[1], HOW.VECTOR)
+    m_keep = keep_mask(seed, at.rows, first_col, n.threshold, STREAM, b.shape[1], VARIANT.VECTOR)
     if p_mask is not None:
         cols = first_col + tl.arange(0, b.shape[1])
-        tl.store(p_mask + at.rows[:, None] * HOW.N + cols[None, :], m_keep, mask=m)
+        tl.store(p_mask + at.rows[:, None] * VARIANT.N + cols[None, :], m_keep, mask=m)
     return tl.where(m_keep, b * n.scale, 0.0)
 
 
@@ -51,31 +53,33 @@ def philox(seed, c0, c1, c2, c3):
     for _ in tl.static_range(7):
         low0, high0 = multiply(c0, 0xD2511F53)
         low2, high2 = multiply(c2, 0xCD9E8D57)
-        c0 = high2 ^ c1 ^ k0
-        c1 = low2
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
+        c0, c1 = high2 ^ c1 ^ k0, low2
+        c2, c3 = high0 ^ c3 ^ k1, low0
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
     return c0, c1, c2, c3
 
 
+class Pointers(NamedTuple):
+    x: tl.tensor  # [M, N], or None: the mask itself is written, 1 where kept
+    y: tl.tensor  # [M, N]
+
+
 # A new batch size, probability or seed must compile nothing.
 @triton.jit(do_not_specialize=["M", "threshold"], do_not_specialize_on_alignment=["p_seed"])
 def dropout_kernel(
-    p, p_seed, M, stride_x, threshold, scale,
+    p, p_seed, M, threshold, scale,
     N: tl.constexpr, STREAM: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """p: x and y [M, N] = dropout(x); or, without x, the mask itself, 1 where kept."""
-    p_x, p_y = p
+    """y = dropout(x), or the mask."""
     blocks = tl.cdiv(N, BLOCK_N)  # of columns; on the one grid dimension that may be long, as either M or N may be
     rows = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first_col = (tl.program_id(0) % blocks) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     m = (rows < M)[:, None] & (cols < N)[None, :]
     m_keep = keep_mask(tl.load(p_seed), rows, first_col, threshold, STREAM, BLOCK_N, 8)
-    if p_x is not None:
-        b_x = tl.load(p_x + rows[:, None] * stride_x + cols[None, :], mask=m, other=0.0).to(tl.float32)
-        tl.store(p_y + rows[:, None] * N + cols[None, :], tl.where(m_keep, b_x * scale, 0.0), mask=m)
+    if p.x is not None:
+        b_x = tl.load(p.x + rows[:, None] * N + cols[None, :], mask=m, other=0.0).to(tl.float32)
+        tl.store(p.y + rows[:, None] * N + cols[None, :], tl.where(m_keep, b_x * scale, 0.0), mask=m)
     else:
-        tl.store(p_y + rows[:, None] * N + cols[None, :], m_keep, mask=m)
+        tl.store(p.y + rows[:, None] * N + cols[None, :], m_keep, mask=m)

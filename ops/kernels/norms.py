@@ -1,8 +1,8 @@
 """What a norm is: its statistic, its normalisation and its derivative, for all tile shapes. A new norm is a branch in each.
 
     d  = r − mean(r) if the norm centres, else r          `deviation`
-    x̂  = d · rstd,   rstd = f(Σ s(d) / N)                  `spread` is s, `inverse` is f
-    ∂  : dr = rstd · (g − t(x̂) · mean(g · x̂) − mean(g))    `direction` is t; the last mean only if the norm centres
+    x̂  = d · rstd,   rstd = f(Σ s(d) / N)                  `normalised`; `spread` is s, `inverse` is f
+    ∂  : dr = rstd · (g − t(x̂) · mean(g · x̂) − mean(g))    `norm_gradient`; `direction` is t; the last mean only if it centres
 
 LayerNorm: Ba, Kiros & Hinton 2016; RMSNorm: Zhang & Sennrich 2019. `reference.NORMS` has the same formulas in PyTorch.
 """
@@ -19,7 +19,13 @@ RMSNORM = tl.constexpr(Norm.rmsnorm.value)
 @triton.constexpr_function
 def centres(NORM):
     """Whether the norm subtracts the mean of a row."""
-    return LAYERNORM.value == NORM
+    return Norm(NORM).centres
+
+
+@triton.constexpr_function
+def statistics(NORM):
+    """How many numbers of a row backward gets: rstd, and the mean if the norm centres."""
+    return Norm(NORM).statistics
 
 
 @triton.jit
@@ -41,6 +47,12 @@ def spread(b_deviation, NORM: tl.constexpr):
 def inverse(b_spread, N, eps, NORM: tl.constexpr):
     """rstd, fp32 [ROWS], from the sum of `spread` over the N columns."""
     return tl.rsqrt(b_spread * (1.0 / N) + eps)
+
+
+@triton.jit
+def normalised(b, b_mean, b_rstd, NORM: tl.constexpr):
+    """x̂, fp32 [ROWS, width], of a block of the stream."""
+    return deviation(b, b_mean, NORM) * b_rstd[:, None]
 
 
 @triton.jit

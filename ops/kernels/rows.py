@@ -14,7 +14,17 @@ import triton
 import triton.language as tl
 
 from . import INTERPRET
-from .nvidia import pair_of, prefetch_rows, widen, word_of
+from .norms import centres, statistics
+from .nvidia import prefetch_rows, widen
+
+
+class Weights(NamedTuple):
+    """One thing for each weight of a norm: those of y, then those of y1."""
+
+    weight: Any
+    bias: Any
+    weight1: Any
+    bias1: Any
 
 
 @dataclass(frozen=True)
@@ -29,14 +39,13 @@ class Variant:
     ROWS: int  # in a tile
     BLOCK_N: int  # columns in a block, a power of two
     VECTOR: int  # neighbouring columns in a thread: 16 bytes of the widest tensor
-    STRIDE_UNIT: int  # a power of two by which the kernel's strides were divided, so that the compiler knows their alignment
     LOOPED: bool = False  # a row is read block by block, twice
     SLICES: int = 1  # programs that share a row, one block each
     STAGES: int = 1  # tiles in flight in backward, the one at work included
     EARLY_WEIGHTS: bool = False  # forward reads the weights before the rows
     PREFETCH: bool = False  # rows of a later tile are brought into L2
     EARLY_START: bool = False  # programmatic dependent launch: the kernel waits for the one before by itself
-    WANTED: tuple[bool, ...] = ()  # which of dweight, dbias, dweight1, dbias1 backward sums up
+    WANTED: Weights | None = None  # bool: whose gradients backward sums up
 
     def __post_init__(self) -> None:
         if not INTERPRET:  # a kernel is to find constants in them; the interpreter takes plain values
@@ -45,28 +54,15 @@ class Variant:
 
 
 @triton.constexpr_function
-def blocks(HOW):
+def blocks(VARIANT):
     """How many blocks of a row a program holds."""
-    return 1 if HOW.LOOPED or HOW.SLICES > 1 else -(-HOW.N // HOW.BLOCK_N)
+    return 1 if VARIANT.LOOPED or VARIANT.SLICES > 1 else -(-VARIANT.N // VARIANT.BLOCK_N)
 
 
 @triton.constexpr_function
-def reaches_outside(i, HOW):
+def reaches_outside(i, VARIANT):
     """Whether block i may reach past the row's end."""
-    return HOW.N % HOW.BLOCK_N != 0 and i == blocks(HOW) - 1
-
-
-class Strides(NamedTuple):
-    """Of the tensors that are read by rows: from a row to the next, over Variant.STRIDE_UNIT. None where there is no tensor, or
-    all rows lie next to each other, as those of outputs do."""
-
-    dy: tl.tensor
-    dy1: tl.tensor
-    dr: tl.tensor
-    r: tl.tensor
-    x: tl.tensor
-    residual: tl.tensor
-    x1: tl.tensor
+    return VARIANT.N % VARIANT.BLOCK_N != 0 and i == blocks(VARIANT) - 1
 
 
 class Place(NamedTuple):
@@ -78,91 +74,81 @@ class Place(NamedTuple):
 
 
 @triton.jit
-def place(tile, first_col, M, HOW: tl.constexpr):
+def place(tile, first_col, M, VARIANT: tl.constexpr):
     """The rows of a tile. A tile beyond the last, or before the first, has none."""
-    rows = tl.full([HOW.ROWS], tile, tl.int64) * HOW.ROWS + tl.arange(0, HOW.ROWS)
+    rows = tl.full([VARIANT.ROWS], tile, tl.int64) * VARIANT.ROWS + tl.arange(0, VARIANT.ROWS)
     return Place(rows, (rows >= 0) & (rows < M), first_col)
 
 
 @triton.jit
-def block_start(i: tl.constexpr, at, HOW: tl.constexpr):
+def block_start(i: tl.constexpr, at, VARIANT: tl.constexpr):
     """The first column of block i, a multiple of 8."""
-    return at.first_col + i * HOW.BLOCK_N
+    return at.first_col + i * VARIANT.BLOCK_N
 
 
 @triton.jit
-def block_cols(i: tl.constexpr, at, HOW: tl.constexpr):
+def block_cols(i: tl.constexpr, at, VARIANT: tl.constexpr):
     """int32 [BLOCK_N]: the columns of block i."""
-    return block_start(i, at, HOW) + tl.max_contiguous(tl.arange(0, HOW.BLOCK_N), HOW.VECTOR)
+    return block_start(i, at, VARIANT) + tl.max_contiguous(tl.arange(0, VARIANT.BLOCK_N), VARIANT.VECTOR)
 
 
 @triton.jit
-def block_mask(i: tl.constexpr, at, HOW: tl.constexpr):
+def block_mask(i: tl.constexpr, at, VARIANT: tl.constexpr):
     """int1 [ROWS, BLOCK_N], or [ROWS, 1] where the block lies inside the row."""
     m = at.m_row[:, None]
-    if reaches_outside(i, HOW):
-        m = m & (block_cols(i, at, HOW) < HOW.N)[None, :]
+    if reaches_outside(i, VARIANT):
+        m = m & (block_cols(i, at, VARIANT) < VARIANT.N)[None, :]
     return m
 
 
 @triton.jit
-def zero_outside(b, i: tl.constexpr, at, HOW: tl.constexpr):
+def zero_outside(b, i: tl.constexpr, at, VARIANT: tl.constexpr):
     """Block i with zeros past the row's end."""
-    if reaches_outside(i, HOW):
-        b = tl.where((block_cols(i, at, HOW) < HOW.N)[None, :], b, 0.0)
+    if reaches_outside(i, VARIANT):
+        b = tl.where((block_cols(i, at, VARIANT) < VARIANT.N)[None, :], b, 0.0)
     return b
 
 
 @triton.jit
-def offsets(i: tl.constexpr, at, stride, HOW: tl.constexpr):
-    """int64 [ROWS, BLOCK_N]: where the elements of block i lie. stride: as of `row_step`."""
-    return at.rows[:, None] * row_step(stride, HOW) + block_cols(i, at, HOW)[None, :]
+def offsets(i: tl.constexpr, at, VARIANT: tl.constexpr):
+    """int64 [ROWS, BLOCK_N]: where the elements of block i lie."""
+    return at.rows[:, None] * VARIANT.N + block_cols(i, at, VARIANT)[None, :]
 
 
 @triton.jit
-def row_step(stride, HOW: tl.constexpr):
-    """From a row to the next. stride: the same over STRIDE_UNIT; None for N."""
-    if stride is None:
-        step = HOW.N
-    else:
-        step = tl.full([], stride, tl.int64) * HOW.STRIDE_UNIT  # the product may take more bits than the stride
-    return step
-
-
-@triton.jit
-def prefetch_tile(p, stride, tile, first_col, columns, M, HOW: tl.constexpr):
+def prefetch_tile(p, tile, first_col, columns, M, VARIANT: tl.constexpr):
     """Brings some columns of the rows of a tile into L2."""
-    prefetch_rows(p, tile, M, row_step(stride, HOW), first_col, columns, HOW.ROWS)
+    prefetch_rows(p, tile, M, VARIANT.N, first_col, columns, VARIANT.ROWS)
 
 
 @triton.jit
-def load_rows(p, at, stride, HOW: tl.constexpr):
+def load_rows(p, at, VARIANT: tl.constexpr):
     """fp32 blocks, zero where masked, all loaded before any is used. An empty tuple where there is no tensor, as tuples hold no
     None."""
     b_row = ()
     if p is not None:
-        for i in tl.static_range(blocks(HOW)):
-            b_row += (widen(tl.load(p + offsets(i, at, stride, HOW), mask=block_mask(i, at, HOW), other=0.0)),)
+        for i in tl.static_range(blocks(VARIANT)):
+            b_row += (widen(tl.load(p + offsets(i, at, VARIANT), mask=block_mask(i, at, VARIANT), other=0.0)),)
     return b_row
 
 
 @triton.jit
-def load_weights(p, at, HOW: tl.constexpr, OFFSET: tl.constexpr = 0.0):
+def load_weights(p, at, VARIANT: tl.constexpr, OFFSET: tl.constexpr = 0.0):
     """fp32 blocks [1, BLOCK_N] of a weight or bias, OFFSET added; an empty tuple where there is none."""
     b_weights = ()
-    for i in tl.static_range(blocks(HOW)):
-        b_weights += load_weight(p, i, at, HOW, OFFSET)
+    for i in tl.static_range(blocks(VARIANT)):
+        b_weights += load_weight(p, i, at, VARIANT, OFFSET)
     return b_weights
 
 
 @triton.jit
-def load_weight(p, i: tl.constexpr, at, HOW: tl.constexpr, OFFSET: tl.constexpr = 0.0):
+def load_weight(p, i: tl.constexpr, at, VARIANT: tl.constexpr, OFFSET: tl.constexpr = 0.0):
     """Block i alone, in a tuple."""
     b_weight = ()
     if p is not None:
-        cols = block_cols(i, at, HOW)[None, :]
-        if reaches_outside(i, HOW):
-            b = widen(tl.load(p + cols, mask=cols < HOW.N, other=0.0))
+        cols = block_cols(i, at, VARIANT)[None, :]
+        if reaches_outside(i, VARIANT):
+            b = widen(tl.load(p + cols, mask=cols < VARIANT.N, other=0.0))
         else:
             b = widen(tl.load(p + cols))
         if OFFSET != 0.0:
@@ -181,27 +167,39 @@ def row_sum(b_row):
 
 
 @triton.jit
+def add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
 def mean(b_sum, N):
     """b_sum / N, exact where that is a float, so that a constant row has its own mean: plain division may be 2 ulp off.
 
-    One Newton step from sum · (1 / N), whose remainder a fused multiply-add gives exactly.
+    One Newton step from sum · (1 / N), whose remainder a fused multiply-add gives exactly. tl.div_rn takes more registers.
     """
     b_estimate = b_sum * (1.0 / N)
     return tl.fma(tl.fma(-b_estimate, N * 1.0, b_sum), 1.0 / N, b_estimate)
 
 
 @triton.jit
-def store_stats(p_stats, b_rstd, b_mean, at):
-    """rstd and mean, fp32 [M, 2], the two of a row as one word: a sector of memory takes as long whatever is written of it."""
+def store_stats(p_stats, b_rstd, b_mean, at, VARIANT: tl.constexpr):
+    """rstd, and the mean where the norm centres: fp32 [M, statistics]."""
     if p_stats is not None:
-        words = word_of(b_rstd, b_mean)
-        tl.store(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, words, mask=at.m_row)
+        p_row = p_stats + at.rows * statistics(VARIANT.NORM)
+        tl.store(p_row, b_rstd, mask=at.m_row)
+        if centres(VARIANT.NORM):
+            tl.store(p_row + 1, b_mean, mask=at.m_row)
 
 
 @triton.jit
-def load_stats(p_stats, at):
-    """rstd and mean, fp32 [ROWS]."""
-    return pair_of(tl.load(p_stats.to(tl.pointer_type(tl.int64)) + at.rows, mask=at.m_row, other=0))
+def load_stats(p_stats, at, VARIANT: tl.constexpr):
+    """rstd and mean, fp32 [ROWS]; the mean is 0 where the norm does not centre."""
+    p_row = p_stats + at.rows * statistics(VARIANT.NORM)
+    b_rstd = tl.load(p_row, mask=at.m_row, other=0.0)
+    b_mean = tl.zeros([VARIANT.ROWS], tl.float32)
+    if centres(VARIANT.NORM):
+        b_mean = tl.load(p_row + 1, mask=at.m_row, other=0.0)
+    return b_rstd, b_mean
 
 
 @triton.jit

@@ -4,6 +4,7 @@ The rule of tolerance, stated once: the error of ours against fp64 is at most tw
 same inputs in the same precision, plus a small absolute term.
 """
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import combinations, product
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops import Norm, dropout_mask, functional, norm_fn, operators
+from ops import Norm, dropout, dropout_mask, norm_fn, operators, plan
 from ops.philox import keep_scale
 from ops.reference import NORMS
 
@@ -119,8 +120,15 @@ def arguments(case: Case) -> dict:
     }  # fmt: skip
 
 
+@contextmanager
 def reference_path():
-    return mock.patch.object(functional, "runs_kernels", return_value=False)
+    """Calls take the PyTorch reference, whatever the device."""
+    plan.forget()
+    with ExitStack() as stack:
+        for module in (dropout, plan):
+            stack.enter_context(mock.patch.object(module, "runs_kernels", return_value=False))
+        yield
+    plan.forget()
 
 
 def unfused(

@@ -3,8 +3,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from ops import kernels, launch, prepared
-from ops.kernels import nvidia
+from ops import kernels, launch, plan
+from ops.kernels import exchange
 
 from .tiles import TwiceIfSplit, fitted, read_at_once
 
@@ -17,7 +17,7 @@ def device() -> torch.device:
 
 def forget():
     launch.forget()
-    prepared.forget()
+    plan.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,10 @@ def use_tile(monkeypatch):
     facts = launch.device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if kernels.INTERPRET:
         monkeypatch.setattr(launch, "norm_backward_kernel", TwiceIfSplit(launch.norm_backward_kernel))
-        monkeypatch.setattr(nvidia, "wait_for_words", read_at_once)
+        monkeypatch.setattr(exchange, "wait_for_words", read_at_once)
         # So long that no word takes the place of another. Loops count in plain ints there, which know no constexpr.
         monkeypatch.setattr(launch, "RING", tl.constexpr(64))
-        monkeypatch.setattr(nvidia, "RING", 64)
+        monkeypatch.setattr(exchange, "RING", 64)
 
     def use(tile):
         if kernels.INTERPRET:  # two groups of programs that share rows, so that each has several

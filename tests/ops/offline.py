@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import ops
-from ops import Norm, launch, tiling
+from ops import Norm, launch, plan, tiling
 
 from .cases import BF16, FP16, FP32, OPTIONS, Case, covering, describe, inputs, ours
 
@@ -76,8 +76,8 @@ class OfflineLauncher(launch.Launcher):
         # Backward has its tile first, and the sum over its partial sums none.
         self.own_tile = OfflineLauncher.tile if self.kernel.__name__ != "finish_weight_gradients_kernel" else None
 
-    def __call__(self, tensors: tuple[torch.Tensor | None, ...], *seed: torch.Tensor | None) -> None:
-        compiled = self.kernel.run(tensors, *seed, *self.rest, grid=(1,), warmup=True, **self.options)
+    def __call__(self, programs: int, tensors: tuple[torch.Tensor | None, ...], *rest: Any) -> None:
+        compiled = self.kernel.run(self.record(*tensors), *rest, grid=(1,), warmup=True, **self.options)
         self.found.append(
             {
                 "kernel": self.kernel.__name__,
@@ -101,8 +101,8 @@ def hash_of(ptx: str) -> str:
 
 @cache
 def disassembled(cubin: bytes) -> dict:
-    """Registers of a thread, the bytes of its stack, which is what it spills, and what touches memory before the wait for the
-    kernel ahead (None where nothing waits)."""
+    """Registers of a thread, the bytes of its stack, which is what it spills, instructions, and what touches memory before the
+    wait for the kernel ahead (None where nothing waits)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -112,7 +112,8 @@ def disassembled(cubin: bytes) -> dict:
     assert used, text[:1000]
     ahead, wait, _ = text.partition("ACQBULK")
     touched = re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b.*", ahead) if wait else None
-    return {"registers": int(used[1]), "spilled": int(used[2]), "before_waiting": touched}
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s", text, re.MULTILINE))
+    return {"registers": int(used[1]), "spilled": int(used[2]), "instructions": instructions, "before_waiting": touched}
 
 
 def resident(found: dict) -> int:
@@ -142,6 +143,7 @@ def compile_case(case: Case) -> list[dict]:
     """What compiling its launches found, in their order."""
     OfflineLauncher.found.clear()
     launch.forget()
+    plan.forget()
     try:
         ours(inputs(case, torch.device("cpu")), case)
     except Exception as error:
@@ -149,7 +151,7 @@ def compile_case(case: Case) -> list[dict]:
     return [{"case": describe(case), "n": case.n, **found} | {"resident": resident(found)} for found in OfflineLauncher.found]
 
 
-NUMBERS = {"registers": 3, "spilled": 4, "shared": 6, "resident": 2}
+NUMBERS = {"registers": 3, "spilled": 4, "instructions": 5, "shared": 6, "resident": 2}
 
 
 def line(found: dict) -> str:

@@ -13,8 +13,8 @@ from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
 
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
-HOW = Options(1e-5, 0.25, Norm.layernorm, False, BF16, FP32, store_residual=True, store_stats=True, return_mask=True)
-PLAIN = Options(1e-5, 0.0, Norm.rmsnorm, False, FP32, FP32, store_residual=False, store_stats=True, return_mask=False)
+HOW = Options(1e-5, 0.25, int(Norm.layernorm), False, BF16, FP32, store_residual=True, statistics=2, return_mask=True)
+PLAIN = Options(1e-5, 0.0, int(Norm.rmsnorm), False, FP32, FP32, store_residual=False, statistics=1, return_mask=False)
 CASES = [
     *[Case(norm=norm, residual=None, bias=False, prenorm=False) for norm in Norm],
     Case(),
@@ -73,16 +73,21 @@ def test_what_backward_needs_goes_through_saved_tensors_hooks(device):
     (x, w), packed = pair(device), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.cpu(), lambda t: t.to(device)):
         site(x, w)
-    assert [tuple(t.shape) for t in packed] == [(4, 24), (24,), (4, 2)] and packed[1] is w  # r, weight, statistics
+    assert [tuple(t.shape) for t in packed] == [(4, 24), (24,), (4,)] and packed[1] is w  # r, weight, statistics
 
 
 def test_without_gradients_nothing_is_kept_for_backward(device, monkeypatch):
-    seen, original, (x, _) = [], launch.forward, pair(device)
-    monkeypatch.setattr(launch, "forward", lambda inputs, how: seen.append(how) or original(inputs, how))
+    seen, original, (x, _) = [], launch.Launcher.__call__, pair(device)
+
+    def record(self, programs, tensors, *rest):
+        seen.append(self.record(*tensors))
+        original(self, programs, tensors, *rest)
+
+    monkeypatch.setattr(launch.Launcher, "__call__", record)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             assert layer_norm_fn(x, None, None, x).requires_grad == grad
-    assert [(how.store_residual, how.store_stats) for how in seen] == [(True, True), (False, False)]
+    assert [(p.r is None, p.stats is None) for p in seen] == [(False, False), (True, True)]
 
 
 def test_forward_mode_differentiation_is_refused_not_ignored(device):
@@ -91,23 +96,22 @@ def test_forward_mode_differentiation_is_refused_not_ignored(device):
         layer_norm_fn(forward_ad.make_dual(x, torch.ones_like(x)), None, None)
 
 
-@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_forward_out", "norm_backward", "dropout", "dropout_mask"])
+@pytest.mark.parametrize("name", ["norm", "norm_forward", "norm_backward", "dropout", "dropout_mask"])
 def test_opcheck(name, device):
     case = Case(x1=FP32, second=True, rowscale="learned", m=4, n=24)
     tensors = {key: t.detach().requires_grad_(name == "norm") for key, t in inputs(case, device).items()}
-    seed, stats = torch.tensor([3], device=device), torch.rand(4, 2, device=device)
-    given, encode = Inputs(**tensors, seed=seed), operators.encode
+    seed, stats = torch.tensor([3], device=device), torch.rand(8, device=device)
+    given = Inputs(**tensors, seed=seed)
     x, residual, x1, w, _, w1, _, scale, scale1, _ = given
-    how = BackwardOptions(0.25, Norm.layernorm, False, FP32, BF16, FP32, (True, True, False, True), FP32)
+    how = BackwardOptions(0.25, int(Norm.layernorm), False, FP32, BF16, FP32, FP32, FP32, None, BF16)
     backward = BackwardInputs(x, x1, residual, residual, x, x1, w, w1, scale, scale1, stats, seed)
     calls = {
-        "norm_forward_out": [(torch.empty_like(x), torch.empty_like(residual), *encode(given, HOW))],
-        "norm_backward": [encode(backward, how)],
+        "norm_backward": [operators.encode(backward, how)],
         "dropout": [(residual, seed, 0.25, 1)],
         "dropout_mask": [(seed, 4, 24, 0.25, 0)],
-    }.get(name, [encode(given, HOW), encode(Inputs(residual, *(None,) * 9), PLAIN)])
+    }.get(name, [operators.encode(given, HOW), operators.encode(given._make([residual, *[None] * 9]), PLAIN)])
     for arguments in calls:
-        library.opcheck(getattr(operators, name), arguments)
+        library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)
 
 
 def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_what_it_uses(device):
@@ -125,7 +129,7 @@ def test_a_compiled_graph_calls_operators_without_autograd_code_and_gets_only_wh
     y, r = fn(x, w)
     (y.sum() + r.sum()).backward()
     assert found == {
-        operators.norm_forward: [(4, 24), (4, 24), (4, 2)],  # y, r, statistics
+        operators.norm_forward: [(4, 24), (4, 24), (4,)],  # y, r, statistics
         operators.norm_backward: [(4, 24), (24,)],  # of x and residual, of weight
     }
     found.clear()

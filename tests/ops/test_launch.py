@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from ops import Norm, launch, layer_norm_fn
-from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
+from ops import launch, layer_norm_fn
 from ops.tiling import H200
 
 from .cases import BF16, KERNELS, leaves
 
-CPU = torch.device("cpu")
 DEVICES = {
     "H200": H200,
     "H100": H200._replace(bandwidth=3.35e12),
@@ -23,21 +21,19 @@ DEVICES = {
 def test_only_a_gpu_that_knows_them_is_asked_for_special_launches(n, device, monkeypatch):
     facts = DEVICES[device]
     monkeypatch.setattr(launch, "device_facts", lambda device: facts)
-    absent = Inputs(*[None] * 10), BackwardInputs(*[None] * 12)
-    given, upstream = absent[0]._replace(x=BF16, weight=BF16), absent[1]._replace(r=BF16, dy=BF16, weight=BF16)
-    options = Options(1e-5, 0.0, Norm.layernorm, False, BF16, BF16, store_residual=False, store_stats=True, return_mask=False)
-    gradients = BackwardOptions(0.0, Norm.layernorm, False, BF16, None, None, (True, False, False, False), BF16)
-    forward = launch._forward_launcher(options, torch.Size((64, n)), CPU, given, None)
-    backward = launch._backward_launch(gradients, torch.Size((64, n)), CPU, upstream, None)
-    for launcher in (forward, backward.gradients, backward.finish):
-        cooperative = launcher.options.get("launch_cooperative_grid", False)
-        assert launcher.options.get("launch_pdl", False) == (facts.since_sm_90 and not cooperative)
+    started = []
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, *arguments: started.append((self.options, arguments)))
+    x, w = torch.randn(64, n, dtype=BF16, requires_grad=True), torch.ones(n, dtype=BF16, requires_grad=True)
+    layer_norm_fn(x, w, None).backward(torch.ones_like(x))
+    assert len(started) == 3  # forward, backward, the sum of weight gradients
+    for options, _ in started:
+        cooperative = options.get("launch_cooperative_grid", False)
+        assert options.get("launch_pdl", False) == (facts.since_sm_90 and not cooperative)
         assert facts.cooperative or not cooperative
-    for launcher in (forward, backward.gradients):
-        how = launcher.rest[-1]
-        assert bool(how.EARLY_START) == launcher.options.get("launch_pdl", False)
-        assert facts.since_sm_90 or not how.PREFETCH
-    assert (backward.gradients.rest[-1].SLICES > 1) == backward.gradients.options.get("launch_cooperative_grid", False)
+    for options, (*_, variant) in started[:2]:
+        assert bool(variant.EARLY_START) == options.get("launch_pdl", False)
+        assert facts.since_sm_90 or not variant.PREFETCH
+    assert (started[1][1][-1].SLICES > 1) == started[1][0].get("launch_cooperative_grid", False)
 
 
 def started_on_gpu(fn) -> tuple[object, list[str]]:

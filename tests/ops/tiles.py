@@ -5,7 +5,7 @@ from dataclasses import replace
 import triton
 import triton.language as tl
 
-from ops.kernels.nvidia import LAP_BIT
+from ops.kernels.exchange import LAP_BIT
 from ops.tiling import Device, Tile, Work
 
 SHAPES = ["one block", "equal blocks", "looped", "split"]

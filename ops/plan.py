@@ -1,0 +1,196 @@
+"""What follows from a call's options, dtypes and widths: checked and worked out once, then remembered.
+
+The number of rows is no part of it, so a batch of another length costs what the one before did.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import operators
+from .checks import (
+    KERNEL_DTYPES,
+    REFERENCE_DTYPES,
+    check_dropout_p,
+    check_eps,
+    check_flags,
+    check_input,
+    check_like_input,
+    check_operands,
+    check_weights,
+    function_name,
+)
+from .kernels import runs_kernels
+from .records import Inputs, Options, Outputs
+from .reference import Norm
+from .torch_state import differentiated_by_func
+
+
+class Request(NamedTuple):
+    """The options as callers give them."""
+
+    norm: Norm
+    eps: float
+    dropout_p: float
+    zero_centered_weight: bool
+    keeps_residual: bool  # prenorm, or a buffer for it
+    residual_in_fp32: bool
+    return_dropout_mask: bool
+    out_dtype: torch.dtype | None
+
+
+class Operands(NamedTuple):
+    """The tensors as callers give them, but for the seed."""
+
+    x: Tensor
+    residual: Tensor | None
+    x1: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    weight1: Tensor | None
+    bias1: Tensor | None
+    rowscale: Tensor | None
+    rowscale1: Tensor | None
+
+
+class Plan(NamedTuple):
+    name: str  # of the public function, for messages
+    kernels: bool  # whether the call goes through the kernels; else through `reference`
+    dtypes: tuple[torch.dtype | None, ...]  # of Inputs
+    run: Callable[..., Outputs]  # of Inputs, in inference; for eager calls on kernels
+    run_training: Callable[..., Outputs]
+    inference: Options
+    training: Options  # the same, and keep what backward needs
+    drops: bool
+    returns_y1: bool
+    r_is_x: bool  # nothing is added to x or changed in it
+
+
+MOST = 4096  # plans that are remembered; the one that was not used for longest goes first
+_plans: OrderedDict[tuple, Plan] = OrderedDict()
+
+
+def plan_of(operands: tuple, request: tuple) -> Plan:
+    """Of an eager call (`torch_state.is_eager`). operands, request: the fields of Operands and Request.
+
+    Raises:
+        ValueError, TypeError: as `make_plan`.
+    """
+    try:
+        key = _key(operands, request)
+        plan = _plans[key]
+        _plans.move_to_end(key)
+        return plan
+    except KeyError:
+        plan = make_plan(operands, request)
+    except TypeError:  # an option has no hash: the checks have more to say
+        return make_plan(operands, request)
+    if plan.kernels:
+        x, call = operands[0], operators.launches().forward_call
+        run, run_training = (call(options, x.shape[-1], x.device, plan.dtypes) for options in (plan.inference, plan.training))
+        plan = plan._replace(run=run, run_training=run_training)
+    _plans[key] = plan
+    while len(_plans) > MOST:
+        _plans.popitem(last=False)
+    return plan
+
+
+def _key(operands: tuple, request: tuple) -> tuple:
+    x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1 = operands
+    shape = x.shape
+    return (
+        request, tuple(map(type, request)),  # 1.0 is equal to True, which the checks may accept
+        shape[-1:], x.dtype, x.device,
+        None if residual is None else (residual.dtype, residual.device, residual.shape == shape),
+        None if x1 is None else (x1.dtype, x1.device, x1.shape == shape),
+        None if weight is None else (weight.dtype, weight.device, weight.shape),
+        None if bias is None else (bias.dtype, bias.device, bias.shape),
+        None if weight1 is None else (weight1.dtype, weight1.device, weight1.shape),
+        None if bias1 is None else (bias1.dtype, bias1.device, bias1.shape),
+        None if rowscale is None else (rowscale.dtype, rowscale.device, _fits_rows(rowscale, shape[:-1])),
+        None if rowscale1 is None else (rowscale1.dtype, rowscale1.device, _fits_rows(rowscale1, shape[:-1])),
+    )  # fmt: skip
+
+
+def _fits_rows(rowscale: Tensor, rows: torch.Size) -> bool:
+    return rowscale.shape == rows or rowscale.shape == (rows.numel(),)
+
+
+def make_plan(given: tuple, wanted: tuple) -> Plan:
+    """given, wanted: the fields of Operands and Request.
+
+    Raises:
+        ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
+    """
+    operands, request = Operands(*given), Request(*wanted)
+    x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
+    name = function_name(request.norm)
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
+    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
+    check_input(name, x, dtypes)
+    weights = {field: getattr(operands, field) for field in ("weight", "bias", "weight1", "bias1")}
+    check_weights(name, x, dtypes, **weights)
+    check_like_input(name, x, dtypes, residual=residual, x1=x1)
+    if rowscale is not None or rowscale1 is not None:
+        rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
+        check_operands(
+            name, x, dtypes, (rows, flat), lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}",
+            rowscale=rowscale, rowscale1=rowscale1,
+        )  # fmt: skip
+    if rowscale1 is not None and x1 is None:
+        raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
+    check_dropout_p(name, "dropout_p", request.dropout_p)
+    check_eps(name, request.eps)
+    check_flags(
+        name, zero_centered_weight=request.zero_centered_weight, residual_in_fp32=request.residual_in_fp32,
+        return_dropout_mask=request.return_dropout_mask,
+    )  # fmt: skip
+    out_dtype = request.out_dtype
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
+        raise ValueError(f"{name}: out_dtype is {out_dtype}, accepted on {x.device}: {', '.join(map(str, dtypes))}")
+
+    residual_dtype = x.dtype
+    if residual is not None:
+        residual_dtype = residual.dtype
+    elif request.residual_in_fp32:
+        residual_dtype = torch.promote_types(x.dtype, torch.float32)
+    drops = request.dropout_p > 0.0
+    adds = residual is not None or x1 is not None or drops or rowscale is not None
+    r_is_x = not adds and residual_dtype == x.dtype
+    inference = Options(
+        eps=float(request.eps),
+        dropout_p=float(request.dropout_p),
+        norm=int(request.norm),
+        zero_centered_weight=bool(request.zero_centered_weight),
+        out_dtype=x.dtype if out_dtype is None else out_dtype,
+        residual_dtype=residual_dtype,
+        store_residual=bool(request.keeps_residual) and not r_is_x,
+        statistics=0,
+        return_mask=bool(request.return_dropout_mask) and drops,
+    )
+    # Backward normalises r again; where nothing was added it finds the same numbers in x.
+    training = inference._replace(store_residual=inference.store_residual or adds, statistics=request.norm.statistics)
+    return Plan(
+        name=name,
+        kernels=kernels,
+        dtypes=(*[None if t is None else t.dtype for t in operands], torch.int64 if drops else None),
+        run=_only_eager,
+        run_training=_only_eager,
+        inference=inference,
+        training=training,
+        drops=drops,
+        returns_y1=weights["weight1"] is not None or weights["bias1"] is not None,
+        r_is_x=r_is_x,
+    )
+
+
+def _only_eager(inputs: Inputs) -> Outputs:
+    raise AssertionError("only plans of eager calls on kernels start them")
+
+
+def forget() -> None:
+    """Drops all plans; for tests."""
+    _plans.clear()

@@ -1,0 +1,287 @@
+"""Eager calls go past the dispatcher and give the same bits; a watched call goes through it."""
+
+import io
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import ops
+from ops import launch, layer_norm_fn, norm_fn, operators, plan, rms_norm_fn, torch_state
+
+from . import cases
+from .cases import BF16, FP32, Seen, describe, equal, inputs, leaves, outputs_and_gradients, unaligned
+
+CASES = cases.pairwise(
+    **cases.OPTIONS | {"zero_centered": [False, True], "residual_in_fp32": [False, True], "out": [None, FP32]}
+)
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """A list that grows with every call that goes through the dispatcher."""
+    seen = []
+    for name, function in {"forward": "norm_of", "backward": "norm_backward_of"}.items():
+        run = getattr(operators, function)
+        monkeypatch.setattr(operators, function, lambda *a, run=run, name=name, **k: (seen.append(name), run(*a, **k))[1])
+    return seen
+
+
+@pytest.fixture
+def given(device):
+    """x, residual, weight, bias."""
+    return leaves(device, (4, 24), (4, 24), (24,), (24,))
+
+
+def site(x, residual, w, b, **options):
+    return layer_norm_fn(x, w, b, residual, **{"prenorm": True} | options)
+
+
+def step(given, upstream=(1, 1), wanted=(0, 1, 2, 3), **options):
+    """Outputs and gradients. upstream: tensors or factors for y and r, or None for no gradient there."""
+    results = site(*given, **options)
+    pairs = [(t, g) for t, g in zip(results, upstream, strict=True) if g is not None]
+    upstream = [g if isinstance(g, torch.Tensor) else torch.full_like(t, g) for t, g in pairs]
+    return *results, *torch.autograd.grad([t for t, _ in pairs], [given[i] for i in wanted], upstream, allow_unused=True)
+
+
+def same_through_the_dispatcher(dispatched, run, *given, **options):
+    """What run returns is the same, bit for bit, eagerly, eagerly again, and with the dispatcher."""
+    found = []
+    for around in (nullcontext, nullcontext, Seen):
+        torch.manual_seed(0), dispatched.clear()
+        with around():
+            found.append(run(*given, **options))
+        assert bool(dispatched) == (around is Seen), dispatched
+    return equal(found[0], found[1]) and equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("case", CASES, ids=describe)
+def test_the_bits_are_the_same(case, device, dispatched):
+    seed = torch.tensor([2**40 + 3], device=device)
+    found = []
+    for around in (Seen, nullcontext, nullcontext):
+        dispatched.clear()
+        with around():
+            found.append(outputs_and_gradients(norm_fn, inputs(case, device), case, seed=seed.clone()))
+        # The operator with gradients calls the one without.
+        assert sorted(dispatched) == (["backward", "forward", "forward"] if around is Seen else [])
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, t in found[0].items():
+            assert (other[name].dtype, other[name].shape) == (t.dtype, t.shape) and torch.equal(other[name], t), name
+
+
+@contextmanager
+def launch_hook():
+    hook, hooks = (lambda metadata: None), launch.knobs.runtime.launch_enter_hook
+    hooks.add(hook)
+    yield
+    hooks.remove(hook)
+
+
+@pytest.mark.parametrize("around", [Seen, BaseTorchFunctionMode, forward_ad.dual_level])
+def test_a_watched_call_goes_through_the_dispatcher(around, given, dispatched):
+    expected = step(given)
+    y, r = site(*given)
+    dispatched.clear()
+    with around():
+        assert equal(site(*given), (y, r)) and dispatched == ["forward", "forward"]
+        if around is Seen:  # torch.autograd.grad takes a function mode off
+            found = torch.autograd.grad((y, r), given, (torch.ones_like(y), torch.ones_like(r)), retain_graph=True)
+            assert dispatched[-1] == "backward" and equal(found, expected[2:])
+    dispatched.clear()
+    assert equal(step(given), expected) and not dispatched
+
+
+@pytest.mark.parametrize("around", [launch_hook, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", BF16)])
+def test_other_states_give_the_same_bits(around, given):
+    expected, _ = site(*given), step(given)
+    with around():
+        assert equal(site(*given), expected)
+
+
+def test_without_the_private_names_of_torch_all_goes_through_the_dispatcher(given, dispatched, monkeypatch):
+    expected = step(given)
+    monkeypatch.setattr(torch_state, "_KNOWN", False)
+    assert equal(step(given), expected) and dispatched == ["forward", "forward", "backward"]
+
+
+OTHERS = {
+    "dtype": lambda x, residual, w, b: (x.bfloat16(), residual, w, b),
+    "rows": lambda x, residual, w, b: (x[:2], residual[:2], w, b),
+    "strides": lambda x, residual, w, b: (x, residual.mT.contiguous().mT, w, b),
+    "requires_grad": lambda x, residual, w, b: (x, residual, w, b.detach()),
+    "class": lambda x, residual, w, b: (x, residual, torch.nn.Parameter(w), b),
+    "given twice": lambda x, residual, w, b: (x, x, w, b),
+    "less": lambda x, residual, w, b: (x, residual, w, None),
+    "as many others": lambda x, residual, w, b: (x, residual, None, w),
+    "negative": lambda x, residual, w, b: (torch._neg_view(x), residual, w, b),
+}
+OPTIONS = [
+    {"eps": 0.1}, {"prenorm": False}, {"dropout_p": 0.5, "seed": 3}, {"zero_centered_weight": True}, {"out_dtype": BF16},
+    {"return_dropout_mask": True}, {"is_rms_norm": True}, {"out": torch.empty(4, 24)}, {"residual_out": torch.empty(4, 24)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", [*OTHERS.values(), *OPTIONS], ids=[*OTHERS, *[next(iter(how)) for how in OPTIONS]])
+def test_a_call_does_not_depend_on_the_calls_before(other, given):
+    tensors, options = (given, other) if isinstance(other, dict) else (other(*given), {})
+    options = {name: v.to(given[0].device) if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+    one, two = (given, {}), (tensors, options)
+    for first, then in ((one, two), (two, one)):
+        plan.forget()
+        expected = site(*then[0], **then[1])
+        expected = [t.clone() for t in (expected if isinstance(expected, tuple) else (expected,)) if t is not None]
+        plan.forget()
+        site(*first[0], **first[1])
+        found = site(*then[0], **then[1])
+        assert equal([t for t in (found if isinstance(found, tuple) else (found,)) if t is not None], expected)
+
+
+def test_a_new_number_of_rows_makes_nothing_new(device):
+    """Trap: batches that are padded to their longest sequence have a new shape at every step."""
+    w = torch.rand(16, device=device)
+    rms_norm_fn(torch.rand(3, 7, 16, device=device), w, None)
+    plans, calls = len(plan._plans), launch.forward_call.cache_info().misses
+    for rows in range(1, 1001):
+        x = torch.rand(rows, 16, device=device)
+        if rows % 100 == 0:
+            assert equal((rms_norm_fn(x, w, None),), (torch.cat([rms_norm_fn(row, w, None)[None] for row in x]),))
+        plan.plan_of((x, None, None, w, *[None] * 5), (ops.Norm.rmsnorm, 1e-6, 0.0, False, False, False, False, None))
+    assert len(plan._plans) == plans and launch.forward_call.cache_info().misses == calls
+
+
+def test_plans_do_not_fill_memory_and_the_least_recently_used_goes_first(device, monkeypatch):
+    monkeypatch.setattr(plan, "MOST", 2)
+    x = {n: torch.rand(3, n, device=device) for n in (16, 24, 32)}
+    for n in (16, 24, 16, 32):
+        rms_norm_fn(x[n], None, None)
+    assert [key[2] for key in plan._plans] == [(16,), (32,)]
+
+
+def test_an_operator_without_autograd_code_warns_each_time_that_gradients_are_asked_for(given):
+    run = torch.fx.Interpreter(make_fx(lambda *given: site(*given))(*[t.detach() for t in given])).run
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+            run(*given)[0].sum().backward()
+
+
+def test_transforms_and_graph_capture_see_operators(given):
+    x, *rest = given = [t.detach() for t in given]
+    expected = site(*given)
+    assert torch.equal(torch.func.vmap(lambda x: site(x, *rest)[0])(x.expand(2, 4, 24)), expected[0].expand(2, 4, 24))
+    assert torch.func.grad(lambda x: site(x, *rest)[0].sum())(x).isfinite().all()
+    assert "norm_forward" in str(make_fx(lambda *given: site(*given))(*given).graph)
+    assert "::norm" in str(torch.jit.trace(site, given, check_trace=False).graph)
+    graphs = []
+    compiled = torch.compile(site, fullgraph=True, backend=lambda graph, _: graphs.append(str(graph.graph)) or graph.forward)
+    assert equal(compiled(*given), expected) and "norm" in graphs[0]
+
+
+class Site(torch.nn.Module):
+    def forward(self, x, residual, w, b):
+        return site(x, residual, w, b)
+
+
+def test_an_exported_program_runs_in_another_process_and_holds_no_text_that_is_run(given, tmp_path):
+    given = [t.detach().cpu() for t in given]
+    rows = {0: torch.export.Dim("rows", max=64)}
+    program = torch.export.export(Site(), tuple(given), dynamic_shapes=(rows, rows, None, None))
+    (call,) = [node for node in program.graph.nodes if getattr(node.target, "namespace", "") == operators.NAMESPACE]
+    assert not any(isinstance(argument, str) for argument in call.args)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    (tmp_path / "program.pt2").write_bytes(file.getvalue())
+    torch.save(given, tmp_path / "given.pt")
+    code = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); import ops; given = torch.load('given.pt');"
+        "program = torch.export.load('program.pt2').module(); x, residual, w, b = given;"
+        "print(all(torch.equal(*pair) for rows in (4, 3) for pair in zip(program(x[:rows], residual[:rows], w, b),"
+        " ops.layer_norm_fn(x[:rows], w, b, residual[:rows], prenorm=True))))"
+    )
+    root = str(Path(ops.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", code, root], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_backward_by_its_upstream_gradients_and_by_those_that_are_wanted(given, dispatched):
+    g = torch.rand(8, 24, device=given[0].device)
+    columns_apart = g.mT.reshape(8, 24).mT.contiguous().mT[:4]
+    pairs = ((1, None), (None, 1), (g[:4], g[4:]), (g[:4], g[:4]), (g[:1].expand(4, 24), g[4:]), (g[4:], g[::2]))
+    for upstream in (*pairs, (columns_apart, g[4:])):
+        assert same_through_the_dispatcher(dispatched, step, given, upstream=upstream), upstream
+    for wanted in ((0,), (2,), (1, 3), (0, 1, 2, 3)):
+        assert same_through_the_dispatcher(dispatched, step, given, wanted=wanted), wanted
+
+
+def test_a_graph_is_used_twice_and_a_site_twice_in_a_graph(given, dispatched):
+    def chain():
+        y, r = site(*site(*given), *given[2:])
+        loss = y.sin().sum() + r.cos().sum()
+        return [*torch.autograd.grad(loss, given, retain_graph=True), *torch.autograd.grad(loss, given)]
+
+    assert same_through_the_dispatcher(dispatched, chain) and equal(chain()[:4], chain()[4:])
+
+
+@pytest.mark.parametrize("bring", [torch.clone, unaligned, lambda t: torch.stack((t, t), -1)[..., 0]])
+def test_hooks_on_saved_tensors_may_bring_others(bring, given):
+    expected = step(given)
+    with saved_tensors_hooks(lambda t: t.detach(), bring):
+        assert equal(step(given), expected)
+
+
+def test_unaligned_inputs_and_seeds_give_the_same_bits(given, dispatched):
+    seeds = torch.tensor([1, 2], device=given[0].device)
+    for seed in seeds:
+        aligned = step(given, dropout_p=0.5, seed=seed)
+        moved = [unaligned(t.detach()).requires_grad_() for t in given]
+        assert equal(step(moved, dropout_p=0.5, seed=seed), aligned)
+        assert same_through_the_dispatcher(dispatched, step, moved, dropout_p=0.5, seed=seed)
+
+
+def test_launches_do_not_depend_on_the_default_dtype(given):
+    expected = step(given)
+    torch.set_default_dtype(BF16)
+    try:
+        assert equal(step(given), expected)
+    finally:
+        torch.set_default_dtype(FP32)
+
+
+def test_seeds_are_drawn_anew_and_follow_the_generator(given):
+    def twice():
+        torch.manual_seed(5)
+        return [step(given, dropout_p=0.5)[0] for _ in range(2)]
+
+    first, again = twice(), twice()
+    assert equal(first, again) and not torch.equal(*first)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_draws_the_masks_again(use_reentrant, given):
+    torch.manual_seed(3)
+    expected = step(given, dropout_p=0.5)
+    for _ in range(2):
+        torch.manual_seed(3)
+        results = checkpoint(lambda *given: site(*given, dropout_p=0.5), *given, use_reentrant=use_reentrant)
+        for t in given:
+            t.grad = None
+        torch.autograd.backward(results, [torch.ones_like(t) for t in results])  # reentrant ones know no torch.autograd.grad
+        assert equal([t.grad for t in given], expected[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_than_the_current_device(given):
+    expected = step(given)
+    with torch.cuda.device(1):
+        assert equal(step(given), expected)

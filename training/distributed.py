@@ -13,7 +13,7 @@ parameters are DTensors outside of forward and backward, and plain tensors insid
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configs import ConfigError
 from configs.machine import by_torchrun
 from model import GPT
-from model.attention import Attention
-from model.mlp import MLP
+from model.loss import TWO_PASSES
 from training.precision import Precision
 from training.storage import StorageError
 
@@ -37,6 +36,7 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)  # the slowest rank may write a large checkpoint or compile
 FAREWELL_S = 60.0  # for the first rank to print why the run ended; closing W&B may take as long
 ENDED = "the first rank has ended"
+GROUP_BYTES = 32 * 2**20  # of weights that are gathered together: each gathering costs the host as much as 2 GPU-milliseconds
 
 
 @dataclass(frozen=True)
@@ -190,14 +190,26 @@ def shard(model: GPT, precision: Precision, ranks: int, *, compiled: bool) -> No
     # autocast casts activations
     as_they_are = MixedPrecisionPolicy(cast_forward_inputs=False)
     as_computed = MixedPrecisionPolicy(precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
-        attention, mlp = block.attention, block.mlp
-        assert isinstance(attention, Attention) and isinstance(mlp, MLP)
-        # with norms of queries and keys, whose weights autocast leaves in fp32, all weights of the group stay fp32
-        policy = as_computed if attention.query_norm is None else as_they_are
-        # one group: recomputation in backward needs all of a block's weights at the same time
-        fully_shard([attention, mlp], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=as_they_are)
+    linear = {p for layer in model.blocks.modules() if isinstance(layer, nn.Linear) for p in layer.parameters()}
+    fully_shard(model, mesh=mesh, mp_policy=as_they_are, ignored_params=linear)
+    groups = _groups(model.blocks, linear, precision.dtype.itemsize)
+    for blocks in groups:
+        norms = {p for block in blocks for p in block.parameters()} - linear  # which the group of the whole model has
+        last = blocks is groups[-1]  # backward begins with it
+        fully_shard(blocks, mesh=mesh, mp_policy=as_computed, ignored_params=norms, reshard_after_forward=not last)
+
+
+def _groups(blocks: Iterable[nn.Module], linear: set[nn.Parameter], itemsize: int) -> list[list[nn.Module]]:
+    """Neighbouring blocks, whose linear layers together have GROUP_BYTES or more."""
+    groups: list[list[nn.Module]] = [[]]
+    held = 0
+    for block in blocks:
+        if held >= GROUP_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(block)
+        held += sum(p.numel() * itemsize for p in block.parameters() if p in linear)
+    return groups
 
 
 def is_sharded(model: object) -> bool:
@@ -210,14 +222,9 @@ def is_sharded(model: object) -> bool:
 def forward_only(model: nn.Module) -> Iterator[None]:
     """Goes around forward passes without backward. All ranks must make equally many passes.
 
-    A sharded model runs eagerly there, because each new shape would be compiled again. Afterwards its parameters are sharded
-    again, which otherwise backward does.
+    Afterwards a sharded model's parameters are sharded again, which otherwise backward does.
     """
-    if not is_sharded(model):
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    yield
     for module in model.modules():
         if is_sharded(module):
             module.reshard()  # type: ignore[operator]
@@ -255,9 +262,16 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _compile_parts(model: GPT) -> None:
-    """Compiles norm sites, attentions and MLPs. Parameter names do not change."""
-    # norm sites share their code, which is compiled again for each rate of drop path
+    """Compiles what runs between two gatherings of weights: embedding, blocks, and final norm with head and loss. Each is one graph.
+
+    Evaluation runs them eagerly, because each new shape would be compiled again.
+    """
+    # blocks share their code, which is compiled again for the first block and for each rate of drop path
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * model.dropout_sites)
-    parts = [part for block in model.blocks for part in block.children()]
-    for part in [*parts, model.final_norm]:
-        part.forward = torch.compile(part.forward, fullgraph=True)
+    for owner, name in [(model, "embed"), *((block, "forward") for block in model.blocks), (model, "predict")]:
+        setattr(owner, name, _compiled_in_training(model, getattr(owner, name)))
+
+
+def _compiled_in_training(model: GPT, eager: Callable) -> Callable:
+    compiled = torch.compile(eager, fullgraph=True, options=TWO_PASSES)
+    return lambda *inputs: (compiled if model.training else eager)(*inputs)

@@ -94,18 +94,23 @@ def test_what_one_rank_can_not_go_on_with_stops_all_with_the_same_error(tiny, tm
 
 def on_each(ranks: int, at: Path, jobs: dict[str, list[str]]) -> list[dict]:
     """Runs one after the other on the same ranks, as starting ranks takes longer than the runs. Returns what each rank saw, by
-    the folder's name: the numbers of the model that it holds, how often gradients were reduced; and `_overflow`."""
+    the folder's name: the numbers of the model that it holds, how often gradients were reduced, its graphs; and `_overflow`."""
     return on_ranks(ranks, _train_all, at / f"results_of_{ranks}", at, jobs)
 
 
 def _train_all(world: distributed.World, on: Machine, at: Path, jobs: dict[str, list[str]]) -> dict:
-    torch.compile = partial(torch.compile, backend="eager")  # what is traced, without minutes of a C++ compiler
     found, counted, usual = {}, _watch(), distributed.GROUP_BYTES
+
+    def traced(graph, inputs, **options):  # and no more, as a C++ compiler takes minutes
+        counted["graphs"] += 1
+        return graph
+
+    torch.compile = partial(torch.compile, backend=traced)
     for name, overrides in jobs.items():
         distributed.GROUP_BYTES = TWO_BLOCKS if name.startswith("dropped") else usual
         go_on_together(configs.load(overrides, on=on), at / name, on, world)
         parameters = [getattr(p, "_local_tensor", p) for p in counted["model"].parameters()]
-        found[name] = {"held": sum(p.numel() for p in parameters), "reduced": counted["reduced"]}
+        found[name] = {"held": sum(p.numel() for p in parameters)} | {key: counted[key] for key in ("reduced", "graphs")}
     return found | ({"overflow": _overflow(world)} if world.size == 2 else {})
 
 
@@ -129,15 +134,15 @@ def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
 
 
 def _watch() -> dict:
-    """The model of the last run and how often its gradients were scattered."""
-    collectives, counted, build = torch.distributed, {"reduced": 0}, GPT.__init__
+    """The model of the last run, how often its gradients were scattered, and how many graphs it was compiled to."""
+    collectives, counted, build = torch.distributed, {}, GPT.__init__
     single = hasattr(collectives, "reduce_scatter_single")  # in later versions of PyTorch
     name = "reduce_scatter_single" if single else "reduce_scatter_tensor"
     scatter = getattr(collectives, name)
 
     def built(model, *arguments):
         build(model, *arguments)
-        counted.update(model=model, reduced=0)
+        counted.update(model=model, reduced=0, graphs=0)
 
     def scattered(*arguments, **options):
         counted["reduced"] += 1
@@ -186,6 +191,7 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
     assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
     reduced = {name: rank[name]["reduced"] for rank in counted for name in ("fsdp_2", "dropped_fsdp_2")}
     assert reduced == {"fsdp_2": 6 * (1 + 1), "dropped_fsdp_2": 3 * (2 + 1)}, "steps × (groups of blocks, and the rest)"
+    assert counted[0]["dropped_fsdp_2"]["graphs"] == 1 + 3 + 1, "embedding, blocks (as their drop path differs), head and loss"
     # a gradient that overflows on one rank is skipped by all, and halves their scale
     assert [rank["overflow"] for rank in counted] == [[[1024.0, True], [512.0, False], [512.0, True]]] * 2
 

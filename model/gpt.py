@@ -104,7 +104,9 @@ class GPT(nn.Module):
             x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32
         return x
 
-    def predict(self, x: Tensor, x1: Tensor | None, residual: Tensor, seed: Tensor | None, targets: Tensor | None) -> Tensor:
+    def predict(
+        self, x: Tensor, x1: Tensor | None, residual: Tensor | None, seed: Tensor | None, targets: Tensor | None
+    ) -> Tensor:
         """Logits, or with targets the loss, from what the last block returns."""
         hidden = self.final_norm(x, residual, x1=x1, seed=seed)
         logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)

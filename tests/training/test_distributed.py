@@ -135,7 +135,8 @@ def _overflow(world: distributed.World) -> list[tuple[float, bool]]:
 
 def _watch() -> dict:
     """The model of the last run, how often its gradients were scattered, and how many graphs it was compiled to."""
-    collectives, counted, build = torch.distributed, {}, GPT.__init__
+    collectives, build = torch.distributed, GPT.__init__
+    counted: dict = {}
     single = hasattr(collectives, "reduce_scatter_single")  # in later versions of PyTorch
     name = "reduce_scatter_single" if single else "reduce_scatter_tensor"
     scatter = getattr(collectives, name)

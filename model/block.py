@@ -42,7 +42,7 @@ class SequentialBlock(nn.Module):
     def forward(
         self, x: Tensor, x1: None, residual: Tensor | None, rotary: Tensor | None, seeds: Sequence[Tensor | None]
     ) -> tuple[Tensor, None, Tensor]:
-        """Returns the output x of the MLP and the stream, both [B, T, width]. `seeds` begins with the seeds of this block."""
+        """Returns the output x of the MLP and the stream, both [B, T, width]. `seeds` are those of the two sites."""
         y, residual = self.attention_norm(x, residual, seed=seeds[0])
         x = self.attention(y, rotary)
         y, residual = self.mlp_norm(x, residual, seed=seeds[1])
@@ -64,7 +64,7 @@ class ParallelBlock(nn.Module):
     def forward(
         self, x: Tensor, x1: Tensor | None, residual: Tensor | None, rotary: Tensor | None, seeds: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns attention's output, the MLP's output and the stream, all [B, T, width]. `seeds` begins with its own seed."""
+        """Returns attention's output, the MLP's output and the stream, all [B, T, width]. `seeds` has the seed of its site."""
         y, y1, residual = self.norm(x, residual, x1=x1, seed=seeds[0])
         return self.attention(y, rotary), self.mlp(y1), residual
 

@@ -86,18 +86,14 @@ class GPT(nn.Module):
 
         x, x1, residual = self.embed(tokens), None, None
         for layer, block in enumerate(self.blocks):
-            inputs = (x, x1, residual, rotary, site_seeds[layer * self.sites_per_block :])
+            first = layer * self.sites_per_block
+            inputs = (x, x1, residual, rotary, site_seeds[first : first + self.sites_per_block])
             if self.recompute and self.training:
                 # the same masks come from the same seeds, or from the state of torch's generator, which checkpoint restores
                 x, x1, residual = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x, x1, residual = block(*inputs)
-        hidden = self.final_norm(x, residual, x1=x1, seed=site_seeds[-1])
-
-        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
-        if targets is None:
-            return logits
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), compiled=self.compile_loss)
+        return self.predict(x, x1, residual, site_seeds[-1], targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, width]. Their dropout happens at the first norm site."""
@@ -107,6 +103,16 @@ class GPT(nn.Module):
         if self.cfg.residual_dtype == ResidualDtype.compute:
             x = x.to(activation_dtype(x))  # autocast leaves embeddings in fp32
         return x
+
+    def predict(
+        self, x: Tensor, x1: Tensor | None, residual: Tensor | None, seed: Tensor | None, targets: Tensor | None
+    ) -> Tensor:
+        """Logits, or with targets the loss, from what the last block returns."""
+        hidden = self.final_norm(x, residual, x1=x1, seed=seed)
+        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), compiled=self.compile_loss)
 
     @torch.no_grad()
     def initialize(self) -> None:

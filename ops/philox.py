@@ -70,12 +70,21 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, ...], rounds: int 
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        # The 64-bit products may wrap into the sign; both halves are right all the same once masked.
-        p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
-        c0, c2 = ((p1 >> 32) & _LOW_32) ^ c1 ^ k0, ((p0 >> 32) & _LOW_32) ^ c3 ^ k1
-        c1, c3 = p1 & _LOW_32, p0 & _LOW_32
+        (high0, low0), (high1, low1) = _product(c0, _MULTIPLIER_0), _product(c2, _MULTIPLIER_1)
+        c0, c2 = high1 ^ c1 ^ k0, high0 ^ c3 ^ k1
+        c1, c3 = low1, low0
         k0, k1 = (k0 + _WEYL_0) & _LOW_32, (k1 + _WEYL_1) & _LOW_32
     return torch.broadcast_tensors(c0, c1, c2, c3)
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of a product of two 32-bit numbers.
+
+    No intermediate result leaves int64: its overflow is undefined in the C++ that torch.compile makes for the CPU.
+    """
+    lower = word * (multiplier & 0xFFFF)
+    upper = word * (multiplier >> 16) + (lower >> 16)
+    return upper >> 16, (upper & 0xFFFF) << 16 | lower & 0xFFFF
 
 
 AHEAD = 1024  # seeds computed at once

@@ -19,7 +19,7 @@ from .autograd import is_eager, transformed_by_func
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_eps, check_flags, check_tensor
 from .kernels import runs_kernels
 from .reference import NORMS, Norm
-from .rotary_operators import Inputs, Options, apply, rotary, values_of
+from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
 
 
 def rotary_qkv_fn(
@@ -131,16 +131,19 @@ def _run(
     check_eps(name, eps)
     check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
     options = Options(heads, kv_heads, kind, float(eps), bool(zero_centered_weight), bool(interleaved))
-    x = inputs.x
-    kernels = runs_kernels(x.device) and not transformed_by_func()
+    kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
+    eager = kernels and is_eager([t for t in inputs if isinstance(t, Tensor)])
+    if eager and (launch := launches().find(inputs, options)) is not None:  # a call like one that was checked
+        return tuple(apply(inputs, options, launch))
+
     _check(name, inputs, options, shape, D, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
     if inputs.positions is not None and inputs.positions.shape != shape:
-        inputs = inputs._replace(positions=inputs.positions.expand(shape))
+        inputs = inputs._replace(positions=inputs.positions.expand(shape).contiguous())
     if not kernels:
         return reference(inputs, options)
     if torch.compiler.is_compiling():
         return tuple(rotary(*inputs, *options))
-    return tuple(apply(inputs, options, is_eager(inputs)))
+    return tuple(apply(inputs, options, launches().prepare(inputs, options) if eager else None))
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------------------
@@ -174,7 +177,7 @@ def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: in
         if sin.shape != cos.shape or sin.dtype != cos.dtype:
             raise ValueError(f"{name}: sin is {tuple(sin.shape)} {sin.dtype}, expected {tuple(cos.shape)} {cos.dtype}, as cos")
         if cos.requires_grad or sin.requires_grad:
-            raise ValueError(f"{name}: cos and sin get no gradient; pass them detached")
+            raise ValueError(f"{name}: cos and sin get no gradient; detach them")
     if positions is not None:
         _check_operand(name, "positions", positions, x, (torch.int64, torch.int32))
         if cos is None:

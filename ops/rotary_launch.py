@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int = 1  # backward: tiles in flight, the one at work included
     programs_per_sm: int = 0  # backward: persistent programs; 0: a program for each tile
+    registers: int = 0  # most of a thread, so that all those programs fit a multiprocessor; 0: the compiler's choice
 
 
 def forward_tile(itemsize: int, normalises: bool) -> Tile:
@@ -36,17 +37,57 @@ def backward_tile(itemsize: int, normalises: bool) -> Tile:
     return Tile(elements=4096 // itemsize, warps=4, stages=2, programs_per_sm=2)
 
 
+class ForwardLaunch(NamedTuple):
+    """Called with tensors like those that it was made for."""
+
+    kernel: "Launch"
+    copies: bool  # tensors are made contiguous first
+
+    def __call__(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+        """q and k, contiguous, in the dtype of x."""
+        if self.copies:
+            inputs = Inputs(*_contiguous(inputs))
+        outputs = empty_outputs(inputs, options)
+        self.kernel.start(ForwardPointers(*inputs, *outputs))
+        return outputs
+
+
+_FOUND: dict[tuple, ForwardLaunch] = {}
+MOST = 1024  # remembered: new shapes must not fill memory
+
+
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    """q and k, contiguous, in the dtype of x."""
-    launch = _forward_launch(options, inputs.x.device, *_described(inputs))
-    if launch is None:
-        return forward(Inputs(*_contiguous(inputs)), options)
-    outputs = empty_outputs(inputs, options)
-    launch.start(ForwardPointers(*inputs, *outputs))
-    return outputs
+    return prepare(inputs, options)(inputs, options)
 
 
-@lru_cache(maxsize=1024)
+def find(inputs: Inputs, options: Options) -> ForwardLaunch | None:
+    """What `prepare` has made for a call like this one."""
+    try:
+        return _FOUND.get(_like(inputs, options))
+    except (AttributeError, RuntimeError, TypeError):  # not tensors with strides: what is wrong will be said
+        return None
+
+
+def prepare(inputs: Inputs, options: Options) -> ForwardLaunch:
+    found = _FOUND.get(key := _like(inputs, options))
+    if found is None:
+        if len(_FOUND) >= MOST:
+            _FOUND.clear()
+        device, described = inputs.x.device, _described(inputs)
+        kernel = _forward_launch(options, device, *described)
+        copies = kernel is None
+        if kernel is None:
+            kernel = _forward_launch(options, device, *map(_copied, described))
+        assert kernel is not None
+        _FOUND[key] = found = ForwardLaunch(kernel, copies)
+    return found
+
+
+def _like(inputs: Inputs, options: Options) -> tuple:
+    """Equal for calls of which either all are right or all are wrong, and which start the same kernel."""
+    return (options, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs])
+
+
 def _forward_launch(options: Options, device: torch.device, *described: "Description") -> "Launch | None":
     """described: of Inputs. None where tensors must be made contiguous first."""
     x, k, *small = described
@@ -60,7 +101,7 @@ def _forward_launch(options: Options, device: torch.device, *described: "Descrip
     how = _variant(options, work, tile, x, small, rows, device, PACKED=packed)
     q_tiles, k_tiles = (_tiles(work, tile, heads) for heads in (options.heads, options.kv_heads))
     numbers = (work.T, q_tiles, work.table_rows, options.eps, *_strides(rows))
-    return Launch(kernels.rotary_forward_kernel, (q_tiles + k_tiles,), numbers, how, tile.warps, device)
+    return Launch(kernels.rotary_forward_kernel, (q_tiles + k_tiles,), numbers, how, tile, device)
 
 
 def backward(upstream: Upstream, inputs: Inputs, options: Options, wanted: tuple[bool, ...]) -> list[Tensor]:
@@ -115,35 +156,30 @@ def _backward_plan(
     q_parts, k_parts = (options.heads, options.kv_heads) if work.per_head else (1, 1)
     q_programs = _tiles(work, tile, options.heads) // q_parts
     k_programs = _tiles(work, tile, options.kv_heads) // k_parts
-    v_programs = _tiles(work, tile, options.kv_heads) if packed else 0
     facts = device_facts(device)
     if tile.programs_per_sm:
-        # As many for each part as its share of the bytes, so that all end at the same time. dv is read and written.
-        tensors = 2 if x is None else 3
-        share = facts.multiprocessors * tile.programs_per_sm
-        share /= max(1, tensors * (q_parts * q_programs + k_parts * k_programs) + 2 * v_programs)
-        q_programs = min(q_programs, max(1, round(tensors * q_programs * share)))
-        k_programs = min(k_programs, max(1, round(tensors * k_programs * share)))
-        v_programs = min(v_programs, max(1, round(2 * v_programs * share)))
-    summing = q_parts * q_programs + k_parts * k_programs
+        # As many for each part as its share of the tiles, so that all end at the same time.
+        share = facts.multiprocessors * tile.programs_per_sm / max(1, q_parts * q_programs + k_parts * k_programs)
+        q_programs, k_programs = (min(n, max(1, round(n * share))) for n in (q_programs, k_programs))
+    programs = q_parts * q_programs + k_parts * k_programs
     numbers = (work.B, work.T, q_programs, k_programs, work.table_rows, options.eps, *_strides(rows))
-    gradients = Launch(kernels.rotary_backward_kernel, (summing + v_programs,), numbers, how, tile.warps, device)
+    gradients = Launch(kernels.rotary_backward_kernel, (programs,), numbers, how, tile, device)
     if not any(sums):
         return _BackwardPlan(0, gradients, None)
     count, block, most = sum(sums), 16, min(256, triton.next_power_of_2(max(q_programs, k_programs)))
     grid = ((q_parts + k_parts) * count, triton.cdiv(work.D, block))
-    finish = Launch(kernels.finish_rotary_weights_kernel, grid, (q_programs, k_programs, most, block), how, 4, device)
-    return _BackwardPlan(summing * count * work.D, gradients, finish)
+    finish = Launch(kernels.finish_rotary_weights_kernel, grid, (q_programs, k_programs, most, block), how, Tile(0, 4), device)
+    return _BackwardPlan(programs * count * work.D, gradients, finish)
 
 
 class Launch:
     """A kernel with all its arguments but the pointers."""
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple, how: Variant, warps: int, device: torch.device
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple, how: Variant, tile: Tile, device: torch.device
     ) -> None:
         self.kernel, self.grid, self.rest = kernel, grid, (*numbers, how)
-        self.options = {"num_warps": warps}
+        self.options = {"num_warps": tile.warps} | ({"maxnreg": tile.registers} if tile.registers else {})
         self.index = device.index if device.type == "cuda" else None
         if device_facts(device).since_sm_90:
             self.options["launch_pdl"] = True
@@ -170,6 +206,14 @@ def _described(tensors: Iterable[Tensor | None]) -> list[Description]:
 
 def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _copied(described: Description) -> Description:
+    """Of the tensor that `contiguous` gives."""
+    if described is None:
+        return None
+    shape, _, dtype = described
+    return shape, torch.empty(shape, device="meta").stride(), dtype
 
 
 class _Rows(NamedTuple):
@@ -279,3 +323,9 @@ def _variant(
         EARLY_START=device_facts(device).since_sm_90,
         **more,
     )
+
+
+def forget() -> None:
+    """Drops the remembered launches; for tests, which change what they were made of."""
+    _FOUND.clear()
+    _backward_plan.cache_clear()

@@ -53,30 +53,37 @@ def launches() -> ModuleType:
     return rotary_launch
 
 
-def apply(inputs: Inputs, options: Options, eager: bool) -> Sequence[Tensor]:
-    """q, k, and v where x is packed, with gradients. eager: nobody watches operator calls."""
+def apply(inputs: Inputs, options: Options, launch: Any = None) -> Sequence[Tensor]:
+    """q, k, and v where x is packed, with gradients.
+
+    launch: of `rotary_launch.find`, where nobody watches operator calls; None: through the dispatcher.
+    """
     if has_tangents() or (torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in inputs])):
-        return _Rotary.apply(options, eager, *inputs)
-    outputs = launches().forward(inputs, options) if eager else rotary_forward(*inputs, *options)
+        return _Rotary.apply(options, launch, *inputs)
+    outputs = rotary_forward(*inputs, *options) if launch is None else launch(inputs, options)
     return outputs if inputs.k is not None else (*outputs, values_of(inputs.x, options))
 
 
 def values_of(x: Tensor, options: Options) -> Tensor:
     """v [..., T, kv_heads, D], a view of the packed projection."""
     width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
-    return x[..., -options.kv_heads * width :].unflatten(-1, (options.kv_heads, width))
+    size = options.kv_heads * width
+    return x.narrow(-1, x.shape[-1] - size, size).unflatten(-1, (options.kv_heads, width))
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options, eager, *tensors):
+    def forward(ctx, options, launch, *tensors):
         inputs = Inputs(*tensors)
-        outputs = launches().forward(inputs, options) if eager else below_autograd(rotary_forward, *tensors, *options)
+        if launch is None:
+            outputs = below_autograd(rotary_forward, *tensors, *options)
+        else:
+            outputs = launch(inputs, options)
         x, k, *tables, q_weight, q_bias, k_weight, k_bias = inputs
         if options.norm < 0:  # without a norm backward does not look at x
             x = k = None
         ctx.save_for_backward(x, k, *tables, q_weight, q_bias, k_weight, k_bias)
-        ctx.options, ctx.eager = options, eager
+        ctx.options, ctx.eager = options, launch is not None
         return (*outputs, values_of(inputs.x, options)) if inputs.k is None else tuple(outputs)
 
     @staticmethod
@@ -143,6 +150,6 @@ rotary_backward = operator(
 # v is a view of x, which no operator with a kernel may return. This one has none: it is its decomposition at each dispatch.
 LIBRARY.define(f"rotary(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
 LIBRARY.impl(
-    "rotary", lambda *given: list(apply(Inputs(*given[:9]), Options(*given[9:]), eager=False)), "CompositeImplicitAutograd"
+    "rotary", lambda *given: list(apply(Inputs(*given[:9]), Options(*given[9:]))), "CompositeImplicitAutograd"
 )
 rotary = getattr(torch.ops, NAMESPACE).rotary.default

@@ -185,7 +185,7 @@ def rotary_backward_kernel(
     p, B, T, q_programs, k_programs, table_rows, eps, dq_batch, dq_token, dk_batch, dk_token, dv_batch, dv_token, x_batch,
     x_token, k_batch, k_token, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs: q_programs for each part of queries, then k_programs for each of keys, then some that copy dv.
+    """Persistent programs: q_programs for each part of queries, then k_programs for each of keys. All of them then copy dv.
 
     With g = the turn of the upstream gradient by the opposite angle:
 
@@ -198,7 +198,6 @@ def rotary_backward_kernel(
         gdc_wait()
     program = tl.program_id(0)
     Q_PARTS: tl.constexpr = HOW.HEADS if HOW.PER_HEAD else 1
-    K_PARTS: tl.constexpr = HOW.KV_HEADS if HOW.PER_HEAD else 1
     o_dx = token_width(HOW)
     o_k = HOW.HEADS * HOW.D if HOW.PACKED else 0
     if program < Q_PARTS * q_programs:
@@ -206,7 +205,7 @@ def rotary_backward_kernel(
             p.dq, dq_batch, dq_token, HOW.HEAD_STRIDES[0], p.x, x_batch, x_token, HOW.HEAD_STRIDES[3], p.q_weight, p.dx, o_dx,
             p, program % q_programs, q_programs, program // q_programs, program, B, T, table_rows, eps, HOW.HEADS, HOW,
         )  # fmt: skip
-    elif program < Q_PARTS * q_programs + K_PARTS * k_programs:
+    else:
         mine = program - Q_PARTS * q_programs
         if HOW.PACKED:
             p_k = None if p.x is None else p.x + o_k
@@ -221,14 +220,11 @@ def rotary_backward_kernel(
                 p.dk_in, HOW.KV_HEADS * HOW.D, p, mine % k_programs, k_programs, mine // k_programs, program, B, T,
                 table_rows, eps, HOW.KV_HEADS, HOW,
             )  # fmt: skip
-    elif HOW.PACKED:
-        before = Q_PARTS * q_programs + K_PARTS * k_programs
-        tiles = B * tl.cdiv(T * HOW.KV_HEADS, HOW.ROWS)
+    if HOW.PACKED:
         o_v = (HOW.HEADS + HOW.KV_HEADS) * HOW.D
-        for tile in tl.range(program - before, tiles, tl.num_programs(0) - before, num_stages=HOW.STAGES):
+        for tile in tl.range(program, B * tl.cdiv(T * HOW.KV_HEADS, HOW.ROWS), tl.num_programs(0), num_stages=HOW.STAGES):
             rows = rows_of(tile, T, HOW.KV_HEADS, HOW)
-            o_row = row_offsets(rows, dv_batch, dv_token, HOW.HEAD_STRIDES[2], HOW)
-            b_a, b_b = load_pairs(p.dv, o_row, rows.m, HOW)
+            b_a, b_b = load_pairs(p.dv, row_offsets(rows, dv_batch, dv_token, HOW.HEAD_STRIDES[2], HOW), rows.m, HOW)
             o_out = (rows.sequence * T + rows.tokens) * o_dx + rows.heads * HOW.D
             store_pairs(p.dx + o_v, o_out, rows.m, b_a, b_b, HOW)
 
@@ -439,7 +435,10 @@ def load_weights(p, part, HOW: tl.constexpr, OFFSET: tl.constexpr):
         m = tl.arange(0, HOW.BLOCK) < HOW.D // 2
         b_a = widen(tl.load(p + part * HOW.D + o_a, mask=m, other=0.0))
         b_b = widen(tl.load(p + part * HOW.D + o_b, mask=m, other=0.0))
-        b_weights = ((b_a + OFFSET)[None, :], (b_b + OFFSET)[None, :])
+        if OFFSET != 0.0:
+            b_a += OFFSET
+            b_b += OFFSET
+        b_weights = (b_a[None, :], b_b[None, :])
     return b_weights
 
 

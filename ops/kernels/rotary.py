@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import INTERPRET
 from .norms import centres, deviation, inverse, norm_gradient, spread
-from .nvidia import add_pairs, narrow, widen
+from .nvidia import add_pairs, keep_order, narrow, widen
 from .rows import mean
 
 NO_NORM = -1  # beside the values of `reference.Norm`
@@ -98,6 +98,14 @@ class WeightGradients(NamedTuple):
     k_bias: tl.tensor
 
 
+class At(NamedTuple):
+    """The place of a tile."""
+
+    sequence: tl.tensor
+    index: tl.tensor  # within the sequence
+    count: tl.tensor  # of tiles in each sequence
+
+
 class Rows(NamedTuple):
     """The rows of a tile."""
 
@@ -148,17 +156,18 @@ def turn_tile(
     """Normalises and turns one tile of `HEADS` heads. Heads with weights of their own are parts of one head each."""
     if HOW.PER_HEAD:  # neighbouring programs take neighbouring heads
         head = program % HEADS
-        rows = rows_of(program // HEADS, T, 1, HOW)
+        rows = rows_of(first_tile(program // HEADS, T, 1, HOW), T, 1, HOW)
         p_x += head.to(tl.int64) * HEAD_STRIDE
         p_out += head * HOW.D
         b_w = load_weights(p_weight, head, HOW, HOW.OFFSET)
         b_bias = load_weights(p_bias, head, HOW, 0.0)
     else:
-        rows = rows_of(program, T, HEADS, HOW)
+        rows = rows_of(first_tile(program, T, HEADS, HOW), T, HEADS, HOW)
         b_w = load_weights(p_weight, 0, HOW, HOW.OFFSET)
         b_bias = load_weights(p_bias, 0, HOW, 0.0)
-    b_a, b_b = load_pairs(p_x, row_offsets(rows, batch, token, HEAD_STRIDE, HOW), rows.m, HOW)
+    b_x = load_raw(p_x, row_offsets(rows, batch, token, HEAD_STRIDE, HOW), rows.m, HOW)
     b_cos, b_sin = load_angles(p, rows, T, table_rows, HOW)
+    b_a, b_b = pairs(b_x, HOW)
     if HOW.NORM != NO_NORM_:
         b_a, b_b, _ = normalised(b_a, b_b, eps, HOW)
         if len(b_w) > 0:
@@ -222,11 +231,14 @@ def rotary_backward_kernel(
             )  # fmt: skip
     if HOW.PACKED:
         o_v = (HOW.HEADS + HOW.KV_HEADS) * HOW.D
-        for tile in tl.range(program, B * tl.cdiv(T * HOW.KV_HEADS, HOW.ROWS), tl.num_programs(0), num_stages=HOW.STAGES):
-            rows = rows_of(tile, T, HOW.KV_HEADS, HOW)
-            b_a, b_b = load_pairs(p.dv, row_offsets(rows, dv_batch, dv_token, HOW.HEAD_STRIDES[2], HOW), rows.m, HOW)
+        at = first_tile(program, T, HOW.KV_HEADS, HOW)
+        step = first_tile(tl.num_programs(0), T, HOW.KV_HEADS, HOW)
+        for _ in tl.range(program, B * step.count, tl.num_programs(0), num_stages=HOW.STAGES):
+            rows = rows_of(at, T, HOW.KV_HEADS, HOW)
+            b_a, b_b = pairs(load_raw(p.dv, row_offsets(rows, dv_batch, dv_token, HOW.HEAD_STRIDES[2], HOW), rows.m, HOW), HOW)
             o_out = (rows.sequence * T + rows.tokens) * o_dx + rows.heads * HOW.D
             store_pairs(p.dx + o_v, o_out, rows.m, b_a, b_b, HOW)
+            at = next_tile(at, step)
 
 
 @triton.jit
@@ -248,14 +260,19 @@ def turn_back(
     b_dweight_b = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
     b_dbias_a = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
     b_dbias_b = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
-    for tile in tl.range(first, B * tl.cdiv(T * SHARED, HOW.ROWS), programs, num_stages=HOW.STAGES):
-        rows = rows_of(tile, T, SHARED, HOW)
-        b_a, b_b = load_pairs(p_dout, row_offsets(rows, batch, token, HEAD_STRIDE, HOW), rows.m, HOW)
+    at = first_tile(first, T, SHARED, HOW)
+    step = first_tile(programs, T, SHARED, HOW)
+    for _ in tl.range(first, B * step.count, programs, num_stages=HOW.STAGES):
+        rows = rows_of(at, T, SHARED, HOW)
+        b_dout = load_raw(p_dout, row_offsets(rows, batch, token, HEAD_STRIDE, HOW), rows.m, HOW)
+        b_x = load_raw(p_x, row_offsets(rows, x_batch, x_token, X_HEAD_STRIDE, HOW), rows.m, HOW)
         b_cos, b_sin = load_angles(p, rows, T, table_rows, HOW)
-        if HOW.NORM != NO_NORM_:
-            b_xa, b_xb = load_pairs(p_x, row_offsets(rows, x_batch, x_token, X_HEAD_STRIDE, HOW), rows.m, HOW)
+        keep_order()  # else x, which is used late, is loaded when the rest has come
+        at = next_tile(at, step)
+        b_a, b_b = pairs(b_dout, HOW)
         b_a, b_b = turned(b_a, b_b, b_cos, 0.0 - b_sin)
         if HOW.NORM != NO_NORM_:
+            b_xa, b_xb = pairs(b_x, HOW)
             b_xa, b_xb, b_rstd = normalised(b_xa, b_xb, eps, HOW)
             if HOW.WANTED[0]:
                 b_dweight_a += b_a * b_xa
@@ -353,14 +370,28 @@ def pads(HOW):
 
 
 @triton.jit
-def rows_of(tile, T, HEADS: tl.constexpr, HOW: tl.constexpr):
-    """The rows of a tile of a part with HEADS heads. No tile has rows of two sequences."""
-    tiles = tl.cdiv(T * HEADS, HOW.ROWS)
-    sequence = tile // tiles
-    first = (tile - sequence * tiles) * HOW.ROWS
+def first_tile(tile, T, HEADS: tl.constexpr, HOW: tl.constexpr):
+    """The place of a tile of a part with HEADS heads; or, of a number of tiles, how far it reaches."""
+    count = tl.cdiv(T * HEADS, HOW.ROWS)
+    return At(tile // count, tile % count, count)
+
+
+@triton.jit
+def next_tile(at, step):
+    """Without a division, which would take as many instructions as a quarter of the tile's work."""
+    index = at.index + step.index
+    sequence = at.sequence + step.sequence
+    over = index >= at.count
+    return At(tl.where(over, sequence + 1, sequence), tl.where(over, index - at.count, index), at.count)
+
+
+@triton.jit
+def rows_of(at, T, HEADS: tl.constexpr, HOW: tl.constexpr):
+    """The rows of a tile. No tile has rows of two sequences."""
+    first = at.index * HOW.ROWS
     o = first % HEADS + tl.arange(0, HOW.ROWS)
     tokens = first // HEADS + o // HEADS
-    return Rows(tl.full([], sequence, tl.int64), tl.cast(tokens, tl.int64), o % HEADS, (tokens < T)[:, None])
+    return Rows(tl.full([], at.sequence, tl.int64), tl.cast(tokens, tl.int64), o % HEADS, (tokens < T)[:, None])
 
 
 @triton.jit
@@ -389,22 +420,35 @@ def columns(HOW: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(p, o_row, m_row, HOW: tl.constexpr):
-    """The two members of each pair, fp32 [ROWS, BLOCK] twice, zero where masked."""
+def load_raw(p, o_row, m_row, HOW: tl.constexpr):
+    """What `pairs` takes, as it lies in memory, zero where masked. An empty tuple where there is no tensor."""
+    b_raw = ()
+    if p is not None:
+        if HOW.INTERLEAVED:
+            cols = tl.arange(0, 2 * HOW.BLOCK)
+            m = m_row
+            if pads(HOW):
+                m = m_row & (cols < HOW.D)[None, :]
+            b_raw = (tl.load(p + o_row[:, None] + cols[None, :], mask=m, other=0.0),)
+        else:
+            o_a, o_b = columns(HOW)
+            m = m_row
+            if pads(HOW):
+                m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
+            b_a = tl.load(p + o_row[:, None] + o_a[None, :], mask=m, other=0.0)
+            b_b = tl.load(p + o_row[:, None] + o_b[None, :], mask=m, other=0.0)
+            b_raw = (b_a, b_b)
+    return b_raw
+
+
+@triton.jit
+def pairs(b_raw, HOW: tl.constexpr):
+    """The two members of each pair, fp32 [ROWS, BLOCK] twice."""
     if HOW.INTERLEAVED:
-        cols = tl.arange(0, 2 * HOW.BLOCK)
-        m = m_row
-        if pads(HOW):
-            m = m_row & (cols < HOW.D)[None, :]
-        b = tl.load(p + o_row[:, None] + cols[None, :], mask=m, other=0.0)
-        b_a, b_b = tl.split(tl.reshape(widen(b), [HOW.ROWS, HOW.BLOCK, 2]))
+        b_a, b_b = tl.split(tl.reshape(widen(b_raw[0]), [HOW.ROWS, HOW.BLOCK, 2]))
     else:
-        o_a, o_b = columns(HOW)
-        m = m_row
-        if pads(HOW):
-            m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
-        b_a = widen(tl.load(p + o_row[:, None] + o_a[None, :], mask=m, other=0.0))
-        b_b = widen(tl.load(p + o_row[:, None] + o_b[None, :], mask=m, other=0.0))
+        b_a = widen(b_raw[0])
+        b_b = widen(b_raw[1])
     return b_a, b_b
 
 

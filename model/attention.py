@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig, NormConfig, NormImpl
-from model.norm import PreNorm, activation_dtype
-from ops import Norm, rotary_qkv_fn
-from ops.reference import NORMS
+from model.norm import PreNorm
+from ops import rotary_qkv_fn
 
 
 class Attention(nn.Module):
@@ -30,7 +29,7 @@ class Attention(nn.Module):
             norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind)
             self.query_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
             self.key_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
-        self.query_key_site = QueryKeySite(norm, self.heads, self.kv_heads)
+        self.query_key_norm = QueryKeySite(norm, self.heads, self.kv_heads)
 
     def forward(self, x: Tensor, rotary: Tensor | None = None) -> Tensor:
         """
@@ -39,7 +38,7 @@ class Attention(nn.Module):
             rotary: [2, T, head_width / 2] fp32 from `rotary_table`, or None.
         """
         B, T, width = x.shape
-        q, k, v = self.query_key_site(self.qkv(x), rotary, self.query_norm, self.key_norm)
+        q, k, v = self.query_key_norm(self.qkv(x), rotary, self.query_norm, self.key_norm)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_width]
 
         grouped = self.kv_heads != self.heads
@@ -55,61 +54,39 @@ class Attention(nn.Module):
 class QueryKeySite(nn.Module):
     """Splits the projection into queries, keys and values, and normalises and turns queries and keys.
 
-    The second place where norm.impl chooses an operator. It has no parameters: those of the norms are attention's.
+    It has no parameters: those of the norms are attention's.
     """
 
     def __init__(self, norm: NormConfig, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.fused, self.heads, self.kv_heads = norm.impl == NormImpl.fused, heads, kv_heads
-        self.kind, self.eps = Norm[norm.kind], norm.eps
+        self.impl, self.heads, self.kv_heads = norm.impl, heads, kv_heads
 
     def forward(
         self, qkv: Tensor, rotary: Tensor | None, query_norm: PreNorm | None, key_norm: PreNorm | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, (heads + 2·kv_heads)·head_width] -> q [B, T, heads, head_width], k and v [B, T, kv_heads, head_width]."""
-        kind, weights = None, (None, None, None, None)
-        if query_norm is not None and key_norm is not None:
-            kind, weights = self.kind, (query_norm.weight, query_norm.bias, key_norm.weight, key_norm.bias)
-        site = fused_query_key_site if self.fused else torch_query_key_site
-        return site(qkv, rotary, self.heads, self.kv_heads, kind, self.eps, *weights)
+        if self.impl != NormImpl.fused or (rotary is None and query_norm is None):
+            return unfused_query_key_site(qkv, rotary, self.heads, self.kv_heads, query_norm, key_norm)
+        cos, sin = (None, None) if rotary is None else rotary
+        if query_norm is None or key_norm is None:
+            return rotary_qkv_fn(qkv, cos, sin, self.heads, self.kv_heads)
+        return rotary_qkv_fn(
+            qkv, cos, sin, self.heads, self.kv_heads, norm=query_norm.kind, eps=query_norm.eps,
+            q_weight=query_norm.weight, q_bias=query_norm.bias, k_weight=key_norm.weight, k_bias=key_norm.bias,
+        )  # fmt: skip
 
 
-def fused_query_key_site(
-    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, kind: Norm | None, eps: float,
-    q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One kernel. Without norm and rotary positions there is nothing to fuse."""
-    if kind is None and rotary is None:
-        return _split(qkv, heads, kv_heads)
-    cos, sin = (None, None) if rotary is None else rotary
-    return rotary_qkv_fn(
-        qkv, cos, sin, heads, kv_heads, norm=kind, eps=eps,
-        q_weight=q_weight, q_bias=q_bias, k_weight=k_weight, k_bias=k_bias,
-    )  # fmt: skip
-
-
-def torch_query_key_site(
-    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, kind: Norm | None, eps: float,
-    q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """PyTorch's norm and the rotation as people write it. A function of tensors, so that torch.compile can take it whole."""
-    q, k, v = _split(qkv, heads, kv_heads)
-    if kind is not None and q_weight is not None and k_weight is not None:
-        q, k = _normalise(q, kind, eps, q_weight, q_bias), _normalise(k, kind, eps, k_weight, k_bias)
+def unfused_query_key_site(
+    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, query_norm: PreNorm | None, key_norm: PreNorm | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms as their module computes them, and PyTorch's rotation as people write it. A function that torch.compile can
+    take whole, once for all layers."""
+    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=-2)
+    if query_norm is not None and key_norm is not None:
+        q, k = query_norm(q), key_norm(k)
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     return q, k, v
-
-
-def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=-2)
-    return q, k, v
-
-
-def _normalise(x: Tensor, kind: Norm, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    dtype = torch.promote_types(x.dtype, weight.dtype)  # see PreNorm: autocast does not convert all inputs of all norms
-    y = NORMS[kind](x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), eps)
-    return y.to(activation_dtype(x))
 
 
 def rotary_table(context: int, head_width: int, base: float) -> Tensor:

@@ -86,8 +86,8 @@ def row_sites(model: nn.Module) -> dict[str, nn.Module]:
     Fused norms of queries and keys are no modules of their own. Turned queries stand for both: a turn keeps a row's length.
     """
     inner = ("query_norm", "key_norm")
-    sites = {name: site for name, site in norm_sites(model).items() if not name.endswith(inner)}
-    turned = {name: site for name, site in model.named_modules() if isinstance(site, QueryKeySite)}
+    sites: dict[str, nn.Module] = {name: site for name, site in norm_sites(model).items() if not name.endswith(inner)}
+    turned: dict[str, nn.Module] = {name: m for name, m in model.named_modules() if isinstance(m, QueryKeySite)}
     return sites | (turned if len(sites) < len(norm_sites(model)) else {})
 
 

@@ -42,12 +42,12 @@ def rotary_qkv_fn(
     """Queries, keys and values of a packed projection; queries and keys normalised by head and turned by their position.
 
     Args:
-        qkv: [..., T, (heads + 2·kv_heads)·D]: of each token the queries, then the keys, then the values, head by head. D is even.
-            bf16, fp16 or fp32; fp64 too where the PyTorch reference runs. Tokens may lie apart.
+        qkv: [..., T, (heads + 2·kv_heads)·D]: of each token the queries, the keys, the values, head by head. D is even. bf16,
+            fp16 or fp32; fp64 too where the PyTorch reference runs. Tokens may lie apart.
         cos, sin: [P, R/2] with R ≤ D, of the angles of positions 0 … P−1. None: nothing is turned. They get no gradient.
         heads, kv_heads: kv_heads divides heads (grouped-query attention); None: as heads.
-        positions: int64 or int32 [..., T] or [T], the row of the tables for each token. None: 0 … T−1. On the kernels a position
-            that the tables do not have gives NaN; the reference raises.
+        positions: int64 or int32, the row of the tables for each token: [..., T], or a shape that expands to it. None: 0 … T−1.
+            On the kernels a position that the tables do not have gives NaN; the reference raises IndexError.
         norm: "layernorm" or "rmsnorm" over the features of each head, before the turn. None: no norm.
         q_weight, k_weight: [D], one for all heads, or [heads, D] and [kv_heads, D]. None is 1.
         q_bias, k_bias: shaped as the weights. None is 0.
@@ -70,11 +70,11 @@ def rotary_qkv_fn(
     parts = heads + 2 * kv_heads
     if qkv.dim() < 2 or qkv.shape[-1] == 0 or qkv.shape[-1] % (2 * parts):
         raise ValueError(
-            f"{name}: qkv has shape {tuple(qkv.shape)}, expected (..., T, ({heads} + 2·{kv_heads})·D) with an even D of 2 or more"
+            f"{name}: qkv has shape {tuple(qkv.shape)}, expected (..., T, ({heads} + 2·{kv_heads})·D) with an even D"
         )
     inputs = Inputs(qkv, None, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
-    shape = qkv.shape[:-1]
-    return _run(name, inputs, shape, heads, kv_heads, qkv.shape[-1] // parts, norm, eps, zero_centered_weight, interleaved)  # type: ignore[return-value]
+    how = (norm, eps, zero_centered_weight, interleaved)
+    return _run(name, inputs, qkv.shape[:-1], heads, kv_heads, qkv.shape[-1] // parts, *how)  # type: ignore[return-value]
 
 
 def rotary_qk_fn(
@@ -119,7 +119,8 @@ def rotary_qk_fn(
         raise ValueError(f"{name}: k is {k.dtype} on {k.device}, expected {q.dtype} on {q.device}, as q")
     heads, kv_heads = _heads(name, q.shape[-2], k.shape[-2])
     inputs = Inputs(q, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
-    return _run(name, inputs, q.shape[:-2], heads, kv_heads, q.shape[-1], norm, eps, zero_centered_weight, interleaved)  # type: ignore[return-value]
+    how = (norm, eps, zero_centered_weight, interleaved)
+    return _run(name, inputs, q.shape[:-2], heads, kv_heads, q.shape[-1], *how)  # type: ignore[return-value]
 
 
 def _run(
@@ -182,10 +183,10 @@ def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: in
         _check_operand(name, "positions", positions, x, (torch.int64, torch.int32))
         if cos is None:
             raise ValueError(f"{name}: positions were given without cos and sin, whose rows they are")
-        if positions.shape != shape and positions.shape != shape[-1:]:
-            raise ValueError(
-                f"{name}: positions has shape {tuple(positions.shape)}, expected {tuple(shape)} or {tuple(shape[-1:])}"
-            )
+        given = positions.shape
+        leading = zip(reversed(given[:-1]), reversed(shape[:-1]), strict=False)
+        if not given or len(given) > len(shape) or given[-1] != shape[-1] or any(n not in (1, most) for n, most in leading):
+            raise ValueError(f"{name}: positions has shape {tuple(given)}, expected {tuple(shape)} or what expands to it")
     sizes = {"q": options.heads, "k": options.kv_heads}
     dims = {t.dim() for t in weights if isinstance(t, Tensor)}
     for argument, weight in zip(("q_weight", "q_bias", "k_weight", "k_bias"), weights, strict=True):
@@ -198,7 +199,9 @@ def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: in
         if weight.shape != each[1:] and weight.shape != each:
             raise ValueError(f"{name}: {argument} has shape {tuple(weight.shape)}, expected {each[1:]}, or {each} by head")
         if len(dims) > 1:
-            raise ValueError(f"{name}: {argument} has shape {tuple(weight.shape)}; weights and biases are all by head, or none is")
+            raise ValueError(
+                f"{name}: {argument} has shape {tuple(weight.shape)}; weights and biases are all by head, or none is"
+            )
 
 
 def _check_operand(name: str, argument: str, t: Any, x: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
@@ -215,7 +218,8 @@ def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
     """The same in plain PyTorch, differentiable, on any device: what the kernels are tested against."""
     x, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias = inputs
     if k is not None:
-        q, values = x, ()
+        q = x
+        values: tuple[Tensor, ...] = ()
     else:
         width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
         q = x[..., : options.heads * width].unflatten(-1, (options.heads, width))
@@ -223,9 +227,7 @@ def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
         values = (values_of(x, options),)
     if cos is not None and sin is not None:
         cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
-    q, k = (
-        _turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias))
-    )
+    q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))
     return q, k, *values
 
 

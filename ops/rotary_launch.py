@@ -6,6 +6,7 @@ remembered.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -122,9 +123,7 @@ def backward(upstream: Upstream, inputs: Inputs, options: Options, wanted: tuple
     if upstream.dv is None:
         dk_in, *sums = sums
     partials = dx.new_empty(plan.partials, dtype=torch.float32) if plan.finish else None
-    plan.gradients.start(
-        BackwardPointers(*upstream, x, k, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials)
-    )
+    plan.gradients.start(BackwardPointers(*upstream, x, k, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials))
     if plan.finish:
         given = iter(sums)
         plan.finish.start(partials, WeightGradients(*[next(given) if wants else None for wants in wanted]))
@@ -204,7 +203,7 @@ def _described(tensors: Iterable[Tensor | None]) -> list[Description]:
     return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
 
 
-def _contiguous(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
+def _contiguous(tensors: Iterable[Tensor | None]) -> list[Any]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
@@ -237,7 +236,7 @@ def _rows(described: Description, packed: bool, options: Options) -> _Rows | Non
     behind = 2 if packed else 3  # dimensions from the tokens on
     head = shape[-1] // (options.heads + 2 * options.kv_heads) if packed else strides[-2]
     leading = [(n, s) for n, s in zip(shape[:-behind], strides[:-behind], strict=True) if n != 1]
-    for (_, outer), (n, inner) in zip(leading, leading[1:], strict=False):
+    for (_, outer), (n, inner) in pairwise(leading):
         if outer != n * inner:
             return None
     return _Rows(leading[-1][1] if leading else 0, strides[-behind] if shape[-behind] != 1 else 0, head)
@@ -256,6 +255,9 @@ def _dense(described: Sequence[Description]) -> bool:
     return True
 
 
+MOST_ROWS = 2**30  # of a sequence: the kernels count them in 32 bits, and those of the tiles behind its end
+
+
 class _Work(NamedTuple):
     B: int  # sequences
     T: int  # tokens in each
@@ -272,6 +274,10 @@ def _work(options: Options, x: Any, packed: bool, small: Sequence[Any]) -> _Work
     cos, _, _, *weights = small
     rows, pairs = (0, 0) if cos is None else cos[0]
     per_head = any(t is not None and len(t[0]) == 2 for t in weights)
+    if shape[-behind] * max(options.heads, options.kv_heads) >= MOST_ROWS:
+        raise ValueError(
+            f"rotary: {shape[-behind]} tokens in a sequence times {options.heads} heads, accepted: less than {MOST_ROWS}"
+        )
     return _Work(prod(shape[:-behind]), shape[-behind], D, 2 * pairs, rows, per_head)
 
 
@@ -304,7 +310,14 @@ def _strides(rows: Sequence[Any]) -> list[int]:
 
 
 def _variant(
-    options: Options, work: _Work, tile: Tile, x: Any, small: Sequence[Any], rows: Sequence[Any], device: torch.device, **more: Any
+    options: Options,
+    work: _Work,
+    tile: Tile,
+    x: Any,
+    small: Sequence[Any],
+    rows: Sequence[Any],
+    device: torch.device,
+    **more: Any,
 ) -> Variant:
     return Variant(
         D=work.D,

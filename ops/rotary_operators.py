@@ -58,7 +58,7 @@ def apply(inputs: Inputs, options: Options, launch: Any = None) -> Sequence[Tens
 
     launch: of `rotary_launch.find`, where nobody watches operator calls; None: through the dispatcher.
     """
-    if has_tangents() or (torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in inputs])):
+    if has_tangents() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
         return _Rotary.apply(options, launch, *inputs)
     outputs = rotary_forward(*inputs, *options) if launch is None else launch(inputs, options)
     return outputs if inputs.k is not None else (*outputs, values_of(inputs.x, options))
@@ -75,14 +75,11 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, launch, *tensors):
         inputs = Inputs(*tensors)
-        if launch is None:
-            outputs = below_autograd(rotary_forward, *tensors, *options)
-        else:
-            outputs = launch(inputs, options)
-        x, k, *tables, q_weight, q_bias, k_weight, k_bias = inputs
+        outputs = below_autograd(rotary_forward, *tensors, *options) if launch is None else launch(inputs, options)
+        x, k, *rest = tensors
         if options.norm < 0:  # without a norm backward does not look at x
             x = k = None
-        ctx.save_for_backward(x, k, *tables, q_weight, q_bias, k_weight, k_bias)
+        ctx.save_for_backward(x, k, *rest)
         ctx.options, ctx.eager = options, launch is not None
         return (*outputs, values_of(inputs.x, options)) if inputs.k is None else tuple(outputs)
 
@@ -142,14 +139,10 @@ rotary_forward = operator(
 rotary_backward = operator(
     "rotary_backward",
     f"(Tensor dq, Tensor dk, Tensor? dv, Tensor? x, Tensor? k, {_INPUTS}, {_OPTIONS}, bool[4] wanted) -> Tensor[]",
-    lambda *given: launches().backward(
-        Upstream(*given[:3]), Inputs(*given[3:12]), Options(*given[12:18]), tuple(given[18])
-    ),
+    lambda *given: launches().backward(Upstream(*given[:3]), Inputs(*given[3:12]), Options(*given[12:18]), tuple(given[18])),
     lambda *given: empty_gradients(Upstream(*given[:3]), Inputs(*given[3:12]), Options(*given[12:18]), given[18]),
 )
 # v is a view of x, which no operator with a kernel may return. This one has none: it is its decomposition at each dispatch.
 LIBRARY.define(f"rotary(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-LIBRARY.impl(
-    "rotary", lambda *given: list(apply(Inputs(*given[:9]), Options(*given[9:]))), "CompositeImplicitAutograd"
-)
+LIBRARY.impl("rotary", lambda *given: list(apply(Inputs(*given[:9]), Options(*given[9:]))), "CompositeImplicitAutograd")
 rotary = getattr(torch.ops, NAMESPACE).rotary.default

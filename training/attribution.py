@@ -152,7 +152,11 @@ def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str
 # The first that matches decides.
 RULES = (
     # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
-    _rule("norm", _kernel, r"^(norm_(forward|backward)|finish_weight_gradients|dropout|rotary_(forward|backward)|finish_rotary_weights)_kernel"),
+    _rule(
+        "norm",
+        _kernel,
+        r"^(norm_(forward|backward)|finish_weight_gradients|dropout|rotary_(forward|backward)|finish_rotary_weights)_kernel",
+    ),
     # Under torch.compile they run inside our operators, with the fills that these need.
     _rule("norm", _within, r"^prenorm_\w+::"),
     # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before

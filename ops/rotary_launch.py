@@ -30,12 +30,15 @@ class Tile(NamedTuple):
     registers: int = 0  # most of a thread, so that all those programs fit a multiprocessor; 0: the compiler's choice
 
 
-def forward_tile(itemsize: int, normalises: bool) -> Tile:
+def forward_tile(itemsize: int) -> Tile:
     return Tile(elements=8192 // itemsize, warps=4)
 
 
 def backward_tile(itemsize: int, normalises: bool) -> Tile:
-    return Tile(elements=4096 // itemsize, warps=4, stages=2, programs_per_sm=2)
+    if not normalises:  # no sums: nothing to keep from tile to tile
+        return Tile(elements=4096 // itemsize, warps=4)
+    # More programs with fewer registers each hide no more of the memory's latency, and spill.
+    return Tile(elements=4096 // itemsize, warps=4, programs_per_sm=4, registers=128)
 
 
 class ForwardLaunch(NamedTuple):
@@ -98,7 +101,7 @@ def _forward_launch(options: Options, device: torch.device, *described: "Descrip
         return None
     assert x is not None
     work = _work(options, x, packed, small)
-    tile = forward_tile(x[2].itemsize, options.norm >= 0)
+    tile = forward_tile(x[2].itemsize)
     how = _variant(options, work, tile, x, small, rows, device, PACKED=packed)
     q_tiles, k_tiles = (_tiles(work, tile, heads) for heads in (options.heads, options.kv_heads))
     numbers = (work.T, q_tiles, work.table_rows, options.eps, *_strides(rows))
@@ -165,9 +168,9 @@ def _backward_plan(
     gradients = Launch(kernels.rotary_backward_kernel, (programs,), numbers, how, tile, device)
     if not any(sums):
         return _BackwardPlan(0, gradients, None)
-    count, block, most = sum(sums), 16, min(256, triton.next_power_of_2(max(q_programs, k_programs)))
+    count, block = sum(sums), 16
     grid = ((q_parts + k_parts) * count, triton.cdiv(work.D, block))
-    finish = Launch(kernels.finish_rotary_weights_kernel, grid, (q_programs, k_programs, most, block), how, Tile(0, 4), device)
+    finish = Launch(kernels.finish_rotary_weights_kernel, grid, (q_programs, k_programs, 256, block), how, Tile(0, 4), device)
     return _BackwardPlan(programs * count * work.D, gradients, finish)
 
 

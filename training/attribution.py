@@ -170,6 +170,9 @@ RULES = (
     # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
     _rule("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
+    # The turn of queries and keys joins two halves, and its backward the gradients of queries, keys and values. So does that of
+    # a gated MLP, with its activation in the name.
+    _rule("norm", _kernel, r"^triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
     _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.

@@ -16,6 +16,7 @@ from configs import Config, machine, to_dict
 from configs.schema import Device, DropoutMasks, NormImpl
 from data import Tokenizer
 from model import GPT
+from model.attention import QueryKeySite
 from model.norm import PreNorm
 from training import pretrained
 from training.checkpoint import TrainState
@@ -223,7 +224,7 @@ def operators_elsewhere(model: nn.Module, precision: Precision, context: int) ->
     tokens are fake ones, and of the CPU, whatever the model's device, so that no kernel is compiled for it.
     """
     recorder = _Recorder()
-    sites = [module for module in model.modules() if isinstance(module, PreNorm)]
+    sites = [module for module in model.modules() if isinstance(module, PreNorm | QueryKeySite)]
     hooks = [site.register_forward_pre_hook(recorder.enter) for site in sites]
     hooks += [site.register_forward_hook(recorder.leave) for site in sites]
     training = model.training
@@ -246,13 +247,13 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Operator] = []
-        self.inside = False  # a norm site
+        self.inside = 0  # norm sites; that of queries and keys may call two
 
     def enter(self, *_) -> None:
-        self.inside = True
+        self.inside += 1
 
     def leave(self, *_) -> None:
-        self.inside = False
+        self.inside -= 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -8,7 +8,7 @@ import torch
 
 from ablation.records import Attribution, Cell
 from configs import Config
-from configs.schema import BlockLayout, ResidualDtype
+from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.comparison import FUSED, TORCH
 from measure.tables import capital, label, markdown, number, wrapped
 from training.attribution import Share
@@ -142,7 +142,8 @@ def norm_bytes(cfg: Config, precision: Precision) -> int:
     The first site has no residual, and its x is the embeddings, which have the stream's dtype; without dropout they are the
     stream. dx is dresidual itself where nothing is dropped and the dtypes are equal. The final norm returns no stream: its
     backward gets no dr, and either reads an r that was kept for it (2·s in all) or x and residual again (n·c + s), whichever is
-    less. Norms of queries and keys move 5·c an element: x, y, dy, x, dx.
+    less. Queries and keys that are normalised move 5·c an element, turned or not: x, y, dy, x, dx. Those that are only turned
+    move 4·c, since their backward needs no x. Values move 2·c in backward, where their gradient joins that of queries and keys.
 
     Weights, their gradients, statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
     benchmarks.cases.minimum_bytes counts one site in the same way.
@@ -159,9 +160,10 @@ def norm_bytes(cfg: Config, precision: Precision) -> int:
     final = (branches + stream + compute) + (compute + min(2 * stream, branches + stream) + stream + dx)
     sites = model.layers * (1 if parallel else 2)  # and the final norm
     per_token = model.width * (first + (sites - 1) * other + final)
-    if model.qk_norm:
-        heads = model.heads + (model.kv_heads or model.heads)
-        per_token += model.layers * heads * (model.width // model.heads) * 5 * compute
+    if model.qk_norm or model.positions == Positions.rotary:
+        kv_heads = model.kv_heads or model.heads
+        heads = (model.heads + kv_heads) * (5 if model.qk_norm else 4) + kv_heads * 2
+        per_token += model.layers * heads * (model.width // model.heads) * compute
     return cfg.train.batch_size * model.context * per_token
 
 

@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from ablation.arms import Arm
-from ablation.parity_arms import ARMS, four_arms, norm_sites, unclipped_gradients
+from ablation.parity_arms import ARMS, four_arms, row_sites, unclipped_gradients
 from ablation.records import Parity
 from ablation.rounding import (
     FEW,
@@ -162,7 +162,7 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progre
     for step in range(cfg.ablate.parity_steps):
         gradients: list[dict[str, Tensor]] = []  # four times the size of the model
         for arm in arms:
-            sites = norm_sites(arm.state.model) if step == 0 else {}
+            sites = row_sites(arm.state.model) if step == 0 else {}
             with unclipped_gradients(arm) as unclipped, row_scales(sites, rows) as row_scale:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
             losses[arm.name].append(loss.item())

@@ -19,6 +19,7 @@ from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype
 from data import Tokenizer
 from measure.comparison import FUSED, TORCH
+from model.attention import QueryKeySite
 from model.norm import PreNorm
 from ops import seeded_dropout
 from training.precision import Precision
@@ -77,6 +78,17 @@ def unclipped_gradients(arm: Arm) -> Iterator[dict[str, Tensor]]:
 
 def norm_sites(model: nn.Module) -> dict[str, PreNorm]:
     return {name: site for name, site in model.named_modules() if isinstance(site, PreNorm)}
+
+
+def row_sites(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose first output's rows are as long as their norm makes them.
+
+    Fused norms of queries and keys are no modules of their own. Turned queries stand for both: a turn keeps a row's length.
+    """
+    inner = ("query_norm", "key_norm")
+    sites: dict[str, nn.Module] = {name: site for name, site in norm_sites(model).items() if not name.endswith(inner)}
+    turned: dict[str, nn.Module] = {name: m for name, m in model.named_modules() if isinstance(m, QueryKeySite)}
+    return sites | (turned if len(sites) < len(norm_sites(model)) else {})
 
 
 def reorder(model: nn.Module) -> None:

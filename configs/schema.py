@@ -104,6 +104,7 @@ class ModelConfig:
     rotary_base: float = key(10000.0, "positions=rotary: a larger base rotates more slowly", above=0)
     activation: Activation = key(Activation.gelu, "activation of the MLP")
     qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions")
+    qk_norm_kind: NormKind | None = key(None, "qk_norm=true: which norm; null: as norm.kind")
     block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP")
     residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the residual stream")
 

@@ -1,11 +1,14 @@
 """Causal self-attention: multi-head or grouped-query, with optional norms and rotary positions on queries and keys."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import ModelConfig, NormConfig
+from configs.schema import ModelConfig, NormConfig, NormImpl
 from model.norm import PreNorm
+from ops import rotary_qkv_fn
 
 
 class Attention(nn.Module):
@@ -23,8 +26,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
         self.query_norm, self.key_norm = None, None
         if cfg.qk_norm:
+            norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind)
             self.query_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
             self.key_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
+        self.query_key_norm = QueryKeySite(norm, self.heads, self.kv_heads)
 
     def forward(self, x: Tensor, rotary: Tensor | None = None) -> Tensor:
         """
@@ -33,15 +38,7 @@ class Attention(nn.Module):
             rotary: [2, T, head_width / 2] fp32 from `rotary_table`, or None.
         """
         B, T, width = x.shape
-        q, k, v = (
-            self.qkv(x)
-            .view(B, T, self.heads + 2 * self.kv_heads, self.head_width)
-            .split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        )
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = self.query_key_norm(self.qkv(x), rotary, self.query_norm, self.key_norm)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, heads, T, head_width]
 
         grouped = self.kv_heads != self.heads
@@ -52,6 +49,44 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).reshape(B, T, width))
+
+
+class QueryKeySite(nn.Module):
+    """Splits the projection into queries, keys and values, and normalises and turns queries and keys.
+
+    It has no parameters: those of the norms are attention's.
+    """
+
+    def __init__(self, norm: NormConfig, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.impl, self.heads, self.kv_heads = norm.impl, heads, kv_heads
+
+    def forward(
+        self, qkv: Tensor, rotary: Tensor | None, query_norm: PreNorm | None, key_norm: PreNorm | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, (heads + 2·kv_heads)·head_width] -> q [B, T, heads, head_width], k and v [B, T, kv_heads, head_width]."""
+        if self.impl != NormImpl.fused or (rotary is None and query_norm is None):
+            return unfused_query_key_site(qkv, rotary, self.heads, self.kv_heads, query_norm, key_norm)
+        cos, sin = (None, None) if rotary is None else rotary
+        if query_norm is None or key_norm is None:
+            return rotary_qkv_fn(qkv, cos, sin, self.heads, self.kv_heads)
+        return rotary_qkv_fn(
+            qkv, cos, sin, self.heads, self.kv_heads, norm=query_norm.kind, eps=query_norm.eps,
+            q_weight=query_norm.weight, q_bias=query_norm.bias, k_weight=key_norm.weight, k_bias=key_norm.bias,
+        )  # fmt: skip
+
+
+def unfused_query_key_site(
+    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, query_norm: PreNorm | None, key_norm: PreNorm | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms as their module computes them, and PyTorch's rotation as people write it. A function that torch.compile can
+    take whole, once for all layers."""
+    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=-2)
+    if query_norm is not None and key_norm is not None:
+        q, k = query_norm(q), key_norm(k)
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    return q, k, v
 
 
 def rotary_table(context: int, head_width: int, base: float) -> Tensor:

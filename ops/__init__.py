@@ -10,6 +10,7 @@ from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
 from .reference import Norm
+from .rotary import rotary_qk_fn, rotary_qkv_fn
 
 __all__ = [
     "GPT2_BLOCK",
@@ -28,5 +29,7 @@ __all__ = [
     "replace_norms",
     "restore_norms",
     "rms_norm_fn",
+    "rotary_qk_fn",
+    "rotary_qkv_fn",
     "seeded_dropout",
 ]

@@ -6,8 +6,9 @@ and a kernel of backward belongs to the forward operator that it differentiates.
 names its kernels after the operators in them; there the name decides.
 
     GEMM       matrix products, forward and backward; not the casts of their weights, nor the sums that are bias gradients
-    attention  scaled_dot_product_attention, forward and backward; not its projections, rotary positions or copies around it
-    norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms of queries and keys
+    attention  scaled_dot_product_attention, forward and backward; not its projections or copies around it
+    norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms and the rotary positions of
+               queries and keys
     loss       log-softmax and likelihood; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
     other      embeddings, activations, copies to the GPU, and casts, among them that of the logits where the loss runs eager
@@ -27,10 +28,11 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from model.attention import QueryKeySite
 from model.norm import PreNorm
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
-NORM_SITE = "prenorm norm site"  # the range around PreNorm.forward
+NORM_SITE = "prenorm norm site"  # the range around a site's forward
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,11 @@ def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str
 # The first that matches decides.
 RULES = (
     # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
-    _rule("norm", _kernel, r"^(norm_forward|norm_backward|finish_weight_gradients|dropout)_kernel"),
+    _rule(
+        "norm",
+        _kernel,
+        r"^(norm_(forward|backward)|finish_weight_gradients|dropout|rotary_(forward|backward)|finish_rotary_weights)_kernel",
+    ),
     # Under torch.compile they run inside our operators, with the fills that these need.
     _rule("norm", _within, r"^prenorm_\w+::"),
     # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before
@@ -164,6 +170,9 @@ RULES = (
     # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
     _rule("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
+    # The turn of queries and keys joins two halves, and its backward the gradients of queries, keys and values. So does that of
+    # a gated MLP, with its activation in the name.
+    _rule("norm", _kernel, r"^triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
     _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.
@@ -209,7 +218,7 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     hooks = []
-    for site in () if model is None else (module for module in model.modules() if isinstance(module, PreNorm)):
+    for site in () if model is None else (module for module in model.modules() if isinstance(module, PreNorm | QueryKeySite)):
         hooks += [site.register_forward_pre_hook(enter), site.register_forward_hook(leave, always_call=True)]
     try:
         yield

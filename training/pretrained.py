@@ -33,6 +33,7 @@ OF_WEIGHTS = {
 # The same for sizes that have a default from other keys, and for the context of a model with learned positions.
 SIZES: dict[str, Callable[[Config], object]] = {
     "model.kv_heads": lambda cfg: cfg.model.kv_heads or cfg.model.heads,
+    "model.qk_norm_kind": lambda cfg: cfg.model.qk_norm and (cfg.model.qk_norm_kind or cfg.norm.kind),
     "model.mlp_width": lambda cfg: mlp_width(cfg.model),
     "model.context": lambda cfg: cfg.model.positions is Positions.learned and cfg.model.context,
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ablation.gpu_time import attribute, gpu_time, norm_bytes
-from configs.schema import BlockLayout, ResidualDtype
+from configs.schema import BlockLayout, Positions, ResidualDtype
 from tests.ablation import results
 from tests.runs import config, precision
 from training.attribution import Share
@@ -23,8 +23,11 @@ from training.attribution import Share
         ({"block": BlockLayout.parallel}, torch.bfloat16, 28 + 36 + 28),
         # bf16 stream, drop path: there dx is not dresidual
         ({"dropout": 0.0, "drop_path": 0.1, "residual_dtype": ResidualDtype.compute}, torch.bfloat16, 12 + 3 * 18 + 16),
-        # with norms of q and of k (half as wide), 5 tensors of 2 bytes in each of 2 layers
-        ({"qk_norm": True, "kv_heads": 1}, torch.bfloat16, 130 + 2 * 10 * 1.5),
+        # with norms of q and of k (half as wide), 5 tensors of 2 bytes in each of 2 layers, and 2 of v
+        ({"qk_norm": True, "kv_heads": 1}, torch.bfloat16, 130 + 2 * (10 * 1.5 + 4 * 0.5)),
+        ({"qk_norm": True, "positions": Positions.rotary}, torch.bfloat16, 130 + 2 * (10 * 2 + 4)),
+        # turned only: 4 tensors
+        ({"positions": Positions.rotary}, torch.bfloat16, 130 + 2 * (8 * 2 + 4)),
     ],
 )
 def test_norm_bytes_are_those_of_a_count_by_hand(model, dtype, per_element):

@@ -26,12 +26,12 @@ for path in sys.argv[1:]:
 
 def test_examples_are_at_parity_and_time_themselves(tmp_path):
     checks = {"nanogpt_block": 3, "own_training_loop": 1, "vit_droppath": 1}
-    checks |= {"hf_gpt2": 1, "hf_llama": 2} if find_spec("transformers") else {}
+    checks |= {"hf_gpt2": 1, "hf_llama": 2, "hf_qwen3": 2} if find_spec("transformers") else {}
     files = [file for file in (ROOT / "examples").glob("*.py") if file.stem != "__init__"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-u", "-c", CODE, *files]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert [line for line in done.stderr.splitlines() if "transformers" not in line] == [] and len(files) == 5
+    assert [line for line in done.stderr.splitlines() if "transformers" not in line] == [] and len(files) == 6
     printed = {text.split()[0]: text for text in done.stdout.split("example ")[1:]}
     for name, count in checks.items():
         out = printed[name]
@@ -40,7 +40,7 @@ def test_examples_are_at_parity_and_time_themselves(tmp_path):
         assert out.endswith("\nset()\n")
 
 
-@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama"])
+@pytest.mark.parametrize("name", ["hf_gpt2", "hf_llama", "hf_qwen3"])
 def test_without_transformers_an_example_says_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, f"examples.{name}", raising=False)

@@ -3,12 +3,13 @@ import torch
 import torch.nn.functional as F
 
 from configs.schema import ModelConfig, NormConfig
+from model import attention as site
 from model.attention import Attention, rotary_table, rotate
 
 
-def attention(**options) -> Attention:
+def attention(impl="fused", kind="layernorm", **options) -> Attention:
     torch.manual_seed(0)
-    return Attention(ModelConfig(**{"heads": 4, "width": 32} | options), NormConfig())
+    return Attention(ModelConfig(**{"heads": 4, "width": 32} | options), NormConfig(impl=impl, kind=kind))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # two ways of sharing heads
@@ -57,3 +58,53 @@ def test_attention_dropout_follows_its_option_and_training_mode(monkeypatch, opt
     module(torch.randn(1, 3, 32))
     module.eval()(torch.randn(1, 3, 32))
     assert seen == [p, 0.0]
+
+
+QK_NORMS = [{}, {"qk_norm": True}, {"qk_norm": True, "qk_norm_kind": "rmsnorm"}]
+
+
+@pytest.mark.parametrize("rotary", [None, rotary_table(context=7, head_width=8, base=100.0)], ids=["plain", "rotary"])
+@pytest.mark.parametrize("options", QK_NORMS, ids=str)
+def test_fused_and_torch_have_one_checkpoint_and_agree(options, rotary):
+    fused, torchs = (attention(impl, kv_heads=2, **options) for impl in ("fused", "torch"))
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    torchs.load_state_dict(fused.state_dict())
+    x, results = torch.randn(2, 7, 32), []
+    for module in (fused, torchs):
+        y = module(x, rotary)
+        results.append((y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("impl", "options", "rotary", "calls"), [
+    ("fused", {"qk_norm": True}, True, 1), ("fused", {}, True, 1), ("fused", {"qk_norm": True}, False, 1),
+    ("fused", {}, False, 0), ("torch", {"qk_norm": True}, True, 0),
+])  # fmt: skip
+def test_impl_picks_the_operator_of_queries_and_keys(monkeypatch, impl, options, rotary, calls):
+    seen, original = [], site.rotary_qkv_fn
+    monkeypatch.setattr(site, "rotary_qkv_fn", lambda *args, **kwargs: seen.append(1) or original(*args, **kwargs))
+    attention(impl, **options)(torch.randn(1, 3, 32), rotary_table(3, 8, 100.0) if rotary else None)
+    assert len(seen) == calls
+
+
+def test_qk_norm_kind_is_the_norms_or_its_own():
+    kinds = [attention(**options).query_norm for options in QK_NORMS]
+    assert [norm and (norm.kind.name, norm.bias is not None) for norm in kinds] == [
+        None,
+        ("layernorm", True),
+        ("rmsnorm", False),
+    ]
+
+
+def test_the_unfused_site_is_compiled_once_for_all_layers():
+    compilations = []
+    compiled = torch.compile(
+        site.unfused_query_key_site, fullgraph=True, backend=lambda graph, _: compilations.append(1) or graph.forward
+    )
+    rotary = rotary_table(7, 8, 100.0)
+    for layer in [attention("torch", qk_norm=True) for _ in range(10)]:  # more than Dynamo's limit of recompilations
+        given = (torch.randn(1, 7, 96), rotary, 4, 4, layer.query_norm, layer.key_norm)
+        torch.testing.assert_close(compiled(*given), site.unfused_query_key_site(*given))
+    assert len(compilations) == 1

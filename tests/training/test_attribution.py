@@ -20,6 +20,9 @@ NAMES = {
         "triton_poi_fused__to_copy_view_2",
         "triton_red_fused__fused_rms_norm_backward__to_copy_add_mul_select_slice_backward_view_12",
         "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4",
+        "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",  # rotary positions
+        "rotary_backward_kernel",
+        "finish_rotary_weights_kernel",
         "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)",
         "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(...)",
     ],
@@ -42,7 +45,7 @@ NAMES = {
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float>>",
     ],
     "other": [
-        "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",
+        "triton_poi_fused_cat_fill_mul_sigmoid_silu_sub_view_8",  # of a gated MLP
         "triton_red_fused__to_copy_native_dropout_backward_sum_view_2",  # a bias gradient, with dropout's backward made anew
         "Memcpy HtoD (Pinned -> Device)",
     ],
@@ -118,9 +121,10 @@ def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and
 
 def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
     pytest.importorskip("triton")
-    from ops.kernels import backward, dropout, forward
+    from ops.kernels import backward, dropout, forward, rotary
 
-    ours = [forward.norm_forward_kernel, backward.norm_backward_kernel, backward.finish_weight_gradients_kernel]
+    ours = [rotary.rotary_forward_kernel, rotary.rotary_backward_kernel, rotary.finish_rotary_weights_kernel]
+    ours += [forward.norm_forward_kernel, backward.norm_backward_kernel, backward.finish_weight_gradients_kernel]
     assert {group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) for kernel in (*ours, dropout.dropout_kernel)} == {"norm"}
 
 

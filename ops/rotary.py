@@ -1,0 +1,257 @@
+"""Norm and rotary positions of queries and keys in one kernel each way: the public functions, their checks, the reference.
+
+    x̂ = x normalised over the D features of a head          norm: none, layernorm, rmsnorm
+    y = x̂ · (weight + offset) + bias
+    out_a = y_a · cos − y_b · sin,    out_b = y_a · sin + y_b · cos        for each of the R/2 pairs (a, b) of features
+
+Su et al. 2021, arXiv:2104.09864; query-key norm: Henry et al. 2020, arXiv:2010.04245, and Dehghani et al. 2023,
+arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of Llama checkpoints on the Hub), or interleaved
+2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
+"""
+
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd import is_eager, transformed_by_func
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_eps, check_flags, check_tensor
+from .kernels import runs_kernels
+from .reference import NORMS, Norm
+from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
+
+
+def rotary_qkv_fn(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+    kv_heads: int | None = None,
+    *,
+    positions: Tensor | None = None,
+    norm: Norm | str | None = None,
+    q_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered_weight: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a packed projection; queries and keys normalised by head and turned by their position.
+
+    Args:
+        qkv: [..., T, (heads + 2·kv_heads)·D]: of each token the queries, the keys, the values, head by head. D is even. bf16,
+            fp16 or fp32; fp64 too where the PyTorch reference runs. Tokens may lie apart.
+        cos, sin: [P, R/2] with R ≤ D, of the angles of positions 0 … P−1. None: nothing is turned. They get no gradient.
+        heads, kv_heads: kv_heads divides heads (grouped-query attention); None: as heads.
+        positions: int64 or int32, the row of the tables for each token: [..., T], or a shape that expands to it. None: 0 … T−1.
+            On the kernels a position that the tables do not have gives NaN; the reference raises IndexError.
+        norm: "layernorm" or "rmsnorm" over the features of each head, before the turn. None: no norm.
+        q_weight, k_weight: [D], one for all heads, or [heads, D] and [kv_heads, D]. None is 1.
+        q_bias, k_bias: shaped as the weights. None is 0.
+        eps: added to the variance.
+        zero_centered_weight: weights are stored as their difference from 1.
+        interleaved: pairs are features 2i and 2i + 1.
+
+    Returns:
+        q [..., T, heads, D] and k [..., T, kv_heads, D], contiguous, computed in fp32 and rounded to qkv's dtype; and
+        v [..., T, kv_heads, D], a view of qkv. Backward writes the gradient of qkv once, in one kernel.
+
+    Gradients of gradients are refused on the kernels. Under torch.func's transforms the PyTorch reference runs, which has them.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device or option not as above; before anything is launched.
+    """
+    name = "rotary_qkv_fn"
+    check_tensor(name, "qkv", qkv)
+    heads, kv_heads = _heads(name, heads, heads if kv_heads is None else kv_heads)
+    parts = heads + 2 * kv_heads
+    if qkv.dim() < 2 or qkv.shape[-1] == 0 or qkv.shape[-1] % (2 * parts):
+        raise ValueError(
+            f"{name}: qkv has shape {tuple(qkv.shape)}, expected (..., T, ({heads} + 2·{kv_heads})·D) with an even D"
+        )
+    inputs = Inputs(qkv, None, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
+    how = (norm, eps, zero_centered_weight, interleaved)
+    return _run(name, inputs, qkv.shape[:-1], heads, kv_heads, qkv.shape[-1] // parts, *how)  # type: ignore[return-value]
+
+
+def rotary_qk_fn(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    positions: Tensor | None = None,
+    norm: Norm | str | None = None,
+    q_weight: Tensor | None = None,
+    q_bias: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    k_bias: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered_weight: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same for queries and keys that are tensors of their own.
+
+    Args:
+        q: [..., T, heads, D], k: [..., T, kv_heads, D], of one dtype. Views are read where they lie: batches, tokens and heads
+            may be any distance apart, so that a transposed [B, heads, T, D] is welcome.
+        The others as for `rotary_qkv_fn`.
+
+    Returns:
+        q and k in their shapes, contiguous.
+
+    Raises:
+        ValueError, TypeError: as `rotary_qkv_fn`.
+    """
+    name = "rotary_qk_fn"
+    check_tensor(name, "q", q)
+    check_tensor(name, "k", k)
+    if q.dim() < 3 or q.shape[-1] == 0 or q.shape[-1] % 2:
+        raise ValueError(f"{name}: q has shape {tuple(q.shape)}, expected (..., T, heads, D) with an even D of 2 or more")
+    if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"{name}: k has shape {tuple(k.shape)}, expected that of q {tuple(q.shape)} but for the number of heads"
+        )
+    if k.dtype != q.dtype or k.device != q.device:
+        raise ValueError(f"{name}: k is {k.dtype} on {k.device}, expected {q.dtype} on {q.device}, as q")
+    heads, kv_heads = _heads(name, q.shape[-2], k.shape[-2])
+    inputs = Inputs(q, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias)
+    how = (norm, eps, zero_centered_weight, interleaved)
+    return _run(name, inputs, q.shape[:-2], heads, kv_heads, q.shape[-1], *how)  # type: ignore[return-value]
+
+
+def _run(
+    name: str, inputs: Inputs, shape: torch.Size, heads: int, kv_heads: int, D: int, norm: Any, eps: float,
+    zero_centered_weight: bool, interleaved: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """shape: [..., T]."""
+    kind = -1 if norm is None else int(norm if type(norm) is Norm else _as_norm(name, norm))
+    check_eps(name, eps)
+    check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
+    options = Options(heads, kv_heads, kind, float(eps), bool(zero_centered_weight), bool(interleaved))
+    kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
+    eager = kernels and is_eager([t for t in inputs if isinstance(t, Tensor)])
+    if eager and (launch := launches().find(inputs, options)) is not None:  # a call like one that was checked
+        return tuple(apply(inputs, options, launch))
+
+    _check(name, inputs, options, shape, D, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
+    if inputs.positions is not None and inputs.positions.shape != shape:
+        inputs = inputs._replace(positions=inputs.positions.expand(shape).contiguous())
+    if not kernels:
+        return reference(inputs, options)
+    if torch.compiler.is_compiling():
+        return tuple(rotary(*inputs, *options))
+    return tuple(apply(inputs, options, launches().prepare(inputs, options) if eager else None))
+
+
+# ---- checks -----------------------------------------------------------------------------------------------------------------
+
+
+def _heads(name: str, heads: Any, kv_heads: Any) -> tuple[int, int]:
+    for argument, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if not isinstance(count, Integral | torch.SymInt) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}: {argument} must be an int of 1 or more, got {count!r}")
+    return heads, kv_heads
+
+
+def _as_norm(name: str, norm: Any) -> Norm:
+    try:
+        return Norm[norm] if isinstance(norm, str) else Norm(norm)
+    except (KeyError, ValueError):
+        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in Norm)}") from None
+
+
+def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: int, accepted: tuple[torch.dtype, ...]) -> None:
+    x, _, cos, sin, positions, *weights = inputs
+    check_dtype(name, "q" if name == "rotary_qk_fn" else "qkv", x, accepted)
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{name}: cos and sin are a pair; one of them is None. Give both, or None for both")
+    if cos is not None and sin is not None:
+        _check_operand(name, "cos", cos, x, accepted)
+        _check_operand(name, "sin", sin, x, accepted)
+        if cos.dim() != 2 or not 1 <= cos.shape[1] <= D // 2 or (positions is None and cos.shape[0] < shape[-1]):
+            least = "P" if positions is not None else f"{shape[-1]} or more"
+            raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, expected ({least}, R/2) with R/2 from 1 to {D // 2}")
+        if sin.shape != cos.shape or sin.dtype != cos.dtype:
+            raise ValueError(f"{name}: sin is {tuple(sin.shape)} {sin.dtype}, expected {tuple(cos.shape)} {cos.dtype}, as cos")
+        if cos.requires_grad or sin.requires_grad:
+            raise ValueError(f"{name}: cos and sin get no gradient; detach them")
+    if positions is not None:
+        _check_operand(name, "positions", positions, x, (torch.int64, torch.int32))
+        if cos is None:
+            raise ValueError(f"{name}: positions were given without cos and sin, whose rows they are")
+        given = positions.shape
+        leading = zip(reversed(given[:-1]), reversed(shape[:-1]), strict=False)
+        if not given or len(given) > len(shape) or given[-1] != shape[-1] or any(n not in (1, most) for n, most in leading):
+            raise ValueError(f"{name}: positions has shape {tuple(given)}, expected {tuple(shape)} or what expands to it")
+    sizes = {"q": options.heads, "k": options.kv_heads}
+    dims = {t.dim() for t in weights if isinstance(t, Tensor)}
+    for argument, weight in zip(("q_weight", "q_bias", "k_weight", "k_bias"), weights, strict=True):
+        if weight is None:
+            continue
+        _check_operand(name, argument, weight, x, accepted)
+        if options.norm < 0:
+            raise ValueError(f"{name}: {argument} was given without a norm; pass norm, or leave it out")
+        each = (sizes[argument[0]], D)
+        if weight.shape != each[1:] and weight.shape != each:
+            raise ValueError(f"{name}: {argument} has shape {tuple(weight.shape)}, expected {each[1:]}, or {each} by head")
+        if len(dims) > 1:
+            raise ValueError(
+                f"{name}: {argument} has shape {tuple(weight.shape)}; weights and biases are all by head, or none is"
+            )
+
+
+def _check_operand(name: str, argument: str, t: Any, x: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
+    check_tensor(name, argument, t)
+    check_dtype(name, argument, t, accepted)
+    if t.device != x.device:
+        raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}")
+
+
+# ---- reference --------------------------------------------------------------------------------------------------------------
+
+
+def reference(inputs: Inputs, options: Options) -> tuple[Tensor, ...]:
+    """The same in plain PyTorch, differentiable, on any device: what the kernels are tested against."""
+    x, k, cos, sin, positions, q_weight, q_bias, k_weight, k_bias = inputs
+    if k is not None:
+        q = x
+        values: tuple[Tensor, ...] = ()
+    else:
+        width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
+        q = x[..., : options.heads * width].unflatten(-1, (options.heads, width))
+        k = x[..., options.heads * width : -options.kv_heads * width].unflatten(-1, (options.kv_heads, width))
+        values = (values_of(x, options),)
+    if cos is not None and sin is not None:
+        cos, sin = (t[: q.shape[-3]] if positions is None else t[positions.long()] for t in (cos, sin))
+    q, k = (_turned(t, cos, sin, weight, bias, options) for t, weight, bias in ((q, q_weight, q_bias), (k, k_weight, k_bias)))
+    return q, k, *values
+
+
+def _turned(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, weight: Tensor | None, bias: Tensor | None, options: Options
+) -> Tensor:
+    """x [..., T, heads, D]; cos, sin [T, R/2] or [..., T, R/2]."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(dtype)
+    if options.norm >= 0:
+        weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+        if weight is not None and options.zero_centered_weight:
+            weight = weight + 1.0
+        if any(t is not None and t.dim() == 2 for t in (weight, bias)):
+            y = NORMS[Norm(options.norm)](y, None, None, options.eps)
+            y = y if weight is None else y * weight
+            y = y if bias is None else y + bias
+        else:
+            y = NORMS[Norm(options.norm)](y, weight, bias, options.eps)
+    if cos is not None and sin is not None:
+        cos, sin = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))  # [..., T, 1, R/2]
+        turns, rest = y[..., : 2 * cos.shape[-1]], y[..., 2 * cos.shape[-1] :]
+        a, b = (turns[..., ::2], turns[..., 1::2]) if options.interleaved else turns.chunk(2, dim=-1)
+        pairs = (a * cos - b * sin, a * sin + b * cos)
+        turned = torch.stack(pairs, dim=-1).flatten(-2) if options.interleaved else torch.cat(pairs, dim=-1)
+        y = torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    return y.to(x.dtype)

@@ -1,0 +1,148 @@
+"""Norm and rotary positions of queries and keys as operators: records, schemas, gradients. They take what `rotary` has checked.
+
+A compiled function calls the operator `rotary`. It decomposes into `rotary_forward` and `rotary_backward`, which the graph then
+holds. Eager code goes past the dispatcher, to `rotary_launch`.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .autograd import is_eager, refuse_second_order
+from .operators import LIBRARY, NAMESPACE, below_autograd, has_tangents, operator
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [..., T, heads, D], or [..., T, (heads + 2 · kv_heads) · D] with keys and values in it
+    k: Tensor | None  # [..., T, kv_heads, D]; None where they lie in x
+    cos: Tensor | None  # [positions, R/2]
+    sin: Tensor | None
+    positions: Tensor | None  # [..., T]
+    q_weight: Tensor | None  # [D] or [heads, D]
+    q_bias: Tensor | None
+    k_weight: Tensor | None
+    k_bias: Tensor | None
+
+
+class Options(NamedTuple):
+    heads: int
+    kv_heads: int
+    norm: int  # a value of Norm, or -1 for none
+    eps: float
+    zero_centered_weight: bool
+    interleaved: bool
+
+
+class Upstream(NamedTuple):
+    """The gradients that backward is given."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor | None  # there where x is packed
+
+
+@cache
+def launches() -> ModuleType:
+    """`rotary_launch`, imported when the first kernel starts: it needs Triton, which a machine without a GPU may lack."""
+    from . import rotary_launch
+
+    return rotary_launch
+
+
+def apply(inputs: Inputs, options: Options, launch: Any = None) -> Sequence[Tensor]:
+    """q, k, and v where x is packed, with gradients.
+
+    launch: of `rotary_launch.find`, where nobody watches operator calls; None: through the dispatcher.
+    """
+    if has_tangents() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
+        return _Rotary.apply(options, launch, *inputs)
+    outputs = rotary_forward(*inputs, *options) if launch is None else launch(inputs, options)
+    return outputs if inputs.k is not None else (*outputs, values_of(inputs.x, options))
+
+
+def values_of(x: Tensor, options: Options) -> Tensor:
+    """v [..., T, kv_heads, D], a view of the packed projection."""
+    width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
+    size = options.kv_heads * width
+    return x.narrow(-1, x.shape[-1] - size, size).unflatten(-1, (options.kv_heads, width))
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, options, launch, *tensors):
+        inputs = Inputs(*tensors)
+        outputs = below_autograd(rotary_forward, *tensors, *options) if launch is None else launch(inputs, options)
+        x, k, *rest = tensors
+        if options.norm < 0:  # without a norm backward does not look at x
+            x = k = None
+        ctx.save_for_backward(x, k, *rest)
+        ctx.options, ctx.eager = options, launch is not None
+        return (*outputs, values_of(inputs.x, options)) if inputs.k is None else tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        gradients = Upstream(*upstream, *[None] * (3 - len(upstream)))
+        if not torch.is_grad_enabled():
+            return None, None, *_gradients(ctx, gradients)
+        with torch.no_grad():
+            found = _gradients(ctx, gradients)
+        name = "rotary_qk_fn" if gradients.dv is None else "rotary_qkv_fn"
+        return None, None, *refuse_second_order(name, found)
+
+
+def _gradients(ctx: Any, upstream: Upstream) -> tuple[Tensor | None, ...]:
+    """Of the fields of Inputs."""
+    saved, options, wanted = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[7:]
+    if ctx.eager and is_eager(upstream):
+        given = iter(launches().backward(upstream, Inputs(*saved), options, wanted))
+    else:
+        given = iter(rotary_backward(*upstream, *saved, *options, list(wanted)))
+    dx = next(given)
+    dk = next(given) if upstream.dv is None else None
+    return dx, dk, None, None, None, *[next(given) if wants else None for wants in wanted]
+
+
+# ---- operators --------------------------------------------------------------------------------------------------------------
+
+_INPUTS = "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? q_weight, Tensor? q_bias, Tensor? k_weight, Tensor? k_bias"
+_OPTIONS = "SymInt heads, SymInt kv_heads, int norm, float eps, bool zero_centered_weight, bool interleaved"
+
+
+def empty_outputs(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    x, k = inputs.x, inputs.k
+    if k is not None:
+        return x.new_empty(x.shape), x.new_empty(k.shape)
+    width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
+    return x.new_empty(*x.shape[:-1], options.heads, width), x.new_empty(*x.shape[:-1], options.kv_heads, width)
+
+
+def empty_gradients(upstream: Upstream, inputs: Inputs, options: Options, wanted: Sequence[bool]) -> list[Tensor]:
+    """dx, dk where x is not packed, and of dq_weight, dq_bias, dk_weight, dk_bias those wanted."""
+    dq, dk, dv = upstream
+    if dv is not None:
+        gradients = [dq.new_empty(*dq.shape[:-2], (options.heads + 2 * options.kv_heads) * dq.shape[-1])]
+    else:
+        gradients = [dq.new_empty(dq.shape), dk.new_empty(dk.shape)]
+    return gradients + [t.new_empty(t.shape) for t, wants in zip(inputs[5:], wanted, strict=True) if wants and t is not None]
+
+
+rotary_forward = operator(
+    "rotary_forward",
+    f"(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    lambda *given: launches().forward(Inputs(*given[:9]), Options(*given[9:])),
+    lambda *given: empty_outputs(Inputs(*given[:9]), Options(*given[9:])),
+)
+rotary_backward = operator(
+    "rotary_backward",
+    f"(Tensor dq, Tensor dk, Tensor? dv, Tensor? x, Tensor? k, {_INPUTS}, {_OPTIONS}, bool[4] wanted) -> Tensor[]",
+    lambda *given: launches().backward(Upstream(*given[:3]), Inputs(*given[3:12]), Options(*given[12:18]), tuple(given[18])),
+    lambda *given: empty_gradients(Upstream(*given[:3]), Inputs(*given[3:12]), Options(*given[12:18]), given[18]),
+)
+# v is a view of x, which no operator with a kernel may return. This one has none: it is its decomposition at each dispatch.
+LIBRARY.define(f"rotary(Tensor x, Tensor? k, {_INPUTS}, {_OPTIONS}) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+LIBRARY.impl("rotary", lambda *given: list(apply(Inputs(*given[:9]), Options(*given[9:]))), "CompositeImplicitAutograd")
+rotary = getattr(torch.ops, NAMESPACE).rotary.default

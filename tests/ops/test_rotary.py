@@ -1,0 +1,498 @@
+"""Norm and rotary positions of queries and keys, against an oracle in fp64 that turns complex numbers."""
+
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, library
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import ops.rotary
+from ops import Norm, operators, rotary_launch, rotary_operators, rotary_qk_fn, rotary_qkv_fn
+from ops.rotary_launch import Tile
+from ops.rotary_operators import Inputs, Options, Upstream
+
+from .cases import BF16, FP16, FP32, Seen, covering, unaligned
+
+EPS = 0.1  # so large that it must not be forgotten anywhere
+# ‖found − oracle‖ / ‖oracle‖: inputs are those of the oracle exactly, and only outputs are rounded.
+ROUNDING = {FP32: 1e-6, FP16: 2**-11, BF16: 2**-8}
+
+
+@dataclass(frozen=True)
+class Case:
+    norm: str | None = "rmsnorm"
+    heads: tuple[int, int] = (3, 1)  # of queries, of keys
+    D: int = 16
+    part: float = 1.0  # of the features, that is turned
+    interleaved: bool = False
+    dtype: torch.dtype = FP32
+    weight: torch.dtype | None = FP32
+    bias: bool = False
+    per_head: bool = False
+    zero_centered: bool = False
+    positions: bool = False
+    packed: bool = True
+    tokens: tuple[int, ...] = (2, 5)
+
+    @property
+    def turned(self) -> int:
+        return 2 * round(self.part * self.D / 2)
+
+
+OPTIONS: dict[str, list] = {
+    "norm": ["rmsnorm", "layernorm", None], "heads": [(3, 1), (2, 2), (6, 3)], "D": [16, 20, 2, 48], "part": [1.0, 0.5, 0.0],
+    "interleaved": [False, True], "dtype": [FP32, BF16, FP16], "weight": [FP32, BF16, None], "bias": [False, True],
+    "per_head": [False, True], "zero_centered": [False, True], "positions": [False, True], "packed": [True, False],
+    "tokens": [(2, 5), (7,), (1, 3, 2)],
+}  # fmt: skip
+CASES = [Case(**chosen) for chosen in covering(**OPTIONS)]
+
+
+def inputs(case: Case, device: torch.device) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(case.D)
+    (heads, kv_heads), D, table = case.heads, case.D, 11
+
+    def tensor(*shape: int, dtype: torch.dtype = case.dtype, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale + shift).to(device, dtype)
+
+    if case.packed:
+        found: dict[str, Tensor | None] = {"qkv": tensor(*case.tokens, (heads + 2 * kv_heads) * D, shift=0.3)}
+    else:
+        found = {"q": tensor(*case.tokens, heads, D, shift=0.3), "k": tensor(*case.tokens, kv_heads, D)}
+    if case.turned:
+        angles = torch.outer(torch.arange(table), 7.0 ** -(torch.arange(case.turned // 2) / case.turned))
+        found |= {"cos": angles.cos().to(device), "sin": angles.sin().to(device)}
+        if case.positions:
+            found["positions"] = torch.randint(0, table, case.tokens, generator=generator).to(device)
+    if case.norm is not None:
+        for name, n in (("q", heads), ("k", kv_heads)):
+            shape = (n, D) if case.per_head else (D,)
+            if case.weight is not None:
+                found[f"{name}_weight"] = tensor(*shape, dtype=case.weight, scale=0.3, shift=1.0 - case.zero_centered)
+            if case.bias:
+                found[f"{name}_bias"] = tensor(*shape, dtype=case.weight or FP32, scale=0.3)
+    return found
+
+
+def call(case: Case, tensors: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
+    tensors = {"cos": None, "sin": None} | tensors
+    how = {"norm": case.norm, "eps": EPS, "zero_centered_weight": case.zero_centered, "interleaved": case.interleaved}
+    if case.packed:
+        return rotary_qkv_fn(**tensors, heads=case.heads[0], kv_heads=case.heads[1], **how)
+    return rotary_qk_fn(**tensors, **how)
+
+
+def oracle(case: Case, tensors: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
+    """Pairs as complex numbers, multiplied by e^(i · angle)."""
+    heads, kv_heads = case.heads
+    if case.packed:
+        q, k, v = tensors["qkv"].unflatten(-1, (-1, case.D)).split((heads, kv_heads, kv_heads), dim=-2)
+        values = (v,)
+    else:
+        q, k, values = tensors["q"], tensors["k"], ()
+
+    def of(x: Tensor, name: str) -> Tensor:
+        if case.norm == "layernorm":
+            x = x - x.mean(-1, keepdim=True)
+        if case.norm is not None:
+            x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+            if (weight := tensors.get(f"{name}_weight")) is not None:
+                x = x * (weight + case.zero_centered)
+            if (bias := tensors.get(f"{name}_bias")) is not None:
+                x = x + bias
+        if not case.turned:
+            return x
+        first, rest = x[..., : case.turned], x[..., case.turned :]
+        if case.interleaved:
+            pairs = torch.complex(first[..., 0::2], first[..., 1::2])
+        else:
+            pairs = torch.complex(first[..., : case.turned // 2], first[..., case.turned // 2 :])
+        table = torch.complex(tensors["cos"], tensors["sin"])
+        rows = tensors.get("positions")
+        turns = table[: x.shape[-3]] if rows is None else table[rows]
+        pairs = pairs * turns[..., None, :]
+        parts = (pairs.real, pairs.imag)
+        first = torch.stack(parts, -1).flatten(-2) if case.interleaved else torch.cat(parts, -1)
+        return torch.cat((first, rest), -1)
+
+    return of(q, "q"), of(k, "k"), *values
+
+
+def results(function, case: Case, tensors: dict[str, Tensor | None], frozen: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    """Outputs, and gradients of all that may have one but what is frozen."""
+    fixed = ("cos", "sin", "positions", *frozen)
+    given = {name: t if name in fixed else t.detach().requires_grad_() for name, t in tensors.items()}
+    outputs = function(case, given)
+    generator = torch.Generator().manual_seed(7)
+    upstream = [torch.randn(t.shape, generator=generator).to(case.dtype).to(t) for t in outputs]
+    wanted = {name: t for name, t in given.items() if name not in fixed}
+    gradients = torch.autograd.grad(outputs, list(wanted.values()), upstream)
+    found = dict(zip(("q_out", "k_out", "v_out"), (t.detach() for t in outputs), strict=False))
+    return found | {f"d{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
+
+
+def doubles(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def check(found: dict[str, Tensor], case: Case, tensors: dict[str, Tensor | None]) -> None:
+    expected = results(oracle, case, doubles(tensors))
+    assert found.keys() == expected.keys()
+    for name, t in found.items():
+        error = (t.double() - expected[name]).norm() / expected[name].norm().clamp(min=1e-30)
+        assert error <= ROUNDING[t.dtype], (name, error)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_are_the_oracles(case, device):
+    tensors = inputs(case, device)
+    found = results(call, case, tensors)
+    check(found, case, tensors)
+    assert all(t.dtype == case.dtype for name, t in found.items() if "_out" in name)
+    assert all(found[f"d{name}"].dtype == t.dtype for name, t in tensors.items() if f"d{name}" in found)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.dtype == FP32][::2], ids=str)
+def test_the_reference_is_the_oracle_too(case, device):
+    tensors = inputs(case, device)
+    with mock.patch.object(ops.rotary, "runs_kernels", return_value=False):
+        check(results(call, case, tensors), case, tensors)
+
+
+TILES = [Tile(64, 1), Tile(4096, 4), Tile(512, 4, 2, 1), Tile(128, 2, 3, 4), Tile(2048, 4, 1, 6, 80)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_any_tile_gives_the_same(tile, device, monkeypatch):
+    for name in ("forward_tile", "backward_tile"):
+        monkeypatch.setattr(rotary_launch, name, lambda *_: tile)
+    rotary_launch.forget()
+    for case in (Case("layernorm", bias=True, D=20), Case("rmsnorm", (6, 3), per_head=True), Case(None, packed=False)):
+        tensors = inputs(replace(case, tokens=(3, 29)), device)
+        tensors |= {name: t[:1].expand(29, -1).contiguous() for name, t in tensors.items() if name in ("cos", "sin")}
+        check(results(call, case, tensors), case, tensors)
+    rotary_launch.forget()
+
+
+# ---- layout -----------------------------------------------------------------------------------------------------------------
+
+
+def test_values_are_a_view_and_their_gradient_goes_into_the_packed_one(device):
+    case = Case()
+    qkv = inputs(case, device)["qkv"].requires_grad_()
+    *_, v = rotary_qkv_fn(qkv, None, None, 3, 1, norm="rmsnorm")
+    assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() and v.shape == (2, 5, 1, 16)
+    with Seen() as seen:
+        outputs = rotary_qkv_fn(qkv, None, None, 3, 1, norm="rmsnorm")
+        torch.autograd.grad(outputs, qkv, [torch.ones_like(t) for t in outputs])
+    assert seen.names == ["rotary_forward", "rotary_backward"]
+
+
+def views(t: Tensor) -> dict[str, Tensor]:
+    """The same values as t [2, 5, heads, D], elsewhere in memory."""
+    wide = t.new_zeros(2, 9, t.shape[-2] + 3, t.shape[-1])
+    wide[:, 2:7, 1:-2] = t
+    apart = t.new_zeros(*t.shape, 2)
+    apart[..., 0] = t
+    return {
+        "part of a wider and longer one": wide[:, 2:7, 1:-2],
+        "heads before tokens": t.transpose(1, 2).contiguous().transpose(1, 2),
+        "batches behind tokens": t.transpose(0, 1).contiguous().transpose(0, 1),
+        "features apart": apart[..., 0],
+        "off a boundary of 16 bytes": unaligned(t),
+    }
+
+
+def test_queries_keys_and_gradients_are_read_where_they_lie(device):
+    case = Case("layernorm", packed=False)
+    tensors = inputs(case, device)
+    expected = call(case, tensors)
+    upstream = [torch.randn_like(t) for t in expected]
+    for name in views(tensors["q"]):
+        moved = tensors | {key: views(tensors[key])[name].requires_grad_() for key in ("q", "k")}
+        outputs = call(case, moved)
+        for found, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(found, wanted) and found.is_contiguous(), name
+        plain = torch.autograd.grad(outputs, (moved["q"], moved["k"]), upstream, retain_graph=True)
+        gradients = torch.autograd.grad(outputs, (moved["q"], moved["k"]), [views(t)[name] for t in upstream])
+        assert all(map(torch.equal, plain, gradients)), name
+
+
+def test_a_slice_of_a_packed_projection_is_read_where_it_lies(device):
+    case = Case("rmsnorm", D=20)
+    tensors = inputs(case, device)
+    wide = torch.zeros(2, 8, 120, device=device)
+    wide[:, 1:6, 12:112] = tensors["qkv"]
+    found, expected = (call(case, tensors | {"qkv": t}) for t in (wide[:, 1:6, 12:112], tensors["qkv"]))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_positions_may_be_the_same_for_all_sequences_and_others_give_nan(device):
+    case = Case(None, positions=True)
+    tensors = inputs(case, device)
+    row = torch.tensor([10, 0, 3, 3, 7], device=device, dtype=torch.int32)
+    found = call(case, tensors | {"positions": row})
+    for same in (row[None], row.long().expand(2, 5)):
+        assert torch.equal(found[0], call(case, tensors | {"positions": same})[0])
+    row[1], row[4] = 11, -1
+    q, *_ = call(case, tensors | {"positions": row})
+    assert q.isnan().any(-1).all(-1)[0].tolist() == [False, True, False, False, True]
+    with mock.patch.object(ops.rotary, "runs_kernels", return_value=False), pytest.raises(IndexError):
+        call(case, tensors | {"positions": row.clamp(min=0)})
+
+
+@pytest.mark.parametrize("tokens", [(0, 5), (2, 0)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_tokens_give_empty_outputs_and_zero_weight_gradients(tokens, packed, device):
+    case = Case("layernorm", bias=True, tokens=tokens, packed=packed)
+    found = results(call, case, inputs(case, device))
+    assert found["q_out"].shape == (*tokens, 3, 16)
+    assert all(not found[f"d{name}"].any() for name in ("q_weight", "q_bias", "k_weight", "k_bias"))
+
+
+# ---- gradients --------------------------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_are_not_summed_up(device, monkeypatch):
+    started, original = [], rotary_launch.Launch.start
+    monkeypatch.setattr(rotary_launch.Launch, "start", lambda self, *p: started.append(self.kernel) or original(self, *p))
+    case = Case()
+    tensors = inputs(case, device)
+    weights = ("q_weight", "k_weight")
+    for frozen in ((), weights[:1], weights):
+        started.clear()
+        found = results(call, case, tensors, frozen)
+        expected = {name: t for name, t in results(oracle, case, doubles(tensors)).items() if name in found}
+        assert found.keys() == expected.keys() and len(started) == (2 if frozen == weights else 3)
+        for name, t in found.items():
+            torch.testing.assert_close(t.double(), expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_that_nobody_uses_give_zeros(device):
+    case = Case("rmsnorm")
+    tensors = inputs(case, device)
+    for used in range(3):
+        gradients = []
+        for function, given in ((call, tensors), (oracle, doubles(tensors))):
+            qkv = given["qkv"].detach().requires_grad_()
+            gradients += torch.autograd.grad(function(case, given | {"qkv": qkv})[used].sin().sum(), qkv)
+        torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_norm_the_projection_is_not_kept_for_backward(device):
+    for norm, kept in ((None, 2), ("rmsnorm", 3)):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, packed=packed: packed.append(t) or t, lambda t: t):
+            tensors = inputs(Case(), device)
+            qkv = tensors["qkv"].requires_grad_()
+            rotary_qkv_fn(qkv, tensors["cos"], tensors["sin"], 3, 1, norm=norm)
+        assert len(packed) == kept and any(t is qkv for t in packed) == (norm is not None)
+
+
+def test_gradients_of_gradients_are_refused_on_the_kernels_and_right_on_the_reference(device):
+    case = Case("layernorm", bias=True)
+    tensors = inputs(case, device)
+    qkv = tensors["qkv"].requires_grad_()
+    q, *_ = call(case, tensors)
+    (gradient,) = torch.autograd.grad(q.sum(), qkv, create_graph=True)
+    with pytest.raises(RuntimeError, match="rotary_qkv_fn: its gradients can't be differentiated again"):
+        gradient.square().sum().backward()
+    with mock.patch.object(ops.rotary, "runs_kernels", return_value=False):
+        small = doubles(inputs(replace(case, D=4, tokens=(2,)), torch.device("cpu")))
+        given = {name: small[name].requires_grad_() for name in ("qkv", "q_weight", "k_bias")}
+        assert torch.autograd.gradgradcheck(
+            lambda *t: call(case, small | dict(zip(given, t, strict=True))), list(given.values())
+        )
+
+
+def test_torch_func_differentiates_and_maps(device):
+    case = Case("rmsnorm")
+    tensors = inputs(case, device)
+
+    def loss(function):
+        return lambda qkv, w: sum(t.sin().sum() for t in function(case, tensors | {"qkv": qkv, "q_weight": w}))
+
+    given = (tensors["qkv"], tensors["q_weight"])
+    for transform in (
+        lambda f: torch.func.grad(f, argnums=(0, 1)),
+        lambda f: torch.func.vmap(torch.func.grad(f), in_dims=(0, None)),
+        lambda f: lambda x, w: torch.func.jvp(lambda x: f(x, w), (x,), (x.cos(),)),
+        lambda f: torch.func.vmap(f, in_dims=(0, None)),
+    ):
+        found, expected = (transform(loss(function))(*given) for function in (call, oracle))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_mode_differentiation_is_refused_not_ignored(device):
+    qkv = inputs(Case(), device)["qkv"]
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jvp|forward"):
+        rotary_qkv_fn(torch.autograd.forward_ad.make_dual(qkv, torch.ones_like(qkv)), None, None, 3, 1)
+
+
+# ---- operators --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [Case("layernorm", bias=True), Case(None, positions=True), Case(packed=False)], ids=str)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_gives_the_bits_of_eager_code_without_a_graph_break(case, dynamic, device):
+    torch._dynamo.reset()
+    backend = "inductor" if device.type == "cuda" else "aot_eager"  # a machine without a GPU may lack a compiler
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+    for tokens in ((2, 5), (2, 7), (3, 9)):
+        tensors = inputs(replace(case, tokens=tokens), device)
+        expected, found = (results(function, case, tensors) for function in (call, compiled))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        with torch.inference_mode():
+            assert all(map(torch.equal, compiled(case, tensors), call(case, tensors)))
+
+
+def test_a_compiled_function_is_not_compiled_again_for_other_numbers_of_tokens(device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    counts = []
+    for tokens in ((2, 5), (2, 7), (3, 9)):
+        compiled(Case(), inputs(Case(tokens=tokens), device))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_opcheck(packed, device):
+    case = Case("layernorm", bias=True, packed=packed)
+    tensors = inputs(case, device)
+    x = tensors["qkv"] if packed else tensors["q"]
+    given = Inputs(x, tensors.get("k"), *(tensors.get(name) for name in Inputs._fields[2:]))
+    options = Options(3, 1, int(Norm.layernorm), EPS, False, False)
+    library.opcheck(rotary_operators.rotary_forward, (*given, *options))
+    upstream = Upstream(*(torch.randn(2, 5, n, 16, device=device) for n in (3, 1)), None)
+    if packed:
+        upstream = upstream._replace(dv=torch.randn(2, 5, 1, 16, device=device))
+    library.opcheck(rotary_operators.rotary_backward, (*upstream, *given, *options, [True, False, True, True]))
+
+
+def test_fake_tensors_have_the_shapes(device):
+    with torch._subclasses.FakeTensorMode():
+        qkv = torch.empty(2, 5, 80, device="cuda:1", dtype=BF16)
+        q, k, v = rotary_qkv_fn(qkv, None, None, 3, 1)
+    assert (q.shape, k.shape, v.shape) == ((2, 5, 3, 16), (2, 5, 1, 16), (2, 5, 1, 16))
+    assert q.dtype == BF16 and q.device == qkv.device
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 0}, r"heads must be an int of 1 or more, got 0"),
+        ({"heads": 4}, r"qkv has shape \(2, 5, 80\), expected \(\.\.\., T, \(4 \+ 2·1\)·D\)"),
+        ({"qkv": torch.zeros(80)}, r"qkv has shape \(80,\)"),
+        ({"qkv": torch.zeros(2, 5, 80).int()}, r"qkv is int32"),
+        ({"qkv": [1.0]}, r"qkv must be a tensor, got list"),
+        ({"cos": None}, r"cos and sin are a pair"),
+        ({"cos": torch.zeros(4, 8), "sin": torch.zeros(4, 8)}, r"cos has shape \(4, 8\), expected \(5 or more, R/2\)"),
+        ({"cos": torch.zeros(5, 9), "sin": torch.zeros(5, 9)}, r"with R/2 from 1 to 8"),
+        ({"sin": torch.zeros(5, 4)}, r"sin is \(5, 4\) torch.float32, expected \(11, 8\)"),
+        ({"cos": torch.zeros(11, 8, requires_grad=True)}, r"cos and sin get no gradient"),
+        ({"positions": torch.zeros(5)}, r"positions is float32"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions has shape \(3,\), expected \(2, 5\) or what expands"),
+        ({"cos": None, "sin": None, "positions": torch.zeros(5).int()}, r"positions were given without cos and sin"),
+        ({"norm": "batchnorm"}, r"norm is 'batchnorm', accepted: None, layernorm, rmsnorm"),
+        ({"norm": None}, r"q_weight was given without a norm"),
+        ({"q_weight": torch.zeros(3)}, r"q_weight has shape \(3,\), expected \(16,\), or \(3, 16\) by head"),
+        ({"k_weight": torch.zeros(1, 16)}, r"all by head, or none is"),
+        ({"k_weight": torch.zeros(16, device="meta")}, r"k_weight is on meta, expected"),
+        ({"eps": -1.0}, r"eps must be a number of 0 or more"),
+        ({"interleaved": torch.zeros(2)}, r"interleaved must be True or False"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_runs(change, message, device):
+    tensors = inputs(Case(), device)
+    given = {**tensors, "heads": 3, "kv_heads": 1, "norm": "rmsnorm"}
+    for _ in range(2):  # a call like one that was right too
+        moved = {name: t.to(device) if isinstance(t, Tensor) and t.device.type == "cpu" else t for name, t in change.items()}
+        with pytest.raises((ValueError, TypeError), match=f"rotary_qkv_fn: .*{message}"):
+            rotary_qkv_fn(**given | moved)
+        rotary_qkv_fn(**given)
+
+
+def test_keys_that_do_not_match_queries_are_told(device):
+    q = torch.zeros(2, 5, 3, 16, device=device)
+    for k, message in (
+        (q[:, :4], r"k has shape \(2, 4, 3, 16\), expected that of q \(2, 5, 3, 16\) but for the number of heads"),
+        (q.bfloat16(), r"k is torch.bfloat16 on .*, expected torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rotary_qk_fn(q, k, None, None)
+    with pytest.raises(ValueError, match="even D"):
+        rotary_qk_fn(q[..., :15], q[..., :15], None, None)
+
+
+def test_the_operators_have_the_packages_name():
+    assert rotary_operators.rotary_forward.name() == f"{operators.NAMESPACE}::rotary_forward"
+
+
+# ---- on a GPU ---------------------------------------------------------------------------------------------------------------
+
+LARGE = [
+    Case("rmsnorm", heads=(12, 12), D=64, dtype=BF16, tokens=(4, 1000)),
+    Case("layernorm", heads=(32, 8), D=128, dtype=BF16, tokens=(4, 1000), bias=True),
+    Case("rmsnorm", heads=(8, 4), D=256, dtype=FP16, tokens=(3, 333), part=0.25),
+    Case(None, heads=(7, 7), D=80, dtype=BF16, tokens=(3, 333), part=0.4),
+    Case("rmsnorm", heads=(12, 3), D=112, dtype=BF16, tokens=(2, 777), interleaved=True, per_head=True),
+    Case("layernorm", heads=(5, 1), D=100, dtype=FP32, tokens=(2, 777)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large_tensors_are_right_and_runs_give_the_same_bits(case, device):
+    tensors = inputs(case, device)
+    angles = torch.rand(case.tokens[-1], case.turned // 2, device=device)
+    tensors |= {"cos": angles.cos(), "sin": angles.sin()}
+    found, again = (results(call, case, tensors) for _ in range(2))
+    check(found, case, tensors)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_31_bits(device):
+    heads, D, T = 24, 128, 2**31 // (72 * 128) + 3000
+    qkv = torch.randn(1, T, 72 * D, device=device, dtype=BF16).requires_grad_()
+    angles = torch.rand(T, D // 2, device=device)
+    weight = torch.rand(D, device=device)
+    outputs = rotary_qkv_fn(qkv, angles.cos(), angles.sin(), heads, norm="rmsnorm", q_weight=weight, k_weight=weight, eps=EPS)
+    upstream = [t.flip(1) for t in outputs[:2]]
+    (gradient,) = torch.autograd.grad(outputs, qkv, [*upstream, outputs[2]])
+    end = slice(T - 64, T)
+    small = {
+        "qkv": qkv[:, end].detach(),
+        "cos": angles[end].cos(),
+        "sin": angles[end].sin(),
+        "q_weight": weight,
+        "k_weight": weight,
+    }
+    case = Case(heads=(heads, heads), D=D, dtype=BF16)
+    given = doubles(small)
+    given["qkv"].requires_grad_()
+    expected = oracle(case, given)
+    (wanted,) = torch.autograd.grad(expected, given["qkv"], [t[:, end].double() for t in (*upstream, outputs[2])])
+    for found, right in zip((*(t[:, end] for t in outputs), gradient[:, end]), (*expected, wanted), strict=True):
+        assert (found.double() - right).norm() / right.norm() < 2**-8
+
+
+@pytest.mark.gpu
+def test_a_new_number_of_tokens_compiles_nothing(device):
+    kernels = rotary_launch.kernels
+
+    def compiled() -> int:
+        caches = [kernel.device_caches.values() for kernel in (kernels.rotary_forward_kernel, kernels.rotary_backward_kernel)]
+        return sum(len(cache[0]) for each in caches for cache in each)
+
+    case = Case(dtype=BF16, D=64, tokens=(2, 5))
+    results(call, case, inputs(case, device))
+    before = compiled()
+    for tokens in ((1, 1), (3, 8), (16, 10)):
+        case = replace(case, tokens=tokens)
+        results(call, case, inputs(case, device))
+    assert compiled() == before

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import is_eager, transformed_by_func
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_eps, check_flags, check_tensor
 from .kernels import runs_kernels
 from .reference import NORMS, Norm
 from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
+from .torch_state import is_eager, transformed_by_func
 
 
 def rotary_qkv_fn(

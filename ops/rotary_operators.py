@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import is_eager, refuse_second_order
-from .operators import LIBRARY, NAMESPACE, below_autograd, has_tangents, operator
+from .autograd import refuse_second_order
+from .operators import LIBRARY, NAMESPACE, operator
+from .torch_state import below_autograd, has_tangents, is_eager
 
 
 class Inputs(NamedTuple):

@@ -23,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import INTERPRET
 from .norms import centres, deviation, inverse, norm_gradient, spread
-from .nvidia import add_pairs, keep_order, narrow, widen
-from .rows import mean
+from .nvidia import keep_order, widen
+from .rows import add_pairs, mean
 
 NO_NORM = -1  # beside the values of `reference.Norm`
 
@@ -460,14 +460,14 @@ def store_pairs(p, o_row, m_row, b_a, b_b, HOW: tl.constexpr):
         if pads(HOW):
             m = m_row & (cols < HOW.D)[None, :]
         b = tl.reshape(tl.join(b_a, b_b), [HOW.ROWS, 2 * HOW.BLOCK])
-        tl.store(p + o_row[:, None] + cols[None, :], narrow(b, p.dtype.element_ty), mask=m)
+        tl.store(p + o_row[:, None] + cols[None, :], b, mask=m)
     else:
         o_a, o_b = columns(HOW)
         m = m_row
         if pads(HOW):
             m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
-        tl.store(p + o_row[:, None] + o_a[None, :], narrow(b_a, p.dtype.element_ty), mask=m)
-        tl.store(p + o_row[:, None] + o_b[None, :], narrow(b_b, p.dtype.element_ty), mask=m)
+        tl.store(p + o_row[:, None] + o_a[None, :], b_a, mask=m)
+        tl.store(p + o_row[:, None] + o_b[None, :], b_b, mask=m)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The four arms of the parity protocol, and the gradients that their steps gather."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype
 from data import Tokenizer
 from measure.comparison import FUSED, TORCH
-from model.norm import PreNorm
+from model.norm import How, Normalise, PreNorm
 from ops import seeded_dropout
 from training.precision import Precision
 
@@ -86,12 +86,12 @@ def reorder(model: nn.Module) -> None:
     norms give exactly as much as any other correct program for them may.
     """
     for site in norm_sites(model).values():
-        site._norm = partial(_reordered, site._norm)  # type: ignore[method-assign]
+        site._norm = partial(_reordered, site._norm)
 
 
-def _reordered(norm: Callable[..., Tensor], r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _reordered(norm: Normalise, r: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
     def in_order(rows: Tensor, order: Tensor) -> Tensor:
-        return norm(rows, weight.index_select(0, order), None if bias is None else bias.index_select(0, order))
+        return norm(rows, weight.index_select(0, order), None if bias is None else bias.index_select(0, order), how)
 
     return in_another_order(in_order, r)
 
@@ -100,14 +100,14 @@ def double(model: nn.Module) -> None:
     """Weights and arithmetic in fp64, with the masks of the fp32 arms."""
     model.double()
     for site in norm_sites(model).values():
-        site._drop = _drop_double  # type: ignore[method-assign]
+        site._drop = _drop_double
 
 
-def _drop_double(x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
-    """PreNorm._drop in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
+def _drop_double(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, how: How) -> Tensor:
+    """`model.norm.drop` in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
     if rowscale is not None:
         x = x * rowscale[..., None]
-    if p:
+    if how.dropout:
         assert seed is not None  # masks are shared
-        x = x * seeded_dropout(torch.ones(x.shape, device=x.device), p, seed, stream)
+        x = x * seeded_dropout(torch.ones(x.shape, device=x.device), how.dropout, seed, stream)
     return x

@@ -40,6 +40,10 @@ def key(
 class NormImpl(Choice):
     fused = "fused", "ops.norm_fn: dropout + residual + norm in one kernel"
     torch = "torch", "F.dropout, +, F.layer_norm / F.rms_norm, as people write them"
+    compiled = "compiled", "the same under torch.compile, and nothing else of the model; in a compiled model it is torch"
+    flash_attn = "flash_attn", "FlashAttention's Triton norm, if it is installed"
+    liger = "liger", "Liger-Kernel's norms, if it is installed; no dropout"
+    quack = "quack", "quack's RMSNorm, if it is installed; no dropout"
 
 
 class NormKind(Choice):

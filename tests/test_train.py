@@ -75,7 +75,7 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     overrides = [*tiny, "train.steps=6", "model.layers=1", "model.dropout=0.1", "model.attention_dropout=0", "logging.every=1"]
     _, eager = train_here(overrides, tmp_path / "eager")
     compiled, metrics = train_here([*overrides, "train.compile=true"], tmp_path / "compiled")
-    assert asked == ["reset", {"fullgraph": True, "options": TWO_PASSES}]
+    assert asked[-2:] == ["reset", {"fullgraph": True, "options": TWO_PASSES}]
     assert losses(metrics) == pytest.approx(losses(eager), rel=1e-5)
     assert all("_orig_mod" not in name for name in checkpoint.read(compiled.folder).model()), "the names of the model itself"
 

@@ -84,7 +84,7 @@ class ParityCheck:
             [row.name, f"{row.error:.1e}", f"{row.ratio:.2f} ×", f"{row.reordered:.2f} ×", "NO" if row.failure else "yes"]
             for row in self.rows[:SHOWN]
         ]
-        header = [f"the {len(shown)} worst of {len(self.rows)}", "relative error", "of expected", "reordered", "holds"]
+        header = [f"the {len(shown)} worst of {len(self.rows)}", "relative error", "error ratio", "reordered", "holds"]
         return f"{aligned(header, shown)}\n{self.verdict}"
 
 
@@ -243,13 +243,13 @@ def measure(
         for model in models.values():
             for _ in range(warmup_steps):
                 step(model)
-        blocks = run_blocks(block, cycles, seed=0)
+        blocks = run_blocks(block, list(models), cycles, seed=0)
     finally:
         for p, grad in before.items():
             p.grad = grad
     comparison, control = (compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
     a_ms, b_ms = (median(cycle_times(blocks[name])) for name in (TORCH, FUSED))
-    words = conclusion(comparison, control)
+    words = conclusion("model_b", {"model_a": comparison}, control)
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
 
 
@@ -312,8 +312,8 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
         results = [size_test(name, distances, level, exact), sign_test(name, distances, level)]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
-        error = max(sums[name].errors()[FUSED] for sums in batches)
-        rows.append(Row(name, error, size.fused.median, size.reordered.median, failed[0] if failed else ""))
+        error = max(sums[name].errors().tested for sums in batches)
+        rows.append(Row(name, error, size.tested.median, size.reordered.median, failed[0] if failed else ""))
     rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
     failures = [row for row in rows if row.failure]
     few = f", {len(batches)} batches" if len(batches) > 1 else ""

@@ -15,9 +15,10 @@ from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import Config
 
+NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
 # Keys that `python ablate.py` refuses, and why.
 TAKEN_BY_ABLATE = {
-    "norm.impl": "is what ablate.py compares. Leave it out.",
+    "norm.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused].",
     "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
     "resume": "has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
     "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
@@ -48,6 +49,22 @@ def check_ablation(overrides: Sequence[str]) -> None:
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
     taken = [f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE]
     _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
+
+
+def check_arms(cfg: Config) -> None:
+    """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
+    arms, known = cfg.ablate.arms, [*schema.NormImpl, NANOGPT]
+    given = f"ablate.arms=[{','.join(arms)}]"
+    if unknown := [arm for arm in arms if arm not in known]:
+        near = keys.nearest(unknown[0], known)
+        mean = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
+    if len(set(arms)) < len(arms):
+        raise ConfigError(f"{given}: an arm comes twice. Name each once; torch is timed twice by itself.")
+    if schema.NormImpl.torch not in arms or not set(arms) - {schema.NormImpl.torch, NANOGPT}:
+        raise ConfigError(f"{given}: needs torch, the control, and another value of norm.impl to compare with it.")
+    if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
+        raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 
 
 def check_resumed(before: Config, cfg: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""A model that is ready to train: its weights, its state, and its forward as the config wants it. All programs build theirs here."""
+"""A model that is ready to train: weights, state, and the forward that the config asks for. All programs build theirs here."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -11,21 +11,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed, and none opened
-from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import Config, ConfigError, keys
-from training import storage
+from measure.plots import pyplot, save_figure
 from training.storage import StorageError
 
 TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
@@ -88,14 +83,6 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     axes.legend(frameon=False, loc="upper right")
     save_figure(figure, to)
     return True
-
-
-def save_figure(figure: Any, to: Path) -> None:
-    """Writes a figure in the format of the file's suffix, and closes it."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
-    pyplot.close(figure)
-    storage.replace(to, lambda file: file.write(drawn.getvalue()))
 
 
 def _nats(bytes_per_token: float) -> float:

@@ -18,6 +18,7 @@ from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
 WIDTH = 7.4  # inches
+FARTHEST = 1000.0  # error ratio that is drawn
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
                 of_layers, layer, _ = quantity.partition(" of ")
                 row = kinds.index(f"{of_layers}s" if layer else quantity)
                 ratio = float(np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])))
+                ratio = min(max(ratio, 1e-2), FARTHEST)
                 y = row + (which - 0.5 * (len(tests) - 1)) * 0.3 + scatter.uniform(-0.08, 0.08)
                 axes.plot([ratio], [y], style["marker"], color=style["color"], markersize=4, alpha=0.75, markeredgewidth=0)
         axes.set_xscale("log")
@@ -182,15 +184,19 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
         axes.set_ylim(len(kinds) - 0.5, -0.5)
         axes.set_title(f"{title}, {tests[0].precision}, {len(tests[0].seeds)} seeds", loc="left", fontsize=9)
         bare(axes, "x")
-    left, right = panels[-1].get_xlim()
-    left, right = max(min(left, 0.5), 1e-3), max(right, 2.0)
-    ticks = [tick for tick in (0.1, 0.2, 0.5, 0.8, 1, 1.25, 2, 5, 10, 30, 100) if left <= tick <= right]
+    ratios = [float(line.get_xdata()[0]) for axes in panels for line in axes.lines[1:]]
+    left, right = min(0.8 * min(ratios), 0.5), max(1.25 * max(ratios), 2.0)
+    ticks = [tick for tick in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1000) if left <= tick <= right]
+    if right > 50:
+        ticks = [tick for tick in ticks if tick in (0.01, 0.1, 1, 10, 100, 1000)]
     for axes in panels:
         axes.set_xlim(left, right)
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    panels[-1].set_xlabel(f"found over expected error; green: accepted, up to {MARGIN}", fontsize=8)
+    panels[-1].set_xlabel(
+        f"found over expected error; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more", fontsize=8
+    )
     dots = {name: {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]} for name in styled({one.arm for one in found})}
     legend_below(figure, {NAMES.get(name, name): Line2D([], [], linestyle="", **style) for name, style in dots.items()})
     finish(figure, "Parity: the error beside that of torch's norms summed in another order", footer, path)

@@ -31,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 NAMES = {
     "torch again": "torch again (A/A)",
-    "compiled": "torch.compile",
+    "compiled": "compiled site",
     "flash_attn": "flash-attn",
     "liger": "Liger",
     "nanogpt": "nanoGPT's step",
@@ -75,7 +75,9 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
     letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
     figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=10, fontweight="bold")
     if footer:
-        figure.supxlabel(textwrap.fill(footer, int(1.7 * letters)), x=0.01, ha="left", fontsize=6, color=GREY)
+        strip = 0.14 / figure.get_figheight()  # beneath the layout, which would put a legend over it
+        figure.get_layout_engine().set(rect=(0, strip, 1, 1 - strip))
+        figure.text(0.01, 0.2 * strip, footer, fontsize=6, color=GREY)
     save_figure(figure, path)
 
 

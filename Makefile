@@ -1,10 +1,11 @@
 # make train [ARGS="norm.impl=torch train.steps=200"]      installs once, then trains
 # make test                                                installs once, then lints, type-checks and tests
+# make records                                             on a GPU: measures all that README and docs show, and writes them
 
 PYTHON ?= python3
 ARGS ?=
 
-.PHONY: train test
+.PHONY: train test records
 .DEFAULT_GOAL := train
 
 train: .venv/installed
@@ -15,6 +16,9 @@ test: .venv/installed
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/pytest -n auto
+
+records: .venv/installed
+	.venv/bin/python -m benchmarks.records $(ARGS)
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -41,6 +41,7 @@ from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Corpus, load_corpus
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
 from measure.progress import progress
+from measure.sources import fingerprints
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
@@ -130,7 +131,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     found = Ablation(
         cells=[],
         parity=[],
-        environment=environment(device),
+        environment=environment(device) | {"sources": fingerprints()},
         command=command,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         kernels=ops.backend_for(device) != "PyTorch reference",

@@ -26,7 +26,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "quack": {"color": "#7c3aed", "marker": "P", "linestyle": (0, (1, 1))},
     "apex": {"color": "#be185d", "marker": "x", "linestyle": (0, (4, 3))},
     "nanogpt": {"color": "#78716c", "marker": "*", "linestyle": (0, (2, 2))},
-    "tutorial": {"color": "#0891b2", "marker": "*", "linestyle": (0, (2, 2))},
     "traffic": {"color": GREY, "marker": "+", "linestyle": (0, (1, 2)), "linewidth": 1.0, "zorder": 1},
 }
 NAMES = {
@@ -35,7 +34,6 @@ NAMES = {
     "flash_attn": "flash-attn",
     "liger": "Liger",
     "nanogpt": "nanoGPT's step",
-    "tutorial": "Triton tutorial's way",
     "traffic": "the same tensors, moved alone",
 }
 # Kinds of work in a step: colour and hatch. Norms stand out, because only they differ between arms.
@@ -75,7 +73,7 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
     letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
     figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=10, fontweight="bold")
     if footer:
-        strip = 0.14 / figure.get_figheight()  # beneath the layout, which would put a legend over it
+        strip = 0.2 / figure.get_figheight()  # beneath the layout, which would put a legend over it
         figure.get_layout_engine().set(rect=(0, strip, 1, 1 - strip))
         figure.text(0.01, 0.2 * strip, footer, fontsize=6, color=GREY)
     save_figure(figure, path)

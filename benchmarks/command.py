@@ -105,8 +105,8 @@ class ResultsError(ValueError):
 
 
 def slug(environment: dict[str, Any]) -> str:
-    """The machine as a folder name: nvidia-h200, or cpu."""
-    name = environment["gpu"]["name"] if environment["gpu"] else "cpu"
+    """The machine as a folder name, without the size of its memory: nvidia-h200, or cpu."""
+    name = re.sub(r" \d+GB.*", "", environment["gpu"]["name"]) if environment["gpu"] else "cpu"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

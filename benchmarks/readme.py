@@ -212,7 +212,7 @@ def draw(folder: Path) -> list[Path]:
     drawn = []
     if list(folder.glob("ablation/*/report.json")):
         bars, footer = groups(folder / "ablation", ("gpt2", "llama"))
-        plots.lead(bars, folder / "lead.png", footer, "A training step with each norm: GPT-2 and Llama")
+        plots.lead(bars, folder / "lead.png", footer, "A training step with each norm")
         drawn.append(folder / "lead.png")
     for path in sorted(folder.glob("*.json")):
         file, picture = load(path), path.with_suffix(".png")

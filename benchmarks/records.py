@@ -131,10 +131,10 @@ def keep(record: Record, folder: Path) -> None:
     new, place = part(record, folder), record.path(folder).parent
     for name in LEFT_OUT:
         (new / name).unlink(missing_ok=True)
-    own = shlex.join(["python", *arguments(record, folder)[1:]])
+    own = shlex.join(arguments(record, folder)[1:])
     for file in (new / "report.json", new / "report.md"):
         text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace(own, f"python {record.words}"), encoding="utf-8")
+        file.write_text(text.replace(own, record.words), encoding="utf-8")
     shutil.rmtree(place, ignore_errors=True)
     new.rename(place)
 

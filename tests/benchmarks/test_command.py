@@ -40,6 +40,7 @@ def test_environment_has_device_versions_sources_and_the_revision_of_the_reposit
     assert facts["versions"]["liger-kernel"] == "0.8" and "torch" in facts["versions"] and "command" not in facts
     assert facts["sources"].keys() == {"kernels", "ops", "step", "ranks"}
     assert facts["gpu"] is None and slug(facts) == "cpu"
+    assert slug({"gpu": {"name": "NVIDIA H100 80GB HBM3"}}) == "nvidia-h100"
     assert slug({"gpu": {"name": "AMD Instinct MI300X (OAM)"}}) == "amd-instinct-mi300x-oam"
     monkeypatch.setattr("training.environment._git", lambda *_: None)  # copied without its repository
     assert environment(torch.device("cpu"), {})["git"] is None

@@ -49,7 +49,7 @@ from ablation.rounding import (
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks
 from measure.statistics import LEAST_SAMPLES
-from measure.tables import aligned, number
+from measure.tables import aligned, interval_text, number
 from ops.kernels import runs_kernels
 from training.clock import StepClock
 
@@ -99,7 +99,9 @@ class Timing:
     verdict: str
 
     def __str__(self) -> str:
-        return f"forward + backward: {number(self.a_ms)} ms → {number(self.b_ms)} ms; {self.verdict}"
+        # In pairs, as the ratio is: two medians over cycles may contradict it.
+        apart = interval_text(self.comparison.difference_ms)
+        return f"forward + backward: {number(self.a_ms)} ms of model_a; model_b {apart} ms beside it; {self.verdict}"
 
 
 def check_parity(

@@ -24,7 +24,7 @@ def gpu_time(cells: Sequence[Cell]) -> str:
     note = (
         "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
         "Compiled kernels that fuse a norm with other work count as norm. "
-        "A timed step is longer than all its GPU time where the GPU waits for the host, or clocks drop under a longer load."
+        "A timed step is longer than all its GPU time where the step is CPU-bound, or clocks drop under a longer load."
     )
     return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
 

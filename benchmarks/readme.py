@@ -8,7 +8,8 @@ python -m benchmarks.readme --check    fails if a table is not what the records 
     <!-- end of benchmarks -->
 
 Words behind the GPU's name choose rows: of `norms_models` widths; of `ablation` and `headline` records, or of a record the
-cells with this override. `headline` has a line for each cell, before → after. `versions` is a sentence on the records of a GPU.
+cells of this override or mode. `headline` has a line for each cell, before → after. `versions` is one sentence on the records
+of a GPU.
 
 The line under a table names GPU, versions and revision, and says if what was measured has changed since (measure/sources.py).
 """
@@ -69,7 +70,8 @@ def cells_of(folder: Path, words: Sequence[str]) -> tuple[list[tuple[str, Cell]]
             )
         record = json.loads(path.read_text(encoding="utf-8"))
         environments[name] = record["environment"]
-        cells = [cell for cell in record["cells"] if not override or override in label(cell["overrides"]).split(", ")]
+        named = [(label(cell["overrides"], cell["mode"]).split(", "), cell) for cell in record["cells"]]
+        cells = [cell for words_of, cell in named if not override or override in words_of]
         if not cells:
             raise ResultsError(
                 f"{path.parent} has no cell with {override}; choose another, or leave /{override} out of the marker"

@@ -196,7 +196,7 @@ class Precision(Choice):
 
 
 # Those of torch.compile. reduce-overhead and max-autotune make CUDA graphs, in which forward and backward are one launch each:
-# for models that wait for the host. Both max-autotune time variants of each kernel: a slow start, and other bits each time.
+# for models whose steps are CPU-bound. Both max-autotune time variants of each kernel: a slow start, and other bits each time.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 

@@ -220,8 +220,6 @@ def draw(folder: Path) -> list[Path]:
         file, picture = load(path), path.with_suffix(".png")
         if path.stem == "norms_models":
             drawn += [picture] if report.plot_models(file, picture) else []
-        elif path.stem == "norms":
-            drawn += report.plot_norms(file, folder, path.stem)
         elif path.stem in ("host", "memory", "scaling"):
             plot = {"host": host.plot, "memory": memory.plot, "scaling": scaling_tables.plot}[path.stem]
             drawn += [found for found in (plot(file, folder),) if found]

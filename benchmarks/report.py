@@ -1,12 +1,9 @@
 """Tables and pictures of the norms' records, and what the kernels are held to; bars for host.py and memory.py."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.ticker import FuncFormatter, NullLocator
 
 from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
 from benchmarks.command import Record, ResultsError
@@ -171,7 +168,7 @@ LABELS |= {
     "liger-kernel": "Liger",
     "quack-kernels": "quack",
 }
-LINES = (TRAFFIC, "ours", "ours-seeded", "torch", "compile", "flash-attn", "liger-kernel", "quack-kernels", "apex")
+LINES = (TRAFFIC, "ours", "ours-seeded", "torch", "compile", "flash-attn", "liger-kernel", "quack-kernels")
 
 
 def style(provider: str) -> dict[str, Any]:
@@ -201,18 +198,6 @@ def behind_summary(records: Sequence[Record]) -> str:
 MAIN_LINES = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of the picture in README
 
 
-def plot_norms(file: dict[str, Any], folder: Path, name: str) -> list[Path]:
-    """norms_forward.png and norms_backward.png of a sweep: a panel for each case; returns what it wrote."""
-    written = []
-    most = next(iter(by_rows(file["records"]).values()), [])
-    for direction in DIRECTIONS:
-        chosen = [r for r in most if r["direction"] == direction]
-        if any(record.get("us") is not None for record in chosen):
-            written.append(folder / f"{name}_{direction}.png")
-            _plot_norms(file["environment"], chosen, direction, written[-1])
-    return written
-
-
 def plot_models(file: dict[str, Any], path: Path, case: str = "add_rms", stream: str = "fp32") -> bool:
     """One panel of the widths of models: backward of a case, five names, % of copy bandwidth; whether there was any."""
     records = [r for r in file["records"] if (r["case"], r["residual_dtype"], r["direction"]) == (case, stream, "backward")]
@@ -235,54 +220,8 @@ def plot_models(file: dict[str, Any], path: Path, case: str = "add_rms", stream:
     return True
 
 
-def _plot_norms(environment: dict[str, Any], records: Sequence[dict[str, Any]], direction: str, path: Path) -> None:
-    groups = grouped(records)
-    columns = min(2, len(groups))
-    lines = math.ceil(len(groups) / columns)
-    figure, grid = pyplot.subplots(
-        lines, columns, figsize=(5.6 * columns, 3.0 * lines + 1.1), dpi=DPI, layout="constrained", squeeze=False,
-        sharex=True, sharey=True,
-    )  # fmt: skip
-    panels = list(grid.flat)
-    top = max(110, 105 * max(record["share"] for record in records if record.get("us") is not None))
-    for axes, ((case, _, residual, weights), widths) in zip(panels, groups.items(), strict=False):
-        for name in LINES:
-            points = [(n, 100 * at[name]["share"]) for n, at in sorted(widths.items()) if name in at and at[name].get("us")]
-            if points:
-                line(axes, name, points)
-        axes.axhline(100, color=GREY, linewidth=1.0)
-        axes.set_ylim(0, top)
-        axes.set_title(f"{label(case, residual)}, weights {weights}", loc="left", fontsize=10)
-        width_axis(axes, sorted({record["N"] for record in records}))
-    for axes in panels[len(groups) :]:
-        axes.set_visible(False)
-    for i, axes in enumerate(panels[: len(groups)]):
-        if i + columns >= len(groups):
-            axes.set_xlabel("N, features in a row")
-            axes.tick_params(labelbottom=True)
-        if i % columns == 0:
-            axes.set_ylabel("% of copy bandwidth")
-    rows = rows_label({record["M"] for record in records})
-    title = f"{direction} of norms, x in bf16, {rows}; minimum bytes over time, cold L2"
-    finish(figure, panels, title, {"environment": environment, "records": records}, path)
-
-
 def line(axes: Any, name: str, points: Sequence[tuple[float, float]]) -> None:
     axes.plot(*zip(*points, strict=True), label=LABELS.get(name, name), **{"linewidth": 1.5, "markersize": 5} | style(name))
-
-
-def width_axis(axes: Any, widths: Sequence[int], linear: bool = False) -> None:
-    """Powers of two along the bottom, whatever widths were measured; or a linear axis from zero."""
-    if linear:
-        axes.set_xlim(left=0)
-    else:
-        axes.set_xscale("log", base=2)
-        low, high = math.floor(math.log2(widths[0])), math.ceil(math.log2(widths[-1]))
-        step = max(1, math.ceil((high - low) / 8))
-        axes.set_xticks([2**i for i in range(low, high + 1, step)])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 and n % 1024 == 0 else f"{n:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    bare(axes)
 
 
 def finish(figure: Any, panels: Sequence[Any], title: str, file: dict[str, Any], path: Path) -> None:

@@ -24,7 +24,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "flash_attn": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
     "liger": {"color": "#b58900", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
     "quack": {"color": "#7c3aed", "marker": "P", "linestyle": (0, (1, 1))},
-    "apex": {"color": "#be185d", "marker": "x", "linestyle": (0, (4, 3))},
     "nanogpt": {"color": "#78716c", "marker": "*", "linestyle": (0, (2, 2))},
     "traffic": {"color": GREY, "marker": "+", "linestyle": (0, (1, 2)), "linewidth": 1.0, "zorder": 1},
 }

@@ -101,7 +101,7 @@ def capital(words: str) -> str:
 def machine(environment: dict[str, Any]) -> str:
     """GPU, versions and git revision in one line."""
     gpu = environment["gpu"]["name"] if environment["gpu"] else "CPU"
-    known = ("torch", "triton", "flash-attn", "liger-kernel", "quack-kernels", "apex")
+    known = ("torch", "triton", "flash-attn", "liger-kernel", "quack-kernels")
     versions = [f"{name} {environment['versions'][name]}" for name in known if environment["versions"].get(name)]
     git = environment["git"]
     return ", ".join([gpu, *versions, *([f"git {git['revision'][:8]}"] if git else [])])

@@ -130,11 +130,11 @@ def test_a_ratio_over_few_rounds_has_no_interval_to_call_it_faster_by(rounds, to
 
 
 def test_a_library_that_is_missing_is_told_and_refused_where_it_was_asked_for(run, monkeypatch, capfd):
-    monkeypatch.setattr(norms.command.providers, "missing", lambda names: {"apex": "ImportError: no apex"})
+    monkeypatch.setattr(norms.command.providers, "missing", lambda names: {"quack-kernels": "ImportError: no quack"})
     with pytest.raises(SystemExit, match="--provider"):
-        run(*LN_64, "--provider", "apex")
-    assert norms.command.importable(None, ["ours", "apex"]) == ["ours"]
-    assert "missing: apex (ImportError: no apex)" in capfd.readouterr().err
+        run(*LN_64, "--provider", "quack-kernels")
+    assert norms.command.importable(None, ["ours", "quack-kernels"]) == ["ours"]
+    assert "missing: quack-kernels (ImportError: no quack)" in capfd.readouterr().err
 
 
 @pytest.mark.gpu

@@ -39,14 +39,10 @@ def test_models_have_a_row_each_bold_where_ours_is_faster_by_more_than_chance():
     ]
 
 
-def test_a_picture_for_each_direction_and_one_panel_of_the_widths_of_models_with_five_names(tmp_path, monkeypatch):
-    records = [*sweep(), norm("ln", 1024, "ours", 0.8, m=4096), failed("ln", 4096, "torch", m=4096)]
-    written = report.plot_norms(file(*records), tmp_path, "norms")
-    assert [path.name for path in written] == ["norms_forward.png", "norms_backward.png"]
-    assert all(path.stat().st_size > 5000 for path in written)
-    assert report.plot_norms(file(failed("ln", 768, "ours")), tmp_path, "norms") == [], "failures alone make no picture"
+def test_the_picture_has_one_panel_of_the_widths_of_models_with_five_names(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(report, "finish", lambda figure, *_: figures.append(figure))
+    records = [*sweep(), norm("ln", 1024, "ours", 0.8, m=4096), failed("ln", 4096, "torch", m=4096)]
     assert report.plot_models(file(*records), tmp_path / "models.png") and not report.plot_models(file(), tmp_path)
     (axes,) = figures[0].axes
     assert [line.get_label() for line in axes.lines[:-1]] == ["fused (ours)", "torch.compile", "flash-attn", "Liger", "quack"]

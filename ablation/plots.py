@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from ablation.records import Cell, Parity
 from ablation.rounding import MARGIN
 from measure.comparison import AGAIN, FUSED, TORCH
-from measure.plots import ARMS, DPI, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, styled
+from measure.plots import ARMS, DPI, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, styled, ticker
 from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
@@ -57,11 +54,13 @@ def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step tim
     axes.set_yticks(*zip(*ticks, strict=True), fontsize=8)
     axes.set_ylim(at - 0.9, -0.7)
     axes.set_xlim(0, 1.62 * most)
-    axes.xaxis.set_major_locator(FixedLocator([tick for tick in MaxNLocator(6).tick_values(0, most) if tick <= 1.05 * most]))
+    axes.xaxis.set_major_locator(
+        ticker.FixedLocator([tick for tick in ticker.MaxNLocator(6).tick_values(0, most) if tick <= 1.05 * most])
+    )
     axes.set_xlabel("ms a step (median; whiskers 10 to 90 %). Right: speed-up over this arm, 95 % interval", fontsize=8)
     bare(axes, "x")
     names = styled({name for _, name in lines})
-    legend_below(figure, {NAMES.get(name, name): Patch(color=ARMS[name]["color"]) for name in names})
+    legend_below(figure, {NAMES.get(name, name): pyplot.Rectangle((0, 0), 1, 1, color=ARMS[name]["color"]) for name in names})
     finish(figure, title, footer, path)
 
 
@@ -97,7 +96,7 @@ def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: s
         axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
         axes.invert_yaxis()
         axes.set_title(title, loc="left", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
         _plain(axes, "x")
     panels[-1].set_xlabel(f"ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots {dots}", fontsize=8)
     finish(figure, "Step time (axes need not begin at 0)", footer, path)
@@ -191,14 +190,14 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
         ticks = [tick for tick in ticks if tick in (0.01, 0.1, 1, 10, 100, 1000)]
     for axes in panels:
         axes.set_xlim(left, right)
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     panels[-1].set_xlabel(
         f"found over expected error; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more", fontsize=8
     )
     dots = {name: {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]} for name in styled({one.arm for one in found})}
-    legend_below(figure, {NAMES.get(name, name): Line2D([], [], linestyle="", **style) for name, style in dots.items()})
+    legend_below(figure, {NAMES.get(name, name): pyplot.Line2D([], [], linestyle="", **style) for name, style in dots.items()})
     finish(figure, "Parity: the error beside that of torch's norms summed in another order", footer, path)
 
 

@@ -1,17 +1,22 @@
 """The style of all pictures: no display, few lines, and one colour for one thing, whatever picture it is in."""
 
+import logging
+import os
 import textwrap
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # needs and opens no display
-from matplotlib import pyplot
-
 from training import storage
+
+# Needs and opens no display. matplotlib reads this at its import, and refuses the backend of a notebook outside of one: import
+# it here alone.
+os.environ["MPLBACKEND"] = "Agg"
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home it uses a temporary folder, and warns at each start
+from matplotlib import pyplot, ticker  # noqa: E402
+
+__all__ = ["pyplot", "ticker"]  # beside what is defined here
 
 INK, GREY, EDGE = "#111827", "#6b7280", "#374151"
 DPI = 130

@@ -15,12 +15,11 @@ from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import Config, ConfigError, keys
-from measure.plots import pyplot, save_figure
+from measure.plots import pyplot, save_figure, ticker
 from training.storage import StorageError
 
 TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
@@ -73,7 +72,7 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     nats = _nats(bytes_per_token)
     right = axes.secondary_yaxis("right", functions=(partial(mul, 1 / nats), partial(mul, nats)))
     right.set_ylabel("bits per byte")
@@ -224,7 +223,7 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
         axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    panels.flat[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels.flat[0].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     panels.flat[0].set_ylabel(LABELS[unit])
     figure.legend(
         *panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=1 + timed, frameon=False, fontsize=9

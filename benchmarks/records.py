@@ -5,7 +5,8 @@ python -m benchmarks.records --list          the commands, with the minutes that
 python -m benchmarks.records gpt2 norms_models      some of them, anew
 
 A record is one file (of an ablation one folder) of one revision by one command. A record that is already of this revision and
-this command is left alone. Afterwards `python -m benchmarks.readme` writes tables and pictures from the records.
+this command is left alone. Not among them: `scaling`, which needs several GPUs, and the runs that were trained to the end.
+Afterwards `python -m benchmarks.readme` writes tables and pictures from the records.
 """
 
 import argparse
@@ -56,6 +57,8 @@ RECORDS = (  # what README shows first comes first
     ),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),
+    Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 2),
+    Record("gpt2_medium", f"{GPT2.replace('model=gpt2', 'model=gpt2_medium')} model.dropout=0.1 ablate.parity_seeds=0", 7),
     Record("norms_random", "-m benchmarks.norms --random 24 9 --seed 1 --warm 16", 6),
 )
 

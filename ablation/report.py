@@ -201,8 +201,8 @@ def _blocks(cells: Sequence[Cell]) -> str:
     return (
         f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. A cycle has the arms in "
         "some order and then in its reverse. An order is drawn in as many cycles as there are arms; between, the first arm "
-        "moves to the end. The first step of a block is not counted: it fills the GPU's queue, which is empty after the copy of "
-        "the weights. Between cycles the arms exchange their places in memory: weights and optimizer state of each arm move to "
+        "moves to the end. The first step of a block is not counted: it fills the GPU's queue, which is empty after the copy "
+        "of the weights. Between cycles the arms exchange places in memory: weights and optimizer state of each arm move to "
         "the addresses of another's. With CUDA graphs, which contain the addresses, they stay."
     )
 

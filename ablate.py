@@ -1,7 +1,9 @@
-"""What do fused norms buy, and what do they cost? The same training step with PyTorch's norms and with ours, side by side.
+"""What do fused norms buy, and what do they cost? The same training step with several norms, side by side.
 
 python ablate.py                                             the default run's model and data
 python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
+python ablate.py ablate.arms=[torch,compiled,liger,fused]    another library's norms too, where it is installed
+python ablate.py ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
@@ -27,15 +29,19 @@ import torch
 
 import configs
 import ops
-from ablation import parity, records, report, timing, tracking
-from ablation.arms import Arm, build, check_initial_weights, check_same, load_initial_weights
+from ablation import nanogpt, parity, records, report, timing, tracking
+from ablation.arms import Arm, build_arm, check_initial_weights, load_initial_weights, switched
 from ablation.gpu_time import attribute, norm_bytes
+from ablation.masks import check_masks
 from ablation.records import Ablation, Attribution, Cell
+from ablation.same import check_same
 from configs import Config, ConfigError, command_line, machine, rules
-from configs.schema import NormImpl
+from configs.rules import NANOGPT
+from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Corpus, load_corpus
-from measure.comparison import AGAIN, ARMS, FUSED, TORCH, compare_blocks, conclusion, cycle_times
+from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
 from measure.progress import progress
+from measure.sources import fingerprints
 from measure.tables import label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
@@ -44,7 +50,7 @@ from training.console import show, take_any_encoding
 from training.environment import environment, gpu_state_during
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
-from training.step import prepare, training_step
+from training.step import prepare
 from training.storage import StorageError, claim, relative, replace_text
 from training.tracking import settle
 
@@ -63,10 +69,37 @@ class Variant:
 
     cfg: Config
     overrides: dict[str, str]  # the swept keys
+    refused: dict[str, str]  # arms that this configuration can't have, and why
 
     @property
     def modes(self) -> list[str]:
-        return [EAGER, COMPILED] if self.cfg.train.compile else [EAGER]
+        # norm.impl=compiled is torch in a model that is compiled whole
+        return [EAGER, COMPILED] if self.cfg.train.compile and self.subject != NormImpl.compiled else [EAGER]
+
+    @property
+    def subject(self) -> str:
+        """The arm that the verdict is about: fused, or else the last."""
+        ours = [arm for arm in self.cfg.ablate.arms if arm != NANOGPT and arm not in self.refused]
+        return FUSED if FUSED in ours else ours[-1]
+
+    def arms(self, mode: str) -> list[str]:
+        """The names of a cell's arms: the control first, the subject last, so that all pairs have it as their second."""
+        left = {TORCH, self.subject, *self.refused}
+        if mode == COMPILED:
+            left.add(NormImpl.compiled)  # which there is torch
+        others = [arm for arm in self.cfg.ablate.arms if arm not in left]
+        return [TORCH, AGAIN, *others, self.subject]
+
+    @property
+    def tested(self) -> list[str]:
+        """The arms that have a parity test: eager ones that can take the shared dropout masks."""
+        found = []
+        for arm in self.arms(EAGER)[2:]:
+            if arm != NANOGPT:
+                cfg = switched(self.cfg, arm)
+                cfg.norm.dropout_masks = DropoutMasks.shared
+                found += [] if any(rules.refused_by_library(cfg, machine.inspect(cfg.device))) else [arm]
+        return found if self.cfg.ablate.parity_seeds else []
 
 
 def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
@@ -86,14 +119,19 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
     for variant, corpus in zip(variants, corpora, strict=True):
         check_initial_weights(variant.cfg, corpus.tokenizer)
+        if variant.cfg.ablate.nanogpt:
+            module = nanogpt.load(Path(variant.cfg.ablate.nanogpt))
+            off = nanogpt.check_same_model(module, nanogpt.sized(variant.cfg, vocabulary_of(variant.cfg, corpus)))
+            show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
     if len(set(sizes)) > 1:
         sizes = [f"{label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
     began = time.monotonic()
-    parts = sum(len(variant.modes) + (variant.cfg.ablate.parity_seeds > 0) for variant in variants)
+    parts = sum(len(variant.modes) + bool(variant.tested) for variant in variants)
+    done = 0
     found = Ablation(
         cells=[],
         parity=[],
-        environment=environment(device),
+        environment=environment(device) | {"sources": fingerprints()},
         command=command,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         kernels=ops.backend_for(device) != "PyTorch reference",
@@ -106,17 +144,18 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                     bar.set_description(label(variant.overrides, mode))
                     free_memory(device)
                     found.cells.append(measure(variant, mode, precision, corpus, bar.update))
-                    keep(found, folder, began, parts)
-                if variant.cfg.ablate.parity_seeds:
+                    done += 1
+                    keep(found, folder, began, done, parts)
+                if tested := variant.tested:
                     bar.set_description(label(variant.overrides, "parity"))
                     free_memory(device)
-                    found.parity.append(
-                        parity.parity(variant.cfg, precision, corpus, overrides=variant.overrides, progress=bar.update)
-                    )
-                    keep(found, folder, began, parts)
+                    how = {"overrides": variant.overrides, "progress": bar.update}
+                    found.parity.extend(parity.parity(variant.cfg, precision, corpus, tested, **how))
+                    done += 1
+                    keep(found, folder, began, done, parts)
         except torch.OutOfMemoryError:
             found.notes.append("Out of memory.")
-            keep(found, folder, began, parts)
+            keep(found, folder, began, done, parts)
             raise
     return found
 
@@ -135,45 +174,54 @@ def unless_empty(folder: Path) -> Iterator[None]:
 
 def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, done: Callable[[], object]) -> Cell:
     """The cell of a variant, eager or compiled."""
-    cfg = variant.cfg
+    cfg, device = variant.cfg, precision.device
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
-    check_same(list(arms.values()))
+    check_same([arm for arm in arms.values() if arm.other is None])
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-    times = timing.time_arms(arms, batches, done)
-    fused, control = (compare_blocks(times[TORCH].blocks_ms, times[name].blocks_ms) for name in (FUSED, AGAIN))
-    attribution: Attribution | None = None
-    gpu: dict[str, list[dict[str, str]]] = {}
-    if on_gpu(precision.device):
-        kernels = {}
-        for name, arm in arms.items():
-            kernels[name] = profiled(arm, batches, mode)
-            done()
-        gpu = {name: [] for name in (TORCH, FUSED)}
-        for name in (TORCH, FUSED, FUSED, TORCH):  # heat that gathers meanwhile is nobody's
-            gpu[name].append(gpu_state_during(step_of(arms[name], batches), precision.device))
-        counts = {name: launches(found) for name, found in kernels.items()}
-        times = {name: replace(of, launches=counts[name]) for name, of in times.items()}
-        torch_ms = statistics.median(cycle_times(times[TORCH].blocks_ms))
-        attribution = attribute(
-            shares(kernels[TORCH]),
-            shares(kernels[FUSED]),
-            torch_ms,
-            norm_bytes(cfg, precision),
-            copy_gb_per_s(precision.device),
-        )
-        attribution = replace(attribution, kernels={name: by_name(kernels[name]) for name in (TORCH, FUSED)})
-    return Cell(
+    may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
+    times, failed = timing.time_arms(arms, batches, done, may_fail)
+    if NANOGPT in times and not cfg.model.dropout:
+        nanogpt.check_first_loss({name: of.first_loss for name, of in times.items()}, precision.dtype)
+    arms = {name: arms[name] for name in times}
+    left_out = {**variant.refused, **failed}
+    if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
+        left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
+    cell = Cell(
         overrides=variant.overrides,
         mode=mode,
         tokens_per_step=cfg.train.batch_size * cfg.model.context,
         arms=times,
-        fused=fused,
-        control=control,
-        verdict=conclusion(fused, control),
-        attribution=attribution,
-        gpu=gpu,
+        subject=variant.subject,
+        pairs=compare_all({name: of.blocks_ms for name, of in times.items()}),
+        verdict="",
+        left_out=left_out,
+        masks=[masks for name, arm in arms.items() if name != AGAIN and (masks := check_masks(arm, compiled=mode == COMPILED))],
     )
+    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
+    if not on_gpu(device):
+        return cell
+    kernels = {}
+    for name, arm in arms.items():
+        kernels[name] = profiled(arm, batches, mode)
+        done()
+    gpu: dict[str, list[dict[str, str]]] = {name: [] for name in arms if name != AGAIN}
+    for name in [*gpu, *reversed(gpu)]:  # heat that gathers meanwhile is nobody's
+        gpu[name].append(gpu_state_during(step_of(arms[name], batches), device))
+    counted = {name: replace(of, launches=launches(kernels[name])) for name, of in times.items()}
+    return replace(cell, arms=counted, gpu=gpu, attribution=attribution_of(cell, kernels, cfg, precision))
+
+
+def attribution_of(cell: Cell, kernels: dict[str, list[KernelTime]], cfg: Config, precision: Precision) -> Attribution:
+    steps = {base: statistics.median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents}
+    found = attribute(
+        {name: shares(of) for name, of in kernels.items()},
+        steps,
+        cell.subject,
+        norm_bytes(cfg, precision),
+        copy_gb_per_s(precision.device),
+    )
+    return replace(found, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN})
 
 
 def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
@@ -183,11 +231,11 @@ def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
 
 def step_of(arm: Arm, batches: Batches) -> Callable[[], None]:
     """A training step of the arm, always of the same batch."""
-    step = arm.cfg.ablate.warmup_steps
-    batch = batches[step]
+    number = arm.cfg.ablate.warmup_steps
+    batch = batches[number]
 
     def one() -> None:
-        training_step(arm.forward, arm.state, batch, step, arm.cfg, arm.precision)
+        arm.step(batch, number)
 
     return one
 
@@ -216,10 +264,14 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     )
 
 
-def keep(found: Ablation, folder: Path, began: float, parts: int) -> None:
-    """Writes the report so far. With fewer than `parts` cells and parities, the report says that it is not finished."""
+def vocabulary_of(cfg: Config, corpus: Corpus) -> int:
+    with torch.device("meta"), command_line.as_config_errors():
+        return GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size).vocab_size
+
+
+def keep(found: Ablation, folder: Path, began: float, done: int, parts: int) -> None:
+    """Writes the report so far. With fewer parts done than there are, the report says that it is not finished."""
     found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
-    done = len(found.cells) + len(found.parity)
     if done < parts:
         found = replace(found, unfinished=f"{done} of {parts} parts")
     records.save(found, folder)
@@ -234,18 +286,23 @@ def corpus_of(cfg: Config) -> Corpus:
 def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -> dict[str, Arm]:
     vocabulary, compiled = corpus.tokenizer.vocab_size, mode == COMPILED
     arms: dict[str, Arm] = {}
-    with command_line.as_config_errors():
-        for name, impl in ((TORCH, NormImpl.torch), (AGAIN, NormImpl.torch), (FUSED, NormImpl.fused)):
-            arms[name] = build(name, variant.cfg, impl, precision, vocabulary, compiled=compiled, like=arms.get(TORCH))
-            if name == TORCH:
-                load_initial_weights(arms[TORCH], corpus.tokenizer)
+    for name in variant.arms(mode):
+        if name == NANOGPT:
+            module = nanogpt.load(Path(variant.cfg.ablate.nanogpt or ""))
+            arms[name] = nanogpt.nanogpt_arm(module, arms[TORCH], compiled=compiled)
+            continue
+        arms[name] = build_arm(name, variant.cfg, precision, vocabulary, compiled=compiled, like=arms.get(TORCH))
+        if name == TORCH:
+            load_initial_weights(arms[TORCH], corpus.tokenizer)
     return arms
 
 
 def calls_of(variant: Variant, device: torch.device) -> int:
     """How often the bar moves for a variant."""
-    profiles = len(ARMS) if on_gpu(device) else 0
-    return len(variant.modes) * (timing.calls_of(variant.cfg.ablate.cycles) + profiles) + parity.steps_of(variant.cfg)
+    profiles = on_gpu(device)
+    counts = [len(variant.arms(mode)) for mode in variant.modes]
+    timed = sum(timing.calls_of(arms, variant.cfg.ablate.cycles) + profiles * arms for arms in counts)
+    return timed + (parity.steps_of(variant.cfg, len(variant.tested)) if variant.tested else 0)
 
 
 def variants_of(arguments: Sequence[str]) -> list[Variant]:
@@ -265,15 +322,29 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         cfg = configs.compose_only(job)
         on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.
-        cfg.norm.impl, cfg.train.compile = NormImpl.fused, on.device == "cuda"
+        cfg.norm.impl, cfg.train.compile = NormImpl.torch, on.device == "cuda"
         if cfg.ablate.compile is not None:
             cfg.train.compile = cfg.ablate.compile
         rules.check(cfg, on)
+        rules.check_arms(cfg)
         settle(cfg.logging)
         pairs = (override.partition("=")[::2] for override in job)
-        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}))
+        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused_arms(cfg, on)))
         if found[-1].overrides in [variant.overrides for variant in found[:-1]]:
             raise ConfigError(f"{label(found[-1].overrides)} comes twice in {' '.join(arguments)}. Leave one.")
+    for variant in found:
+        for arm, why in variant.refused.items():
+            if variant.subject == TORCH or all(arm in other.refused for other in found):
+                raise ConfigError(f"ablate.arms: {arm} can't take part in {label(variant.overrides)}. {why}")
+    return found
+
+
+def refused_arms(cfg: Config, on: machine.Machine) -> dict[str, str]:
+    """The arms that this configuration can't have, and why."""
+    found = {}
+    for arm in cfg.ablate.arms:
+        if arm != NANOGPT and (why := " ".join(rules.refused_by_library(switched(cfg, arm), on))):
+            found[arm] = why
     return found
 
 

@@ -7,7 +7,6 @@ torchrun --nproc-per-node=8 train.py model=gpt2    the same on eight GPUs
 
 import signal
 import sys
-from collections.abc import Callable
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -16,14 +15,13 @@ import torch
 
 from configs import Config, command_line
 from configs.machine import Machine
-from configs.schema import Parallel
 from data import Batches, load_corpus
-from model import GPT
 from training import pretrained
-from training.checkpoint import Saver, TrainState
+from training.build import build
+from training.checkpoint import Saver
 from training.clock import StepClock
 from training.command import main
-from training.distributed import ALONE, World, shard
+from training.distributed import ALONE, World
 from training.evaluation import Evaluator, encode_prompt, write_sample
 from training.facts import Summary, facts, non_finite_explained
 from training.interrupt import Interrupt
@@ -31,7 +29,7 @@ from training.metrics import Metrics
 from training.precision import Precision
 from training.profile import StepProfiler
 from training.run import Run
-from training.step import adamw, compile_model, prepare, training_step
+from training.step import training_step
 
 
 def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summary:
@@ -60,28 +58,20 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
         prompt = encode_prompt(corpus.tokenizer, cfg.sample.prompt) if cfg.sample.tokens else []
 
     # ---- model -------------------------------------------------------------------------------------------------------------
-    torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
-    with world.shared_errors(), command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
-        if cfg.init_from is not None and not run.origin.stored:
-            pretrained.load(model, cfg.init_from, corpus.tokenizer)
-        prepare(model, cfg.train, machine)
-    if cfg.train.compile or model.compile_loss:
+    if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # PyTorch limits recompilations, and counts those of earlier runs of a sweep
-    sharded = cfg.parallel is Parallel.fsdp
-    if sharded:
-        shard(model, precision, world.size, compiled=cfg.train.compile)
-    model = model.to(precision.device)
-    state = TrainState(
-        model, adamw(model, cfg.optim), precision.scaler(), corpus.tokenizer.to_json(), corpus.identity, leads=world.leads
+    stored = run.origin.stored
+    how = {"with_changes": cfg.resume_with_changes, "same_folder": run.origin.in_place}
+    model, state, forward = build(
+        cfg,
+        precision,
+        corpus.tokenizer.vocab_size,
+        world,
+        fill=lambda model: None if stored or not cfg.init_from else pretrained.load(model, cfg.init_from, corpus.tokenizer),
+        restore=lambda state: state.restore(stored, **how) if stored else None,
+        tokenizer=corpus.tokenizer.to_json(),
+        corpus=corpus.identity,
     )
-    if run.origin.stored:
-        with world.shared_errors():
-            state.restore(run.origin.stored, with_changes=cfg.resume_with_changes, same_folder=run.origin.in_place)
-    forward: Callable[..., torch.Tensor] = model
-    if cfg.train.compile and not sharded:
-        forward = compile_model(model, cfg.train)
-    forward = world.replicate(forward)
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
     with world.shared_errors():

@@ -49,7 +49,7 @@ from ablation.rounding import (
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks
 from measure.statistics import LEAST_SAMPLES
-from measure.tables import aligned, number
+from measure.tables import aligned, interval_text, number
 from ops.kernels import runs_kernels
 from training.clock import StepClock
 
@@ -84,7 +84,7 @@ class ParityCheck:
             [row.name, f"{row.error:.1e}", f"{row.ratio:.2f} ×", f"{row.reordered:.2f} ×", "NO" if row.failure else "yes"]
             for row in self.rows[:SHOWN]
         ]
-        header = [f"the {len(shown)} worst of {len(self.rows)}", "relative error", "of expected", "reordered", "holds"]
+        header = [f"the {len(shown)} worst of {len(self.rows)}", "relative error", "error ratio", "reordered", "holds"]
         return f"{aligned(header, shown)}\n{self.verdict}"
 
 
@@ -99,7 +99,9 @@ class Timing:
     verdict: str
 
     def __str__(self) -> str:
-        return f"forward + backward: {number(self.a_ms)} ms → {number(self.b_ms)} ms; {self.verdict}"
+        # In pairs, as the ratio is: two medians over cycles may contradict it.
+        apart = interval_text(self.comparison.difference_ms)
+        return f"forward + backward: {number(self.a_ms)} ms of model_a; model_b {apart} ms beside it; {self.verdict}"
 
 
 def check_parity(
@@ -243,13 +245,13 @@ def measure(
         for model in models.values():
             for _ in range(warmup_steps):
                 step(model)
-        blocks = run_blocks(block, cycles, seed=0)
+        blocks = run_blocks(block, list(models), cycles, seed=0)
     finally:
         for p, grad in before.items():
             p.grad = grad
     comparison, control = (compare_blocks(blocks[TORCH], blocks[name]) for name in (FUSED, AGAIN))
     a_ms, b_ms = (median(cycle_times(blocks[name])) for name in (TORCH, FUSED))
-    words = conclusion(comparison, control)
+    words = conclusion("model_b", {"model_a": comparison}, control)
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
 
 
@@ -312,8 +314,8 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
         results = [size_test(name, distances, level, exact), sign_test(name, distances, level)]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
-        error = max(sums[name].errors()[FUSED] for sums in batches)
-        rows.append(Row(name, error, size.fused.median, size.reordered.median, failed[0] if failed else ""))
+        error = max(sums[name].errors().tested for sums in batches)
+        rows.append(Row(name, error, size.tested.median, size.reordered.median, failed[0] if failed else ""))
     rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
     failures = [row for row in rows if row.failure]
     few = f", {len(batches)} batches" if len(batches) > 1 else ""

@@ -1,49 +1,68 @@
-"""Arms: one training run with another operator at its norm sites, everything else the same, and a check that it is."""
+"""Arms: one training run with another operator at its norm sites, everything else the same. `same.py` checks that it is."""
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from configs import Config, machine, to_dict
-from configs.schema import Device, DropoutMasks, NormImpl
+from configs import Config
+from configs.schema import DropoutMasks, NormImpl
 from data import Tokenizer
+from measure.comparison import AGAIN, TORCH
 from model import GPT
-from model.attention import QueryKeySite
-from model.norm import PreNorm
 from training import pretrained
+from training.build import build, copy_values
 from training.checkpoint import TrainState
 from training.precision import Precision
-from training.step import adamw, compile_model, prepare
+from training.step import training_step
 
-Operator = tuple[str, tuple[Any, ...]]
+# The key whose values the arms differ in.
+SWITCH, VALUES = "norm.impl", NormImpl
+Mark = Callable[[str], None]
+Step = Callable[[tuple[Tensor, Tensor], int, Mark], Tensor]  # of a batch and its number; returns the loss, on the device
+
+
+def unmarked(part: str) -> None:
+    """No note of where a part of the step ends."""
 
 
 @dataclass
 class Arm:
-    """A model with its optimizer, ready for `training.step.training_step`."""
+    """A model with its optimizer, ready for training steps."""
 
     name: str
     cfg: Config
     precision: Precision
     state: TrainState
     forward: Callable[..., Tensor]  # the model, or what torch.compile made of it
+    other: Step | None = None  # the step of an arm that is not ours
+
+    def step(self, batch: tuple[Tensor, Tensor], number: int, mark: Mark = unmarked) -> Tensor:
+        """Takes training step `number`. Returns its loss."""
+        if self.other is not None:
+            return self.other(batch, number, mark)
+        return training_step(self.forward, self.state, batch, number, self.cfg, self.precision, mark=mark)[0]
 
 
-def build(
+def switched(cfg: Config, arm: str) -> Config:
+    """A copy of cfg for an arm: the value of SWITCH that it is named after."""
+    cfg = copy.deepcopy(cfg)
+    section, _, key = SWITCH.rpartition(".")
+    setattr(attrgetter(section)(cfg), key, VALUES(TORCH if arm == AGAIN else arm))
+    return cfg
+
+
+def build_arm(
     name: str,
     cfg: Config,
-    impl: NormImpl,
     precision: Precision,
     vocab_size: int,
     *,
+    value: str | None = None,
     compiled: bool = False,
     masks: DropoutMasks | None = None,
     like: Arm | None = None,
@@ -51,27 +70,21 @@ def build(
     """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone.
 
     Args:
-        impl: what runs at the norm sites.
+        value: of SWITCH, if it is not the arm's name.
         masks: where dropout masks come from; None: as cfg says.
         like: a fresh arm of this seed and model, whose initial values are copied: drawing those of GPT-2 takes a CPU seconds.
 
     Raises:
-        ValueError: options of the model that do not fit together.
+        ConfigError: options of the model that do not fit together.
     """
-    cfg = copy.deepcopy(cfg)
-    cfg.norm = replace(cfg.norm, impl=impl, dropout_masks=masks or cfg.norm.dropout_masks)
-    cfg.train = replace(cfg.train, compile=compiled)
-    torch.manual_seed(cfg.seed)
+    cfg = switched(cfg, value or name)
+    cfg.norm.dropout_masks = masks or cfg.norm.dropout_masks
+    cfg.train.compile = compiled
     if like is None:
-        model = GPT(cfg.model, cfg.norm, vocab_size).to(precision.device)
+        _, state, forward = build(cfg, precision, vocab_size)
     else:
-        with torch.device("meta"):  # where nothing is drawn
-            model = GPT(cfg.model, cfg.norm, vocab_size)
-        model.to_empty(device=precision.device)
-        copy_values(like.state.model, model)
-    prepare(model, cfg.train, machine.inspect(Device(precision.device.type)))
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
-    forward: Callable[..., Tensor] = compile_model(model, cfg.train) if compiled else model
+        fill = partial(copy_values, like.state.model)
+        _, state, forward = build(cfg, precision, vocab_size, fill=fill, draw_on="meta")
     return Arm(name, cfg, precision, state, forward)
 
 
@@ -98,78 +111,7 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
         pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
 
 
-@torch.no_grad()
-def copy_values(source: nn.Module, target: nn.Module) -> None:
-    """Copies parameters and buffers, also those that a state_dict leaves out.
-
-    Raises:
-        AssertionError: their names differ.
-    """
-    for kind in ("named_parameters", "named_buffers"):
-        values, places = (dict(getattr(model, kind)()) for model in (source, target))
-        assert values.keys() == places.keys(), f"different {kind.removeprefix('named_')}"
-        for name, place in places.items():
-            place.copy_(values[name])
-
-
-def check_same(arms: Sequence[Arm]) -> None:
-    """That the arms differ in what runs at their norm sites and in nothing else: configs, modules, the graph elsewhere,
-    optimizer groups, initial values.
-
-    Raises:
-        AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
-    """
-    first, *others = arms
-    for other in others:
-        for what, of in (("configs", _config), ("modules", _modules), ("graphs", _graph), ("optimizer groups", _groups)):
-            if of(first) != of(other):
-                raise AssertionError(f"{first.name} and {other.name} have different {what}")
-    check_same_weights(arms)
-
-
-def check_same_weights(arms: Sequence[Arm]) -> None:
-    """Checks that parameters and buffers have the same names, dtypes and values.
-
-    Raises:
-        AssertionError: they don't.
-    """
-    first, *others = arms
-    for other in others:
-        pair = f"{first.name} and {other.name}"
-        for kind in ("named_parameters", "named_buffers"):
-            mine, yours = (dict(getattr(arm.state.model, kind)()) for arm in (first, other))
-            if mine.keys() != yours.keys():
-                raise AssertionError(f"{pair} have different {kind.removeprefix('named_')}")
-            for name, tensor in mine.items():
-                if tensor.dtype != yours[name].dtype or not torch.equal(tensor, yours[name]):
-                    raise AssertionError(f"{pair}: {name} differs")
-
-
-def _config(arm: Arm) -> dict:
-    plain = to_dict(arm.cfg)
-    del plain["norm"]["impl"]
-    return plain
-
-
-def _modules(arm: Arm) -> list[tuple]:
-    """Names, classes and plain settings of all modules, with the training mode and without the operator of a norm site."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return [
-        (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
-        for name, module in arm.state.model.named_modules()
-    ]
-
-
-def _graph(arm: Arm) -> list[Operator]:
-    return operators_elsewhere(arm.state.model, arm.precision, arm.cfg.model.context)
-
-
-def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
-    names = {id(parameter): name for name, parameter in arm.state.model.named_parameters()}
-    return [
-        ([names[id(p)] for p in group["params"]], {key: value for key, value in group.items() if key != "params"})
-        for group in arm.state.optimizer.param_groups
-    ]
+# ---- state -------------------------------------------------------------------------------------------------------------------
 
 
 class Snapshot:
@@ -212,56 +154,3 @@ def _tensors(arm: Arm) -> list[Tensor]:
     parameters = [p for group in arm.state.optimizer.param_groups for p in group["params"]]
     state = arm.state.optimizer.state
     return [*parameters, *(value for p in parameters for value in state[p].values() if isinstance(value, Tensor))]
-
-
-# ---- the graph outside the norm sites ----------------------------------------------------------------------------------------
-
-
-def operators_elsewhere(model: nn.Module, precision: Precision, context: int) -> list[Operator]:
-    """The operators in the order in which they run, each with its arguments; tensors as dtype and shape.
-
-    From tokens to logits, in evaluation mode: masks are drawn at norm sites, or for them. Nothing is computed: weights and
-    tokens are fake ones, and of the CPU, whatever the model's device, so that no kernel is compiled for it.
-    """
-    recorder = _Recorder()
-    sites = [module for module in model.modules() if isinstance(module, PreNorm | QueryKeySite)]
-    hooks = [site.register_forward_pre_hook(recorder.enter) for site in sites]
-    hooks += [site.register_forward_hook(recorder.leave) for site in sites]
-    training = model.training
-    model.eval()
-    try:
-        with FakeTensorMode(), torch.no_grad(), replace(precision, device=torch.device("cpu")).autocast():
-            named = chain(model.named_parameters(), model.named_buffers())
-            values = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in named}
-            tokens = torch.zeros(1, context, dtype=torch.int64)
-            with recorder:
-                torch.func.functional_call(model, values, (tokens,))
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return recorder.found
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Operator] = []
-        self.inside = 0  # norm sites; that of queries and keys may call two
-
-    def enter(self, *_) -> None:
-        self.inside += 1
-
-    def leave(self, *_) -> None:
-        self.inside -= 1
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not self.inside:
-            given = (_shown(value) for value in tree_leaves((args, kwargs)))
-            self.found.append((str(func), tuple(given)))
-        return func(*args, **kwargs)
-
-
-def _shown(value: Any) -> Any:
-    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)

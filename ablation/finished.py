@@ -75,17 +75,14 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_
     """The report of finished runs, as Markdown; `pictures` are the files that belong to the groups."""
     runs = [run for _, of in groups for run in of]
     found = [(overrides, of, _ratio(of)) for overrides, of in groups]
-    outcomes = [_outcome(ratio) + (f" with {label(overrides)}" if overrides else "") for overrides, _, ratio in found]
-    heading = "; ".join(outcomes) if len(found) <= 2 else f"{len(found)} groups"
     top = [
-        f"# Fused norms against PyTorch's, from {len(runs)} finished runs, unpaired: {heading}",
+        f"# Losses of fused norms and PyTorch's, from {len(runs)} finished runs",
         f"{_losses(groups)}  ",
         "Step times are unpaired: whatever else changed from run to run is in their ratio, and no A/A control shows how much. "
         "So it has a range and no interval, and proves no speed-up: `python ablate.py` measures in pairs.",
     ]
     if any(run.impl == FUSED and run.environment.get("gpu.name") is None for run in runs):
         top[0] = f"# {NO_KERNEL}"
-        top[2] = f"Of the reference path: {heading}. {top[2]}"
     parts = ["\n".join(top)]
     parts += [_group(overrides, of, ratio, picture) for (overrides, of, ratio), picture in zip(found, pictures, strict=True)]
     if any(run.windows_ms for run in runs):

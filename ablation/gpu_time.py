@@ -9,7 +9,7 @@ import torch
 from ablation.records import Attribution, Cell
 from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
-from measure.comparison import FUSED, TORCH
+from measure.comparison import AGAIN
 from measure.tables import capital, label, markdown, number, wrapped
 from training.attribution import Share
 from training.metrics import WAITING
@@ -24,7 +24,7 @@ def gpu_time(cells: Sequence[Cell]) -> str:
     note = (
         "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
         "Compiled kernels that fuse a norm with other work count as norm. "
-        "A timed step is longer than all its GPU time where the GPU waits for the host, or clocks drop under a longer load."
+        "A timed step is longer than all its GPU time where the step is CPU-bound, or clocks drop under a longer load."
     )
     return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
 
@@ -45,56 +45,64 @@ def clocks(cells: Sequence[Cell]) -> str:
 def _attribution(cell: Cell) -> str:
     found = cell.attribution
     assert found is not None
-    totals = {name: sum(share.ms for share in shares) for name, shares in ((TORCH, found.torch), (FUSED, found.fused))}
-    torch, fused = ({share.group: share for share in shares} for shares in (found.torch, found.fused))
+    arms = [name for name in found.shares if name != AGAIN]
+    by_arm = {name: {share.group: share for share in found.shares[name]} for name in arms}
+    totals = {name: sum(share.ms for share in found.shares[name]) for name in arms}
+    steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in arms}
     rows = []
-    for group in dict.fromkeys([*torch, *fused]):
+    for group in dict.fromkeys(share.group for name in arms for share in found.shares[name]):
         row = [group]
-        for shares, name in ((torch, TORCH), (fused, FUSED)):
-            share = shares.get(group)
-            row += [number(share.ms), f"{100 * share.ms / totals[name]:.1f}", f"{share.launches:,}"] if share else ["–"] * 3
+        for name in arms:
+            share = by_arm[name].get(group)
+            row += [number(share.ms), f"{share.launches:,}"] if share else ["–"] * 2
         rows.append(row)
-    launches = [sum(share.launches for share in shares) for shares in (found.torch, found.fused)]
-    rows.append(["all", number(totals[TORCH]), "", f"{launches[0]:,}", number(totals[FUSED]), "", f"{launches[1]:,}"])
-    timed = [number(median(chain(*cell.arms[name].blocks_ms))) for name in (TORCH, FUSED)]
-    rows.append(["a timed step", timed[0], "", "", timed[1], "", ""])
-    header = ["GPU time", "torch ms", "%", "launches", "fused ms", "%", "launches"]
+    for title, value in (
+        ("all", lambda name: [number(totals[name]), f"{sum(share.launches for share in found.shares[name]):,}"]),
+        ("idle", lambda name: [number(max(0.0, steps[name] - totals[name])), ""]),
+        ("a timed step", lambda name: [number(steps[name]), ""]),
+    ):
+        rows.append([title, *chain(*map(value, arms))])
+    header = ["GPU time", *chain(*([f"{name} ms", "launches"] for name in arms))]
     title = f"### {capital(label(cell.overrides, cell.mode))}"
-    words = _bound(found)
-    if cell.fused.speedup.low > found.bound:
-        words += (
-            f" The step is {cell.fused.speedup.median:.3f} × as fast, which is more: part of what torch's norms take is not in "
-            "their group above, or the GPU waits."
-        )
-    words += _waits(cell, totals)
+    words = _limit(found, cell)
+    for base, limit in found.limits.items():
+        if cell.against(base).speedup.low > limit:
+            words += (
+                f" The step is {cell.against(base).speedup.median:.3f} × as fast as with {base}, which is more: part of what "
+                "its norms take is not in their group above, or the step is CPU-bound."
+            )
+    words += _waits({name: max(0.0, 1 - totals[name] / steps[name]) for name in arms})
     words += _power(cell.gpu)
     return f"{title}\n\n{markdown(header, rows)}\n\n{wrapped(words)}"
 
 
-def _waits(cell: Cell, gpu_ms: Mapping[str, float]) -> str:
-    """Which arms wait for the host, and what to do."""
-    steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in (TORCH, FUSED)}
-    shares = {name: max(0.0, 1 - gpu_ms[name] / steps[name]) for name in steps}
-    if max(shares.values()) <= WAITING:
+def _waits(idle: Mapping[str, float]) -> str:
+    """Which arms are CPU-bound, and what to do."""
+    if max(idle.values()) <= WAITING:
         return ""
-    told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in shares.items())
+    told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in idle.items())
     return (
-        f" The GPU waits for the host in {told}. So the host is the bound of this step. CUDA graphs remove most of the wait: "
+        f" The GPU is idle in {told}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
         "ablate.compile=true train.compile_mode=reduce-overhead."
     )
 
 
-def _bound(found: Attribution) -> str:
-    """The upper bound of any norm kernel, and the part of it that fused norms reach."""
-    norms = [sum(s.ms for s in shares if s.group.lower().startswith("norm")) for shares in (found.torch, found.fused)]
+def _limit(found: Attribution, cell: Cell) -> str:
+    """The Amdahl limit over each base, and the part of it that the subject reaches."""
     least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
-    rates = [f"{100 * least / ms:.0f} %" if ms else "–" for ms in norms]
+    norms = {name: norm_ms(shares) for name, shares in found.shares.items() if name != AGAIN}
+    taken = ", ".join(
+        f"{number(ms)} ms under {name} ({100 * least / ms:.0f} % of copy bandwidth)" if ms else f"nothing under {name}"
+        for name, ms in norms.items()
+    )
+    limits = " and ".join(
+        f"{limit:.3f} × as fast as with {base} ({cell.subject} saves {100 * found.realised[base]:.0f} % of the time between)"
+        for base, limit in found.limits.items()
+    )
     return (
         f"The norm sites of a step must move {found.norm_bytes / 1e9:.2f} GB, which takes {number(least)} ms at the "
-        f"{found.copy_gb_per_s:,.0f} GB/s that a copy reached here. Torch's take {number(norms[0])} ms ({rates[0]} of copy "
-        f"bandwidth), fused ones {number(norms[1])} ms ({rates[1]}). So no norm kernel makes this step more than "
-        f"{found.bound:.3f} × as fast as with torch's (Amdahl), unless the GPU waits for the host, where fewer launches may "
-        f"save more; of the time between, fused norms save {100 * found.realised:.0f} %."
+        f"{found.copy_gb_per_s:,.0f} GB/s that a copy reached here. They take {taken}. Amdahl limit: no norm kernel makes this "
+        f"step more than {limits}, unless the step is CPU-bound, where fewer launches may save more."
     )
 
 
@@ -167,35 +175,41 @@ def norm_bytes(cfg: Config, precision: Precision) -> int:
     return cfg.train.batch_size * model.context * per_token
 
 
+def norm_ms(shares: Sequence[Share]) -> float:
+    return next((share.ms for share in shares if share.group == "norm"), 0.0)
+
+
 def attribute(
-    torch_shares: list[Share], fused_shares: list[Share], step_ms_torch: float, norm_bytes: int, copy_gb_per_s: float
+    shares: dict[str, list[Share]], steps_ms: Mapping[str, float], subject: str, norm_bytes: int, copy_gb_per_s: float
 ) -> Attribution:
-    """What norm kernels can gain by the profile, and how much of that the fused ones gain.
+    """What norm kernels can gain over each base by its profile, and how much of that the subject gains.
 
-    With t the step and n its norm sites, both with PyTorch's norms, and m the time in which the sites' bytes pass at copy
-    bandwidth:
+    With t the step and n its norm sites, both of the base, and m the time in which the sites' bytes pass at copy bandwidth:
 
-        bound    = t / (t − (n − m))         Amdahl (AFIPS 1967): 1 / ((1 − f) + f / k) with f = n/t and k = n/m
-        realised = (n − n_fused) / (n − m)
+        limit    = t / (t − (n − m))         Amdahl (AFIPS 1967): 1 / ((1 − f) + f / k) with f = n/t and k = n/m
+        realised = (n − n_subject) / (n − m)
 
-    Where n ≤ m (sites that stay in cache) there is nothing to gain: bound 1, realised 0. The bound supposes that a step waits
-    for the GPU. In a launch-bound step it does not: GPU time saved is then not step time saved, and fewer launches may save
-    more than the bound.
+    Where n ≤ m (sites that stay in cache) there is nothing to gain: limit 1, realised 0. The limit supposes that a step waits
+    for the GPU. In a CPU-bound step it does not: GPU time saved is then not step time saved, and fewer launches may save
+    more than the limit.
 
     Args:
-        step_ms_torch: ms, measured without a profiler.
+        steps_ms: of each base, measured without a profiler.
         copy_gb_per_s: 10^9 bytes a second, read plus written.
 
     Raises:
         ValueError: a step time, byte count or bandwidth that is not positive.
     """
-    for name, value in (("step_ms_torch", step_ms_torch), ("norm_bytes", norm_bytes), ("copy_gb_per_s", copy_gb_per_s)):
+    given = {f"steps_ms of {base}": ms for base, ms in steps_ms.items()}
+    for name, value in (given | {"norm_bytes": norm_bytes, "copy_gb_per_s": copy_gb_per_s}).items():
         if not value > 0:
             raise ValueError(f"attribute: {name} must be more than 0, got {value}")
-    norm, fused = (next((s.ms for s in table if s.group == "norm"), 0.0) for table in (torch_shares, fused_shares))
     least = norm_bytes / copy_gb_per_s / 1e6
-    gain = max(0.0, norm - least)
-    # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its norm sites.
-    bound = step_ms_torch / max(step_ms_torch - gain, least) if gain else 1.0
-    realised = (norm - fused) / gain if gain else 0.0
-    return Attribution(torch_shares, fused_shares, norm_bytes, copy_gb_per_s, max(1.0, bound), realised)
+    limits, realised = {}, {}
+    for base, step_ms in steps_ms.items():
+        norm = norm_ms(shares[base])
+        gain = max(0.0, norm - least)
+        # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its sites.
+        limits[base] = max(1.0, step_ms / max(step_ms - gain, least)) if gain else 1.0
+        realised[base] = (norm - norm_ms(shares[subject])) / gain if gain else 0.0
+    return Attribution(shares, norm_bytes, copy_gb_per_s, limits, realised)

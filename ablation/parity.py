@@ -1,11 +1,11 @@
 """Loss parity: whether fused norms are wrong, or merely rounded elsewhere.
 
 Two correct programs may give different bits, so a comparison needs a tolerance. A tolerance that was tuned until tests pass
-proves nothing; this one is measured. Four arms train from the same weights, on the same batches, with the same dropout masks:
+proves nothing; this one is measured. Arms train from the same weights, on the same batches, with the same dropout masks:
 
     a   reference   PyTorch's norms; weights, products and residual stream in fp32 (in fp64 where the run itself is in fp32)
     b   torch       PyTorch's norms in the run's precision
-    c   fused       the fused norms in the run's precision; where no kernel runs, their PyTorch reference
+    c   tested      fused norms in the run's precision (where no kernel runs, their PyTorch reference); each other arm likewise
     d   reordered   as b, with the sums of its norms in another, just as legitimate order
 
 The record has the loss, the gradient norm and the gradient of every layer, at every step. The tests are of these quantities:
@@ -22,10 +22,10 @@ over the elements of the quantity:
 
 `expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct norm.
 
-**Size.** The fused arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
+**Size.** The tested arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
 other places. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
 
-**Sign.** Rounding errors have random signs, a wrong formula has the same at every seed. The fused arm fails if the mean of S_c
+**Sign.** Rounding errors have random signs, a wrong formula has the same at every seed. It fails if the mean of S_c
 over seeds is farther from 0 than BIAS: a two-sided t-test, with a standard deviation no smaller than the rms of S_d, so that
 seeds which agree by chance don't make a verdict. Not for parameters: their a is mostly their initial value.
 
@@ -34,11 +34,11 @@ common. A t-test and not a permutation or a bootstrap: five seeds have 2⁵ sign
 level. It takes log R to be near normal over seeds, which an rms over many elements is.
 
 Two guards have no level, because a t-test over few seeds can't see their cases. First, a failure at one seed of many widens
-the spread that hides it: so a seed fails if its fused arm is GROSS times as far as the reordered one, or shifted by as much.
+the spread that hides it: so a seed fails if its tested arm is GROSS times as far as the reordered one, or shifted by as much.
 Second, the mean over seeds must stay below GROSS_FEW: FEW seeds or fewer have no t-test, and with a few more the spread is
 estimated so roughly that a t-test alone would let ten times the expected error pass.
 
-**Outcome.** The 95 % t-interval of the mean difference fused − torch of final validation losses must lie within ± the standard
+**Outcome.** The 95 % t-interval of the mean difference tested − torch of final validation losses must lie within ± the standard
 deviation of torch's over seeds. With FEW seeds or less this is left out: of two, that deviation may be near 0 by chance, and
 half the interval is 9 times that of the differences. Right norms whose losses differ by a hundredth of what seeds differ by
 would fail one time in 16, by a twentieth two times in seven (GPT-2 in bf16: a fiftieth with dropout, a fifteenth without).
@@ -47,20 +47,22 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ablation.arms import Arm
-from ablation.parity_arms import ARMS, four_arms, row_sites, unclipped_gradients
+from ablation.parity_arms import parity_arms, row_sites, unclipped_gradients
 from ablation.records import Parity
 from ablation.rounding import (
     FEW,
     LEVEL,
     REFERENCE,
+    REORDERED,
     Distances,
     Sums,
     other_order,
@@ -70,38 +72,46 @@ from ablation.rounding import (
 )
 from configs import Config
 from data import Batches, Corpus
-from measure.comparison import FUSED, TORCH
+from measure.comparison import TORCH
 from measure.statistics import Interval, mean_interval
 from measure.timing import free_memory
 from training.evaluation import evaluate
 from training.precision import Precision
 from training.step import training_step
 
+T = TypeVar("T")
 EVAL_BATCHES = 8  # unless the config says
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """What the four arms did at one seed."""
+    """What the arms did at one seed."""
 
     seed: int
     losses: dict[str, list[float]]  # by arm: for each step; nats per token
     gradient_norms: dict[str, list[float]]  # likewise
     gradient_errors: dict[str, list[dict[str, float]]]  # likewise, but for the reference: by layer
-    distances: dict[str, Distances]  # by quantity
+    distances: dict[str, dict[str, Distances]]  # by tested arm, by quantity
     val_loss: dict[str, float]  # by arm
     cut: int = 1  # how many micro-batches one of the run's became, so that all arms fit in memory
 
 
 def parity(
-    cfg: Config, precision: Precision, corpus: Corpus, *, overrides: dict[str, str], progress: Callable[[int], None]
-) -> Parity:
+    cfg: Config,
+    precision: Precision,
+    corpus: Corpus,
+    tested: Sequence[str],
+    *,
+    overrides: dict[str, str],
+    progress: Callable[[int], None],
+) -> list[Parity]:
     """Runs the protocol at the head of this file over cfg.ablate.parity_seeds seeds, beginning with cfg.seed.
 
     Args:
         precision: of the run.
+        tested: values of norm.impl. There is a verdict on each.
         overrides: the swept keys that led to cfg, for the record.
-        progress: called with a number of training steps after they are done, in all `steps_of(cfg)`.
+        progress: called with a number of training steps after they are done, in all `steps_of(cfg, len(tested))`.
 
     Raises:
         ValueError: cfg.ablate.parity_seeds is 0, the model's options do not fit together or the corpus is too short.
@@ -111,12 +121,18 @@ def parity(
     runs: list[SeedRun] = []
     while len(runs) < cfg.ablate.parity_seeds:
         cut = runs[-1].cut if runs else 1
-        runs.append(measure_in_memory(cfg, cfg.seed + len(runs), precision, corpus, progress, cut))
-    return judge(runs, precision, overrides)
+        runs.append(measure_in_memory(cfg, cfg.seed + len(runs), precision, corpus, tested, progress, cut))
+    return [judge(runs, arm, precision, overrides) for arm in tested]
 
 
 def measure_in_memory(
-    cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None], cut: int
+    cfg: Config,
+    seed: int,
+    precision: Precision,
+    corpus: Corpus,
+    tested: Sequence[str],
+    progress: Callable[[int], None],
+    cut: int,
 ) -> SeedRun:
     """`measure` with the micro-batches of all arms cut into `cut` parts, or into more if memory runs out.
 
@@ -132,7 +148,7 @@ def measure_in_memory(
         smaller = copy.deepcopy(cfg)
         smaller.train.accumulation *= cut
         try:
-            return replace(measure(smaller, seed, precision, corpus, progress), cut=cut)
+            return replace(measure(smaller, seed, precision, corpus, tested, progress), cut=cut)
         except torch.OutOfMemoryError:
             if cut == sequences:
                 raise
@@ -140,59 +156,69 @@ def measure_in_memory(
         free_memory(precision.device)  # out here: the error held on to the arms
 
 
-def steps_of(cfg: Config) -> int:
+def steps_of(cfg: Config, tested: int) -> int:
     """Training steps that `parity` takes, over all arms and seeds."""
-    return len(ARMS) * cfg.ablate.parity_seeds * cfg.ablate.parity_steps
+    return (3 + tested) * cfg.ablate.parity_seeds * cfg.ablate.parity_steps
 
 
-def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, progress: Callable[[int], None]) -> SeedRun:
-    """Trains the four arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
+def measure(
+    cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested: Sequence[str], progress: Callable[[int], None]
+) -> SeedRun:
+    """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed = seed
     cfg.model = replace(cfg.model, attention_dropout=0.0)
-    arms = four_arms(cfg, precision, corpus.tokenizer)
+    arms = parity_arms(cfg, precision, corpus.tokenizer, tested)
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=seed)
 
-    losses: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    norms: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    errors: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms[1:]}
-    layers: dict[str, Distances] = {}
-    scales: list[dict[str, Tensor]] = []
+    losses: dict[str, list[float]] = {name: [] for name in arms}
+    norms: dict[str, list[float]] = {name: [] for name in arms}
+    errors: dict[str, list[dict[str, float]]] = {name: [] for name in arms if name != REFERENCE}
+    layers: dict[str, dict[str, Distances]] = {name: {} for name in tested}
+    scales: dict[str, dict[str, Tensor]] = {}
     rows: dict[str, Tensor] = {}  # what the reference's norms put out
     for step in range(cfg.ablate.parity_steps):
-        gradients: list[dict[str, Tensor]] = []  # four times the size of the model
-        for arm in arms:
+        gradients: dict[str, dict[str, Tensor]] = {}  # of each arm the size of the model
+        for name, arm in arms.items():
             sites = row_sites(arm.state.model) if step == 0 else {}
             with unclipped_gradients(arm) as unclipped, row_scales(sites, rows) as row_scale:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
-            losses[arm.name].append(loss.item())
-            norms[arm.name].append(norm.item())
-            gradients.append(unclipped)
+            losses[name].append(loss.item())
+            norms[name].append(norm.item())
+            gradients[name] = unclipped
             if step == 0:
-                scales.append(row_scale)
+                scales[name] = row_scale
             progress(1)
-        sums = compare_tensors(gradients)
-        for name, kept in errors.items():
-            kept.append({layer: of.errors()[name] for layer, of in sums.items()})
+        for name in tested:
+            sums = compare_tensors(four(gradients, name))
+            of = {layer: one.errors() for layer, one in sums.items()}
+            errors[name].append({layer: error.tested for layer, error in of.items()})
+            if name == tested[0]:
+                errors[TORCH].append({layer: error.torch for layer, error in of.items()})
+                errors[REORDERED].append({layer: error.reordered for layer, error in of.items()})
+            if step == 0:
+                layers[name] |= {f"gradient of {layer}": one.distances() for layer, one in sums.items()}
+                compared = compare_tensors(four(scales, name))
+                layers[name] |= {f"row scale of {layer}": one.distances() for layer, one in compared.items()}
         if step == 0:
-            layers |= {f"gradient of {layer}": of.distances() for layer, of in sums.items()}
-            layers |= {f"row scale of {layer}": of.distances() for layer, of in compare_tensors(scales).items()}
             rows.clear()
             scales.clear()
 
-    return SeedRun(
-        seed,
-        losses,
-        norms,
-        errors,
-        {
-            "loss": compare(list(losses.values())),
-            "gradient norm": compare(list(norms.values())),
-            **layers,
-            "parameters": compare_parameters(arms),
-        },
-        {arm.name: validate(arm, corpus) for arm in arms},
-    )
+    distances = {
+        name: {
+            "loss": compare(four(losses, name)),
+            "gradient norm": compare(four(norms, name)),
+            **layers[name],
+            "parameters": compare_parameters(four(arms, name)),
+        }
+        for name in tested
+    }
+    return SeedRun(seed, losses, norms, errors, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
+
+
+def four(of: Mapping[str, T], tested: str) -> list[T]:
+    """a, b, c and d of a tested arm."""
+    return [of[name] for name in (REFERENCE, TORCH, tested, REORDERED)]
 
 
 def validate(arm: Arm, corpus: Corpus) -> float:
@@ -211,14 +237,14 @@ def validate(arm: Arm, corpus: Corpus) -> float:
 
 
 def compare(values: Sequence[Sequence[float]]) -> Distances:
-    """Distances of numbers, one a step, given in the order of ARMS."""
+    """Distances of numbers, one a step, of a, b, c and d."""
     sums = Sums()
     sums.add(*(torch.tensor(x, dtype=torch.float64) for x in values))
     return sums.distances()
 
 
 def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Sums]:
-    """Sums by layer, of tensors by name in the order of ARMS. Norms are layers of their own: matrices would hide them."""
+    """Sums by layer, of tensors by name of a, b, c and d. Norms are layers of their own: matrices would hide them."""
     sums: dict[str, Sums] = {}
     for name in tensors[0]:
         sums.setdefault(layer_of(name), Sums()).add(*(arm[name] for arm in tensors))
@@ -243,19 +269,21 @@ def layer_of(parameter: str) -> str:
 # ---- verdict -----------------------------------------------------------------------------------------------------------------
 
 
-def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, str]) -> Parity:
-    """The verdict over seeds, by the statistic at the head of this file."""
+def judge(runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: dict[str, str]) -> Parity:
+    """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
-    names = list(runs[0].distances)
+    arms = (REFERENCE, TORCH, arm, REORDERED)
+    distances = [run.distances[arm] for run in runs]
+    names = list(distances[0])
     level = LEVEL / (2 * len(names) - 1)
-    tests = [size_test(name, [run.distances[name] for run in runs], level, exact) for name in names]
-    tests += [sign_test(name, [run.distances[name] for run in runs], level) for name in names if name != "parameters"]
+    tests = [size_test(name, [one[name] for one in distances], level, exact) for name in names]
+    tests += [sign_test(name, [one[name] for one in distances], level) for name in names if name != "parameters"]
 
-    val_loss = {arm: [run.val_loss[arm] for run in runs] for arm in ARMS}
-    difference = mean_interval(np.subtract(val_loss[FUSED], val_loss[TORCH]))
+    val_loss = {name: [run.val_loss[name] for run in runs] for name in arms}
+    difference = mean_interval(np.subtract(val_loss[arm], val_loss[TORCH]))
     spread = float(np.std(val_loss[TORCH], ddof=1)) if len(runs) > 1 else 0.0
     outcome = len(runs) <= FEW or (-spread <= difference.low and difference.high <= spread)
-    sick = [arm for arm in ARMS if not np.isfinite([run.losses[arm] for run in runs]).all()]
+    sick = [name for name in arms if not np.isfinite([run.losses[name] for run in runs]).all()]
 
     failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision.name}"
@@ -270,29 +298,30 @@ def judge(runs: Sequence[SeedRun], precision: Precision, overrides: dict[str, st
     elif failures:
         verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."
     elif not outcome:
-        verdict = f"Parity fails: {val} (fused − torch), and {spread_words}."
+        verdict = f"Parity fails: {val} ({arm} − torch), and {spread_words}."
     else:
-        worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.fused.median / q.reordered.median)
+        worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.tested.median / q.reordered.median)
         verdict = (
-            f"Parity holds: {setting}, no quantity of the fused norms is farther from {exact} than rounding explains "
-            f"(largest beside another order of sums: {worst.name}, {worst.fused.median:.2f} ×; {other_order(worst)}); {val} "
-            f"(fused − torch), {spread_words}."
+            f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains "
+            f"(largest beside another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {other_order(worst)}); {val} "
+            f"({arm} − torch), {spread_words}."
         )
     return Parity(
         overrides=overrides,
+        arm=arm,
         precision=precision.name,
         seeds=[run.seed for run in runs],
         steps=len(runs[0].losses[TORCH]),
-        losses={arm: [run.losses[arm] for run in runs] for arm in ARMS},
+        losses={name: [run.losses[name] for run in runs] for name in arms},
         quantities=[test.quantity for test in tests],
         val_loss=val_loss,
         val_difference=difference,
         val_spread=spread,
         holds=not sick and not failures and outcome,
         verdict=verdict,
-        gradient_norms={arm: [run.gradient_norms[arm] for run in runs] for arm in ARMS},
-        gradient_errors={arm: [run.gradient_errors[arm] for run in runs] for arm in ARMS if arm != REFERENCE},
-        distances={name: [run.distances[name] for run in runs] for name in names},
+        gradient_norms={name: [run.gradient_norms[name] for run in runs] for name in arms},
+        gradient_errors={name: [run.gradient_errors[name] for run in runs] for name in arms[1:]},
+        distances={name: [one[name] for one in distances] for name in names},
     )
 
 

@@ -1,7 +1,7 @@
-"""The four arms of the parity protocol, and the gradients that their steps gather."""
+"""The arms of the parity protocol, and the gradients that their steps gather."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,49 +9,50 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ablation.arms import Arm, build, check_same, check_same_weights, load_initial_weights
+from ablation.arms import Arm, build_arm, load_initial_weights
 from ablation.rounding import (
     REFERENCE,
     REORDERED,
     in_another_order,
 )
+from ablation.same import check_same, check_same_weights
 from configs import Config
-from configs.schema import DropoutMasks, NormImpl, ResidualDtype
+from configs.schema import DropoutMasks, ResidualDtype
 from data import Tokenizer
-from measure.comparison import FUSED, TORCH
+from measure.comparison import TORCH
 from model.attention import QueryKeySite
-from model.norm import PreNorm
+from model.norm import How, Normalise, PreNorm
 from ops import seeded_dropout
 from training.precision import Precision
 
-ARMS = (REFERENCE, TORCH, FUSED, REORDERED)
 FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms would skip steps that the reference takes
 
 
-def four_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer) -> list[Arm]:
-    """In the order of ARMS."""
+def parity_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer, tested: Sequence[str]) -> dict[str, Arm]:
+    """The reference, torch, the tested values of norm.impl, and torch in another order of sums."""
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     wide = copy.deepcopy(cfg)
     wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
-    vocab_size = tokenizer.vocab_size
-    torch_arm = build(TORCH, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared)
+    own = partial(build_arm, cfg=cfg, precision=precision, vocab_size=tokenizer.vocab_size, masks=DropoutMasks.shared)
+    torch_arm = own(TORCH)
     load_initial_weights(torch_arm, tokenizer)
-    arms = [
-        build(REFERENCE, wide, NormImpl.torch, exact, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-        torch_arm,
-        build(FUSED, cfg, NormImpl.fused, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-        build(REORDERED, cfg, NormImpl.torch, precision, vocab_size, masks=DropoutMasks.shared, like=torch_arm),
-    ]
-    check_same(arms[1:])
+    arms = {
+        REFERENCE: own(REFERENCE, cfg=wide, precision=exact, value=TORCH, like=torch_arm),
+        TORCH: torch_arm,
+        **{name: own(name, like=torch_arm) for name in tested},
+        REORDERED: own(REORDERED, value=TORCH, like=torch_arm),
+    }
+    reference, *others = arms.values()
+    check_same(others)
     if exact.device == precision.device:  # the reference also keeps its residual stream in fp32
-        check_same_weights(arms)
+        check_same_weights(list(arms.values()))
     if precision.dtype is torch.float32:
-        double(arms[0].state.model)
+        double(reference.state.model)
     if precision.dtype is torch.float16:
-        for arm in arms[1:]:
+        for arm in others:
             arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
-    reorder(arms[3].state.model)
+    reorder(arms[REORDERED].state.model)
     return arms
 
 
@@ -98,12 +99,12 @@ def reorder(model: nn.Module) -> None:
     norms give exactly as much as any other correct program for them may.
     """
     for site in norm_sites(model).values():
-        site._norm = partial(_reordered, site._norm)  # type: ignore[method-assign]
+        site._norm = partial(_reordered, site._norm)
 
 
-def _reordered(norm: Callable[..., Tensor], r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _reordered(norm: Normalise, r: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
     def in_order(rows: Tensor, order: Tensor) -> Tensor:
-        return norm(rows, weight.index_select(0, order), None if bias is None else bias.index_select(0, order))
+        return norm(rows, weight.index_select(0, order), None if bias is None else bias.index_select(0, order), how)
 
     return in_another_order(in_order, r)
 
@@ -112,14 +113,14 @@ def double(model: nn.Module) -> None:
     """Weights and arithmetic in fp64, with the masks of the fp32 arms."""
     model.double()
     for site in norm_sites(model).values():
-        site._drop = _drop_double  # type: ignore[method-assign]
+        site._drop = _drop_double
 
 
-def _drop_double(x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
-    """PreNorm._drop in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
+def _drop_double(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, how: How) -> Tensor:
+    """`model.norm.drop` in fp64, with the mask and the factor 1/(1-p) of the fp32 arms: the mask kernel has no fp64."""
     if rowscale is not None:
         x = x * rowscale[..., None]
-    if p:
+    if how.dropout:
         assert seed is not None  # masks are shared
-        x = x * seeded_dropout(torch.ones(x.shape, device=x.device), p, seed, stream)
+        x = x * seeded_dropout(torch.ones(x.shape, device=x.device), how.dropout, seed, stream)
     return x

@@ -1,148 +1,204 @@
-"""Plots of an ablation, narrow enough for a column and readable in greyscale."""
+"""Pictures of an ablation. One axis for all cells, so that lengths can be compared."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from ablation.records import Cell, Parity
+from ablation.rounding import MARGIN
 from measure.comparison import AGAIN, FUSED, TORCH
-from measure.plots import GREY, GROUP_FILLS, bare, pyplot, save
-from measure.statistics import spread
+from measure.plots import ARMS, DPI, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, styled, ticker
+from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
-WIDTH, DPI = 6.4, 130  # inches, and dots in one: 832 pixels
-FILL = {TORCH: "#e2b79e", AGAIN: "#ffffff", FUSED: "#9db8d2"}
-HATCH = {TORCH: "", AGAIN: "....", FUSED: "////"}
-# Colours differ in lightness too; dash and width tell lines apart where colour does not.
-LINES: list[dict[str, Any]] = [
-    {"color": "#9ca3af", "linestyle": "-", "linewidth": 4.0},
-    {"color": "#c2410c", "linestyle": "--", "linewidth": 1.8},
-    {"color": "#111111", "linestyle": "-", "linewidth": 1.2},
-    {"color": "#2563eb", "linestyle": ":", "linewidth": 1.8},
-]
+WIDTH = 7.4  # inches
+FARTHEST = 1000.0  # error ratio that is drawn
 
 
-def step_times(cells: Sequence[Cell], path: Path) -> None:
+@dataclass(frozen=True)
+class Bars:
+    """A group of the lead picture: one configuration."""
+
+    title: str
+    steps_ms: Mapping[str, Spread]  # by arm; the last is the subject
+    speedups: Mapping[str, Interval]  # of the subject, by base, the fastest first
+
+
+def bars_of(cell: Cell) -> Bars:
+    steps = {name: spread([ms for block in arm.blocks_ms for ms in block]) for name, arm in cell.arms.items() if name != AGAIN}
+    return Bars(label(cell.overrides, cell.mode), steps, {base: cell.against(base).speedup for base in cell.opponents})
+
+
+def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step time") -> None:
+    """Step times on one axis, a bar for each arm; on the right the subject's speed-up over each other arm with its interval."""
+    lines = [(group, name) for group in groups for name in group.steps_ms]
+    height = 1.5 + 0.22 * len(lines) + 0.16 * len(groups)
+    figure, axes = pyplot.subplots(figsize=(WIDTH + 1.6, height), dpi=DPI, layout="constrained")
+    at, ticks = 0.0, []
+    most = max(steps.p90 for group in groups for steps in group.steps_ms.values())
+    for group in groups:
+        ticks.append((at + 0.5 * (len(group.steps_ms) - 1), group.title.replace(", ", "\n", 1)))
+        for name, steps in group.steps_ms.items():
+            whiskers = [[steps.median - steps.p10], [steps.p90 - steps.median]]
+            colour = ARMS.get(name, {"color": GREY})["color"]
+            axes.barh(at, steps.median, 0.82, color=colour, xerr=whiskers, ecolor=EDGE, error_kw={"linewidth": 0.8})
+            words = f"{steps.median:.1f} ms" if steps.median >= 10 else f"{steps.median:.2f} ms"
+            if (speedup := group.speedups.get(name)) is not None:
+                words += f"    {list(group.steps_ms)[-1]} {interval_text(speedup)} ×"
+            axes.text(steps.p90 + 0.015 * most, at, words, va="center", fontsize=7.5, color=INK)
+            at += 1
+        at += 0.7
+    axes.set_yticks(*zip(*ticks, strict=True), fontsize=8)
+    axes.set_ylim(at - 0.9, -0.7)
+    axes.set_xlim(0, 1.62 * most)
+    axes.xaxis.set_major_locator(
+        ticker.FixedLocator([tick for tick in ticker.MaxNLocator(6).tick_values(0, most) if tick <= 1.05 * most])
+    )
+    axes.set_xlabel("ms a step (median; whiskers 10 to 90 %). Right: speed-up over this arm, 95 % interval", fontsize=8)
+    bare(axes, "x")
+    names = styled({name for _, name in lines})
+    legend_below(figure, {NAMES.get(name, name): pyplot.Rectangle((0, 0), 1, 1, color=ARMS[name]["color"]) for name in names})
+    finish(figure, title, footer, path)
+
+
+def step_times(cells: Sequence[Cell], path: Path, footer: str) -> None:
     """A panel for each cell: every arm's steps, and its blocks as dots."""
     titled = [(label(cell.overrides, cell.mode), {name: arm.blocks_ms for name, arm in cell.arms.items()}) for cell in cells]
-    boxes_of(titled, "blocks", path)
+    boxes_of(titled, "blocks", path, footer)
 
 
-def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: str, path: Path) -> None:
+def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: str, path: Path, footer: str = "") -> None:
     """A panel for each title: by arm a box between quartiles, whiskers p10 to p90; the medians of its parts as dots.
 
     Args:
         titled: of each arm milliseconds of steps, in parts.
         dots: what the parts are, in the plural.
     """
-    figure, panels = _rows(len(titled), each=1.25)
+    heights = [0.5 + 0.3 * len(parts) for _, parts in titled]
+    figure, panels = _rows(heights)
     for axes, (title, parts) in zip(panels, titled, strict=True):
         arms = list(parts)
         boxes = axes.bxp(
             [_box(parts[name]) for name in arms],
             positions=range(len(arms)), orientation="horizontal", widths=0.62, showfliers=False, patch_artist=True,
-            medianprops={"color": "#111111", "linewidth": 2.2},
+            medianprops={"color": "#c2410c", "linewidth": 2.0},
         )  # fmt: skip
         for name, box in zip(arms, boxes["boxes"], strict=True):
-            box.set(facecolor=FILL.get(name, "white"), hatch=HATCH.get(name, ""), edgecolor=GREY)
+            box.set(facecolor=ARMS.get(name, {"color": "white"})["color"], edgecolor=EDGE, alpha=0.7)
         scatter = np.random.default_rng(0)
         for at, name in enumerate(arms):
             middles = [float(np.median(part)) for part in parts[name]]
-            heights = at + scatter.uniform(-0.24, 0.24, len(middles))
-            axes.plot(middles, heights, "o", markersize=2.6, color="#111111", markerfacecolor="white", markeredgewidth=0.7)
-        axes.set_yticks(range(len(arms)), [_arm(name) for name in arms])
+            heights_at = at + scatter.uniform(-0.24, 0.24, len(middles))
+            axes.plot(middles, heights_at, "o", markersize=2.6, color=INK, markerfacecolor="white", markeredgewidth=0.7)
+        axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
         axes.invert_yaxis()
         axes.set_title(title, loc="left", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        _bare(axes, grid="x")
-    panels[-1].set_xlabel(f"ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots {dots}")
-    _finish(figure, "Step time (axes need not begin at 0)", path)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
+        _plain(axes, "x")
+    panels[-1].set_xlabel(f"ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots {dots}", fontsize=8)
+    finish(figure, "Step time (axes need not begin at 0)", footer, path)
 
 
-def speedups(cells: Sequence[Cell], path: Path) -> None:
-    """A forest plot: in each cell the speed-up of fused over torch, under it the A/A control, both with 95 % intervals."""
-    figure, axes = pyplot.subplots(figsize=(WIDTH, 1.2 + 0.62 * len(cells)), dpi=DPI, layout="constrained")
-    axes.axvline(1.0, color="#111111", linewidth=1.0)
-    fused: dict[str, Any] = {"marker": "o", "color": "#111111", "markersize": 6, "linewidth": 2.0, "label": "fused"}
-    control: dict[str, Any] = {
-        "marker": "s",
-        "color": GREY,
-        "markersize": 5,
-        "linewidth": 1.2,
-        "markerfacecolor": "white",
-        "label": "A/A control",
-    }
-    for at, cell in enumerate(cells):
-        for comparison, height, style in ((cell.fused, at - 0.16, fused), (cell.control, at + 0.2, control)):
-            low, median, high = comparison.speedup.low, comparison.speedup.median, comparison.speedup.high
-            marker = {key: value for key, value in style.items() if key not in ("linewidth", "label")}
-            axes.plot(
-                [low, high], [height, height], color=style["color"], linewidth=style["linewidth"], marker="|", markersize=7
-            )
-            axes.plot([median], [height], linestyle="", **marker, label=style["label"] if at == 0 else None)
-            axes.text(
-                1.02, height, interval_text(comparison.speedup), transform=axes.get_yaxis_transform(), va="center", fontsize=8,
-                color=style["color"],
-            )  # fmt: skip
-    axes.set_yticks(range(len(cells)), [_folded(cell) for cell in cells])
-    axes.set_ylim(len(cells) - 0.45, -0.55)
-    axes.margins(x=0.06)
-    left, right = axes.get_xlim()
-    axes.set_xlim(min(left, 0.99), max(right, 1.01))  # a thousandth should not look like much
-    axes.set_xlabel("times as fast as PyTorch's norms, with 95 % interval")
-    _bare(axes, grid="x")
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    _finish(figure, "Speed-up of fused norms beside the A/A control", path)
+def attributions(cells: Sequence[Cell], path: Path, footer: str) -> bool:
+    """Time of a step by kind of work and idle time, a bar for each arm, all on one axis; whether any cell was profiled."""
+    profiled = [(cell, cell.attribution) for cell in cells if cell.attribution is not None]
+    if not profiled:
+        return False
+    stacks = []  # title, by arm: kind of work → ms
+    for cell, found in profiled:
+        arms = {}
+        for name in (name for name in found.shares if name != AGAIN):
+            parts = {share.group: share.ms for share in sorted(found.shares[name], key=lambda share: _order(share.group))}
+            step = float(np.median([ms for block in cell.arms[name].blocks_ms for ms in block]))
+            arms[name] = parts | {"idle": max(0.0, step - sum(parts.values()))}
+        stacks.append((label(cell.overrides, cell.mode), arms))
+    stacked(stacks, path, footer)
+    return True
 
 
-def losses(parity: Parity, path: Path) -> None:
-    """The loss of every arm, mean over seeds; below, how far each is from the first, the reference: root mean square.
+def stacked(stacks: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]], path: Path, footer: str) -> None:
+    """Panels on one axis: by title and arm the milliseconds of each kind of work."""
+    figure, panels = _rows([0.45 + 0.27 * len(arms) for _, arms in stacks], sharex=True)
+    most = max(sum(parts.values()) for _, arms in stacks for parts in arms.values())
+    entries: dict[str, Any] = {}
+    for axes, (title, arms) in zip(panels, stacks, strict=True):
+        for at, parts in enumerate(arms.values()):
+            left = 0.0
+            for group, ms in parts.items():
+                colour, hatch = GROUP_FILLS[_kind(group)]
+                style = ":" if group == "idle" else "-"
+                bar = axes.barh(
+                    at, ms, 0.72, left=left, color=colour, hatch=hatch, edgecolor=EDGE, linewidth=0.7, linestyle=style
+                )
+                entries.setdefault(group, bar[0])
+                if ms > 0.045 * most:
+                    light = "white" if _kind(group) == "norm" else INK
+                    box = (
+                        None
+                        if _kind(group) == "norm"
+                        else {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
+                    )
+                    axes.text(left + ms / 2, at, f"{ms:.1f}", ha="center", va="center", fontsize=7, color=light, bbox=box)
+                left += ms
+            axes.text(left + 0.01 * most, at, f"{left:.1f} ms", va="center", fontsize=8)
+        axes.set_xlim(0, 1.1 * most)
+        axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        axes.set_title(title, loc="left", fontsize=9)
+        _plain(axes, "")
+    panels[-1].set_xlabel("ms of a step, by a profile of the GPU; idle: the rest of a timed step", fontsize=8)
+    legend_below(figure, entries)
+    finish(figure, "Where the time of a step goes", footer, path)
 
-    Last the errors of the gradients: the layer with the largest, mean over seeds.
+
+def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
+    """Error ratios: dots for every quantity and arm, beside the band that is accepted.
+
+    The ratio is the arm's distance from the reference over that of torch's norms summed in another order, a geometric mean over
+    seeds.
     """
-    figure, (above, below, last) = pyplot.subplots(3, 1, figsize=(WIDTH, 8.1), dpi=DPI, layout="constrained", sharex=True)
-    steps = min(len(run) for runs in parity.losses.values() for run in runs)
-    runs = {name: np.asarray([run[:steps] for run in of], dtype=np.float64) for name, of in parity.losses.items()}
-    first, *others = runs
-    off = {name: np.sqrt(np.mean((runs[name] - runs[first]) ** 2, axis=0)) for name in others}
-    least = min((distance[distance > 0].min(initial=np.inf) for distance in off.values()), default=np.inf)
-    styles = dict(zip(runs, LINES, strict=False))  # an arm looks the same in every panel
-    for name, of in runs.items():
-        above.plot(np.mean(of, axis=0), label=name, **styles[name])
-    for name, distance in off.items():
-        same = ": no difference" if (distance == 0).all() else ""
-        below.plot(distance, label=name + same, **styles[name])
-    most = max((distance[np.isfinite(distance)].max(initial=0.0) for distance in off.values()), default=0.0)
-    if most < 10 * least < np.inf:
-        below.set_ylim(bottom=0)  # on a logarithm less than a decade has one label, which gives no scale
-    elif np.isfinite(least):
-        # Linear below the smallest distance: many a loss is the reference's to the bit, and a logarithm has no place for zero.
-        below.set_yscale("symlog", linthresh=least, linscale=0.5)
-        below.set_ylim(bottom=0)
-    else:
-        below.set_yticks([0.0])
-    above.set_ylabel("loss, nats per token", fontsize=9)
-    below.set_ylabel(f"distance from\n{first}, nats", fontsize=9)
-    for name, errors in parity.gradient_errors.items():
-        largest = [[max(layers.values()) for layers in run[:steps]] for run in errors]
-        last.plot(np.mean(largest, axis=0), label=name, **styles[name])
-    shown = np.concatenate([np.ravel(line.get_ydata()) for line in last.lines])
-    if 0 < 10 * shown.min() < shown.max():
-        last.set_yscale("log")
-    else:
-        last.set_ylim(bottom=0)
-    last.set_ylabel("gradient's error,\nworst layer", fontsize=9)
-    last.set_xlabel("step")
-    last.set_xlim(0, max(1, steps - 1))
-    last.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (above, below, last):
-        _bare(axes, grid="both")
-        axes.legend(frameon=False, fontsize=8, loc="best", handlelength=3.2)
-    seeds = f"{len(parity.seeds)} seed{'' if len(parity.seeds) == 1 else 's'}"
-    _finish(figure, f"Parity over {seeds}, {parity.precision}: {label(parity.overrides)}", path)
+    panels_of: dict[str, list[Parity]] = {}
+    for one in found:
+        panels_of.setdefault(label(one.overrides), []).append(one)
+    kinds = ("loss", "gradient norm", "gradients", "row scales", "parameters")
+    figure, panels = _rows([0.6 + 0.3 * len(kinds)] * len(panels_of), sharex=True)
+    for axes, (title, tests) in zip(panels, panels_of.items(), strict=True):
+        axes.axvspan(1e-9, MARGIN, color="#dcfce7", zorder=0)
+        axes.axvline(1.0, color=GREY, linewidth=1.0)
+        for which, one in enumerate(tests):
+            style = ARMS.get(one.arm, {"color": GREY, "marker": "o"})
+            scatter = np.random.default_rng(which)
+            for quantity, distances in one.distances.items():
+                of_layers, layer, _ = quantity.partition(" of ")
+                row = kinds.index(f"{of_layers}s" if layer else quantity)
+                ratio = float(np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])))
+                ratio = min(max(ratio, 1e-2), FARTHEST)
+                y = row + (which - 0.5 * (len(tests) - 1)) * 0.3 + scatter.uniform(-0.08, 0.08)
+                axes.plot([ratio], [y], style["marker"], color=style["color"], markersize=4, alpha=0.75, markeredgewidth=0)
+        axes.set_xscale("log")
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set_ylim(len(kinds) - 0.5, -0.5)
+        axes.set_title(f"{title}, {tests[0].precision}, {len(tests[0].seeds)} seeds", loc="left", fontsize=9)
+        bare(axes, "x")
+    ratios = [float(line.get_xdata()[0]) for axes in panels for line in axes.lines[1:]]
+    left, right = min(0.8 * min(ratios), 0.5), max(1.25 * max(ratios), 2.0)
+    ticks = [tick for tick in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1000) if left <= tick <= right]
+    if right > 50:
+        ticks = [tick for tick in ticks if tick in (0.01, 0.1, 1, 10, 100, 1000)]
+    for axes in panels:
+        axes.set_xlim(left, right)
+        axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    panels[-1].set_xlabel(
+        f"found over expected error; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more", fontsize=8
+    )
+    dots = {name: {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]} for name in styled({one.arm for one in found})}
+    legend_below(figure, {NAMES.get(name, name): pyplot.Line2D([], [], linestyle="", **style) for name, style in dots.items()})
+    finish(figure, "Parity: the error beside that of torch's norms summed in another order", footer, path)
 
 
 # Its operator, seed, step and loss of each evaluation, and final loss.
@@ -157,23 +213,22 @@ def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     figure, (above, between, below) = pyplot.subplots(
         3, 1, figsize=(WIDTH, 7.2), dpi=DPI, layout="constrained", height_ratios=(3, 2, 1.3)
     )
-    styles = {TORCH: LINES[0] | {"linewidth": 2.6}, FUSED: LINES[2] | {"linewidth": 1.0}}
-    for at, (impl, style) in enumerate(styles.items()):
+    for at, (impl, width) in enumerate(((TORCH, 2.8), (FUSED, 1.0))):
+        style = {"color": ARMS[impl]["color"], "linestyle": ARMS[impl]["linestyle"], "linewidth": width}
         for index, evaluated in enumerate(evaluated for name, _, evaluated, _ in runs if name == impl):
             steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
             above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
     _losses_apart(between, runs)
     _final_losses(below, runs)
-    between.axhline(0.0, color="#c2410c", linewidth=1.0, linestyle="--")
+    between.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
     above.set_ylabel("validation loss,\nnats per token", fontsize=9)
     between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
     between.set_xlabel("step")
     between.sharex(above)
     above.legend(frameon=False, fontsize=8, handlelength=3.2)
-    _bare(above, grid="both")
-    _bare(between, grid="both")
-    _bare(below, grid="x")
-    _finish(figure, f"Runs to their end: {title}", path)
+    for axes, grid in ((above, "both"), (between, "both"), (below, "x")):
+        _plain(axes, grid)
+    finish(figure, f"Runs to their end: {title}", "", path)
 
 
 def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
@@ -187,13 +242,17 @@ def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
     again = [_minus(of, first) for first, *more in curves.values() for of in more]
     for differences, words, style in (
         (apart, "a seed", {"color": GREY, "linewidth": 0.8}),
-        (again, "a run made again, minus the first (A/A)", {"color": "#2563eb", "linewidth": 0.8, "linestyle": ":"}),
+        (
+            again,
+            "a run made again, minus the first (A/A)",
+            {"color": ARMS["torch"]["color"], "linewidth": 0.8, "linestyle": ":"},
+        ),
     ):
         for index, difference in enumerate(differences):
             axes.plot(list(difference), list(difference.values()), label=words if index == 0 else None, **style)
     if shared := _common(apart):
         mean = [np.mean([of[step] for of in apart]) for step in shared]
-        axes.plot(shared, mean, color="#111111", linewidth=2.0, label="mean")
+        axes.plot(shared, mean, color=INK, linewidth=2.0, label="mean")
     if again:
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.15 * (high - low))  # room for the legend
@@ -207,12 +266,12 @@ def _final_losses(axes: Any, runs: Sequence[TrainedRun]) -> None:
     both = finals[TORCH].keys() & finals[FUSED].keys()
     for at, of in enumerate(finals.values()):
         mean = np.mean([np.mean(of[seed]) for seed in both or of])
-        axes.plot([mean] * 2, [at - 0.3, at + 0.3], color="#c2410c", linewidth=1.6)
+        axes.plot([mean] * 2, [at - 0.3, at + 0.3], color=GREY, linewidth=1.6)
         for seed, made in of.items():
             for index, final in enumerate(made):
                 # What was made again is hollow, its number beneath: it may end where the first did.
-                fill, above = ("white", -10) if index else ("#111111", 5)
-                axes.plot([final], [at], "o", markersize=3.5, color="#111111", markerfacecolor=fill)
+                fill, above = ("white", -10) if index else (INK, 5)
+                axes.plot([final], [at], "o", markersize=3.5, color=INK, markerfacecolor=fill)
                 axes.annotate(str(seed), (final, at), xytext=(0, above), textcoords="offset points", ha="center", fontsize=7)
     several = any(len(made) > 1 for of in finals.values() for made in of.values())
     dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means of pairs"
@@ -228,54 +287,6 @@ def _common(curves: Sequence[dict[int, float]]) -> list[int]:
 
 def _minus(curve: dict[int, float], other: dict[int, float]) -> dict[int, float]:
     return {step: curve[step] - other[step] for step in _common([curve, other])}
-
-
-def attributions(cells: Sequence[Cell], path: Path) -> bool:
-    """GPU time of a step by kind of work, torch above fused, for each cell that was profiled; returns whether any was."""
-    profiled = [cell for cell in cells if cell.attribution is not None]
-    if not profiled:
-        return False
-    figure, panels = _rows(len(profiled), each=1.15, extra=1.0)
-    entries: dict[str, Any] = {}
-    for axes, cell in zip(panels, profiled, strict=True):
-        assert cell.attribution is not None
-        arms = {TORCH: cell.attribution.torch, FUSED: cell.attribution.fused}
-        whole = max(sum(share.ms for share in shares) for shares in arms.values())
-        # About the width of a label, in either arm: who compares them looks for both.
-        wide = {share.group for shares in arms.values() for share in shares if share.ms > 0.05 * whole}
-        for at, shares in enumerate(arms.values()):
-            left = 0.0
-            for share in sorted(shares, key=lambda share: _order(share.group)):
-                colour, hatch = GROUP_FILLS[_kind(share.group)]
-                bar = axes.barh(at, share.ms, 0.66, left=left, color=colour, hatch=hatch, edgecolor="#374151", linewidth=0.8)
-                entries.setdefault(share.group, bar[0])
-                if share.group in wide:
-                    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.9}
-                    axes.bar_label(bar, [_ms(share.ms)], label_type="center", fontsize=8, bbox=box)
-                left += share.ms
-            axes.text(left + 0.01 * whole, at, f"{_ms(left)} ms", va="center", fontsize=8)
-        axes.set_xlim(0, 1.12 * whole)
-        axes.set_yticks(range(len(arms)), list(arms))
-        axes.set_ylim(1.5, -0.5)
-        axes.set_title(label(cell.overrides, cell.mode), loc="left", fontsize=9)
-        _bare(axes, grid="")
-    panels[-1].set_xlabel("GPU time of a step, ms")
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    _finish(figure, "Where the GPU time of a step goes (each panel has an axis of its own)", path)
-    return True
-
-
-def _folded(cell: Cell) -> str:
-    """The label of a cell with a line for each override, so that tick labels leave room for the plot."""
-    return "\n".join([cell.mode, *(f"{key}={value}" for key, value in cell.overrides.items())])
-
-
-def _ms(ms: float) -> str:
-    return f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
-
-
-def _arm(name: str) -> str:
-    return f"{name}\n(A/A)" if name == AGAIN else name
 
 
 def _kind(group: str) -> str:
@@ -295,22 +306,15 @@ def _box(blocks: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"med": whole.median, "q1": float(low), "q3": float(high), "whislo": whole.p10, "whishi": whole.p90}
 
 
-def _rows(count: int, each: float, extra: float = 0.8) -> tuple[Any, list[Any]]:
-    """A figure of `count` panels one below the other."""
+def _rows(heights: Sequence[float], sharex: bool = False) -> tuple[Any, list[Any]]:
+    """A figure of panels one below the other, of these heights in inches."""
     figure, grid = pyplot.subplots(
-        count, 1, figsize=(WIDTH, extra + each * count), dpi=DPI, layout="constrained", squeeze=False
-    )
+        len(heights), 1, figsize=(WIDTH, 1.1 + sum(heights)), dpi=DPI, layout="constrained", squeeze=False,
+        height_ratios=heights, sharex=sharex,
+    )  # fmt: skip
     return figure, list(grid.flat)
 
 
-def _bare(axes: Any, grid: str) -> None:
-    axes.tick_params(labelsize=8)
-    if axes.get_xscale() == "linear":
-        axes.ticklabel_format(axis="x", useOffset=False, style="plain")
-    axes.xaxis.label.set_size(9)
+def _plain(axes: Any, grid: str) -> None:
+    axes.ticklabel_format(axis="x", useOffset=False, style="plain")
     bare(axes, grid)
-
-
-def _finish(figure: Any, title: str, path: Path) -> None:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    save(figure, path)

@@ -5,10 +5,12 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ablation.rounding import Distances, Quantity
-from measure.comparison import Comparison
+from configs.rules import NANOGPT
+from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
 from measure.statistics import Interval, spread
 from training.attribution import Kernel, Share
 from training.storage import replace_text
@@ -25,19 +27,32 @@ class ArmTimes:
     optimizer_ms: float
     peak_gb: float | None  # GiB; None but on CUDA, and with CUDA graphs, whose memory the allocator does not tell
     launches: int | None  # kernels a step; None but on CUDA
+    first_loss: float = math.nan  # of its first step, nats per token
 
 
 @dataclass(frozen=True)
 class Attribution:
     """Where the GPU time of a step goes, and what that leaves for any norm kernel to gain."""
 
-    torch: list[Share]
-    fused: list[Share]
+    shares: dict[str, list[Share]]  # by arm
     norm_bytes: int  # the fewest that the norm sites of a step must move
     copy_gb_per_s: float  # measured in the same process
-    bound: float  # Amdahl: the speed-up of a step whose norm sites run at copy bandwidth
-    realised: float  # of the time between torch's norms and that bound, the part that fused saves; 1 is all
+    limits: dict[str, float]  # Amdahl limit, by base: the speed-up over it of a step whose norm sites run at copy bandwidth
+    realised: dict[str, float]  # by base: of the time up to that limit, the part that the subject saves; 1 is all
     kernels: dict[str, list[Kernel]] = field(default_factory=dict)  # by arm: what the shares are sums of, longest first
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What an arm's own dropout dropped, looked at for repetition."""
+
+    arm: str
+    dropout: float  # asked for
+    dropped: float  # found
+    elements: int  # of a mask
+    where: str  # the pairs that are most alike: so many elements apart, or of two calls
+    correlation: float  # of these pairs
+    holds: bool
 
 
 @dataclass(frozen=True)
@@ -47,26 +62,48 @@ class Cell:
     overrides: dict[str, str]  # the swept keys and their values
     mode: str  # eager or compiled
     tokens_per_step: int
-    arms: dict[str, ArmTimes]  # by name: torch, torch again, fused
-    fused: Comparison
-    control: Comparison  # torch again: what no difference looks like
+    arms: dict[str, ArmTimes]  # by name, torch and torch again first
+    subject: str  # the arm that the verdict is about
+    pairs: Pairs
     verdict: str
     attribution: Attribution | None = None  # None but on CUDA
     # By arm, while it takes steps, each reading of clocks and power with units, by nvidia-smi's names; nothing where that is
     # missing.
     gpu: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)  # arms that were asked for: why they are missing
+    masks: list[Masks] = field(default_factory=list)
+
+    @property
+    def control(self) -> Comparison:
+        """torch again: what no difference looks like."""
+        return self.pairs[TORCH][AGAIN]
+
+    @property
+    def opponents(self) -> list[str]:
+        """The arms that the subject is compared with, the fastest first. Another project's step is none."""
+        others = [name for name in self.arms if name not in (AGAIN, self.subject, NANOGPT)]
+        return sorted(others, key=lambda name: median(cycle_times(self.arms[name].blocks_ms)))
+
+    def against(self, base: str) -> Comparison:
+        """The subject with another arm."""
+        return self.pairs[base][self.subject]
+
+    @property
+    def fastest(self) -> str:
+        return self.opponents[0]
 
 
 @dataclass(frozen=True)
 class Parity:
     overrides: dict[str, str]
+    arm: str  # that was tested
     precision: str  # of the run
     seeds: list[int]
     steps: int
     losses: dict[str, list[list[float]]]  # by arm: for each seed, for each step; nats per token
     quantities: list[Quantity]
     val_loss: dict[str, list[float]]  # by arm: for each seed
-    val_difference: Interval  # fused − torch, pairs are seeds: the mean, with Student's interval
+    val_difference: Interval  # the tested arm − torch, pairs are seeds: the mean, with Student's interval
     val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str
@@ -106,6 +143,7 @@ def save(ablation: Ablation, folder: Path) -> None:
     steps: list[dict[str, Any]] = []
     losses: list[dict[str, Any]] = []
     kernels: list[dict[str, Any]] = []
+    written: set[tuple[str, str]] = set()
     for cell in report["cells"]:
         for name, arm in cell["arms"].items():
             blocks, positions = arm.pop("blocks_ms"), arm.pop("positions")
@@ -125,6 +163,9 @@ def save(ablation: Ablation, folder: Path) -> None:
         norms, errors = parity.pop("gradient_norms"), parity.pop("gradient_errors")
         parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
         for name, runs in arms.items():
+            if (told := (str(parity["overrides"]), name)) in written:  # the arms that several tests share
+                continue
+            written.add(told)
             for at, (seed, run) in enumerate(zip(parity["seeds"], runs, strict=True)):
                 of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
                 for step, loss in enumerate(run):

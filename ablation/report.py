@@ -14,7 +14,7 @@ from ablation import finished, plots
 from ablation.gpu_time import clocks, gpu_time
 from ablation.records import Ablation, ArmTimes, Cell
 from ablation.report_parity import parity_sections, parity_sentence
-from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, cycle_times, is_different
+from measure.comparison import AGAIN, NO_KERNEL, TORCH, cycle_times, is_different
 from measure.statistics import Interval, spread, unpaired_ratio
 from measure.tables import (
     NOTHING,
@@ -24,6 +24,7 @@ from measure.tables import (
     flat,
     interval_text,
     label,
+    machine,
     markdown,
     number,
     section,
@@ -38,16 +39,19 @@ def write(ablation: Ablation, folder: Path) -> Path:
     """Writes report.md and its plots; returns the path of report.md."""
     folder.mkdir(parents=True, exist_ok=True)
     cells = ablation.cells
+    first, rest = _pictures(ablation, folder)
     parts = [
         _verdicts(ablation),
+        first,
         section("What was measured", _setting(ablation)),
-        section("Step times", _step_times(cells)),
-        section("Fused against torch", _comparisons(cells)),
-        section("Forward, backward, optimizer", _split(cells)),
+        section("Every pair", _comparisons(cells)),
         section("What torch.compile buys, and what is left", _compile(cells)),
-        section("Where the GPU time goes", gpu_time([cell for cell in cells if cell.attribution])),
+        section("Where the time goes", gpu_time([cell for cell in cells if cell.attribution])),
+        section("Dropout masks", _masks(cells)),
         section("Parity", parity_sections(ablation.parity)),
-        section("Plots", _pictures(ablation, folder)),
+        section("More plots", rest),
+        section("Step times", _step_times(cells)),
+        section("Forward, backward, optimizer", _split(cells)),
         section("Environment", _environment(ablation)),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
@@ -59,10 +63,11 @@ def write(ablation: Ablation, folder: Path) -> Path:
 
 def table(ablation: Ablation) -> str:
     """The step times and the conclusions, as text for a terminal."""
-    header = ["", "median ms", "p10", "p90", "times as fast as torch (95 %)", "tokens/s", "peak GiB", "launches"]
+    header = ["", "median ms", "p10", "p90", "speed-up over it (95 %)", "tokens/s", "peak GiB", "launches"]
     lines = [] if ablation.kernels else [f"{NO_KERNEL}.", ""]
     for cell in ablation.cells:
-        speedups = {AGAIN: interval_text(cell.control.speedup), FUSED: interval_text(cell.fused.speedup)}
+        speedups = {base: interval_text(cell.against(base).speedup) for base in cell.opponents}
+        speedups[AGAIN] = interval_text(cell.control.speedup)
         rows = []
         for name, arm in cell.arms.items():
             figures = _arm_figures(cell, arm)
@@ -72,11 +77,18 @@ def table(ablation: Ablation) -> str:
         table = aligned([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
         lines += [label(cell.overrides, cell.mode), table, ""]
     if ablation.cells:
+        subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
         lines += [
-            "times as fast is paired: the median over cycles of each cycle's ratio. The ratio of the medians may differ.",
+            f"The speed-up is that of {subjects} over the arm of the row: the median over cycles of each cycle's ratio.",
+            "That of torch again is over torch: A/A, what no difference looks like.",
             "",
         ]
     lines += [f"{label(cell.overrides, cell.mode)}: {cell.verdict}." for cell in ablation.cells]
+    lines += [
+        f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}"
+        for cell in ablation.cells
+        for arm, why in cell.left_out.items()
+    ]
     lines += [parity_sentence(parity, several=len(ablation.parity) > 1) for parity in ablation.parity]
     return "\n".join(lines)
 
@@ -89,8 +101,8 @@ def _verdicts(ablation: Ablation) -> str:
     parity = ablation.parity
     broken = [one for one in parity if not one.holds]
     agreement = "parity was not measured" if not parity else "parity FAILS" if broken else "parity holds"
-    found = f"Fused norms against PyTorch's: {_headline(ablation.cells)}; {agreement}" if ablation.kernels else NO_KERNEL
-    heading = f"# {f'NOT FINISHED ({ablation.unfinished}). ' if ablation.unfinished else ''}{found}"
+    found = f"{_headline(ablation.cells)}; {agreement}" if ablation.kernels else NO_KERNEL
+    heading = f"# {f'NOT FINISHED ({ablation.unfinished}). ' if ablation.unfinished else ''}{capital(found)}"
     timing = _timing(ablation.cells)
     if not ablation.kernels:
         timing = f"Of the reference path: {timing[:1].lower()}{timing[1:]}"
@@ -100,24 +112,31 @@ def _verdicts(ablation: Ablation) -> str:
         one_of_several = bool(ablation.unfinished and parity[0].overrides)  # of a sweep that was stopped
         return f"{heading}\n{timing}  \n{parity_sentence(parity[0], several=one_of_several)}"
     if not broken:
-        return f"{heading}\n{timing}  \nParity holds in each of {len(parity)} configurations."
+        return f"{heading}\n{timing}  \nParity holds in each of {len(parity)} tests."
     fails = " ".join(parity_sentence(one, several=True) for one in broken)
-    return f"{heading}\n{timing}  \nParity FAILS in {len(broken)} of {len(parity)} configurations. {fails}"
+    return f"{heading}\n{timing}  \nParity FAILS in {len(broken)} of {len(parity)} tests. {fails}"
 
 
 def _headline(cells: Sequence[Cell]) -> str:
-    """1.203 × as fast eager, 1.070 × compiled"""
+    """fused against the fastest other arm: 1.040 × as fast eager (compiled), 1.070 × compiled (torch)"""
     if not cells:
         return "step times were not measured"
     parts: list[str] = []
     for mode, of in _by_mode(cells).items():
-        found = [cell.fused.speedup.median for cell in of if is_different(cell.fused, cell.control)]
+        found = [cell.against(cell.fastest).speedup.median for cell in of if _is_found(cell)]
         low, high = (f"{extreme(found, default=0.0):.3f}" for extreme in (min, max))
         fast = "× as fast" if not any("fast" in part for part in parts) else "×"
         words = f"{low if low == high else f'{low} to {high}'} {fast} {mode}" if found else f"no difference found {mode}"
-        missing = f" (no difference found in {len(of) - len(found)} of {len(of)})" if 0 < len(found) < len(of) else ""
-        parts.append(words + missing)
-    return ", ".join(parts)
+        missing = f", no difference found in {len(of) - len(found)} of {len(of)}" if 0 < len(found) < len(of) else ""
+        fastest = " or ".join(dict.fromkeys(cell.fastest for cell in of))
+        parts.append(f"{words} (against {fastest}{missing})")
+    subjects = " and ".join(dict.fromkeys(cell.subject for cell in cells))
+    return f"{subjects} against the fastest other arm: {', '.join(parts)}"
+
+
+def _is_found(cell: Cell) -> bool:
+    """Whether the subject differs from its fastest opponent."""
+    return is_different(cell.against(cell.fastest), cell.control)
 
 
 def _timing(cells: Sequence[Cell]) -> str:
@@ -125,12 +144,16 @@ def _timing(cells: Sequence[Cell]) -> str:
         return "Step times were not measured."
     if len(cells) <= 2:
         return " ".join(f"{capital(label(cell.overrides, cell.mode))}: {cell.verdict}." for cell in cells)
-    found = [cell for cell in cells if is_different(cell.fused, cell.control)]
-    slower = sum(cell.fused.speedup.median < 1 for cell in found)
+    found = [cell for cell in cells if _is_found(cell)]
+    slower = sum(cell.against(cell.fastest).speedup.median < 1 for cell in found)
     off = max(abs(end - 1) for cell in cells for end in (cell.control.speedup.low, cell.control.speedup.high))
     counts = {"faster": len(found) - slower, "slower": slower, "no difference found": len(cells) - len(found)}
     words = ", ".join(f"{outcome} in {count}" for outcome, count in counts.items() if count)
-    return f"Fused norms in {len(cells)} cells: {words}. The 95 % interval of A/A reaches {100 * off:.2f} % from 1 at most."
+    subjects = " and ".join(dict.fromkeys(cell.subject for cell in cells))
+    return (
+        f"{capital(subjects)} against the fastest other arm in {len(cells)} cells: {words}. "
+        f"The 95 % interval of A/A reaches {100 * off:.2f} % from 1 at most."
+    )
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------------
@@ -140,10 +163,15 @@ def _setting(ablation: Ablation) -> str:
     """The sizes of a step and the machine: a reader needs them before the first figure."""
     known = flat(ablation.environment)
     libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
-    machine = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
+    card = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
     took = f" The ablation has taken {known['minutes']} minutes." if "minutes" in known else ""
     missing = f"Not finished: {ablation.unfinished}. What is missing below has not been measured."
-    notes = [*ablation.notes, *([missing] if ablation.unfinished else []), f"{machine}.{took}"]
+    left_out = {
+        f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}": None
+        for cell in ablation.cells
+        for arm, why in cell.left_out.items()
+    }
+    notes = [*ablation.notes, *left_out, *([missing] if ablation.unfinished else []), f"{card}.{took}"]
     return "\n".join(wrapped(f"- {note}") for note in notes)
 
 
@@ -172,35 +200,51 @@ def _blocks(cells: Sequence[Cell]) -> str:
         words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
     return (
         f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. A cycle has the arms in "
-        "some order and then in its reverse. The seed draws every third order; in between, the first arm moves to the end. The "
-        "first step of a block is not counted: it fills the GPU's queue, which is empty after the copy of the weights. Between "
-        "cycles the arms exchange their places in memory: weights and optimizer state of each arm move to the addresses of "
-        "another's. With CUDA graphs, which contain the addresses, they stay."
+        "some order and then in its reverse. An order is drawn in as many cycles as there are arms; between, the first arm "
+        "moves to the end. The first step of a block is not counted: it fills the GPU's queue, which is empty after the copy "
+        "of the weights. Between cycles the arms exchange places in memory: weights and optimizer state of each arm move to "
+        "the addresses of another's. With CUDA graphs, which contain the addresses, they stay."
     )
 
 
 def _comparisons(cells: Sequence[Cell]) -> str:
-    header = ["cell", "arm", "ms over torch (95 %)", "times as fast (95 %)"]
+    header = ["cell", "arm over base", "ms (95 %)", "speed-up (95 %)"]
     rows = _rows(
         cells,
         lambda cell: [
-            [arm, interval_text(found.difference_ms), interval_text(found.speedup)]
-            for arm, found in ((FUSED, cell.fused), ("A/A", cell.control))
+            [f"{arm} over {base}", interval_text(found.difference_ms), interval_text(found.speedup)]
+            for base, of in cell.pairs.items()
+            for arm, found in of.items()
         ],
     )
     if not rows:
         return ""
     verdicts = "\n".join(wrapped(f"- {label(cell.overrides, cell.mode)}: {cell.verdict}.") for cell in cells)
     paired = (
-        "Both columns are paired: they are medians over cycles of each cycle's difference and ratio. They may differ from the "
-        "ratio of the medians above, in sign too if cycles scatter."
+        "ms: the arm's step minus the base's. Speed-up: the base's step over the arm's. Both are paired: medians over cycles "
+        "of each cycle's difference and ratio. They may differ from the ratio of the medians, in sign too if cycles scatter."
     )
     rule = (
-        "The A/A control is a second arm with torch's norms in the same schedule. It shows what the protocol measures where "
-        "there is no difference. The report claims a speed-up or a slow-down only if the interval of fused leaves out 1 and "
-        "its median is further from 1 than both ends of A/A's interval."
+        "The A/A control, torch again, is a second arm with torch's norms in the same schedule. It shows what the protocol "
+        "measures where there is no difference. The report claims a difference of two arms only if their interval leaves out 1 "
+        "and their median is further from 1 than both ends of A/A's interval."
     )
-    return f"{markdown(header, rows)}\n\n{wrapped(paired)}\n\n{verdicts}\n\n{wrapped(rule)}"
+    return f"{verdicts}\n\n{markdown(header, rows)}\n\n{wrapped(paired)}\n\n{wrapped(rule)}"
+
+
+def _masks(cells: Sequence[Cell]) -> str:
+    """A line for each arm that draws masks of its own."""
+    lines = []
+    for cell in cells:
+        for one in cell.masks:
+            words = "as independent masks are" if one.holds else "which independent masks are NOT"
+            lines.append(
+                f"- {label(cell.overrides, cell.mode)}, {one.arm}: {100 * one.dropped:.3f} % dropped of {2 * one.elements:,} "
+                f"elements, {100 * one.dropout:g} % asked for. The most alike are pairs {one.where}, with a correlation of "
+                f"{one.correlation:.4f}, {words}."
+            )
+    note = "Each arm's own dropout, without shared masks, on ones. ablation/masks.py states the test."
+    return "\n".join([*map(wrapped, lines), "", wrapped(note)]) if lines else ""
 
 
 def _split(cells: Sequence[Cell]) -> str:
@@ -222,47 +266,38 @@ def _compile(cells: Sequence[Cell]) -> str:
     pairs: dict[tuple[tuple[str, str], ...], dict[str, Cell]] = defaultdict(dict)
     for cell in cells:
         pairs[tuple(cell.overrides.items())][cell.mode] = cell
-    both = [(dict(key), modes["eager"], modes["compiled"]) for key, modes in pairs.items() if modes.keys() >= set(MODES)]
+    both = [(modes["eager"], modes["compiled"]) for modes in pairs.values() if modes.keys() >= set(MODES)]
     rows: list[list[str]] = []
-    sentences: list[str] = []
-    names = _short_labels([eager for _, eager, _ in both], mode=False)
-    for name, (overrides, eager, compiled) in zip(names, both, strict=True):
+    for name, (eager, compiled) in zip(_short_labels([eager for eager, _ in both], mode=False), both, strict=True):
         alone = _unpaired(eager.arms[TORCH], compiled.arms[TORCH])
-        together = _unpaired(eager.arms[TORCH], compiled.arms[FUSED])
-        left = compiled.fused.speedup
-        rows.append([name, *map(interval_text, (alone, left, together))])
-        gain = "no difference found" if alone.holds(1) else f"{alone.median:.3f} × as fast"
-        rest = f"{left.median:.3f} × as fast" if is_different(compiled.fused, compiled.control) else "no difference found"
-        said = f"torch.compile alone: {gain}. What is left for fused norms after it: {rest}."
-        sentences.append(wrapped(f"- {label(overrides)}: {said}"))
+        together = _unpaired(eager.arms[TORCH], compiled.arms[compiled.subject])
+        rows.append([name, *map(interval_text, (alone, compiled.against(TORCH).speedup, together))])
     if not rows:
         return ""
-    header = ["configuration", "compile alone", "fused after compile", "both"]
+    subjects = " and ".join(dict.fromkeys(compiled.subject for _, compiled in both))
+    header = ["configuration", "compile alone", f"{subjects} after compile", "both"]
     note = (
-        "Times as fast, with 95 % intervals; `both` is fused and compiled over torch and eager. `compile alone` and `both` are "
-        "unpaired: those cells ran one after the other."
+        "Speed-ups of the whole model under torch.compile, with 95 % intervals; `both` is over torch and eager. `compile "
+        "alone` and `both` are unpaired: those cells ran one after the other."
     )
-    return markdown(header, rows) + "\n\n" + "\n".join(sentences) + "\n\n" + wrapped(note)
+    return f"{markdown(header, rows)}\n\n{wrapped(note)}"
 
 
-def _pictures(ablation: Ablation, folder: Path) -> str:
-    """Draws the pictures. Each has a sentence, for a reader who sees only text."""
-    shown = []
+def _pictures(ablation: Ablation, folder: Path) -> tuple[str, str]:
+    """Draws the pictures; two that come first, and the others. Each has a sentence, for a reader who sees only text."""
+    first, rest, footer = [], [], machine(ablation.environment)
     if ablation.cells:
-        plots.step_times(ablation.cells, folder / "step_times.png")
-        shown.append(("step_times.png", "Step times of every arm: quartiles, 10th and 90th percentile, medians of blocks"))
-        plots.speedups(ablation.cells, folder / "speedup.png")
-        shown.append(("speedup.png", "Speed-up of fused norms with its 95 % interval, beside the A/A control's"))
-        if plots.attributions(ablation.cells, folder / "attribution.png"):
-            shown.append(("attribution.png", "GPU time of a step by kind of work, torch beside fused"))
-    if len(ablation.parity) > 1:
-        (folder / "parity.png").unlink(missing_ok=True)  # drawn when the first of them was all there was
-    for index, parity in enumerate(ablation.parity):
-        name = "parity.png" if len(ablation.parity) == 1 else f"parity_{index}.png"
-        plots.losses(parity, folder / name)
-        what = "Loss of every arm, and its distance from the reference; error of the worst layer's gradient at every step"
-        shown.append((name, f"{what}: {label(parity.overrides)}"))
-    return "\n\n".join(f"![{words}]({name})" for name, words in shown)
+        plots.lead([plots.bars_of(cell) for cell in ablation.cells], folder / "speedup.png", footer)
+        first.append(("speedup.png", "Step time of every arm on one axis, and the speed-up over each with its 95 % interval"))
+        if plots.attributions(ablation.cells, folder / "attribution.png", footer):
+            first.append(("attribution.png", "Time of a step by kind of work, and idle time, of every arm on one axis"))
+        plots.step_times(ablation.cells, folder / "step_times.png", footer)
+        rest.append(("step_times.png", "Step times of every arm: quartiles, 10th and 90th percentile, medians of blocks"))
+    if ablation.parity:
+        plots.parity(ablation.parity, folder / "parity.png", footer)
+        rest.insert(0, ("parity.png", "Found over expected error of every quantity, beside the band that is accepted"))
+    shown = ["\n\n".join(f"![{words}]({name})" for name, words in pictures) for pictures in (first, rest)]
+    return shown[0], shown[1]
 
 
 def _rows(cells: Sequence[Cell], of: Callable[[Cell], list[list[str]]]) -> list[list[str]]:

@@ -23,15 +23,15 @@ MOST_QUANTITIES = 10
 PARITY_RULE = (
     "All arms have the same initial weights, batches and dropout masks, and no dropout on attention weights. They run eager; "
     "train.compile_loss may compile their loss. Models that are compiled as a whole were not compared. reference: PyTorch's "
-    "norms, everything in fp32 (in fp64 if the run is in fp32). torch, fused: the run's precision. reordered: torch with the "
-    "sums of its norms in another order, which is what a legitimate change looks like. Distances and shifts are from the "
-    "reference, divided by the error that rounding explains. They are means over seeds (geometric means of distances) with "
-    "Student's intervals. ablation/parity.py states the statistic and its level."
+    "norms, everything in fp32 (in fp64 if the run is in fp32). torch and the tested arm: the run's precision. reordered: "
+    "torch with the sums of its norms in another order, which is what a legitimate change looks like. An error ratio is a "
+    "distance from the reference, or a shift, divided by the error that rounding explains. They are means over seeds "
+    "(geometric means of distances) with Student's intervals. ablation/parity.py states the statistic and its level."
 )
 
 
 def parity_sentence(parity: Parity, several: bool) -> str:
-    where = f"{capital(label(parity.overrides))}: p" if several else "P"
+    where = f"{capital(label(parity.overrides))}, {parity.arm}: p" if several else "P"
     words = f"{where}arity {'holds' if parity.holds else 'FAILS'}"
     said = parity.verdict.rstrip(".")
     # The verdict may or may not begin with the words that are already here.
@@ -59,31 +59,32 @@ def parity_section(parity: Parity) -> str:
         spread_words = "of one seed, so without an interval."
     difference = interval_text(parity.val_difference, 6) if len(parity.seeds) > 1 else signed(parity.val_difference.median, 6)
     parts = [
-        f"### {capital(label(parity.overrides))}",
+        f"### {capital(label(parity.overrides))}, {parity.arm}",
         wrapped(parity_sentence(parity, several=False)),
         _quantities(
-            "distance from reference",
+            "error ratio",
+            parity.arm,
             size,
-            "fused over reordered",
-            lambda one: one.fused.median / max(one.reordered.median, 1e-9),
+            f"{parity.arm} over reordered",
+            lambda one: one.tested.median / max(one.reordered.median, 1e-9),
         ),
-        _quantities("shift in one direction", shift, "the size of fused", lambda one: abs(one.fused.median)),
+        _quantities("shift in one direction", parity.arm, shift, "its size", lambda one: abs(one.tested.median)),
         "Final validation loss, nats per token:",
         markdown(["seed", *arms], rows),
-        wrapped(f"Fused − torch {difference}, {spread_words}"),
+        wrapped(f"{capital(parity.arm)} − torch {difference}, {spread_words}"),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _quantities(title: str, quantities: Sequence[Quantity], by: str, nearness: Callable[[Quantity], float]) -> str:
+def _quantities(title: str, arm: str, quantities: Sequence[Quantity], by: str, nearness: Callable[[Quantity], float]) -> str:
     """A table of the quantities that failed or came nearest to it; `by` says how that is measured."""
     worst = sorted(quantities, key=lambda one: (one.holds, -nearness(one)))[:MOST_QUANTITIES]
     rows = [
-        [one.name, interval_text(one.fused, 2), interval_text(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst
+        [one.name, interval_text(one.tested, 2), interval_text(one.reordered, 2), "yes" if one.holds else "NO"] for one in worst
     ]
     if not rows:
         return ""
-    kept = markdown([title, "fused (95 %)", "reordered (95 %)", "holds"], rows)
+    kept = markdown([title, f"{arm} (95 %)", "reordered (95 %)", "holds"], rows)
     if len(worst) < len(quantities):
         order = f"The first {len(worst)} of {len(quantities)}: what failed, then by {by}. report.json has all."
     else:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from measure.comparison import FUSED, TORCH
 from measure.statistics import Interval, mean_interval, t_tail
 from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
@@ -35,7 +34,7 @@ class Quantity:
     """One thing that parity compares between the arms."""
 
     name: str  # loss, gradient norm, gradient of a layer, parameters
-    fused: Interval  # the fused arm's distance from fp32 over the expected one; geometric mean over seeds
+    tested: Interval  # the tested arm's error ratio: its distance from fp32 over the expected one; geometric mean over seeds
     reordered: Interval  # the same of PyTorch's norms with another order of summation: what a legitimate change looks like
     holds: bool
 
@@ -44,9 +43,9 @@ class Quantity:
 class Distances:
     """One quantity at one seed; see the head of parity.py."""
 
-    fused: float  # R_c
+    tested: float  # R_c
     reordered: float  # R_d
-    fused_shift: float  # S_c
+    tested_shift: float  # S_c
     reordered_shift: float  # S_d
 
 
@@ -55,6 +54,14 @@ class Result:
     quantity: Quantity
     excess: float  # how far beyond what is allowed; orders failures by how bad they are
     failure: str  # in words
+
+
+class Errors(NamedTuple):
+    """rms(x − a) / rms(a) of an arm x, with a the reference."""
+
+    torch: float
+    tested: float
+    reordered: float
 
 
 class Sums:
@@ -72,19 +79,18 @@ class Sums:
         self.shifts += [float(x.dot(a)) for x in (c - b, d - b)]
 
     def distances(self) -> Distances:
-        size, torch_, fused, reordered, order = np.sqrt(self.squares / self.elements)
+        size, torch_, tested, reordered, order = np.sqrt(self.squares / self.elements)
         # No correct program need be nearer than one unit in the last place of fp32: two that differ by less are as good as the
         # same bits, which a run may well have, and whose distance of 0 would have no logarithm.
         unit = float(size) * torch.finfo(torch.float32).eps + 1e-30
         expected = max(math.hypot(torch_, order), unit)
-        ratios = (max(fused, unit) / expected, max(reordered, unit) / expected)
+        ratios = (max(tested, unit) / expected, max(reordered, unit) / expected)
         shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
         return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
 
-    def errors(self) -> dict[str, float]:
-        """rms(x − a) / rms(a) by arm, of b, c and d."""
+    def errors(self) -> Errors:
         found = np.sqrt(self.squares[1:4] / max(self.squares[0], 1e-300))
-        return {arm: _finite(float(error)) for arm, error in zip((TORCH, FUSED, REORDERED), found, strict=True)}
+        return Errors(*(_finite(float(error)) for error in found))
 
 
 @contextmanager
@@ -118,30 +124,30 @@ def row_scales(
 
 
 def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
-    fused, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("fused", "reordered"))
-    excess = fused - reordered
+    tested, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("tested", "reordered"))
+    excess = tested - reordered
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
     if len(seeds) > FEW:
         fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
-    quantity = Quantity(name, _interval(fused, math.exp), _interval(reordered, math.exp), not bool(fails))
-    failure = f"{name} is {quantity.fused.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity)})"
+    quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered, math.exp), not bool(fails))
+    failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity)})"
     return Result(quantity, float(excess.mean()), failure)
 
 
 def sign_test(name: str, seeds: Sequence[Distances], level: float) -> Result:
-    fused, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("fused_shift", "reordered_shift"))
-    towards = fused * np.sign(fused.mean())
-    fails = towards.mean() > GROSS_FEW or abs(fused).max() > GROSS
+    tested, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("tested_shift", "reordered_shift"))
+    towards = tested * np.sign(tested.mean())
+    fails = towards.mean() > GROSS_FEW or abs(tested).max() > GROSS
     if len(seeds) > FEW:
         deviation = max(towards.std(ddof=1), float(np.sqrt((reordered**2).mean())))
         fails = fails or _p_above(towards, BIAS, deviation) < level / 2
-    quantity = Quantity(f"{name}, shift", _interval(fused), _interval(reordered), not bool(fails))
+    quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
     failure = (
-        f"{name} is shifted in one direction over the seeds, by {quantity.fused.median:+.2g} × what rounding explains "
+        f"{name} is shifted in one direction over the seeds, by {quantity.tested.median:+.2g} × what rounding explains "
         f"({other_order(quantity)})"
     )
     # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
-    return Result(quantity, math.log(max(abs(float(fused.mean())), 1e-9)) - 100, failure)
+    return Result(quantity, math.log(max(abs(float(tested.mean())), 1e-9)) - 100, failure)
 
 
 def other_order(quantity: Quantity) -> str:

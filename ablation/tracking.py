@@ -8,21 +8,16 @@ from pathlib import Path
 from statistics import fmean
 
 import configs
+from ablation.arms import switched
 from ablation.records import Ablation, ArmTimes, Cell, Parity
 from configs import Config, ConfigError
-from configs.schema import NormImpl, WandbMode
-from measure.comparison import FUSED
+from configs.rules import NANOGPT
+from configs.schema import WandbMode
 from measure.statistics import spread
 from measure.tables import label
 from training.tracking import Tracker, agent_job, described, settle
 
-# Of both intervals and their ends, in the order in which report.md has them.
-CELL_COLUMNS: list[str | int] = [
-    "cell",
-    *("times as fast", "low", "high", "A/A times as fast", "A/A low", "A/A high"),
-    *("ms over torch", "ms low", "ms high", "A/A ms over torch", "A/A ms low", "A/A ms high"),
-    "verdict",
-]
+PAIR_COLUMNS: list[str | int] = ["cell", "arm", "base", "speed-up", "low", "high", "ms", "ms low", "ms high"]
 
 
 def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
@@ -60,8 +55,8 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
 
     for cell in found.cells:
         for arm, times in cell.arms.items():
-            own = copy.deepcopy(variants[tuple(cell.overrides.items())])
-            own.norm.impl = NormImpl.fused if arm == FUSED else NormImpl.torch
+            own = variants[tuple(cell.overrides.items())]
+            own = copy.deepcopy(own) if arm == NANOGPT else switched(own, arm)
             own.train.compile = cell.mode == "compiled"
             run = tracker(
                 "_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]),
@@ -75,9 +70,10 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
     summary = tracker("summary", ["summary"], cfg)
     verdicts = {"cells": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]}
     summary.summarise({f"verdicts/{what}": said for what, said in verdicts.items()})
-    summary.log_table("tables/cells", CELL_COLUMNS, [row(cell) for cell in found.cells])
+    summary.log_table("tables/cells", ["cell", "verdict"], [[label(c.overrides, c.mode), c.verdict] for c in found.cells])
+    summary.log_table("tables/pairs", PAIR_COLUMNS, [row for cell in found.cells for row in rows(cell)])
     if found.parity:
-        columns: list[str | int] = ["configuration", "holds", "fused − torch, nats", "low", "high", "of seeds", "verdict"]
+        columns: list[str | int] = ["configuration", "arm", "holds", "arm − torch, nats", "low", "high", "of seeds", "verdict"]
         summary.log_table("tables/parity", columns, [parity_row(one) for one in found.parity])
     for picture in sorted(folder.glob("*.png")):
         summary.log_image(f"plots/{picture.stem}", picture, 0)
@@ -101,9 +97,18 @@ def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:
 def parity_row(one: Parity) -> list:
     difference = one.val_difference
     means = [difference.median, difference.low, difference.high]
-    return [label(one.overrides), one.holds, *means, one.val_spread, one.verdict]
+    return [label(one.overrides), one.arm, one.holds, *means, one.val_spread, one.verdict]
 
 
-def row(cell: Cell) -> list:
-    intervals = (cell.fused.speedup, cell.control.speedup, cell.fused.difference_ms, cell.control.difference_ms)
-    return [label(cell.overrides, cell.mode), *(x for one in intervals for x in (one.median, one.low, one.high)), cell.verdict]
+def rows(cell: Cell) -> list[list]:
+    """A row for each pair of arms."""
+    return [
+        [
+            label(cell.overrides, cell.mode),
+            arm,
+            base,
+            *(x for one in (pair.speedup, pair.difference_ms) for x in vars(one).values()),
+        ]
+        for base, of in cell.pairs.items()
+        for arm, pair in of.items()
+    ]

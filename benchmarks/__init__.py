@@ -1,11 +1,10 @@
-"""Benchmarks of kernels and of a training step, and their recorded results.
+"""Benchmarks of kernels and of weak scaling, and their recorded results. ablate.py measures a training step.
 
-python -m benchmarks.norms           every norm case, width and library: share of the card's copy bandwidth
-python -m benchmarks.published       comparisons that others have published, repeated with ours added
+python -m benchmarks.norms           every norm case, width and library: % of the card's copy bandwidth
 python -m benchmarks.host            what one call costs the CPU, eager and compiled
 python -m benchmarks.memory          what a chain of fused blocks holds, against PyTorch's
-python -m benchmarks.train_step      a whole training step beside nanoGPT's, with the breakdown of each
 python -m benchmarks.scaling         weak scaling of a training step over the GPUs of a machine
 
-python -m benchmarks.readme          writes the tables of README.md and docs/ from benchmarks/results/
+python -m benchmarks.records         records all that README and docs show, on the GPU that is here
+python -m benchmarks.readme          writes their tables and pictures from benchmarks/results/
 """

@@ -23,7 +23,6 @@ from measure import timing
 from measure.progress import progress
 from measure.tables import NOTHING, aligned, compact_markdown
 
-KEY = ("case", "direction", "residual_dtype", "M", "N", "provider")
 DIRECTIONS = ("forward", "forward+backward")
 ROWS, WIDTH = 8, 64
 HEADER = ("CPU µs a call", "forward", "forward + backward")
@@ -86,14 +85,9 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
-    if options.plot_only:
-        file = command.recorded(options.output / "host.json")
-        plot(file, options.output)
-        show(file["records"])
-        return
     device = command.pick_device(parser, options)
     names = command.importable(options.provider, [name for name in PROVIDERS if name != "before"])
-    results = command.open_results("host", KEY, options, device, names, argv)
+    results = command.open_results("host", options, device, names, argv)
     setting = Setting(residual_dtype=torch.bfloat16)
     with timing.side_stream(device), progress(len(options.case) * len(DIRECTIONS), "host") as bar:
         for case in (CASES[name] for name in options.case):
@@ -113,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 }
                 results.add({**cell, "provider": name, **o.record(outcomes.get("ours"))} for name, o in outcomes.items())
                 bar.update()
-    plot({"environment": results.environment, "records": results.records}, results.path.parent)
-    show(results.records)
+    show(results.finish()["records"])
 
 
 def show(records: Sequence[Record]) -> None:
@@ -145,11 +138,11 @@ def markdown(file: dict[str, Any]) -> str:
     return compact_markdown(HEADER, host_rows([record for record in file["records"] if record["case"] == "add_rms"]))
 
 
-def plot(file: dict[str, Any], folder: Path) -> list[Path]:
-    """host.png: CPU time of a call, a line of panels for each case; returns what it wrote."""
+def plot(file: dict[str, Any], folder: Path) -> Path | None:
+    """host.png: CPU time of a call, a line of panels for each case; None without records."""
     records = [record for record in file["records"] if record.get("us") is not None]
     if not records:
-        return []
+        return None
     cases = list(dict.fromkeys(record["case"] for record in records))
     directions = list(dict.fromkeys(record["direction"] for record in records))
     figure, grid = report.bar_panels(len(cases), len(directions), groups=1)
@@ -164,7 +157,7 @@ def plot(file: dict[str, Any], folder: Path) -> list[Path]:
     shape = f"{records[0]['M']} × {records[0]['N']} elements"
     path = folder / "host.png"
     report.finish(figure, list(grid.flat), f"host cost of one call, {shape}", file, path)
-    return [path]
+    return path
 
 
 if __name__ == "__main__":

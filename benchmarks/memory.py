@@ -26,7 +26,6 @@ from measure.progress import progress, show_current
 from measure.schedule import no_garbage_collection
 from measure.tables import NOTHING, aligned, compact_markdown
 
-KEY = ("case", "residual_dtype", "M", "N", "blocks", "provider")
 ROWS = 32768
 HEADER = ("block", "stream", "rows × width", "provider", "MiB kept for backward, a block", "MiB at the peak, a block")
 MEMORY_CASES = ("dropout_add_ln", "dropout_add_rms")
@@ -99,14 +98,9 @@ def allocated(device: torch.device) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
-    if options.plot_only:
-        file = command.recorded(options.output / "memory.json")
-        plot(file, options.output)
-        show(file["records"])
-        return
     device = command.pick_device(parser, options)
     names = command.importable(options.provider, ("ours", "torch", "compile", "flash-attn"))
-    results = command.open_results("memory", KEY, options, device, names, argv)
+    results = command.open_results("memory", options, device, names, argv)
     cells = [(c, r, n, p) for n in options.width for c in options.case for r in options.residual for p in names]
     with timing.side_stream(device), progress(len(cells), "memory") as bar:
         for case, residual, width, provider in cells:
@@ -124,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run = inputs = None  # type: ignore[assignment]
             timing.free_memory(device)
             bar.update()
-    plot({"environment": results.environment, "records": results.records}, results.path.parent)
-    show(results.records)
+    show(results.finish()["records"])
     if device.type == "cpu":
         print("No bytes: PyTorch counts those of a GPU alone. This shows that the program runs.")
 
@@ -159,17 +152,17 @@ def _mib_a_block(record: Record, field: str) -> str:
 
 
 def markdown(file: dict[str, Any]) -> str:
-    """The table of README.md: the widest rows. LayerNorm alone, because RMSNorm's tensors are as large."""
+    """The table of the docs: the widest rows."""
     widest = max(record["N"] for record in file["records"])
-    chosen = [r for r in file["records"] if r["N"] == widest and r["case"] == "dropout_add_ln"]
+    chosen = [r for r in file["records"] if r["N"] == widest]
     return compact_markdown(HEADER, memory_rows(chosen))
 
 
-def plot(file: dict[str, Any], folder: Path) -> list[Path]:
-    """memory.png: MiB a block, a line of panels for each chain; returns what it wrote."""
+def plot(file: dict[str, Any], folder: Path) -> Path | None:
+    """memory.png: MiB a block, a line of panels for each chain; None without records."""
     records = [record for record in file["records"] if record.get("peak") is not None]
     if not records:
-        return []
+        return None
     chains = list(dict.fromkeys((record["M"], record["N"], record["blocks"]) for record in records))
     groups = list(dict.fromkeys((record["case"], record["residual_dtype"]) for record in records))
     figure, grid = report.bar_panels(len(chains), 2, len(groups))
@@ -184,7 +177,7 @@ def plot(file: dict[str, Any], folder: Path) -> list[Path]:
             axes.set_xlabel("MiB a block")
     path = folder / "memory.png"
     report.finish(figure, list(grid.flat), "memory of chains of fused blocks and others, x in bf16", file, path)
-    return [path]
+    return path
 
 
 if __name__ == "__main__":

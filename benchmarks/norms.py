@@ -1,12 +1,10 @@
 """Every norm case × width × library: GPU time with cold L2, as a share of the copy bandwidth that this card reaches.
 
-Beside them, on a GPU, a plain kernel that only moves the same tensors (`traffic.py`): what there is to reach.
+Beside them, on a GPU, a plain kernel that only moves the same tensors (`kernels.py`): what there is to reach.
 
 python -m benchmarks.norms                                       everything that can be imported; hours of compilation in all
-python -m benchmarks.norms --case ln --width 768 1024            some of it; records add up in one file
-python -m benchmarks.norms --missing --minutes 8                 what the file lacks, as far as eight minutes go
+python -m benchmarks.norms --case ln --width 768 1024            some of it
 python -m benchmarks.norms --width 768 --warm 12                 compiled by twelve processes first
-python -m benchmarks.norms --case rms --width 4096 --renew       these again in results of another revision
 python -m benchmarks.norms --models --warm 16                    the widths and dtypes of well-known models: norms_models.json
 python -m benchmarks.norms --random 40 20 --seed 1 --warm 16     40 large and 20 small cells at random: norms_random.json
 python -m benchmarks.norms --width 768 --before PATH             beside another revision's ops/, from its folder
@@ -19,18 +17,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import command, report
-from benchmarks.cases import BACKWARD, CASES, DIRECTIONS, FORWARD, MODEL_WIDTHS, Shape, capped_rows, make_inputs, minimum_bytes
-from benchmarks.command import Record, Results
-from benchmarks.providers import PEERS, PROVIDERS, TRAFFIC, Function, compile_in_processes, contender, functions_of, load_before
+from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, Shape, capped_rows, make_inputs, minimum_bytes
+from benchmarks.command import Record
+from benchmarks.providers import PEERS, PROVIDERS, Function, compile_in_processes, contender, functions_of, load_before
 from measure import timing
 from measure.progress import progress, show_current
 
-KEY = ("case", "direction", "residual_dtype", "weight_dtype", "M", "N", "provider")
 ROUNDS = (9, 7)  # many cells in little time
 
 
@@ -38,12 +34,6 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     parser = command.parser("norms", __doc__.splitlines()[0], ROUNDS)
     add_shape_options(parser)
     parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="(both)")
-    parser.add_argument("--missing", action="store_true", help="skip what the file already has")
-    parser.add_argument(
-        "--renew", action="store_true",
-        help="measure these again in results of another git revision; the others stay and say where they come from",
-    )  # fmt: skip
-    parser.add_argument("--minutes", type=command.minutes, help="start no cell after this long")
     parser.add_argument("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
     command.add_providers(parser)
     parser.add_argument(
@@ -51,12 +41,6 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     )
     options = command.parse(parser, argv, ROUNDS)
     settle_shapes(parser, options)
-    if options.missing and options.fresh:
-        parser.error("--missing keeps what is recorded and --fresh forgets it; give one")
-    if options.renew and options.fresh:
-        parser.error("--renew keeps what is recorded and --fresh forgets it; give one")
-    if options.plot_only and (options.renew or options.fresh):
-        parser.error("--plot-only measures nothing: leave --renew and --fresh out")
     return parser, options
 
 
@@ -128,9 +112,6 @@ def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int,
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
-    if options.plot_only:
-        show(command.recorded(options.output / f"{options.name}.json"), options, options.output)
-        return
     device = command.pick_device(parser, options)
     if options.before is not None:
         try:
@@ -138,52 +119,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ImportError as error:
             parser.error(f"--before: {error}")
     names = providers_of(options)
-    results = command.open_results("norms", KEY, options, device, names, argv, renew=options.renew, file=options.name)
-    todo = [
-        (shape, directions)
-        for shape in shapes_of(options)
-        if (directions := [d for d in options.direction if not options.missing or lacks(results, shape, d, names, options)])
-    ]
-    budget, left, failures = command.Budget(options.minutes), [], []
+    results = command.open_results("norms", options, device, names, argv, file=options.name)
+    shapes, failures = shapes_of(options), []
     if options.warm:
-        compile_in_processes([shape for shape, _ in todo], names, device, options.warm, options.before)
-
-    with timing.side_stream(device), progress(len(todo), "norms") as bar:
+        compile_in_processes(shapes, names, device, options.warm, options.before)
+    with timing.side_stream(device), progress(len(shapes), "norms") as bar:
         gigabytes = 2.0 if device.type == "cuda" else 0.01
         copy_gb_per_s = timing.copy_bandwidth(device, gigabytes)
         timing.free_memory(device)
-        for shape, directions in todo:
-            if budget.spent:
-                left.append(shape)
-                continue
+        for shape in shapes:
             show_current(bar, str(shape))
             torch._dynamo.reset()
             functions = functions_of(shape.case, shape.setting, names, shape.width)
-            for records in measure_shape(shape, directions, functions, device, options.rounds, copy_gb_per_s):
+            for records in measure_shape(shape, options.direction, functions, device, options.rounds, copy_gb_per_s):
                 results.add(records)
                 failures += [record for record in records if record.get("error")]
             bar.update()
-    show({"environment": results.environment, "records": results.records}, options, results.path.parent)
+    found = results.finish()["records"]
+    print(report.norms_text(found), report.behind_summary(found), sep="\n\n")
     for record in failures:
         print(f"failed: {record['provider']}, {report.cell_label(record)}: {record['error']}")
-    if left:
-        how = "--missing --renew" if options.renew else "--missing"
-        print(f"{len(left)} of {len(todo)} shapes not started after {options.minutes:g} minutes; go on with {how}")
-
-
-def lacks(results: Results, shape: Shape, direction: str, names: Sequence[str], options: argparse.Namespace) -> bool:
-    cell = cell_of(shape, direction)
-    moved = [TRAFFIC] if options.device == "cuda" else []
-    return not all(
-        results.has(**cell, provider=name) for name in [*functions_of(shape.case, shape.setting, names, shape.width), *moved]
-    )
-
-
-def show(file: dict[str, Any], options: argparse.Namespace, folder: Path) -> None:
-    """Prints the table and the cells under their floor. For the sweep it draws plots beside the JSON."""
-    print(report.norms_text(file["records"]), floors_summary(file["records"]), sep="\n\n")
-    if options.name == SWEEP:
-        report.plot_norms(file, folder)
 
 
 # ---- which shapes -----------------------------------------------------------------------------------------------------------
@@ -278,50 +233,6 @@ def _random_shapes(draw: random.Random, count: int, narrowest: int, elements: tu
         case, residual, weights = draw.choice(list(CASES.values())), *(draw.choice(("bf16", "fp32")) for _ in range(2))
         found.append(Shape(case, residual if case.add else None, weights, rows, width, rows))
     return found
-
-
-# ---- floors -----------------------------------------------------------------------------------------------------------------
-
-
-# Floors are for tensors so large that a plain copy reaches its bandwidth.
-LARGE = 2**26  # elements
-
-
-FLOORS = {  # from this width on, widest first
-    FORWARD: ((16385, 0.80), (1600, 0.93), (1024, 0.90), (512, 0.83)),
-    BACKWARD: ((16385, 0.80), (1600, 0.90), (1024, 0.87), (512, 0.78)),
-}
-
-
-LEVEL = 0.98  # of our time: whoever takes less is ahead
-
-
-def floor(direction: str, rows: int, width: int) -> float:
-    """0 where there is none."""
-    return 0.0 if rows * width < LARGE else next((least for n, least in FLOORS[direction] if width >= n), 0.0)
-
-
-def floors_summary(records: Sequence[Record]) -> str:
-    """The cells under their floor, and those where another library is faster by its whole interval."""
-    cells = report.by_cell(records)
-    low: list[str] = []
-    behind: dict[str, list[str]] = {"the fastest other": [], "before": []}
-    held = 0
-    for providers in cells:
-        ours = providers.get("ours")
-        if ours is None:
-            continue
-        least = floor(ours["direction"], ours["M"], ours["N"])
-        held += least > 0
-        if least and (ours.get("share") or 0) < least:
-            low.append(f"  {report.cell_label(ours)}: {report.bandwidth_share(ours)}, floor {least:.2f}")
-        for who, other in (("the fastest other", report.best_peer(providers)), ("before", providers.get("before"))):
-            if other and other.get("times_ours_95") and other["times_ours_95"][1] < LEVEL:
-                behind[who].append(f"  {report.cell_label(ours)}: {other['provider']} {report.ratio(other)}")
-    lines = [f"under the floor: {len(low)} of {held} cells of 2^26 elements or more", *low]
-    for who, found in behind.items():
-        lines += [f"more than {1 - LEVEL:.0%} behind {who}: {len(found)} of {len(cells)} cells", *found]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

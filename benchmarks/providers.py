@@ -173,16 +173,6 @@ def quack(case: Case, setting: Setting) -> Function | None:
     return lambda i: (LayerNorm.apply(i.x, i.weight, i.bias),)
 
 
-def apex(case: Case, setting: Setting) -> Function | None:
-    """LayerNorm and RMSNorm of Apex's CUDA extension, weights in x's dtype."""
-    module, eps = import_module("apex.normalization.fused_layer_norm"), setting.eps
-    if case.add or setting.weight_dtype != setting.x_dtype:
-        return None
-    if case.rms:
-        return lambda i: (module.fused_rms_norm_affine(i.x, i.weight, i.weight.shape, eps=eps),)
-    return lambda i: (module.fused_layer_norm_affine(i.x, i.weight, i.bias, i.weight.shape, eps=eps),)
-
-
 @dataclass(frozen=True)
 class Provider:
     make: Callable[[Case, Setting], Function | None]
@@ -202,7 +192,6 @@ PROVIDERS = {
     "flash-attn": Provider(flash_attn, "flash_attn.ops.triton.layer_norm", "flash-attn", widest=8192),
     "liger-kernel": Provider(liger, "liger_kernel.ops.rms_norm", "liger-kernel", overwrites_dy=("rms",)),
     "quack-kernels": Provider(quack, "quack.rmsnorm", "quack-kernels"),
-    "apex": Provider(apex, "apex.normalization.fused_layer_norm", "apex"),
 }
 OURS = ("ours", "ours-seeded", "before")
 PEERS = ("compile", "flash-attn", "liger-kernel", "quack-kernels")  # who may be the fastest other

@@ -1,93 +1,126 @@
-"""Writes the tables of README.md and docs/ from recorded results, between markers that name what goes there.
+"""Writes the tables and pictures of README.md and docs/ from recorded results.
 
-python -m benchmarks.readme            rewrites
+python -m benchmarks.readme            rewrites tables, and draws the pictures beside their records
 python -m benchmarks.readme --check    fails if a table is not what the records say
 
-    <!-- benchmarks: norms nvidia-h200 -->
+    <!-- benchmarks: ablation nvidia-h200 gpt2/model.dropout=0.1 llama -->
     anything here is replaced
     <!-- end of benchmarks -->
 
-Words behind the GPU's name choose rows: `norms nvidia-h200 768 4096` these widths, a row each, and
-`ablation nvidia-h200 llama gpt2/model.dropout=0.1` these records, or of a record the cells with this override.
+Words behind the GPU's name choose rows: of `norms_models` widths; of `ablation` and `headline` records, or of a record the
+cells of this override or mode. `headline` has a line for each cell, before → after. `versions` is one sentence on the records
+of a GPU.
 
-The line under a table names GPU, versions and revision; of several revisions each names its rows, or counts its measurements. A
-second line says which code has been committed since.
+The line under a table names GPU, versions and revision, and says if what was measured has changed since (measure/sources.py).
 """
 
 import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks import host, memory, published, report, training_tables
-from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
-from benchmarks.command import FOLDER, Record, ResultsError, load, revision_of
-from measure.comparison import FUSED, TORCH
-from measure.statistics import Interval
-from measure.tables import NOTHING, compact_markdown, interval_text, label, machine, measured_at
+from ablation import plots
+from benchmarks import host, memory, report, scaling_tables
+from benchmarks.command import FOLDER, ResultsError, load
+from measure.comparison import AGAIN, TORCH
+from measure.sources import OF_RECORD, ROOT, fingerprint_at, fingerprints
+from measure.statistics import Interval, Spread
+from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
-NAMED_WIDTHS = {768: "GPT-2", 1600: "GPT-2 XL", 2048: "Llama 3.2 1B", 4096: "Llama 3 8B"} | MODEL_WIDTHS
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "norms_models": lambda file: report.models_markdown(file["records"]),
+    "host": host.markdown,
+    "memory": memory.markdown,
+    "scaling": scaling_tables.scaling_markdown,
+}
+Cell = dict[str, Any]  # of a report.json
+
+# ---- ablations -------------------------------------------------------------------------------------------------------------
 
 
-def by_width(records: Sequence[Record], widths: Sequence[str], stream: str = "fp32") -> str:
-    """Add + norm in both directions, ours and the best peer: a row for each width that a model has; of the most rows."""
-    most = next(iter(report.by_rows(records).values()), [])
-    cases = {key: found for key, found in report.grouped(most).items() if key[0] in ("add_ln", "add_rms") and key[2] == stream}
-    columns = sorted(cases, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
-    rows = []
-    measured = {width for found in cases.values() for width in found}
-    if missing := [width for width in widths if width not in map(str, measured)]:
-        known = ", ".join(map(str, sorted(measured)))
-        raise ResultsError(
-            f"no add + norm of width {', '.join(missing)} is recorded with a stream in {stream}; there are {known}"
-        )
-    for width in map(int, widths):
-        cells = (report.norms_cell(cases[key].get(width, {})) for key in columns)
-        rows.append([f"{width}, {NAMED_WIDTHS[width]}" if width in NAMED_WIDTHS else str(width), *cells])
-    return compact_markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
+def fastest(cell: Cell) -> str:
+    """The fastest arm beside the subject, in a recorded cell."""
+    others = [name for name in cell["arms"] if name not in (AGAIN, cell["subject"], "nanogpt")]
+    return min(others, key=lambda name: cell["arms"][name]["step_ms"]["median"])
 
 
-def ablation(folder: Path, words: Sequence[str], root: str) -> tuple[str, dict[str, dict[str, Any]]]:
-    """A row for each cell of the ablations recorded in the folder, gpt2/, shakespeare_char/ …, and their environments by name.
+def median(cell: Cell, arm: str) -> str:
+    return f"{cell['arms'][arm]['step_ms']['median']:.2f}"
 
-    Links begin at `root`.
-    """
-    rows, environments = [], {}
-    chosen = dict(word.partition("/")[::2] for word in words)
-    for name in chosen or sorted(path.parent.name for path in folder.glob("*/report.json")):
+
+def speedup(cell: Cell, base: str, arm: str | None = None) -> str:
+    return interval_text(Interval(**cell["pairs"][base][arm or cell["subject"]]["speedup"]))
+
+
+def cells_of(folder: Path, words: Sequence[str]) -> tuple[list[tuple[str, Cell]], dict[str, dict[str, Any]]]:
+    """The cells of the ablations recorded in the folder, gpt2/, shakespeare_char/ …, and their environments, both by name."""
+    found, environments = [], {}
+    chosen = [word.partition("/")[::2] for word in words]
+    for name, override in chosen or [(path.parent.name, "") for path in sorted(folder.glob("*/report.json"))]:
         path = folder / name / "report.json"
         if not path.exists():
             raise ResultsError(
                 f"{path.parent} has no report.json; record that ablation there, or leave {name} out of the marker"
             )
-        found = json.loads(path.read_text(encoding="utf-8"))
-        environments[name] = found["environment"]
-        override = chosen.get(name)
-        cells = [cell for cell in found["cells"] if not override or override in label(cell["overrides"]).split(", ")]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        environments[name] = record["environment"]
+        named = [(label(cell["overrides"], cell["mode"]).split(", "), cell) for cell in record["cells"]]
+        cells = [cell for words_of, cell in named if not override or override in words_of]
         if not cells:
             raise ResultsError(
                 f"{path.parent} has no cell with {override}; choose another, or leave /{override} out of the marker"
             )
-        for cell in cells:
-            torch, fused = (cell["arms"][arm]["step_ms"]["median"] for arm in (TORCH, FUSED))
-            bound = NOTHING if cell["attribution"] is None else f"{cell['attribution']['bound']:.3f}"
-            speedups = [interval_text(Interval(**cell[one]["speedup"])) for one in ("fused", "control")]
-            link = f"[{name}]({root}/{folder.parent.name}/{folder.name}/{name}/report.md)"
-            what = label(cell["overrides"], cell["mode"])
-            rows.append([f"{link}, {what}", f"{torch:.2f}", f"{fused:.2f}", *speedups, bound])
-    if not environments:
+        found += [(name, cell) for cell in cells]
+    if not found:
         raise ResultsError(f"{folder} has no report.json; record an ablation there, or remove the marker")
-    header = ["configuration", "torch ms", "fused ms", "times as fast (95 %)", "A/A (95 %)", "bound of any norm kernel"]
-    return compact_markdown(header, rows), environments
+    return found, environments
+
+
+def ablation(cells: Sequence[tuple[str, Cell]], root: str) -> str:
+    """A row for each cell. Links begin at `root`."""
+    rows = []
+    for name, cell in cells:
+        other = fastest(cell)
+        limit = NOTHING if cell["attribution"] is None else f"{cell['attribution']['limits'][other]:.3f}"
+        row = [f"[{name}]({root}/{name}/report.md), {label(cell['overrides'], cell['mode'])}"]
+        row += [median(cell, TORCH), f"{other}, {median(cell, other)}", median(cell, cell["subject"]), speedup(cell, other)]
+        row += [NOTHING if other == TORCH else speedup(cell, TORCH), speedup(cell, TORCH, AGAIN), limit]
+        rows.append(row)
+    header = ["configuration", "torch ms", "fastest other arm, ms", "fused ms", "speed-up over it (95 %)", "over torch"]
+    return compact_markdown([*header, "A/A (95 %)", "Amdahl limit"], rows)
+
+
+def headline(cells: Sequence[tuple[str, Cell]]) -> str:
+    """A line for each cell: before → after in ms, against the fastest other arm first."""
+    lines = []
+    for name, cell in cells:
+        other, subject = fastest(cell), cell["subject"]
+        words = [
+            f"against {base} {median(cell, base)} → {median(cell, subject)} ms, {speedup(cell, base)} ×"
+            for base in dict.fromkeys((other, TORCH))
+        ]
+        lines.append(f"- **{name}, {label(cell['overrides'], cell['mode'])}**: {'; '.join(words)}")
+    return "\n".join(lines)
+
+
+def groups(folder: Path, names: Sequence[str]) -> tuple[list[plots.Bars], str]:
+    """The recorded ablations that are there, for the lead picture, and the machine in words."""
+    found, environments = cells_of(folder, [name for name in names if (folder / name / "report.json").exists()])
+    bars = []
+    for name, cell in sorted(
+        found, key=lambda one: (names.index(one[0]), one[1]["mode"] != "eager", label(one[1]["overrides"]))
+    ):
+        arms = [arm for arm in cell["arms"] if arm not in (AGAIN, "nanogpt")]
+        steps = {arm: Spread(**cell["arms"][arm]["step_ms"]) for arm in arms}
+        of = {base: Interval(**cell["pairs"][base][cell["subject"]]["speedup"]) for base in arms if base != cell["subject"]}
+        bars.append(plots.Bars(f"{name}, {label(cell['overrides'], cell['mode'])}", steps, of))
+    return bars, machines(environments)
 
 
 def machines(environments: dict[str, dict[str, Any]]) -> str:
@@ -104,45 +137,37 @@ def machines(environments: dict[str, dict[str, Any]]) -> str:
     return "; ".join(f"{where}, git {', '.join(of)}" for where, of in revisions.items())
 
 
-STEP_CODE = ("ops", "model", "training")  # the folders whose code runs in a training step
-CODE = {"ablation": STEP_CODE, "scaling": STEP_CODE, "train_step": STEP_CODE}  # that a table describes; of all others ops/
-CHANGED = re.compile(r"^Since git ([\w, ]+) the code in .* has changed\..*$", re.MULTILINE)
+# ---- pages -----------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def is_changed(folder: str, revision: str) -> bool | None:
-    """Whether the folder of the last commit differs from that of a revision; None where git does not know."""
-    command = ["git", "-C", str(ROOT), "diff", "--quiet", revision, "HEAD", "--", folder]
-    try:
-        return {0: False, 1: True}.get(subprocess.run(command, capture_output=True, timeout=60).returncode)
-    except OSError:  # no git
-        return None
+def changed(name: str, environments: dict[str, dict[str, Any]], before: str) -> str:
+    """Says of which records what was measured has changed since, by its sources; nothing if it has not.
 
-
-def changed_since(name: str, revisions: Sequence[str], before: str) -> str:
-    """Says that code is newer than the records of a table, which are of these revisions; nothing if it is not.
-
-    Where git does not know a revision (a shallow clone, an archive), this is what the page said `before` of the same records.
+    A record without fingerprints is looked up in git by its revision. Where git does not know that, the page keeps its words.
     """
-    pairs = [(revision, folder) for revision in revisions for folder in CODE.get(name, ("ops",))]
-    if any(is_changed(folder, revision) is None for revision, folder in pairs):
-        said = CHANGED.search(before)
-        return said.group() if said and {*said[1].split(", ")} <= {revision[:8] for revision in revisions} else ""
-    changed = [(revision, folder) for revision, folder in pairs if is_changed(folder, revision)]
-    older = ", ".join(dict.fromkeys(revision[:8] for revision, _ in changed))
-    folders = ", ".join(dict.fromkeys(f"`{folder}/`" for _, folder in changed))
-    return f"Since git {older} the code in {folders} has changed. These figures are of older code." if changed else ""
+    what = OF_RECORD.get(name, "kernels")
+    now, old = fingerprints()[what], []
+    for record, environment in environments.items():
+        git = environment.get("git") or {}
+        then = environment.get("sources", {}).get(what) or fingerprint_at(git.get("revision", "HEAD"), what)
+        if then is None:
+            return next((line for line in before.splitlines() if line.startswith("Old: ")), "")
+        old += [record] if then != now else []
+    of = {"kernels": "kernels have", "ops": "operators have"}.get(what, "code of a training step has")
+    which = f" ({', '.join(old)})" if len(environments) > 1 else ""
+    return f"Old: the {of} changed since this was recorded{which}." if old else ""
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "norms_models": lambda file: report.models_markdown(file["records"]),
-    "norms": lambda file: report.norms_markdown(file["records"]),
-    "host": host.markdown,
-    "memory": memory.markdown,
-    "published": published.markdown,
-    "scaling": training_tables.scaling_markdown,
-    "train_step": training_tables.steps_markdown,
-}
+def versions(folder: Path) -> str:
+    """Which versions the records have, where constraints.txt pins others."""
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    used: dict[str, set[str]] = {"torch": set(), "triton": set()}
+    for path in [*sorted(folder.glob("*.json")), *sorted(folder.glob("ablation/*/report.json"))]:
+        known = json.loads(path.read_text(encoding="utf-8"))["environment"]["versions"]
+        for name, of in used.items():
+            of |= {known[name]} if known.get(name) else set()
+    told = [f"{name} {' and '.join(sorted(of))}" for name, of in used.items()]
+    return f"Recorded with {' and '.join(told)}; `constraints.txt` pins {pinned['torch']} and {pinned['triton']}."
 
 
 def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
@@ -155,9 +180,8 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
 
     def block(match: re.Match[str]) -> str:
         begin, name, gpu, words, before, end = match.groups()
-        table, origin, revisions = content(name, folder / gpu, words.split(), root)
-        parts = [origin, changed_since(name, revisions, before)]
-        return "\n\n".join([f"{begin}\n{table}", *filter(None, parts), end])
+        parts = content(name, folder / gpu, words.split(), f"{root}/{gpu}", before)
+        return "\n\n".join([f"{begin}\n{parts[0]}", *filter(None, parts[1:]), end])
 
     new, count = BLOCK.subn(block, text)
     if text.count("<!-- benchmarks:") != count:
@@ -165,29 +189,46 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
     return new
 
 
-def content(name: str, folder: Path, words: Sequence[str], root: str) -> tuple[str, str, list[str]]:
-    """A table, the machine and the revisions of its records in words, and these revisions."""
-    if name == "ablation":
-        table, environments = ablation(folder / name, words, root)
-        revisions = filter(None, map(revision_of, environments.values()))
-        return table, machines(environments), [*dict.fromkeys(revisions)]
+def content(name: str, folder: Path, words: Sequence[str], root: str, before: str) -> list[str]:
+    """A table, the machine in words, and whether it is old."""
+    if name == "versions":
+        return [versions(folder)]
+    if name in ("ablation", "headline"):
+        cells, environments = cells_of(folder / "ablation", words)
+        table = ablation(cells, f"{root}/ablation") if name == "ablation" else headline(cells)
+        return [table, machines(environments), changed("ablation", environments, before)]
     path = folder / f"{name}.json"
     if name not in TABLES:
-        raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)} and ablation")
+        raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and versions")
     if not path.exists():
-        program = "norms --models" if name == "norms_models" else name
-        raise ResultsError(f"{path} is not there; run python -m benchmarks.{program}, or remove the marker")
-    if words and not name.startswith("norms"):
+        raise ResultsError(f"{path} is not there; run python -m benchmarks.records, or remove the marker")
+    if words and name != "norms_models":
         raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
-    table = by_width(file["records"], words) if words else TABLES[name](file)
-    environment, counts = file["environment"], measured_at(file)
-    return table, machine(environment, counts), [*counts] or [*filter(None, [revision_of(environment)])]
+    table = report.by_width(file["records"], words) if words else TABLES[name](file)
+    return [table, machine(file["environment"]), changed(name, {name: file["environment"]}, before)]
+
+
+def draw(folder: Path) -> list[Path]:
+    """The pictures of all records of a GPU, beside them."""
+    drawn = []
+    if list(folder.glob("ablation/*/report.json")):
+        bars, footer = groups(folder / "ablation", ("gpt2", "llama"))
+        plots.lead(bars, folder / "lead.png", footer, "A training step with each norm")
+        drawn.append(folder / "lead.png")
+    for path in sorted(folder.glob("*.json")):
+        file, picture = load(path), path.with_suffix(".png")
+        if path.stem == "norms_models":
+            drawn += [picture] if report.plot_models(file, picture) else []
+        elif path.stem in ("host", "memory", "scaling"):
+            plot = {"host": host.plot, "memory": memory.plot, "scaling": scaling_tables.plot}[path.stem]
+            drawn += [found for found in (plot(file, folder),) if found]
+    return drawn
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table would change")
     parser.add_argument("--readme", type=Path, nargs="+", default=PAGES, help="pages (README.md and docs/*.md)")
     parser.add_argument("--results", type=Path, default=FOLDER, help="(benchmarks/results)")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
@@ -202,6 +243,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if new != text:
             page.write_text(new, encoding="utf-8")
         print(f"{page}: {'as it was' if new == text else 'written'}, by {options.results}")
+    if not options.check:
+        for folder in sorted(path for path in options.results.iterdir() if path.is_dir()):
+            for picture in draw(folder):
+                print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

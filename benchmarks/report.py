@@ -1,19 +1,16 @@
 """Tables and pictures of the norms' records, and what the kernels are held to; bars for host.py and memory.py."""
 
-import math
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter, NullLocator
-
 from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
-from benchmarks.command import Record
+from benchmarks.command import Record, ResultsError
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
-from measure.plots import GREY, bare, pyplot, save
-from measure.tables import NOTHING, aligned, compact_markdown, machine, measured_at
+from measure import plots
+from measure.plots import ARMS, DPI, GREY, bare, legend_below, pyplot
+from measure.tables import NOTHING, aligned, compact_markdown, machine
 
 
 def label(case: str, residual: str | None) -> str:
@@ -45,10 +42,10 @@ def by_rows(records: Sequence[Record]) -> dict[int, list[Record]]:
     return dict(sorted(sweeps.items(), reverse=True))
 
 
-def bandwidth_share(record: Record | None) -> str:
+def bandwidth_percent(record: Record | None) -> str:
     if record is None:
         return NOTHING
-    return "failed" if record.get("error") else f"{record['share']:.2f}"
+    return "failed" if record.get("error") else f"{100 * record['share']:.0f}"
 
 
 def best_peer(providers: dict[str, Record]) -> Record | None:
@@ -87,35 +84,36 @@ def norms_text(records: Sequence[Record]) -> str:
     rows, before = [], "before" in names
     for cell in cells:
         peer = best_peer(cell)
-        row = [cell_label(next(iter(cell.values()))), *(bandwidth_share(cell.get(name)) for name in names)]
+        row = [cell_label(next(iter(cell.values()))), *(bandwidth_percent(cell.get(name)) for name in names)]
         row += [
             NOTHING if peer is None else short(peer["provider"]),
             ratio(peer),
             *([ratio(cell.get("before"))] if before else []),
         ]
         rows.append(row)
-    header = ["share of copy bandwidth", *map(short, names), "fastest other", "its time / ours"]
+    header = ["% of copy bandwidth", *map(short, names), "fastest other", "its time / ours"]
     return aligned([*header, *(["before / ours"] if before else [])], rows)
 
 
-NARROW = 512  # rows up to this wide have tables of their own: sixteen columns are too many to read
-
-
-def norms_markdown(records: Sequence[Record]) -> str:
-    """Ours and the best peer, a row for each case, a column for each width; the largest sweep, weights in bf16."""
-    sweep = [record for record in next(iter(by_rows(records).values()), []) if record["weight_dtype"] == "bf16"]
-    widths = sorted({record["N"] for record in sweep})
-    parts = []
-    for columns in ([n for n in widths if n > NARROW], [n for n in widths if n <= NARROW]):
-        for direction in DIRECTIONS:
-            cases = grouped([r for r in sweep if r["direction"] == direction and r["N"] in columns])
-            lines = []
-            for (case, _, residual, _), found in cases.items():
-                cells = [norms_cell(found[n]) if n in found else NOTHING for n in columns]
-                lines.append([label(case, residual), *cells])
-            if lines:
-                parts.append(compact_markdown([f"{direction}, N =", *map(str, columns)], lines))
-    return "\n\n".join(parts)
+def by_width(records: Sequence[Record], widths: Sequence[str], stream: str = "fp32") -> str:
+    """Add + norm in both directions, ours and the best peer: a row for each of these widths; of the most rows."""
+    most = next(iter(by_rows(records).values()), [])
+    cases = {key: found for key, found in grouped(most).items() if key[0] in ("add_ln", "add_rms") and key[2] == stream}
+    columns = sorted(cases, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
+    measured = {width for found in cases.values() for width in found}
+    if missing := [width for width in widths if width not in map(str, measured)]:
+        known = ", ".join(map(str, sorted(measured)))
+        raise ResultsError(
+            f"no add + norm of width {', '.join(missing)} is recorded with a stream in {stream}; there are {known}"
+        )
+    rows = [
+        [
+            f"{width}, {MODEL_WIDTHS.get(width, '')}".removesuffix(", "),
+            *(norms_cell(cases[key].get(width, {})) for key in columns),
+        ]
+        for width in map(int, widths)
+    ]
+    return compact_markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
 
 
 def models_markdown(records: Sequence[Record], stream: str = "fp32") -> str:
@@ -139,7 +137,7 @@ def models_markdown(records: Sequence[Record], stream: str = "fp32") -> str:
 def norms_cell(providers: dict[str, Record]) -> str:
     """Ours first, bold where the best peer is slower by more than chance (95 %), italic where faster; then that peer."""
     ours, peer = providers.get("ours"), best_peer(providers)
-    text = bandwidth_share(ours)
+    text = bandwidth_percent(ours)
     if peer is None:
         return text
     low, high = peer.get("times_ours_95") or (1.0, 1.0)  # none where not measured in one run, or in few rounds
@@ -147,7 +145,7 @@ def norms_cell(providers: dict[str, Record]) -> str:
         text = f"**{text}**"
     elif high < 1.0:
         text = f"*{text}*"
-    return f"{text} / {bandwidth_share(peer)} {short(peer['provider'])}"
+    return f"{text} / {bandwidth_percent(peer)} {short(peer['provider'])}"
 
 
 def short(provider: str) -> str:
@@ -157,114 +155,83 @@ def short(provider: str) -> str:
 # ---- pictures ---------------------------------------------------------------------------------------------------------------
 
 
-# Colours differ in lightness too; marker and dash tell lines apart where colour does not.
-STYLES: dict[str, dict[str, Any]] = {
-    TRAFFIC: {"color": GREY, "marker": "+", "linestyle": (0, (1, 2)), "linewidth": 1.0, "zorder": 1},
-    "ours": {"color": "#111111", "marker": "o", "linestyle": "-", "linewidth": 2.8, "markersize": 6, "zorder": 5},
-    "ours-seeded": {"color": "#111111", "marker": "o", "linestyle": ":", "linewidth": 1.6, "markerfacecolor": "white"},
-    "torch": {"color": "#c2410c", "marker": "s", "linestyle": "--"},
-    "compile": {"color": "#2563eb", "marker": "^", "linestyle": "-."},
-    "flash-attn": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
-    "liger-kernel": {"color": "#b58900", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
-    "quack-kernels": {"color": "#7c3aed", "marker": "P", "linestyle": (0, (1, 1))},
-    "apex": {"color": "#8b8b8b", "marker": "x", "linestyle": (0, (4, 3))},
-    "tutorial": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
-}
-LABELS = {
-    TRAFFIC: "the same tensors, moved alone",
-    "compile": "torch.compile",
-    "ours-seeded": "ours, seed given",
-    "flash-attn": "flash-attn (Triton)",
+# Which implementation of a norm a provider is.
+IMPLS = {
+    "ours": "fused", "ours-seeded": "fused", "before": "fused", "ours-compiled": "fused", "compile": "compiled",
+    "flash-attn": "flash_attn", "liger-kernel": "liger", "quack-kernels": "quack",
+}  # fmt: skip
+LABELS = {TRAFFIC: "the same tensors, moved alone", "compile": "torch.compile"}
+LABELS |= {
+    "ours": "fused (ours)",
+    "ours-compiled": "fused (ours) under torch.compile",
+    "ours-seeded": "fused, seed given",
     "liger-kernel": "Liger",
     "quack-kernels": "quack",
-    "tutorial": "Triton tutorial's way",
 }
+LINES = (TRAFFIC, "ours", "ours-seeded", "torch", "compile", "flash-attn", "liger-kernel", "quack-kernels")
 
 
-def plot_norms(file: dict[str, Any], folder: Path) -> list[Path]:
-    """One picture for each direction and number of rows, a panel for each case; returns what it wrote."""
-    written = []
-    sweeps = by_rows(file["records"])
-    for weights in sorted({record["weight_dtype"] for record in file["records"]}):
-        for rows, sweep in sweeps.items():
-            for direction in DIRECTIONS:
-                chosen = [r for r in sweep if r["direction"] == direction and r["weight_dtype"] == weights]
-                if any(record.get("us") is not None for record in chosen):
-                    name = f"norms_{direction}" + ("" if rows == max(sweeps) else f"_m{rows}")
-                    path = folder / f"{name}{'' if weights == 'bf16' else f'_weights_{weights}'}.png"
-                    _plot_norms(file["environment"], chosen, direction, path)
-                    written.append(path)
-    return written
+def style(provider: str) -> dict[str, Any]:
+    found = ARMS.get(IMPLS.get(provider, provider), {"color": GREY})
+    if provider == "ours-compiled":
+        return found | {"color": "#64748b"}
+    return found | {"linestyle": ":", "linewidth": 1.4, "markerfacecolor": "white"} if provider == "ours-seeded" else found
 
 
-def _plot_norms(environment: dict[str, Any], records: Sequence[dict[str, Any]], direction: str, path: Path) -> None:
-    groups = grouped(records)
-    columns = min(2, len(groups))
-    lines = math.ceil(len(groups) / columns)
-    figure, grid = pyplot.subplots(
-        lines, columns, figsize=(5.6 * columns, 3.0 * lines + 1.1), dpi=110, layout="constrained", squeeze=False,
-        sharex=True, sharey=True,
-    )  # fmt: skip
-    panels = list(grid.flat)
-    top = max(1.1, 1.05 * max(record["share"] for record in records if record.get("us") is not None))
-    for axes, ((case, _, residual, _), widths) in zip(panels, groups.items(), strict=False):
-        names = [name for name in STYLES if any(name in at for at in widths.values())]
-        for name in names:
-            points = [(n, at[name]["share"]) for n, at in sorted(widths.items()) if name in at and at[name].get("us")]
-            if points:
-                line(axes, name, points)
-        axes.axhline(1.0, color=GREY, linewidth=1.0)
-        axes.set_ylim(0, top)
-        axes.set_title(label(case, residual), loc="left", fontsize=10)
-        width_axis(axes, sorted({record["N"] for record in records}))
-    for axes in panels[len(groups) :]:
-        axes.set_visible(False)
-    for i, axes in enumerate(panels[: len(groups)]):
-        if i + columns >= len(groups):
-            axes.set_xlabel("N, features in a row")
-            axes.tick_params(labelbottom=True)
-        if i % columns == 0:
-            axes.set_ylabel("share of copy bandwidth")
-    rows = rows_label({record["M"] for record in records})
-    weights = records[0]["weight_dtype"]
-    title = f"{direction} of norms, x in bf16, weights in {weights}, {rows}; minimum bytes over time, cold L2"
-    finish(figure, panels, title, {"environment": environment, "records": records}, path)
+LEVEL = 0.98  # of our time: whoever takes less is ahead
+
+
+def behind_summary(records: Sequence[Record]) -> str:
+    """The cells where another library, or another revision of ours, is faster by its whole interval."""
+    lines = []
+    cells = by_cell(records)
+    for who in ("the fastest other", "before"):
+        found = []
+        for providers in cells:
+            other = providers.get("before") if who == "before" else best_peer(providers)
+            if other and "ours" in providers and (other.get("times_ours_95") or [1, 1])[1] < LEVEL:
+                found.append(f"  {cell_label(other)}: {other['provider']} {ratio(other)}")
+        lines += [f"more than {1 - LEVEL:.0%} behind {who}: {len(found)} of {len(cells)} cells", *found]
+    return "\n".join(lines)
+
+
+MAIN_LINES = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of the picture in README
+
+
+def plot_models(file: dict[str, Any], path: Path, case: str = "add_rms", stream: str = "fp32") -> bool:
+    """One panel of the widths of models: backward of a case, five names, % of copy bandwidth; whether there was any."""
+    records = [r for r in file["records"] if (r["case"], r["residual_dtype"], r["direction"]) == (case, stream, "backward")]
+    records = [r for r in records if r.get("us") is not None]
+    if not records:
+        return False
+    figure, axes = pyplot.subplots(figsize=(7.4, 3.6), dpi=DPI, layout="constrained")
+    widths = sorted({r["N"] for r in records})
+    for name in MAIN_LINES:
+        points = [(widths.index(r["N"]), 100 * r["share"]) for r in records if r["provider"] == name]
+        if points:
+            line(axes, name, sorted(points))
+    axes.axhline(100, color=GREY, linewidth=1.0)
+    axes.set_ylim(0, 110)
+    axes.set_xticks(range(len(widths)), [f"{n}\n{MODEL_WIDTHS.get(n, '')}".replace(" ", "\n", 1) for n in widths], fontsize=7)
+    axes.set_ylabel("% of copy bandwidth")
+    bare(axes, "y")
+    title = f"{CASES[case].label} backward: x in bf16, stream and weights in {stream}, {rows_label({r['M'] for r in records})}"
+    finish(figure, [axes], title, {"environment": file["environment"], "records": records}, path)
+    return True
 
 
 def line(axes: Any, name: str, points: Sequence[tuple[float, float]]) -> None:
-    style = {"linewidth": 1.5, "markersize": 5, **STYLES[name]}
-    axes.plot(*zip(*points, strict=True), label=LABELS.get(name, name), **style)
-
-
-def width_axis(axes: Any, widths: Sequence[int], linear: bool = False) -> None:
-    """Powers of two along the bottom, whatever widths were measured; or a linear axis from zero."""
-    if linear:
-        axes.set_xlim(left=0)
-    else:
-        axes.set_xscale("log", base=2)
-        low, high = math.floor(math.log2(widths[0])), math.ceil(math.log2(widths[-1]))
-        step = max(1, math.ceil((high - low) / 8))
-        axes.set_xticks([2**i for i in range(low, high + 1, step)])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 and n % 1024 == 0 else f"{n:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    bare(axes)
+    axes.plot(*zip(*points, strict=True), label=LABELS.get(name, name), **{"linewidth": 1.5, "markersize": 5} | style(name))
 
 
 def finish(figure: Any, panels: Sequence[Any], title: str, file: dict[str, Any], path: Path) -> None:
-    """One legend for all panels, a title with machine and versions; writes and closes. file: the records that it shows."""
+    """One legend for all panels; card, versions and revision beneath. file: the records that it shows."""
     entries: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
-    for columns in range(len(entries), 0, -1):  # as few lines as the picture is wide enough for
-        legend = figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
-        if columns == 1 or legend.get_window_extent().width < figure.bbox.width:
-            break
-        legend.remove()
-    letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
-    lines = [textwrap.fill(line, letters) for line in (title, machine(file["environment"], measured_at(file)))]
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
-    save(figure, path)
+    legend_below(figure, entries)
+    plots.finish(figure, title, machine(file["environment"]), path)
 
 
 # ---- bars -------------------------------------------------------------------------------------------------------------------
@@ -276,7 +243,7 @@ HEIGHT = 0.8  # of all bars of a group; groups are 1 apart
 def bar_panels(lines: int, columns: int, groups: int) -> tuple[Any, Any]:
     height = 1.0 + max(1.5, groups)
     return pyplot.subplots(
-        lines, columns, figsize=(5.6 * columns, height * lines + 1.1), dpi=110, layout="constrained", squeeze=False, sharey=True
+        lines, columns, figsize=(5.6 * columns, height * lines + 1.1), dpi=DPI, layout="constrained", squeeze=False, sharey=True
     )
 
 
@@ -291,7 +258,7 @@ def draw_bars(axes: Any, groups: dict[str, dict[str, float]], ranges: dict[str, 
         at = [(place + (i - (len(names) - 1) / 2) * thick, v[name]) for place, v in enumerate(groups.values()) if name in v]
         heights, values = [y for y, _ in at], [value for _, value in at]
         whiskers = [[down] for down in ranges[name]] if name in ranges else None
-        color = STYLES.get(name, {"color": GREY})["color"]
+        color = style(name)["color"]
         drawn = axes.barh(heights, values, 0.9 * thick, label=LABELS.get(name, name), color=color, xerr=whiskers, ecolor=GREY)
         axes.bar_label(drawn, [f"{value:.{1 if value < 100 else 0}f}" for value in values], padding=4, fontsize=8)
     axes.set_yticks(range(len(groups)), list(groups))
@@ -303,4 +270,4 @@ def draw_bars(axes: Any, groups: dict[str, dict[str, float]], ranges: dict[str, 
 def _providers_of(groups: dict[str, dict[str, float]]) -> list[str]:
     """The providers in the order of the other plots, then those that only bars have."""
     present = dict.fromkeys(name for values in groups.values() for name in values)
-    return [*(name for name in STYLES if name in present), *(name for name in present if name not in STYLES)]
+    return [*(name for name in LINES if name in present), *(name for name in present if name not in LINES)]

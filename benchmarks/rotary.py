@@ -33,7 +33,6 @@ from ops import rotary_qkv_fn
 
 EPS, BASE, CONTEXT = 1e-6, 10000.0, 1024
 NORMS = {"rotary": None, "rms_rotary": "rmsnorm", "ln_rotary": "layernorm"}  # of queries and keys, by case
-KEY = ("case", "direction", "M", "heads", "kv_heads", "D", "provider")
 ROUNDS = (9, 7)
 
 
@@ -293,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser, options = options_of(argv)
     device = command.pick_device(parser, options)
     names = importable(options.provider)
-    results = command.open_results("rotary", KEY, options, device, names, argv)
+    results = command.open_results("rotary", options, device, names, argv)
     with timing.side_stream(device), progress(len(options.case) * len(options.heads), "rotary") as bar:
         copy_gb_per_s = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
         timing.free_memory(device)
@@ -302,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_current(bar, f"{case} {shape}")
                 results.add(measure(case, shape, options.tokens, names, device, options.rounds, copy_gb_per_s))
                 bar.update()
-    print(table(results.records))
-    for record in results.records:
+    records = results.finish()["records"]
+    print(table(records))
+    for record in records:
         if record.get("error"):
             print(f"failed: {record['provider']}, {record['case']} {record['direction']}: {record['error']}")
 

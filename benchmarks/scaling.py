@@ -1,7 +1,7 @@
 """Weak scaling of a training step: the batch of a GPU stays, the number of GPUs grows. DDP and FSDP2.
 
 python -m benchmarks.scaling                                    GPT-2 both ways, GPT-2 XL sharded, on 1, 2, 4 … of the GPUs here
-python -m benchmarks.scaling --model gpt2 --parallel ddp --ranks 1 8 --compile     some of it; records add up in one file
+python -m benchmarks.scaling --model gpt2 --parallel ddp --ranks 1 8 --compile     some of it
 python -m benchmarks.scaling --device cpu                       to try it: the default run's model, ranks that talk over gloo
 
 torchrun starts the processes of each model and number of ranks once. They stay until the end. In a turn, one cell trains a
@@ -21,13 +21,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 
 import configs
-from benchmarks import command, training_tables
+from benchmarks import command, scaling_tables
 from benchmarks.command import Record
 from benchmarks.scaling_ranks import Job, JobError
 from configs import ConfigError, machine, rules
@@ -134,7 +132,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     on_cpu = options.device == "cpu"
     options.model = options.model or (["tiny"] if on_cpu else ["gpt2"] if options.quick else ["gpt2", "gpt2_xl"])
     options.ranks = sorted(set(options.ranks or ([1, 2] if on_cpu else powers_of_two(torch.cuda.device_count()))))
-    if not on_cpu and not options.plot_only and options.ranks and options.ranks[-1] > torch.cuda.device_count() > 0:
+    if not on_cpu and options.ranks and options.ranks[-1] > torch.cuda.device_count() > 0:
         parser.error(
             f"--ranks {options.ranks[-1]}: each rank needs a GPU of its own, and there are {torch.cuda.device_count()}"
         )
@@ -259,16 +257,13 @@ def ratio_of(name: str, base: Measured | None, measured: Measured) -> Record:
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
-    if options.plot_only:
-        show(command.recorded(options.output / f"{PROGRAM}.json"), options.output)
-        return
     device = command.pick_device(parser, options)
     try:
         cells = cells_of(options)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
     nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else None
-    results = command.open_results(PROGRAM, KEY, options, device, [], argv, nccl)
+    results = command.open_results(PROGRAM, options, device, [], argv, nccl)
     found = {cell: Measured() for cell in cells}
     by_name = {cell.name: cell for cell in cells}
     jobs = {cell.job: Job(cell.ranks, options.timeout) for cell in cells}
@@ -276,24 +271,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         with progress(2 * options.rounds * len(cells), PROGRAM, "turn") as bar:
             show_current(bar, "start")
             start(jobs, found)
-            for order in block_orders(options.rounds, 0, list(by_name)):
+            for order in block_orders(list(by_name), options.rounds, 0):
                 for name in order:
                     show_current(bar, name)
                     take_turn(by_name[name], found[by_name[name]], jobs[by_name[name].job], options.steps)
                     bar.update()
-                results.add(records_of(found))
+                results.records = records_of(found)
+                results.save()
     finally:
         for job in jobs.values():
             job.dismiss()
         for job in jobs.values():
             job.end()
-    show({"environment": results.environment, "records": results.records}, results.path.parent)
-
-
-def show(file: dict[str, Any], folder: Path) -> None:
-    print(training_tables.scaling_text(file["records"]))
-    if picture := training_tables.plot_scaling(file, folder):
-        print(f"\nplot: {picture}")
+    print(scaling_tables.scaling_text(results.finish()["records"]))
 
 
 if __name__ == "__main__":

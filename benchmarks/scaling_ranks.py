@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -17,21 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import configs
-from benchmarks.contenders import fresh_model, token_stream
 from configs import Config, machine
 from configs.schema import Parallel
 from data import Batches
 from measure.schedule import no_garbage_collection
 from measure.timing import describe, free_memory
-from training.checkpoint import TrainState
+from training.build import build
 from training.clock import StepClock
-from training.distributed import ALONE, World, join, shard
+from training.distributed import ALONE, World, join
 from training.environment import ROOT
 from training.precision import Precision
-from training.step import adamw, compile_model, training_step
+from training.step import training_step
 
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.
 JOINED, FAILED, TURN, ANSWER = "joined", "failed", "turn {}", "answer {}"
@@ -52,16 +50,8 @@ def measure(cfg: Config, steps: int, world: World) -> dict[str, Any]:
     precision = Precision.settle(cfg.train.precision, on)
     if cfg.train.compile:
         torch.compiler.reset()  # the models of earlier turns count towards the limit of recompilations; a loss alone does not
-    model = fresh_model(cfg, precision.device)
-    sharded = cfg.parallel is Parallel.fsdp
-    if sharded:
-        shard(model, precision, world.size, compiled=cfg.train.compile)
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
-    forward: Callable[..., Tensor] = model
-    if cfg.train.compile and not sharded:
-        forward = compile_model(model, cfg.train)
-    forward = world.replicate(forward)
-
+    assert cfg.model.vocab_size is not None
+    _, state, forward = build(cfg, precision, cfg.model.vocab_size, world, draw_on=precision.device)
     batches = Batches(
         tokens_of(cfg, world.size),
         context=cfg.model.context,
@@ -89,9 +79,11 @@ def tokens_of(cfg: Config, ranks: int) -> np.ndarray:
 
 @cache
 def _tokens(vocab_size: int, context: int, batch_size: int, seed: int) -> np.ndarray:
-    cfg = Config(seed=seed)
-    cfg.model.vocab_size, cfg.model.context, cfg.train.batch_size = vocab_size, context, batch_size
-    return token_stream(cfg)
+    """Random tokens, the frequent ones as frequent as words are (Mandelbrot's law): the gradient of the embedding takes longer
+    where rows repeat."""
+    weights = 1 / (np.arange(vocab_size) + 2.7)
+    count = 64 * batch_size * context + 1  # then they come again in another order
+    return np.random.default_rng(seed).choice(vocab_size, size=count, p=weights / weights.sum())
 
 
 @cache

@@ -103,7 +103,7 @@ def describe_keys(config: Config | DictConfig) -> str:
     for name, key in keys.schema().items():
         if section != (section := name.rpartition(".")[0]):
             lines.append("")
-        lines.append(f"  {f'{name}={keys.shown(attrgetter(name)(config))}':<34} {key.metadata['meaning']}")
+        lines.append(f"  {f'{name}={keys.shown(attrgetter(name)(config))}':<33}  {key.metadata['meaning']}")
         choices = keys.choices(key)
         wide = max(map(len, choices), default=0)
         lines += [f"  {'':<34}   {choice:<{wide}}  {meaning}" for choice, meaning in choices.items()]

@@ -6,6 +6,7 @@
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from math import isfinite
 from operator import attrgetter
 
@@ -14,9 +15,10 @@ from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import Config
 
+NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
 # Keys that `python ablate.py` refuses, and why.
 TAKEN_BY_ABLATE = {
-    "norm.impl": "is what ablate.py compares. Leave it out.",
+    "norm.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused].",
     "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
     "resume": "has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
     "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
@@ -47,6 +49,22 @@ def check_ablation(overrides: Sequence[str]) -> None:
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
     taken = [f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE]
     _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
+
+
+def check_arms(cfg: Config) -> None:
+    """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
+    arms, known = cfg.ablate.arms, [*schema.NormImpl, NANOGPT]
+    given = f"ablate.arms=[{','.join(arms)}]"
+    if unknown := [arm for arm in arms if arm not in known]:
+        near = keys.nearest(unknown[0], known)
+        mean = f" Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
+    if len(set(arms)) < len(arms):
+        raise ConfigError(f"{given}: an arm comes twice. Name each once; torch is timed twice by itself.")
+    if schema.NormImpl.torch not in arms or not set(arms) - {schema.NormImpl.torch, NANOGPT}:
+        raise ConfigError(f"{given}: needs torch, the control, and another value of norm.impl to compare with it.")
+    if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
+        raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 
 
 def check_resumed(before: Config, cfg: Config) -> list[str]:
@@ -135,7 +153,48 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield f"parallel={cfg.parallel} needs several processes: torchrun --nproc-per-node=N train.py ..., or leave it out."
     if cfg.norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
+    yield from refused_by_library(cfg, machine)
     if train.precision is schema.Precision.bf16 and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if train.precision is schema.Precision.fp16 and machine.device != "cuda":
         yield f"train.precision=fp16 needs a CUDA device; this run is on {machine.device}. Use train.precision=fp32 or bf16."
+
+
+# ---- other libraries' norms --------------------------------------------------------------------------------------------------
+
+
+LIBRARIES = {  # the package to import, and the name to install it by
+    schema.NormImpl.flash_attn: ("flash_attn", "flash-attn"),
+    schema.NormImpl.liger: ("liger_kernel", "liger-kernel"),
+    schema.NormImpl.quack: ("quack", "quack-kernels"),
+}
+
+
+def refused_by_library(cfg: Config, machine: Machine) -> Iterator[str]:
+    """Why norm.impl can't be used with this config here, if it is another library's: one line for each reason."""
+    impl, model = cfg.norm.impl, cfg.model
+    if impl not in LIBRARIES:
+        return
+    package, name = LIBRARIES[impl]
+    this = f"norm.impl={impl}"
+    if not is_installed(package):
+        yield f"{this} needs the package {name}, which is not installed. Install it, or use norm.impl=fused, torch or compiled."
+    if machine.device != "cuda":
+        yield f"{this} needs a CUDA device; this run is on {machine.device}. Use norm.impl=fused, torch or compiled."
+    if impl is schema.NormImpl.flash_attn:
+        if model.drop_path and model.block is schema.BlockLayout.parallel:
+            yield f"{this} has no drop path in parallel blocks. Use model.drop_path=0 or another norm.impl."
+        if model.dropout and cfg.norm.dropout_masks is schema.DropoutMasks.shared:
+            yield f"{this} draws dropout masks of its own. Use norm.dropout_masks=native, model.dropout=0 or another norm.impl."
+        return
+    if model.dropout or model.drop_path:
+        key = "model.dropout" if model.dropout else "model.drop_path"
+        yield f"{this} has no dropout and no drop path. Use {key}=0 or another norm.impl."
+    if model.block is schema.BlockLayout.parallel:
+        yield f"{this} has no second weight, which model.block=parallel needs. Use another norm.impl."
+    if impl is schema.NormImpl.quack and cfg.norm.kind is not schema.NormKind.rmsnorm:
+        yield f"{this} has no {cfg.norm.kind} that trains. Use norm.kind=rmsnorm or another norm.impl."
+
+
+def is_installed(package: str) -> bool:
+    return find_spec(package) is not None

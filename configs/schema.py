@@ -6,6 +6,7 @@ Each key has its type, default, meaning and range here. The YAML files beside th
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ def key(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of the configuration: its default (`list` for an empty list), meaning and limits."""
-    given = {"default_factory": list} if default is list else {"default": default}
+    """A field of the configuration: its default (`list` for an empty list, a tuple for a list), meaning and limits."""
+    given: dict[str, Any] = {"default": default}
+    if default is list or isinstance(default, tuple):
+        given = {"default_factory": list if default is list else partial(list, default)}
     limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     metadata = {"meaning": meaning, "limits": {words: limit for words, limit in limits.items() if limit is not None}}
     return field(**given, metadata=metadata)
@@ -40,6 +43,10 @@ def key(
 class NormImpl(Choice):
     fused = "fused", "ops.norm_fn: dropout + residual + norm in one kernel"
     torch = "torch", "F.dropout, +, F.layer_norm / F.rms_norm, as people write them"
+    compiled = "compiled", "the same under torch.compile, and nothing else of the model; in a compiled model it is torch"
+    flash_attn = "flash_attn", "FlashAttention's Triton norm, if it is installed"
+    liger = "liger", "Liger-Kernel's norms, if it is installed; no dropout"
+    quack = "quack", "quack's RMSNorm, if it is installed; no dropout"
 
 
 class NormKind(Choice):
@@ -190,7 +197,7 @@ class Precision(Choice):
 
 
 # Those of torch.compile. reduce-overhead and max-autotune make CUDA graphs, in which forward and backward are one launch each:
-# for models that wait for the host. Both max-autotune time variants of each kernel: a slow start, and other bits each time.
+# for models whose steps are CPU-bound. Both max-autotune time variants of each kernel: a slow start, and other bits each time.
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
@@ -260,7 +267,9 @@ class LoggingConfig:
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = key(12, "cycles of two blocks per arm, at least 6; a multiple of 6 favours no arm", at_least=6)
+    arms: list[str] = key(("torch", "compiled", "fused"), "values of norm.impl, or nanogpt; torch is timed twice (A/A)")
+    nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose training step is timed too")
+    cycles: int = key(12, "cycles of two blocks per arm, at least 6; a multiple of the arms favours none", at_least=6)
     block_steps: int | None = key(None, "steps of a block, after one uncounted; null: about 250 ms of them", at_least=1)
     warmup_steps: int = key(3, "steps before the first block of an arm", at_least=1)
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU")

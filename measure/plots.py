@@ -1,40 +1,102 @@
-"""The style of all pictures: no display, few lines, the same fill for the same kind of work."""
+"""The style of all pictures: no display, few lines, and one colour for one thing, whatever picture it is in."""
 
+import logging
+import os
+import textwrap
+from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import numpy as np
-from PIL import Image
+from training import storage
 
-matplotlib.use("Agg")  # needs and opens no display
-from matplotlib import pyplot
+# Needs and opens no display. matplotlib reads this at its import, and refuses the backend of a notebook outside of one: import
+# it here alone.
+os.environ["MPLBACKEND"] = "Agg"
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home it uses a temporary folder, and warns at each start
+from matplotlib import pyplot, ticker  # noqa: E402
 
-__all__ = ["GREY", "GROUP_FILLS", "bare", "pyplot", "save"]
+__all__ = ["pyplot", "ticker"]  # beside what is defined here
 
-GREY = "#6b7280"
-GROUP_FILLS: dict[str, tuple[str, str]] = {  # colour and hatch; norms stand out, because only they differ between arms
+INK, GREY, EDGE = "#111827", "#6b7280", "#374151"
+DPI = 130
+# Implementations of a norm. Colours differ in lightness too; marker and dash tell lines apart where colour does not.
+ARMS: dict[str, dict[str, Any]] = {
+    "fused": {"color": INK, "marker": "o", "linestyle": "-", "linewidth": 2.6, "zorder": 5},
+    "torch": {"color": "#9ca3af", "marker": "s", "linestyle": "--"},
+    "torch again": {"color": "#e5e7eb", "marker": "s", "linestyle": ":"},
+    "compiled": {"color": "#3b82f6", "marker": "^", "linestyle": "-."},
+    "flash_attn": {"color": "#0f8a6d", "marker": "D", "linestyle": (0, (5, 1))},
+    "liger": {"color": "#b58900", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
+    "quack": {"color": "#7c3aed", "marker": "P", "linestyle": (0, (1, 1))},
+    "nanogpt": {"color": "#78716c", "marker": "*", "linestyle": (0, (2, 2))},
+    "traffic": {"color": GREY, "marker": "+", "linestyle": (0, (1, 2)), "linewidth": 1.0, "zorder": 1},
+}
+NAMES = {
+    "torch again": "torch again (A/A)",
+    "compiled": "compiled site",
+    "flash_attn": "flash-attn",
+    "liger": "Liger",
+    "nanogpt": "nanoGPT's step",
+    "traffic": "the same tensors, moved alone",
+}
+# Kinds of work in a step: colour and hatch. Norms stand out, because only they differ between arms.
+GROUP_FILLS: dict[str, tuple[str, str]] = {
     "norm": ("#c2410c", ""),
     "gemm": ("#d1d5db", ""),
     "attention": ("#f3f4f6", "////"),
     "loss": ("#9db8d2", "...."),
     "optimizer": ("#ffffff", "xxxx"),
     "other": (GREY, ""),
+    "idle": ("#ffffff", ""),
 }
 
 
 def bare(axes: Any, grid: str = "both") -> None:
     """A faint grid ("x", "y", "both" or none) behind the data, and no frame at the top and the right."""
     axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8)
     if grid:
         axes.grid(axis=grid, color=GREY, alpha=0.2, linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save(figure: Any, path: Path) -> None:
-    """Writes the picture as a PNG and closes it. 64 colours are enough for lines and fills, and take a third of the bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.canvas.draw()
-    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(64, dither=Image.Dither.NONE).save(path, format="PNG", optimize=True)
+def legend_below(figure: Any, entries: Mapping[str, Any]) -> None:
+    """One legend for all panels, in as few lines as the picture is wide enough for."""
+    for columns in range(len(entries), 0, -1):
+        legend = figure.legend(
+            entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        )
+        if columns == 1 or legend.get_window_extent().width < figure.bbox.width:
+            return
+        legend.remove()
+
+
+def finish(figure: Any, title: str, footer: str, path: Path) -> None:
+    """Writes a picture with its title, and card, versions and revision small beneath it."""
+    letters = int(13 * figure.get_figwidth())  # thirteen of the title's to an inch
+    figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left", fontsize=10, fontweight="bold")
+    if footer:
+        strip = 0.2 / figure.get_figheight()  # beneath the layout, which would put a legend over it
+        figure.get_layout_engine().set(rect=(0, strip, 1, 1 - strip))
+        figure.text(0.01, 0.2 * strip, footer, fontsize=6, color=GREY)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, to: Path) -> None:
+    """Writes a figure in the format of the file's suffix, in one step, and closes it.
+
+    Raises:
+        StorageError: it can't be written.
+    """
+    drawn = BytesIO()
+    figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
     pyplot.close(figure)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    storage.replace(to, lambda file: file.write(drawn.getvalue()))
+
+
+def styled(names: Iterable[str]) -> list[str]:
+    """The names in the order of ARMS."""
+    given = set(names)
+    return [name for name in ARMS if name in given]

@@ -1,7 +1,7 @@
-"""The order in which contenders run: short blocks of steps that alternate, so that drift reaches all of them alike.
+"""The order in which arms run: short blocks of steps that alternate, so that drift reaches all of them alike.
 
-A cycle gives every contender two blocks: in some order and then in its reverse (ABBA). Whatever drifts evenly through a cycle
-adds the same to all of them. Every contender stands at every place of a cycle equally often.
+A cycle gives every arm two blocks: in some order and then in its reverse (ABBA). Whatever drifts evenly through a cycle
+adds the same to all of them. Every arm stands at every place of a cycle equally often.
 """
 
 import gc
@@ -10,8 +10,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-from measure.comparison import ARMS
 
 # Steps that open a block and are not counted. The first finds the GPU's queue empty and waits for the host to fill it: 1 to 3
 # of GPT-2's 62 to 78 ms on an H200. In training that happens after a line of metrics or an evaluation, not at every fifth step.
@@ -22,9 +20,9 @@ LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
 
 def run_blocks(
     block: Callable[[str, int], list[float]],
+    names: Sequence[str],
     cycles: int,
     seed: int,
-    names: Sequence[str] = ARMS,
     before_cycle: Callable[[int], None] = lambda cycle: None,
 ) -> dict[str, list[list[float]]]:
     """The step times that block(name, cycle) returned, by name, in the order in which the blocks ran.
@@ -33,7 +31,7 @@ def run_blocks(
     counted cycles begin a round.
     """
     blocks: dict[str, list[list[float]]] = {name: [] for name in names}
-    counted = list(block_orders(cycles, seed, names))
+    counted = list(block_orders(names, cycles, seed))
     with no_garbage_collection():
         for cycle, order in enumerate([*counted[-1:], *counted]):
             before_cycle(cycle)
@@ -44,7 +42,7 @@ def run_blocks(
     return blocks
 
 
-def block_orders(cycles: int, seed: int, names: Sequence[str] = ARMS) -> Iterator[Sequence[str]]:
+def block_orders(names: Sequence[str], cycles: int, seed: int) -> Iterator[Sequence[str]]:
     """For each cycle the names in the order of their blocks.
 
     A new order is drawn once in as many cycles as there are names. In between, the first name moves to the end.
@@ -59,16 +57,19 @@ def block_orders(cycles: int, seed: int, names: Sequence[str] = ARMS) -> Iterato
         yield [*order, *reversed(order)]
 
 
-def positions_of(name: str, cycles: int, seed: int, names: Sequence[str] = ARMS) -> list[int]:
+def positions_of(name: str, names: Sequence[str], cycles: int, seed: int) -> list[int]:
     """For each counted block of `name` in run_blocks: how many counted blocks, of all names, ran before it."""
-    return [at for at, ran in enumerate(itertools.chain(*block_orders(cycles, seed, names))) if ran == name]
+    return [at for at, ran in enumerate(itertools.chain(*block_orders(names, cycles, seed))) if ran == name]
 
 
-def memory_orders(cycles: int, seed: int, arms: int) -> list[tuple[int, ...]]:
-    """For each cycle the place in memory of every arm. All permutations take turns, so no arm has the better places."""
-    orders = list(itertools.permutations(range(arms)))
-    random.Random(seed).shuffle(orders)
-    return [orders[cycle % len(orders)] for cycle in range(cycles)]
+def memory_orders(arms: int, cycles: int, seed: int) -> list[tuple[int, ...]]:
+    """For cycle 0 and each counted cycle the place in memory of every arm.
+
+    In as many cycles as there are arms, each arm has each place once. Cycle 0 has the order of the last cycle.
+    """
+    names = [str(arm) for arm in range(arms)]
+    counted = [tuple(int(arm) for arm in order[:arms]) for order in block_orders(names, cycles, seed + 1)]
+    return [counted[-1], *counted]
 
 
 def block_length(warm_up_ms: Sequence[Sequence[float]]) -> int:

@@ -1,8 +1,7 @@
 """Tables, numbers and words of reports, for a terminal and for Markdown."""
 
 import textwrap
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -99,21 +98,10 @@ def capital(words: str) -> str:
     return words if "=" in words.partition(",")[0] else words[:1].upper() + words[1:]
 
 
-def measured_at(file: dict[str, Any]) -> dict[str, str]:
-    """Of a results file with several revisions: each with its number of measurements, most first. Else empty."""
-    git = file["environment"]["git"]
-    counts = Counter(record.get("revision", git and git["revision"]) for record in file["records"]).most_common()
-    if len(counts) < 2:
-        return {}
-    return {revision: str(count) if i else f"{count} measurements" for i, (revision, count) in enumerate(counts)}
-
-
-def machine(environment: dict[str, Any], revisions: Mapping[str, str] | None = None) -> str:
-    """GPU, versions and git revision in one line. revisions: if there are several, each with what was measured at it."""
+def machine(environment: dict[str, Any]) -> str:
+    """GPU, versions and git revision in one line."""
     gpu = environment["gpu"]["name"] if environment["gpu"] else "CPU"
-    known = ("torch", "triton", "flash-attn", "liger-kernel", "quack-kernels", "apex")
-    versions = [f"{name} {environment['versions'][name]}" for name in known if name in environment["versions"]]
+    known = ("torch", "triton", "flash-attn", "liger-kernel", "quack-kernels")
+    versions = [f"{name} {environment['versions'][name]}" for name in known if environment["versions"].get(name)]
     git = environment["git"]
-    named = [f"{revision[:8]} ({what})" for revision, what in (revisions or {}).items()]
-    named = named or ([git["revision"][:8]] if git else [])
-    return ", ".join([gpu, *versions, *(["git " + ", ".join(named)] if named else [])])
+    return ", ".join([gpu, *versions, *([f"git {git['revision'][:8]}"] if git else [])])

@@ -1,14 +1,18 @@
 """Causal self-attention: multi-head or grouped-query, with optional norms and rotary positions on queries and keys."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig, NormConfig, NormImpl
-from model.norm import PreNorm
+from model.norm import Affine, How, PreNorm, compiled_alone, norm_rows
 from ops import rotary_qkv_fn
+
+Normed = Callable[[Tensor], Tensor]
 
 
 class Attention(nn.Module):
@@ -65,6 +69,9 @@ class QueryKeySite(nn.Module):
         self, qkv: Tensor, rotary: Tensor | None, query_norm: PreNorm | None, key_norm: PreNorm | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, (heads + 2·kv_heads)·head_width] -> q [B, T, heads, head_width], k and v [B, T, kv_heads, head_width]."""
+        if self.impl == NormImpl.compiled:
+            norms = () if query_norm is None or key_norm is None else (query_norm.as_function(qkv), key_norm.as_function(qkv))
+            return compiled_alone(query_key_site)(qkv, rotary, self.heads, self.kv_heads, norms)
         if self.impl != NormImpl.fused or (rotary is None and query_norm is None):
             return unfused_query_key_site(qkv, rotary, self.heads, self.kv_heads, query_norm, key_norm)
         cos, sin = (None, None) if rotary is None else rotary
@@ -76,11 +83,19 @@ class QueryKeySite(nn.Module):
         )  # fmt: skip
 
 
-def unfused_query_key_site(
-    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, query_norm: PreNorm | None, key_norm: PreNorm | None
+def query_key_site(
+    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, norms: tuple[tuple[Affine, How], ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norms as their module computes them, and PyTorch's rotation as people write it. A function that torch.compile can
-    take whole, once for all layers."""
+    """The site in PyTorch's operators, of tensors alone, so that torch.compile takes it once for all layers. norms: of queries
+    and of keys, or none."""
+    normed = [partial(norm_rows, affine=affine, how=how) for affine, how in norms]
+    return unfused_query_key_site(qkv, rotary, heads, kv_heads, *(normed or (None, None)))
+
+
+def unfused_query_key_site(
+    qkv: Tensor, rotary: Tensor | None, heads: int, kv_heads: int, query_norm: Normed | None, key_norm: Normed | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms as they are given, and PyTorch's rotation as people write it."""
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), dim=-2)
     if query_norm is not None and key_norm is not None:
         q, k = query_norm(q), key_norm(k)

@@ -7,19 +7,58 @@ new stream:
     r = z in the residual dtype                                         the new residual stream
     y = norm(r) · weight + bias,   y1 = norm(r) · weight1 + bias1       y1 only at parallel sites
 
-`norm.impl=fused` computes this in one kernel. `norm.impl=torch` uses PyTorch's operators. Parameters, their names and their
-initial values do not depend on the implementation, so a checkpoint of one loads in the other.
+`norm.impl=fused` computes this in one kernel. `torch` uses PyTorch's operators, and `compiled` is that same code under
+torch.compile, alone. `model.libraries` has the norms of other libraries. Parameters, their names and their initial values do
+not depend on the implementation, so a checkpoint of one loads in the other.
 """
 
-from typing import cast
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import DropoutMasks, NormConfig, NormImpl
+from model import libraries
 from ops import Norm, norm_fn, seeded_dropout
 from ops.reference import NORMS
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call of a norm site; see PreNorm.forward. Row scales are [...] fp32, of drop path."""
+
+    x: Tensor
+    residual: Tensor | None
+    x1: Tensor | None
+    rowscale: Tensor | None
+    rowscale1: Tensor | None
+    seed: Tensor | None
+
+
+class Affine(NamedTuple):
+    weight: Tensor
+    bias: Tensor | None
+    weight1: Tensor | None
+    bias1: Tensor | None
+
+
+class How(NamedTuple):
+    """What a norm site does, apart from its tensors."""
+
+    kind: Norm
+    eps: float
+    dropout: float  # 0 in evaluation
+    shared_masks: bool
+    prenorm: bool
+    stream_dtype: torch.dtype  # of the new residual stream
+    out_dtype: torch.dtype  # of y and y1
+
+
+Drop = Callable[[Tensor, Tensor | None, Tensor | None, int, How], Tensor]
+Normalise = Callable[[Tensor, Tensor, Tensor | None, How], Tensor]
+Outputs = Tensor | tuple[Tensor, ...]
 
 
 class PreNorm(nn.Module):
@@ -63,6 +102,8 @@ class PreNorm(nn.Module):
         self.bias = parameter(bias, 0.0)
         self.weight1 = parameter(parallel, 1.0)
         self.bias1 = parameter(parallel and bias, 0.0)
+        self._drop: Drop = drop  # of norm.impl=torch; parity tests exchange them
+        self._norm: Normalise = normalise
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, x1: Tensor | None = None, seed: Tensor | None = None
@@ -82,8 +123,26 @@ class PreNorm(nn.Module):
         dropout = self.dropout if self.training else 0.0
         rowscale = self._rowscale(x, self.drop_path[0], seed, stream=2)
         rowscale1 = self._rowscale(x1, self.drop_path[1], seed, stream=3)
-        site = self._fused if self.impl == NormImpl.fused else self._torch
-        return site(x, residual, x1, rowscale, rowscale1, dropout, seed)
+        if self.impl == NormImpl.fused:
+            return self._fused(x, residual, x1, rowscale, rowscale1, dropout, seed)
+        if residual is not None:
+            stream_dtype = residual.dtype
+        else:
+            stream_dtype = torch.float32 if self.residual_in_fp32 and x.dtype != torch.float64 else x.dtype
+        shared = self.masks == DropoutMasks.shared
+        how = How(self.kind, self.eps, dropout, shared, self.prenorm, stream_dtype, activation_dtype(x))
+        inputs = Inputs(x, residual, x1, rowscale, rowscale1, seed)
+        affine = Affine(self.weight, self.bias, self.weight1, self.bias1)
+        if self.impl == NormImpl.torch:
+            return torch_site(inputs, affine, how, self._drop, self._norm)
+        if self.impl == NormImpl.compiled:
+            return compiled_alone(torch_site)(inputs, affine, how)
+        return libraries.SITES[self.impl](inputs, affine, how)
+
+    def as_function(self, x: Tensor) -> tuple[Affine, How]:
+        """What `norm_rows` takes to normalise as this module does, in evaluation or of a site without dropout."""
+        how = How(self.kind, self.eps, 0.0, False, False, x.dtype, activation_dtype(x))
+        return Affine(self.weight, self.bias, self.weight1, self.bias1), how
 
     def _fused(
         self,
@@ -102,51 +161,6 @@ class PreNorm(nn.Module):
         )  # fmt: skip
         return cast("Tensor | tuple[Tensor, ...]", outputs)  # only masks can be None, and none are asked for
 
-    def _torch(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        x1: Tensor | None,
-        rowscale: Tensor | None,
-        rowscale1: Tensor | None,
-        dropout: float,
-        seed: Tensor | None,
-    ) -> Tensor | tuple[Tensor, ...]:
-        out_dtype = activation_dtype(x)
-        if residual is None:
-            stream_dtype = torch.float32 if self.residual_in_fp32 and x.dtype != torch.float64 else x.dtype
-        else:
-            stream_dtype = residual.dtype
-
-        z = self._drop(x, rowscale, dropout, seed, stream=0)
-        if residual is not None:
-            z = residual + z
-        if x1 is not None:
-            z = z + self._drop(x1, rowscale1, dropout, seed, stream=1)
-        residual = z.to(stream_dtype)
-
-        outputs = [self._norm(residual, self.weight, self.bias).to(out_dtype)]
-        if self.weight1 is not None:
-            outputs.append(self._norm(residual, self.weight1, self.bias1).to(out_dtype))
-        if self.prenorm:
-            outputs.append(residual)
-        return tuple(outputs) if len(outputs) > 1 else outputs[0]
-
-    def _drop(self, x: Tensor, rowscale: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor:
-        if rowscale is not None:
-            x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32, as bf16 has an error of up to 0.4 %
-        if p and self.masks == DropoutMasks.shared:
-            assert seed is not None  # GPT draws one
-            return seeded_dropout(x, p, seed, stream)
-        return F.dropout(x, p)  # p is 0 in evaluation
-
-    def _norm(self, r: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32, but
-        # not everywhere those of F.rms_norm, which would then run many small kernels. This converts both.
-        dtype = torch.promote_types(r.dtype, weight.dtype)
-        bias = None if bias is None else bias.to(dtype)
-        return NORMS[self.kind](r.to(dtype), weight.to(dtype), bias, self.eps)
-
     def _rowscale(self, x: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor | None:
         """Drop path's factor for each position of x [B, T, width]: 0 or 1/(1-p), with one draw per sample; [B, T] fp32.
 
@@ -161,6 +175,57 @@ class PreNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, impl={self.impl}, kind={self.kind.name}, eps={self.eps}, dropout={self.dropout}"
+
+
+def drop(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, how: How) -> Tensor:
+    """dropout(x · rowscale), in x's dtype."""
+    if rowscale is not None:
+        x = (x * rowscale[..., None]).to(x.dtype)  # the factor stays fp32, as bf16 has an error of up to 0.4 %
+    if how.dropout and how.shared_masks:
+        assert seed is not None  # GPT draws one
+        return seeded_dropout(x, how.dropout, seed, stream)
+    return F.dropout(x, how.dropout)
+
+
+def normalise(r: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32, but
+    # not everywhere those of F.rms_norm, which would then run many small kernels. This converts both.
+    dtype = torch.promote_types(r.dtype, weight.dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return NORMS[how.kind](r.to(dtype), weight.to(dtype), bias, how.eps)
+
+
+def torch_site(inputs: Inputs, affine: Affine, how: How, drop: Drop = drop, norm: Normalise = normalise) -> Outputs:
+    """The site in PyTorch's operators: F.dropout, +, F.layer_norm or F.rms_norm, as people write them."""
+    z = drop(inputs.x, inputs.rowscale, inputs.seed, 0, how)
+    if inputs.residual is not None:
+        z = inputs.residual + z
+    if inputs.x1 is not None:
+        z = z + drop(inputs.x1, inputs.rowscale1, inputs.seed, 1, how)
+    stream = z.to(how.stream_dtype)
+
+    outputs = [norm(stream, affine.weight, affine.bias, how).to(how.out_dtype)]
+    if affine.weight1 is not None:
+        outputs.append(norm(stream, affine.weight1, affine.bias1, how).to(how.out_dtype))
+    if how.prenorm:
+        outputs.append(stream)
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def norm_rows(x: Tensor, affine: Affine, how: How) -> Tensor:
+    """A site of one input and one output: the norm alone."""
+    return cast(Tensor, torch_site(Inputs(x, None, None, None, None, None), affine, how))
+
+
+@cache
+def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function through torch.compile, and nothing around it. Inside a model that is compiled whole it is a part of that.
+
+    All sites share it. Each kind of call (first, middle or final site, training or evaluation) is compiled once, so PyTorch's
+    limit of recompilations, after which fullgraph raises, is set higher than its 8.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(function, fullgraph=True)
 
 
 def activation_dtype(x: Tensor) -> torch.dtype:

@@ -135,7 +135,30 @@ def layer_norm_fn(
     rowscale1: Tensor | None = None,
     seed: Tensor | int | None = None,
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """`norm_fn` of "layernorm", or of "rmsnorm" with is_rms_norm."""
+    """y = LayerNorm(dropout(x · rowscale) + dropout(x1 · rowscale1) + residual) in one kernel; `norm_fn` has the formula.
+
+    The interface of FlashAttention's Triton function, and rowscale1 and seed beside it.
+
+    Args:
+        x: (..., N), bf16, fp16 or fp32 (fp64 too where the PyTorch reference runs); what a sublayer gives.
+        weight, bias: (N,), of any of these dtypes; None is 1 and 0.
+        residual: shape of x; the residual stream so far, in its own dtype. None: the stream starts here.
+        x1: shape of x; a second branch that is added. weight1, bias1: (N,); a second output y1 is there when either is given.
+        eps: added to the variance: 1e-6 here, 1e-5 in the module LayerNorm.
+        dropout_p: in [0, 1), on x and x1. seed: an int or a one-element int64 tensor on x's device, which fixes the masks;
+            None: drawn from torch's generator.
+        rowscale, rowscale1: one factor for each row of x and x1: x's leading shape, or flat (M,).
+        prenorm: also return the new stream. residual_in_fp32: a stream that starts here is fp32; else it has x's dtype.
+        zero_centered_weight: the weights are stored as their distance from 1. is_rms_norm: compute RMSNorm.
+        return_dropout_mask: also return the bool masks of what was kept, of x and x1 (None without x1).
+        out_dtype: of y and y1; None: x's. out, residual_out: buffers of x's shape, written to and returned.
+
+    Returns:
+        y [, y1] [, stream] [, mask, mask1]: y alone, or a tuple in this order, all of x's shape.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device, dropout_p or seed not as above; before anything is launched.
+    """
     if is_rms_norm is not True and is_rms_norm is not False:
         checks.check_flags("layer_norm_fn", is_rms_norm=is_rms_norm)
     return norm_fn(
@@ -168,7 +191,28 @@ def rms_norm_fn(
     rowscale1: Tensor | None = None,
     seed: Tensor | int | None = None,
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """`norm_fn` of "rmsnorm"."""
+    """y = RMSNorm(dropout(x · rowscale) + dropout(x1 · rowscale1) + residual) in one kernel; `norm_fn` has the formula.
+
+    Args:
+        x: (..., N), bf16, fp16 or fp32 (fp64 too where the PyTorch reference runs); what a sublayer gives.
+        weight, bias: (N,), of any of these dtypes; None is 1 and 0.
+        residual: shape of x; the residual stream so far, in its own dtype. None: the stream starts here.
+        x1: shape of x; a second branch that is added. weight1, bias1: (N,); a second output y1 is there when either is given.
+        eps: added to the mean square: 1e-6 here, 1e-5 in the module RMSNorm.
+        dropout_p: in [0, 1), on x and x1. seed: an int or a one-element int64 tensor on x's device, which fixes the masks;
+            None: drawn from torch's generator.
+        rowscale, rowscale1: one factor for each row of x and x1: x's leading shape, or flat (M,).
+        prenorm: also return the new stream. residual_in_fp32: a stream that starts here is fp32; else it has x's dtype.
+        zero_centered_weight: the weights are stored as their distance from 1.
+        return_dropout_mask: also return the bool masks of what was kept, of x and x1 (None without x1).
+        out_dtype: of y and y1; None: x's. out, residual_out: buffers of x's shape, written to and returned.
+
+    Returns:
+        y [, y1] [, stream] [, mask, mask1]: y alone, or a tuple in this order, all of x's shape.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, device, dropout_p or seed not as above; before anything is launched.
+    """
     return norm_fn(
         Norm.rmsnorm, x, weight, bias, residual, x1, weight1, bias1,
         eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,

@@ -47,7 +47,7 @@ class LayerNorm(_Fused, nn.LayerNorm):  # type: ignore[misc]
 
     Args:
         hidden_size: N, the size of the last dimension.
-        eps: added to the variance.
+        eps: added to the variance: 1e-5 here, as in torch.nn.LayerNorm; the functions have 1e-6.
         dropout_p: in [0, 1); applied to x in training mode only.
         zero_centered_weight: the weight is stored as its distance from 1, and starts at 0.
         elementwise_affine, bias: as in torch.nn.LayerNorm.

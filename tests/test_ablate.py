@@ -1,6 +1,7 @@
 """python ablate.py: what it leaves behind, what it says, how it ends."""
 
 import os
+import re
 import signal
 from functools import partial
 
@@ -10,9 +11,10 @@ from safetensors.torch import load_file
 
 import ablate
 import model.norm
-from ablation.parity import ARMS
+from ablation.rounding import REFERENCE, REORDERED
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
+from tests.ablation.peer import checkout
 from tests.runs import raising, train_here
 from training import attribution
 
@@ -34,7 +36,9 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """Replaces the measurement of a cell."""
-    monkeypatch.setattr(ablate, "measure", lambda *_: results.cell({}, "eager", 1.0, kernels=False, seed=0))
+    monkeypatch.setattr(
+        ablate, "measure", lambda *_: results.cell({}, "eager", 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     assert len(begun) == 3 and all(torch.equal(weight, stored) for weight in begun)
     whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
-    losses = [run[0] for arm in ARMS for run in parity.losses[arm]]
+    losses = [run[0] for arm in (REFERENCE, TORCH, FUSED, REORDERED) for run in parity.losses[arm]]
     assert losses == pytest.approx([trained.final.loss] * 8, rel=0.1)
     assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
@@ -108,7 +112,16 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares"),
+        ("norm.impl=torch", "norm.impl=torch: norm.impl is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]"),
+        (
+            "ablate.arms=[torch,fuse]",
+            "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean fused?",
+        ),
+        ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
+        ("ablate.arms=[compiled,fused]", "needs torch, the control"),
+        ("ablate.arms=[torch,fused,fused]", "an arm comes twice"),
+        ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
+        ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("-m", "an ablation sweeps without it"),
@@ -183,20 +196,28 @@ def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agent
 
 @pytest.mark.gpu
 def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(tiny, here, ablations):
-    small = ["model.layers=1", "model.width=128", "model.context=128", "model.dropout=0.1", "ablate.parity_seeds=3"]
+    small = [
+        "ablate.arms=[torch,compiled,fused]",
+        "model.layers=1",
+        "model.width=128",
+        "model.context=128",
+        "model.dropout=0.1",
+        "ablate.parity_seeds=3",
+    ]
     assert ablate.main([*tiny, *small, "device=cuda", "ablate.block_steps=3", "ablate.warmup_steps=2"]) == 0
     found = ablations[-1]
     eager, compiled = found.cells
     assert (eager.mode, compiled.mode) == ("eager", "compiled") and found.kernels and found.environment["gpu"]
-    assert [one.holds for one in found.parity] == [True]
+    assert [(one.arm, one.holds) for one in found.parity] == [("compiled", True), (FUSED, True)]
+    assert list(eager.arms) == [TORCH, AGAIN, "compiled", FUSED] and list(compiled.arms) == [TORCH, AGAIN, FUSED]
     for cell in found.cells:
         assert all(arm.peak_gb > 0 and arm.launches > 0 for arm in cell.arms.values())
         assert cell.arms[TORCH].launches == cell.arms[AGAIN].launches
-        for shares in (cell.attribution.torch, cell.attribution.fused):
+        for shares in cell.attribution.shares.values():
             assert tuple(share.group for share in shares) == attribution.GROUPS
             assert all(share.ms > 0 and share.launches > 0 for share in shares if share.group != "other")
-        assert cell.attribution.bound >= 1 and cell.attribution.copy_gb_per_s > 10
-        assert {name: len(states) for name, states in cell.gpu.items()} == {TORCH: 2, FUSED: 2}
+        assert min(cell.attribution.limits.values()) >= 1 and cell.attribution.copy_gb_per_s > 10
+        assert set(cell.gpu) == set(cell.arms) - {AGAIN} and {len(states) for states in cell.gpu.values()} == {2}
         # Each norm site is one kernel forward and one backward, and PyTorch's arms run none of ours.
         for arm, kernels in cell.attribution.kernels.items():
             for name in ("norm_forward_kernel", "norm_backward_kernel"):
@@ -207,3 +228,66 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
     assert sum(k.launches for k in eager.attribution.kernels[TORCH] if k.group == "norm") >= 3 * 3 - 1 + 3 * 2
     report = (here() / "report.md").read_text(encoding="utf-8")
     assert "no kernel was measured" not in report.lower() and "attribution.png" in report
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_sites_of_the_compiled_arm_count_as_norm(tiny, here, ablations):
+    arms = ["ablate.arms=[torch,compiled]", "ablate.parity_seeds=0", "ablate.block_steps=2"]
+    assert ablate.main([*tiny, *arms, "device=cuda", "model.width=128", "model.dropout=0.1", "ablate.compile=false"]) == 0
+    (cell,) = ablations[-1].cells
+    kernels = [k for k in cell.attribution.kernels["compiled"] if k.name.startswith("triton_")]
+    assert kernels and {k.group for k in kernels} <= {"norm", "loss"}
+
+
+def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_the_fastest_opponent(
+    tiny, here, tmp_path, monkeypatch, ablations
+):
+    monkeypatch.setattr("model.norm.compiled_alone", lambda site: site)  # the compiler takes half a minute
+    arms = ["ablate.arms=[torch,compiled,fused,nanogpt]", f"ablate.nanogpt={checkout(tmp_path / 'nanoGPT')}", "tokenizer=char"]
+    sizes = ["model.dropout=0.0", TIMES]
+    assert ablate.main([*tiny, *arms, *sizes]) == 0
+    (cell,) = ablations[-1].cells
+    assert list(cell.arms) == [TORCH, AGAIN, "compiled", "nanogpt", FUSED] and set(cell.opponents) == {TORCH, "compiled"}
+    assert {(base, arm) for base, of in cell.pairs.items() for arm in of} == {
+        *((TORCH, arm) for arm in (AGAIN, "compiled", "nanogpt", FUSED)),
+        *(("compiled", arm) for arm in ("nanogpt", FUSED)),
+        ("nanogpt", FUSED),
+    }
+    assert f"{cell.opponents[0]}, the fastest other arm" in cell.verdict
+    losses = [arm.first_loss for arm in cell.arms.values()]
+    assert max(losses) - min(losses) < 1e-4 * losses[0], "the same weights and batch"
+    assert all(min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 for arm in cell.arms.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"eps": "1e-6"},
+        {"activation": "nn.ReLU()"},
+        {"replaced": {"is_causal=True": "is_causal=False"}},
+        {"replaced": {"self.transformer.wte.weight = self.lm_head.weight": "pass"}},
+    ],
+)
+def test_a_nanogpt_that_computes_something_else_is_not_timed(change, tiny, here, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
+    arms = ["ablate.arms=[torch,fused,nanogpt]", f"ablate.nanogpt={checkout(tmp_path / 'nanoGPT', **change)}"]
+    assert ablate.main([*tiny, *arms]) == 2
+    assert re.search(r"nanoGPT's (model and ours differ|parameters are not those of ours)", capsys.readouterr().err)
+
+
+def test_in_compiled_cells_compiled_sites_are_torch_and_left_out(tiny, monkeypatch):
+    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
+    (variant,) = ablate.variants_of([*tiny, "ablate.arms=[torch,compiled,fused]"])
+    assert variant.arms("eager") == [TORCH, AGAIN, "compiled", FUSED] and variant.arms("compiled") == [TORCH, AGAIN, FUSED]
+    (variant,) = ablate.variants_of([*tiny, "ablate.arms=[torch,compiled]"])
+    assert variant.modes == ["eager"] and variant.subject == "compiled"
+
+
+def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_alone(tiny, monkeypatch):
+    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
+    monkeypatch.setattr(ablate.rules, "is_installed", lambda package: True)
+    arms = ["ablate.arms=[torch,liger,flash_attn,fused]", "norm.kind=rmsnorm", "model.dropout=0.0,0.1"]
+    without, dropping = ablate.variants_of([*tiny, *arms])
+    assert without.refused == {} and without.arms("eager") == [TORCH, AGAIN, "liger", "flash_attn", FUSED]
+    assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED] and "no dropout" in dropping.refused["liger"]
+    assert without.tested == ["liger", "flash_attn", FUSED] and dropping.tested == [FUSED], "flash-attn draws its own masks"

@@ -19,7 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +89,17 @@ def profile_step(
         if on_gpu:
             torch.cuda.synchronize(device)
     events = list(profiler.events() or ())
-    return device_times(events, steps) if on_gpu else host_times(events, steps)
+    if not on_gpu:
+        return host_times(events, steps)
+    times = device_times(events, steps)
+    return times if model is None else [_of_compiled_site(time) for time in times]
+
+
+def _of_compiled_site(kernel: KernelTime) -> KernelTime:
+    """Of a model that runs eager, torch.compile makes kernels for norm sites and the loss alone. Those of a site are marked."""
+    if not kernel.name.startswith("triton_") or RULES[LOSS].pattern.search(kernel.name):
+        return kernel
+    return replace(kernel, within=(*kernel.within, NORM_SITE))
 
 
 def shares(kernels: Iterable[KernelTime]) -> list[Share]:
@@ -159,6 +169,8 @@ RULES = (
     ),
     # Under torch.compile they run inside our operators, with the fills that these need.
     _rule("norm", _within, r"^prenorm_\w+::"),
+    # Sites that are compiled alone; see `_of_compiled_site`.
+    _rule("norm", lambda kernel: [f"{kernel.name[:7]} {name}" for name in kernel.within], rf"^triton_ {NORM_SITE}$"),
     # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
@@ -194,6 +206,7 @@ RULES = (
     _rule("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
     _rule("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
 )
+LOSS = next(at for at, rule in enumerate(RULES) if rule.group == "loss")
 
 
 def group_of(kernel: KernelTime) -> str:

@@ -78,10 +78,11 @@ def gpu_state_during(step: Callable[[], None], device: torch.device, settle_s: f
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Revision, and whether tracked files differ from it; None outside a git repository."""
+    """Revision, and whether tracked files differ from it. Outside a git repository that of GIT_REVISION, or None."""
     revision = _git(folder, "rev-parse", "HEAD")
     if revision is None:
-        return None
+        given = os.environ.get("GIT_REVISION")  # of code that was copied without its repository
+        return {"revision": given, "dirty": False} if given else None
     return {"revision": revision, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
 
 

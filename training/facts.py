@@ -21,6 +21,14 @@ from training.resume import Start
 from training.run import Run
 from training.storage import relative
 
+OPERATORS = {
+    NormImpl.torch: "PyTorch's own operators",
+    NormImpl.compiled: "PyTorch's own operators, each site under torch.compile",
+    NormImpl.flash_attn: "FlashAttention's Triton kernels",
+    NormImpl.liger: "Liger-Kernel's kernels",
+    NormImpl.quack: "quack's kernels",
+}
+
 
 @dataclass
 class Summary:
@@ -37,8 +45,10 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     """The facts about a run that it prints before its first step and keeps in W&B's config."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    if cfg.norm.impl is NormImpl.torch:
-        norms = "PyTorch's own operators"
+    if cfg.norm.impl is NormImpl.compiled and cfg.train.compile:
+        norms = "as norm.impl=torch, since the whole model is compiled"
+    elif cfg.norm.impl is not NormImpl.fused:
+        norms = OPERATORS[cfg.norm.impl]
     elif device.type == "cpu" and ops.backend_for(device) == "PyTorch reference":
         norms = "PyTorch reference of the fused op (no kernel on this CPU)"
     else:

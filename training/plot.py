@@ -11,21 +11,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from operator import attrgetter, mul
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display needed, and none opened
-from matplotlib import pyplot
-from matplotlib.ticker import MaxNLocator
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import Config, ConfigError, keys
-from training import storage
+from measure.plots import pyplot, save_figure, ticker
 from training.storage import StorageError
 
 TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
@@ -78,7 +72,7 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     nats = _nats(bytes_per_token)
     right = axes.secondary_yaxis("right", functions=(partial(mul, 1 / nats), partial(mul, nats)))
     right.set_ylabel("bits per byte")
@@ -88,14 +82,6 @@ def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> b
     axes.legend(frameon=False, loc="upper right")
     save_figure(figure, to)
     return True
-
-
-def save_figure(figure: Any, to: Path) -> None:
-    """Writes a figure in the format of the file's suffix, and closes it."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
-    pyplot.close(figure)
-    storage.replace(to, lambda file: file.write(drawn.getvalue()))
 
 
 def _nats(bytes_per_token: float) -> float:
@@ -237,7 +223,7 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
         axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    panels.flat[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels.flat[0].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     panels.flat[0].set_ylabel(LABELS[unit])
     figure.legend(
         *panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=1 + timed, frameon=False, fontsize=9

@@ -5,20 +5,21 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import configs
 from ablation import timing
-from ablation.arms import Snapshot, build, check_same, move, operators_elsewhere, places_of
+from ablation.arms import Snapshot, build_arm, move, places_of
+from ablation.same import check_same, operators_elsewhere
 from configs.machine import Machine
-from configs.schema import NormImpl
-from measure.comparison import AGAIN, ARMS, FUSED, TORCH
+from measure.comparison import AGAIN, FUSED, TORCH, compare_all, is_different
 from tests.runs import precision
 
 SMALL = ["model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "train.batch_size=2", "device=cpu"]
 SHORT = ["model.layers=1", "model.dropout=0", "ablate.cycles=6", "ablate.block_steps=2", "ablate.warmup_steps=1"]
-IMPLS = {TORCH: NormImpl.torch, FUSED: NormImpl.fused}
+ARMS = (TORCH, AGAIN, FUSED)
 FP32 = precision(torch.float32)
 TOKENS = torch.randint(64, (30, 2, 17), generator=torch.Generator().manual_seed(0))
 BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
@@ -28,13 +29,13 @@ def load(*overrides):
     return configs.load([*SMALL, *overrides], on=Machine("cpu"))
 
 
-def built(cfg, settled=FP32, impls=IMPLS):
-    return {name: build(name, cfg, impl, settled, vocab_size=64) for name, impl in impls.items()}
+def built(cfg, settled=FP32, names=(TORCH, FUSED)):
+    return {name: build_arm(name, cfg, settled, vocab_size=64) for name in names}
 
 
 @pytest.fixture
 def arms():
-    return built(load(*SHORT), impls={TORCH: NormImpl.torch, AGAIN: NormImpl.torch, FUSED: NormImpl.fused})
+    return built(load(*SHORT), names=ARMS)
 
 
 def take(arm, first, steps=1):
@@ -53,7 +54,7 @@ def addresses(arm):
 def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
     cfg = load(*options)
     first, drawn = (built(cfg)[TORCH] for _ in range(2))
-    copied = build("fused", cfg, NormImpl.fused, FP32, vocab_size=64, like=first)
+    copied = build_arm("fused", cfg, FP32, vocab_size=64, like=first)
     check_same([drawn, copied])
     take(copied, 0)
     assert all(torch.isfinite(p).all() and not p.is_meta for p in copied.state.model.parameters())
@@ -102,7 +103,7 @@ def runs(monkeypatch):
 
     def run(arm, batches, steps, *given, **named):
         noted.append((arm.name, steps.start, len(steps), weights(arm), addresses(arm)[0]))
-        real(arm, batches, steps, *given, **named)
+        return real(arm, batches, steps, *given, **named)
 
     monkeypatch.setattr(timing, "run", run)
     return noted
@@ -110,7 +111,7 @@ def runs(monkeypatch):
 
 def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, runs):
     done = []
-    found = timing.time_arms(arms, BATCHES, lambda: done.append(1))
+    found, failed = timing.time_arms(arms, BATCHES, lambda: done.append(1))
     blocks = [run for run in runs if run[2] == 1 + 2]
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
@@ -119,7 +120,7 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     for name, arm in found.items():
         assert [len(block) for block in arm.blocks_ms] == [2] * 12 and [order[at] for at in arm.positions] == [name] * 12
         assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 and arm.peak_gb is None and arm.launches is None
-    assert found.keys() == set(ARMS) and len(done) == timing.calls_of(cycles=6)
+    assert found.keys() == set(ARMS) and len(done) == timing.calls_of(arms=3, cycles=6) and not failed
     of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
     assert of_torch[::2] == of_torch[1::2] and len(set(of_torch)) == 3
     assert set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
@@ -166,16 +167,58 @@ def test_the_step_that_fills_an_empty_queue_is_not_counted_nor_is_drawing_a_batc
             gpu.clock += 60.0
             return super().__getitem__(step)
 
-    def training_step(*arguments, mark=lambda part: None):
+    def training_step(*arguments, mark):
         for part in ("forward", "backward", "optimizer"):
             gpu.clock += 1.0 if gpu.empty else 0.01
             mark(part)
         gpu.empty = False
+        return torch.zeros(()), None
 
     monkeypatch.setattr(timing.Snapshot, "restore", lambda *_: setattr(gpu, "empty", True))
-    monkeypatch.setattr(timing, "training_step", training_step)
+    monkeypatch.setattr("ablation.arms.training_step", training_step)
     for name in ("StepClock", "PartClock"):
         monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: gpu.clock))
-    for arm in timing.time_arms(arms, Slow(BATCHES), lambda: None).values():
+    for arm in timing.time_arms(arms, Slow(BATCHES), lambda: None)[0].values():
         assert [ms for block in arm.blocks_ms for ms in block] == pytest.approx([30.0] * 24)
         assert (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) == pytest.approx((10.0,) * 3)
+
+
+@pytest.mark.parametrize(("planted", "found"), [(0.0, False), (0.03, True)])
+def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_is_found_where_there_is_none(
+    planted, found, monkeypatch
+):
+    """Steps take time by a clock of our own: 50 ms that scatter by 2 %, drift, and depend on the place in memory."""
+    arms = built(load(*SHORT, "ablate.cycles=12", "ablate.block_steps=5"), names=(TORCH, AGAIN, "compiled", FUSED))
+    draw, gpu = np.random.default_rng(0), SimpleNamespace(clock=0.0, steps=0)
+    places = {}
+
+    def training_step(forward, state, *rest, mark):
+        gpu.steps += 1
+        place = next(state.model.parameters()).data_ptr()
+        slow = 1 + planted * (state.model.final_norm.impl == FUSED) + 0.002 * places.setdefault(place, len(places))
+        gpu.clock += 0.05 * slow * (1 + 1e-5 * gpu.steps) * (1 + draw.gamma(2, 0.01))
+        for part in ("forward", "backward", "optimizer"):
+            mark(part)
+        return torch.zeros(()), None
+
+    monkeypatch.setattr("ablation.arms.training_step", training_step)
+    for name in ("StepClock", "PartClock"):
+        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: gpu.clock))
+    times, _ = timing.time_arms(arms, BATCHES * 4, lambda: None)
+    pairs = compare_all({name: of.blocks_ms for name, of in times.items()})
+    control = pairs[TORCH][AGAIN]
+    for base in (TORCH, "compiled"):
+        assert is_different(pairs[base][FUSED], control) == found
+        assert pairs[base][FUSED].speedup.median == pytest.approx(1 / (1 + planted), abs=0.004)
+    assert not is_different(pairs[TORCH]["compiled"], control)
+
+
+def test_an_arm_that_may_fail_is_left_out_with_its_reason_and_another_one_ends_the_ablation(arms):
+    def fails(*_):
+        raise RuntimeError("no kernel for this width")
+
+    arms[FUSED].other = fails
+    times, failed = timing.time_arms(arms, BATCHES, lambda: None, may_fail={FUSED})
+    assert list(times) == [TORCH, AGAIN] and failed == {FUSED: "RuntimeError: no kernel for this width"}
+    with pytest.raises(RuntimeError, match="no kernel"):
+        timing.time_arms(arms, BATCHES, lambda: None)

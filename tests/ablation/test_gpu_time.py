@@ -45,14 +45,19 @@ def test_norm_bytes_are_those_of_a_count_by_hand(model, dtype, per_element):
     ],
 )
 def test_bound_and_realised_part_are_amdahls(torch_ms, fused_ms, step_ms, bound, realised):
-    tables = [[Share("GEMM", 60.0, 100), *([Share("norm", ms, 50)] if ms else [])] for ms in (torch_ms, fused_ms)]
-    result = attribute(*tables, step_ms, 16 * 10**9, 4000.0)
-    assert (result.bound, result.realised) == pytest.approx((bound, realised))
+    shares = {
+        name: [Share("GEMM", 60.0, 100), *([Share("norm", ms, 50)] if ms else [])]
+        for name, ms in (("torch", torch_ms), ("fused", fused_ms))
+    }
+    result = attribute(shares, {"torch": step_ms}, "fused", 16 * 10**9, 4000.0)
+    assert (result.limits["torch"], result.realised["torch"]) == pytest.approx((bound, realised))
 
 
 @pytest.mark.parametrize(("busy", "told"), [(0.95, False), (0.5, True)])
-def test_that_the_host_is_the_bound_is_said_where_the_gpu_waits(busy, told):
+def test_that_a_step_is_cpu_bound_is_said_where_the_gpu_waits(busy, told):
     (cell,) = results.ablation([{}], ["eager"]).cells
-    shares = {"torch": [Share("GEMM", 131.7 * busy, 100)], "fused": [Share("GEMM", 131.7 / 1.2 * busy, 80)]}
-    text = " ".join(gpu_time([replace(cell, attribution=replace(cell.attribution, **shares))]).split())
-    assert ("The GPU waits for the host in 50 % of a step under torch and 50 % of a step under fused" in text) == told
+    steps = {"torch": 131.7, "compiled": 131.7 / 1.1, "fused": 131.7 / 1.2}
+    shares = {name: [Share("GEMM", ms * busy, 100)] for name, ms in steps.items()}
+    text = " ".join(gpu_time([replace(cell, attribution=replace(cell.attribution, shares=shares))]).split())
+    assert ("The GPU is idle in 50 % of a step under torch and 50 % of a step under compiled and" in text) == told
+    assert ("this step is CPU-bound" in text) == told

@@ -11,8 +11,8 @@ import torch
 import configs
 import model.norm
 from ablation import parity as protocol
-from ablation.parity import ARMS, judge, measure, parity, steps_of
-from ablation.rounding import BIAS, MARGIN, Distances, sign_test, size_test
+from ablation.parity import judge, measure, parity, steps_of
+from ablation.rounding import BIAS, MARGIN, REFERENCE, REORDERED, Distances, sign_test, size_test
 from data import load_corpus
 from measure.comparison import FUSED, TORCH
 from ops import kernels
@@ -21,6 +21,7 @@ from tests.runs import composed, precision
 
 PRECISION = {name: precision(getattr(torch, name)) for name in ("float32", "bfloat16", "float16")}
 FP32, BF16 = "float32", "bfloat16"
+ARMS = (REFERENCE, TORCH, FUSED, REORDERED)
 BOTH = pytest.mark.parametrize("dtype", [FP32, BF16])
 KEYS = ("train.batch_size=4", "model.dropout=0.1", "optim.warmup_steps=0", "eval.batches=1")
 
@@ -38,15 +39,17 @@ def tiny(tiny):
 
 def found(loaded, dtype, progress=lambda steps: None, device="cpu"):
     cfg, corpus = loaded
-    return parity(cfg, replace(PRECISION[dtype], device=torch.device(device)), corpus, overrides={}, progress=progress)
+    settled = replace(PRECISION[dtype], device=torch.device(device))
+    (result,) = parity(cfg, settled, corpus, [FUSED], overrides={}, progress=progress)
+    return result
 
 
 @BOTH
 def test_the_fused_norms_pass_over_eight_seeds_and_over_any_five_of_them(tiny, dtype):
     cfg, corpus = tiny()
-    runs = [measure(cfg, seed, PRECISION[dtype], corpus, lambda steps: None) for seed in range(8)]
-    assert judge(runs, PRECISION[dtype], {}).verdict.startswith("Parity holds: ")
-    assert all(judge(runs[first : first + 5], PRECISION[dtype], {}).holds for first in range(4))
+    runs = [measure(cfg, seed, PRECISION[dtype], corpus, [FUSED], lambda steps: None) for seed in range(8)]
+    assert judge(runs, FUSED, PRECISION[dtype], {}).verdict.startswith("Parity holds: ")
+    assert all(judge(runs[first : first + 5], FUSED, PRECISION[dtype], {}).holds for first in range(4))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
@@ -58,7 +61,7 @@ def test_the_kernels_pass_in_the_interpreter(tiny, monkeypatch):
     result = found(tiny(*small), FP32)
     assert result.holds, result.verdict
     gradient = next(q for q in result.quantities if q.name == "gradient of block 0")
-    assert gradient.fused != gradient.reordered  # so it was no comparison of a thing with itself
+    assert gradient.tested != gradient.reordered  # so it was no comparison of a thing with itself
 
 
 @pytest.mark.gpu
@@ -119,13 +122,13 @@ def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
     monkeypatch.setattr(model.norm, "norm_fn", faults.no_number)
     result = found(tiny("ablate.parity_seeds=2"), FP32)
     assert not result.holds and result.verdict == "Parity fails: the loss of fused is not finite."
-    assert all(math.isfinite(x) for q in result.quantities for x in (q.fused.low, q.fused.median, q.fused.high))
+    assert all(math.isfinite(x) for q in result.quantities for x in (q.tested.low, q.tested.median, q.tested.high))
 
 
 def test_arms_share_weights_batches_and_masks_and_what_the_tests_are_made_of_is_kept(tiny):
     done = []
     result = found(tiny(), BF16, done.append)
-    assert sum(done) == steps_of(tiny()[0]) == 4 * 5 * 2
+    assert sum(done) == steps_of(tiny()[0], 1) == 4 * 5 * 2
     assert set(result.losses) == set(result.val_loss) == set(result.gradient_norms) == set(ARMS)
     for first in zip(*(result.losses[arm] for arm in ARMS), strict=True):  # by seed
         assert [losses[0] for losses in first] == pytest.approx([first[0][0]] * 4, rel=1e-4)
@@ -138,8 +141,8 @@ def test_arms_share_weights_batches_and_masks_and_what_the_tests_are_made_of_is_
         assert [len(run) for run in runs] == [2] * 5
         assert all(set(step) == layers and 0 < min(step.values()) <= max(step.values()) < 0.1 for run in runs for step in run)
     for quantity in result.quantities[: len(result.distances)]:  # the mean of log R over seeds, as the report has it
-        again = np.exp(np.mean(np.log([one.fused for one in result.distances[quantity.name]])))
-        assert quantity.fused.median == pytest.approx(again)
+        again = np.exp(np.mean(np.log([one.tested for one in result.distances[quantity.name]])))
+        assert quantity.tested.median == pytest.approx(again)
 
 
 def test_the_callers_config_and_random_state_decide_nothing(tiny):
@@ -155,7 +158,7 @@ def test_the_callers_config_and_random_state_decide_nothing(tiny):
 def test_fp16_is_judged_without_skipped_steps(tiny):
     result = found(tiny(), "float16")
     assert result.holds, result.verdict
-    assert next(q for q in result.quantities if q.name == "parameters").fused.median < 2
+    assert next(q for q in result.quantities if q.name == "parameters").tested.median < 2
 
 
 def made_up(draw, seeds, ratio=1.0, shift=0.0):
@@ -193,7 +196,7 @@ def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(seeds, l
 @pytest.fixture(scope="module")
 def four_runs(tiny):
     cfg, corpus = tiny("ablate.parity_steps=1")
-    return [measure(cfg, seed, PRECISION[FP32], corpus, lambda steps: None) for seed in range(4)]
+    return [measure(cfg, seed, PRECISION[FP32], corpus, [FUSED], lambda steps: None) for seed in range(4)]
 
 
 # The last: seeds that are 1e-3 apart, and differences that scatter by 3e-4 around zero, as true norms in bf16 give them.
@@ -210,8 +213,21 @@ CLOSE = ((3.000, 3.0003), (3.001, 3.0007), (3.0005, 3.0008), (3.0015, 3.5))
 )
 def test_validation_losses_must_differ_by_less_than_seeds_do_where_there_are_enough_of_them(four_runs, losses, holds):
     runs = [replace(run, val_loss=run.val_loss | {TORCH: a, FUSED: b}) for run, (a, b) in zip(four_runs, losses, strict=False)]
-    result = judge(runs, PRECISION[FP32], {})
+    result = judge(runs, FUSED, PRECISION[FP32], {})
     assert result.holds == holds, result.verdict
     assert result.val_spread == pytest.approx(np.std([a for a, _ in losses], ddof=1))
     assert ("final validation losses differ by" in result.verdict and "fails" in result.verdict) == (not holds)
     assert ("of 3 seeds or fewer is no measure" in result.verdict) == (len(losses) < 4)
+
+
+def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):
+    """Of two arms one has a mistake in it: torch's site, with a wrong eps, in the place of a compiled one."""
+    monkeypatch.setattr(
+        model.norm, "compiled_alone", lambda site: lambda inputs, affine, how: site(inputs, affine, how._replace(eps=1e-3))
+    )
+    cfg, corpus = tiny("ablate.parity_seeds=4")
+    done = []
+    wrong, right = parity(cfg, PRECISION[FP32], corpus, ["compiled", FUSED], overrides={}, progress=done.append)
+    assert sum(done) == steps_of(cfg, 2) and (wrong.arm, right.arm) == ("compiled", FUSED)
+    assert right.holds and not wrong.holds
+    assert list(wrong.losses) == [REFERENCE, TORCH, "compiled", REORDERED] and list(right.losses) == list(ARMS)

@@ -25,7 +25,9 @@ def test_raw_files_have_a_line_for_each_block_step_or_kernel_and_the_report_has_
     for field, key in (("losses", "loss"), ("gradient_norms", "gradient_norm"), ("gradient_errors", "gradient_error")):
         assert line[key] == getattr(parity, field)[FUSED][1][3]
     assert "gradient_error" not in losses[0], "the reference is what errors are from"
-    assert {(line["arm"], line["group"]) for line in kernels} == {(arm, group) for arm in (TORCH, FUSED) for group in GROUPS}
+    assert {(line["arm"], line["group"]) for line in kernels} == {
+        (arm, group) for arm in (TORCH, "compiled", FUSED) for group in GROUPS
+    }
     kept = json.loads((tmp_path / "report.json").read_text())
     assert kept["cells"][0]["arms"][TORCH].keys() >= {"step_ms", "block_steps"} and "positions" not in str(kept)
     raw = {"blocks_ms", "losses", "gradient_norms", "gradient_errors"}

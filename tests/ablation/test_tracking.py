@@ -46,12 +46,22 @@ def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tin
         assert run.summary["perf/tokens_per_s"] > 0 and run.summary["perf/backward_ms"] > 0
     # W&B has one place for a name, and the last to take it would stay alone.
     logged = [name for line in summary.history for name in line if "/" in name]
-    assert sorted(logged) == ["plots/parity", "plots/speedup", "plots/step_times", "tables/cells", "tables/parity"]
+    assert sorted(logged) == [
+        "plots/parity",
+        "plots/speedup",
+        "plots/step_times",
+        "tables/cells",
+        "tables/pairs",
+        "tables/parity",
+    ]
     assert summary.summary["verdicts/cells"] == [cell.verdict]
     assert summary.summary["verdicts/parity"] == [one.verdict for one in found.parity]
     tables = {name.split("_")[0]: json.loads(of) for name, of in summary.files.items() if name.startswith("media/table/")}
     cells = tables["media/table/tables/cells"]
-    assert [len(row) for row in cells["data"]] == [len(cells["columns"])] and cells["data"][0][-1] == cell.verdict
+    assert cells["data"] == [["eager", cell.verdict]]
+    pairs = tables["media/table/tables/pairs"]
+    assert [row[:3] for row in pairs["data"]] == [["eager", "torch again", "torch"], ["eager", "fused", "torch"]]
+    assert pairs["data"][1][3] == cell.against("torch").speedup.median and {len(row) for row in pairs["data"]} == {9}
 
 
 def test_a_server_that_does_not_answer_is_asked_once_and_nothing_of_that_is_left(tiny, here, monkeypatch, capsys):
@@ -64,5 +74,5 @@ def test_a_server_that_does_not_answer_is_asked_once_and_nothing_of_that_is_left
     assert ablate.main([*tiny, "logging.wandb=online"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("W&B: ")]
     assert len(said) == 1 and said[0].startswith("W&B: offline (online start failed: ") and "connection refused" in said[0]
-    assert [call.kwargs["mode"] for call in init.call_args_list] == ["online", *["offline"] * 4]
-    assert [path.name.split("-")[0] for path in here.glob("runs/*/wandb/*run-*")] == ["offline"] * 4
+    assert [call.kwargs["mode"] for call in init.call_args_list] == ["online", *["offline"] * 5]
+    assert [path.name.split("-")[0] for path in here.glob("runs/*/wandb/*run-*")] == ["offline"] * 5

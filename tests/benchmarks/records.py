@@ -9,7 +9,7 @@ ENVIRONMENT = {
     "cuda": "13.0", "hip": None, "gpu": {"name": "NVIDIA H200", "driver": "580"},
 }  # fmt: skip
 SHARES = {"traffic": 0.97, "ours": 0.97, "torch": 0.5, "compile": 0.8, "flash-attn": 0.78, "liger-kernel": 0.7}
-SHARES |= {"quack-kernels": 0.93, "apex": 0.3}
+SHARES |= {"quack-kernels": 0.93}
 
 
 def norm(case, n, provider, share, *, direction="forward", residual=None, m=32768, asked=None, weights="bf16", **more):
@@ -26,7 +26,7 @@ def failed(case, n, provider, error="OutOfMemoryError: no", **where):
 
 
 def sweep(cases=("ln", "add_rms", "dropout_add_ln"), widths=(768, 1024, 4096, 16384, 65536)):
-    """All providers as smooth curves; apex has no sum."""
+    """All providers as smooth curves."""
     return [
         norm(case, n, name, max(0.05, share - 0.1 * math.cos(math.log2(n))), direction=direction, residual=residual)
         for direction in ("forward", "backward")
@@ -34,5 +34,4 @@ def sweep(cases=("ln", "add_rms", "dropout_add_ln"), widths=(768, 1024, 4096, 16
         for residual in (("bf16", "fp32") if "add" in case else (None,))
         for n in widths
         for name, share in SHARES.items()
-        if not (name == "apex" and "add" in case)
     ]

@@ -1,13 +1,10 @@
-"""host, memory and published on tiny sizes, and the tutorial's kernel."""
+"""host and memory on tiny sizes."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import host, memory, providers, published
-
-# Imported here, while TRITON_INTERPRET is set: kernels are interpreted if it was set when they were defined.
-from benchmarks.kernels import layer_norm
+from benchmarks import host, memory, providers
 
 CPU = ["--device", "cpu", "--rounds", "2"]
 
@@ -15,9 +12,7 @@ CPU = ["--device", "cpu", "--rounds", "2"]
 @pytest.fixture
 def no_compiler(monkeypatch):
     """torch.compile left out: it takes seconds a width."""
-    for module in (providers, published):
-        monkeypatch.setattr(module, "compiled", lambda expression: expression)
-    monkeypatch.setitem(published.PROVIDERS, "compile", published.PROVIDERS["torch"])
+    monkeypatch.setattr(providers, "compiled", lambda expression: expression)
 
 
 def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_path, recorded, no_compiler):
@@ -25,14 +20,15 @@ def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(tmp_p
     expected = {(p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")}
     assert {(r["provider"], r["direction"]) for r in file["records"]} == expected
     assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in file["records"])
-    assert (tmp_path / "host.png").exists() and "ours-compiled" in printed and "forward + backward" in printed
+    assert host.plot(file, tmp_path).exists() and "ours-compiled" in printed and "forward + backward" in printed
 
 
-def test_memory_covers_cases_streams_and_providers(recorded):
+def test_memory_covers_cases_streams_and_providers(recorded, tmp_path):
     file, printed = recorded(memory, *CPU, "--rows", "16", "--width", "32", "--blocks", "2", "--provider", "ours", "torch")
     assert len(file["records"]) == 2 * 2 * 2
     for r in file["records"]:
         assert r["blocks"] == 2 and r["M"] == 16 and r["kept"] is None and "error" not in r, "not on a CPU"
+    assert memory.plot(file, tmp_path) is None, "without bytes there is nothing to draw"
     assert "dropout+add+RMS" in printed and "No bytes: PyTorch counts those of a GPU alone." in printed
 
 
@@ -53,22 +49,3 @@ def test_fused_chain_keeps_less_than_torch_does():
     (inputs,) = memory.make_inputs(case, setting, 1024, 1024, 1, device)
     ours, plain = (memory.measure(memory.chain(p, case, setting, 4), inputs, device) for p in ("ours", "torch"))
     assert 0 < ours["kept"] < plain["kept"] and ours["peak"] < plain["peak"]
-
-
-def test_published_comparisons_are_recorded_and_drawn(tmp_path, recorded, no_compiler):
-    file, printed = recorded(published, *CPU, "--rows", "16", "--width", "32", "48")
-    expected = {("a", "ours"), ("a", "torch"), *((f, p) for f in "bcd" for p in ("ours", "torch", "compile"))}
-    assert {(r["figure"], r["provider"]) for r in file["records"] if r["provider"] != "apex"} == expected
-    assert all(r["us"] > 0 and ("gb_per_s" in r) == (r["figure"] in "ac") for r in file["records"])
-    assert {p.name for p in tmp_path.iterdir()} == {"published.json", "published.png"}
-    assert all(f"{figure}: " in printed for figure in "abcd")
-
-
-@pytest.mark.parametrize("width", [64, 100])
-def test_tutorial_kernel_is_layer_norm(width, monkeypatch):
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight, bias = (torch.randn(s, device=device) for s in ((5, width), (width,), (width,)))
-    expected = F.layer_norm(x, (width,), weight, bias, 1e-5)
-    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-5, atol=1e-5)

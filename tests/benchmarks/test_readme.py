@@ -10,11 +10,12 @@ import pytest
 from ablation import records as ablations
 from benchmarks import readme
 from benchmarks.command import ResultsError
+from measure import sources
 from tests.ablation import results
 
 from .records import ENVIRONMENT, norm
 
-TEXT = "before\n<!-- benchmarks: norms nvidia-h200 -->\nold\n<!-- end of benchmarks -->\nafter\n"
+TEXT = "before\n<!-- benchmarks: norms_models nvidia-h200 -->\nold\n<!-- end of benchmarks -->\nafter\n"
 
 
 def write(path, *records, environment=ENVIRONMENT):
@@ -22,14 +23,14 @@ def write(path, *records, environment=ENVIRONMENT):
 
 
 def rewritten(marker, folder, text=TEXT):
-    return readme.rewritten(text.replace("norms nvidia-h200", marker), folder.parent / "README.md", folder)
+    return readme.rewritten(text.replace("norms_models nvidia-h200", marker), folder.parent / "README.md", folder)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    path = tmp_path / "results" / "nvidia-h200" / "norms.json"
+    path = tmp_path / "results" / "nvidia-h200" / "norms_models.json"
     path.parent.mkdir(parents=True)
-    write(path, norm("ln", 768, "ours", 0.9))
+    write(path, norm("add_ln", 768, "ours", 0.9, residual="fp32"))
     return tmp_path / "results"
 
 
@@ -42,21 +43,21 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
     assert path.read_text() == TEXT
     readme.main(options)
     readme.main([*options, "--check"])
-    written, as_it_was = capsys.readouterr().out.splitlines()
-    assert f"{path}: written" in written and f"{path}: as it was" in as_it_was
+    written, *pictures, as_it_was = capsys.readouterr().out.splitlines()
+    assert f"{path}: written" in written and f"{path}: as it was" in as_it_was and not pictures, "nothing of backward to draw"
     text = path.read_text()
     assert text.startswith(TEXT[: TEXT.index("old")]) and text.endswith("<!-- end of benchmarks -->\nafter\n")
-    assert "| LN | 0.90 |" in text and "old" not in text
+    assert "| 768 | 90 |" in text and "old" not in text
     assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, quack-kernels 0.6.5, git 01234567" in text
 
 
 @pytest.mark.parametrize(
     "marker, message",
     [
-        ("norm nvidia-h200", "no table 'norm'; there are norms_models, norms"),
-        ("norms cpu", "run python -m benchmarks.norms,"),
-        ("norms nvidia-h200 768", "no add . norm of width 768 is recorded"),
-        ("norms nvidia-h200 (768)", "not of the form"),
+        ("norm nvidia-h200", "no table 'norm'; there are norms_models, host, memory, scaling, ablation, headline and versions"),
+        ("norms_models cpu", r"run python -m benchmarks\.records,"),
+        ("norms_models nvidia-h200 1024", "no add . norm of width 1024 is recorded"),
+        ("norms_models nvidia-h200 (768)", "not of the form"),
         ("ablation nvidia-h200", r"no report\.json; record an ablation there"),
         ("ablation nvidia-h200 gpt3", r"gpt3 has no report\.json"),
     ],
@@ -64,6 +65,11 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
 def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
     with pytest.raises(ResultsError, match=message):
         rewritten(marker, folder)
+
+
+def recorded(folder, name):
+    """The first cell of a record."""
+    return json.loads((folder / "nvidia-h200" / "ablation" / name / "report.json").read_text())["cells"][0]
 
 
 def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choose_some(folder):
@@ -77,49 +83,69 @@ def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choos
     assert f"git {revision} (gpt2), abcdef01 (llama)\n" in rewritten("ablation nvidia-h200", folder)
     rows = [line for line in rewritten("ablation nvidia-h200", folder).splitlines() if "report.md" in line]
     assert len(rows) == 2 * 4 and "eager, model.dropout=0.1 |" in rows[0] and "compiled, model.dropout=0.1 |" in rows[1]
-    speedup = found.cells[0].fused.speedup
-    assert "[gpt2](results/nvidia-h200/ablation/gpt2/report.md)" in rows[0], "relative to the page"
-    assert f"| {speedup.median:.3f} ({speedup.low:.3f} to {speedup.high:.3f}) |" in rows[0] and "| 1.250 |" in rows[0]
+    cell = found.cells[0]
+    over_compiled, over_torch = (cell.against(base).speedup for base in ("compiled", "torch"))
+    assert cell.fastest == "compiled" and "[gpt2](results/nvidia-h200/ablation/gpt2/report.md)" in rows[0], (
+        "relative to the page"
+    )
+    told = [f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f})" for one in (over_compiled, over_torch)]
+    assert f"| {told[0]} | {told[1]} |" in rows[0] and rows[0].endswith("| 1.136 |")
+    torch_ms, compiled_ms, fused_ms = (readme.median(recorded(folder, "gpt2"), arm) for arm in ("torch", "compiled", "fused"))
+    assert f"| {torch_ms} | compiled, {compiled_ms} | {fused_ms} |" in rows[0]
+    line = rewritten("headline nvidia-h200 gpt2", folder).splitlines()[3]
+    assert line.startswith("- **gpt2, eager, model.dropout=0.1**: against compiled ")
+    assert f"{compiled_ms} → {fused_ms} ms, {told[0]} ×; against torch {torch_ms} → {fused_ms} ms, {told[1]} ×" in line
     text = rewritten("ablation nvidia-h200 gpt2/model.dropout=0.0", folder)
     assert [line for line in text.splitlines() if "report.md" in line] == [row for row in rows[:4] if "dropout=0.0" in row]
     with pytest.raises(ResultsError, match="gpt2 has no cell with seed=1"):
         rewritten("ablation nvidia-h200 llama gpt2/seed=1", folder)
 
 
-def commit(root, name, text):
-    """Commits a file; returns the revision."""
-    (root / name).parent.mkdir(exist_ok=True)
-    (root / name).write_text(text)
+def test_a_table_is_old_once_the_sources_of_what_was_measured_differ_and_not_before(folder, monkeypatch):
+    def page(text=TEXT, **environment):
+        file = folder / "nvidia-h200" / "norms_models.json"
+        write(file, norm("add_ln", 768, "ours", 0.9, residual="fp32"), environment=ENVIRONMENT | environment)
+        return rewritten("norms_models nvidia-h200", folder, text)
+
+    now = readme.fingerprints()
+    assert "Old: " not in page(sources=now)
+    assert "Old: " not in page(sources=now | {"step": "another"}), "kernels know nothing of the model"
+    assert "Old: the kernels have changed since this was recorded." in page(sources=now | {"kernels": "another"})
+    monkeypatch.setattr(readme, "fingerprint_at", lambda revision, what: {"abc": now[what], "def": "another"}.get(revision))
+    assert "Old: " not in page(git={"revision": "abc"}) and "Old: " in (old := page(git={"revision": "def"}))
+    assert "Old: " in page(old, git={"revision": "unknown here"}), "where git does not know, the page keeps its words"
+    assert "Old: " not in page(git={"revision": "unknown here"})
+
+
+def test_comments_docstrings_and_blank_lines_are_no_change_of_the_sources_and_anything_else_is():
+    code = 'def f(x):\n    """One."""\n    # two\n\n    return "# 3" + x  # four\n'
+    same = '# new\ndef f(x):\n    """Another."""\n    return "# 3" + x\n'
+    assert sources.stripped(code) == sources.stripped(same) == 'def f(x):\n    return "# 3" + x'
+    assert sources.stripped(code) != sources.stripped(code.replace("# 3", "# 4"))
+
+
+def test_fingerprints_of_a_revision_are_those_of_its_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    sources.fingerprint_at.cache_clear()
+    assert sources.fingerprint_at("HEAD", "kernels") is None, "no repository"
+    for name in ("ops/kernels/forward.py", "ops/tiling.py", "model/gpt.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
     who = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
-    for words in (["init", "-q"], ["add", name], [*who, "commit", "-q", "-m", text]):
-        subprocess.run(["git", "-C", root, *words], check=True)
-    readme.is_changed.cache_clear()
-    return subprocess.check_output(["git", "-C", root, "rev-parse", "HEAD"], text=True).strip()
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "m"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    sources.fingerprint_at.cache_clear()
+    first = sources.fingerprints()
+    assert all(sources.fingerprint_at("HEAD", what) == found for what, found in first.items())
+    (tmp_path / "model/gpt.py").write_text("x = 2\n")
+    second = sources.fingerprints()
+    assert second["kernels"] == first["kernels"] and second["step"] != first["step"]
+    sources.fingerprint_at.cache_clear()
 
 
-def test_a_table_says_which_code_is_newer_than_its_records_until_they_are_renewed(folder, tmp_path, monkeypatch):
-    def page(revision, others=(), text=TEXT):
-        records = [norm("ln", 768 + i, "ours", 0.9, revision=other) for i, other in enumerate(others, 1)]
-        environment = ENVIRONMENT | {"git": {"revision": revision, "dirty": False}}
-        write(folder / "nvidia-h200" / "norms.json", norm("ln", 768, "ours", 0.9), *records, environment=environment)
-        return rewritten("norms nvidia-h200", folder, text)
-
-    (root := tmp_path / "repository").mkdir()
-    monkeypatch.setattr(readme, "ROOT", root)
-    old = commit(root, "ops/kernel.py", "one")
-    commit(root, "model/gpt.py", "of another table")
-    assert "has changed" not in page(old)
-    new = commit(root, "ops/kernel.py", "two")
-    sentence = f"Since git {old[:8]} the code in `ops/` has changed. These figures are of older code.\n\n<!-- end"
-    assert sentence in page(old) and sentence in page(new, others=[old]), "renewed in part"
-    assert f"git {old[:8]} (2 measurements), {new[:8]} (1)\n" in page(new, others=[old, old]), "most first"
-    assert "has changed" not in page(new, text=page(old)), "renewed"
-    stale = page(old)
-    monkeypatch.setattr(readme, "ROOT", tmp_path)  # no repository: nothing new is said, and what was said stays
-    readme.is_changed.cache_clear()
-    assert page(old, text=stale) == stale and "has changed" not in page(old)
-    assert "has changed" not in page(new, text=stale), "it was said of other records"
-    readme.is_changed.cache_clear()
+def test_versions_of_the_records_are_said_beside_those_that_are_pinned(folder):
+    said = rewritten("versions nvidia-h200", folder).splitlines()[3]
+    assert said.startswith("Recorded with torch 2.11.0 and triton 3.6.0; `constraints.txt` pins 2.")
 
 
 def test_tables_of_readme_and_docs_are_those_of_the_recorded_results():

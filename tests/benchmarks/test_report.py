@@ -18,9 +18,9 @@ def test_terminal_table_has_every_provider_the_fastest_and_ratios():
     ]).splitlines()  # fmt: skip
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     ratios = ["fastest other", "its time / ours", "before / ours"]
-    assert cells[0] == ["share of copy bandwidth", "traffic", "ours", "ours-seeded", "before", "torch", "quack", *ratios]
-    assert cells[1][1:] == ["–", "0.90", "0.95", "–", "0.30", "0.60", "quack", "1.520 (1.500 to 1.550)", "–"]
-    assert cells[2] == ["LN, forward 32768×1024", "0.99", "0.80", "–", "0.90", "failed", "–", "–", "–", "0.900"]
+    assert cells[0] == ["% of copy bandwidth", "traffic", "ours", "ours-seeded", "before", "torch", "quack", *ratios]
+    assert cells[1][1:] == ["–", "90", "95", "–", "30", "60", "quack", "1.520 (1.500 to 1.550)", "–"]
+    assert cells[2] == ["LN, forward 32768×1024", "99", "80", "–", "90", "failed", "–", "–", "–", "0.900"]
     assert len({len(line) for line in lines}) == 1
 
 
@@ -34,14 +34,15 @@ def test_models_have_a_row_each_bold_where_ours_is_faster_by_more_than_chance():
     assert report.models_markdown(records).splitlines() == [
         "| forward, N = | add+LN | add+RMS |",
         "| --- | ---: | ---: |",
-        "| 2304, Gemma 2 2B | 0.80 / 0.79 liger | **0.90** / 0.50 torch |",
-        "| 4608, Gemma 2 27B | – | 0.90 |",
+        "| 2304, Gemma 2 2B | 80 / 79 liger | **90** / 50 torch |",
+        "| 4608, Gemma 2 27B | – | 90 |",
     ]
 
 
-def test_a_picture_for_each_direction_number_of_rows_and_dtype_of_weights(tmp_path):
+def test_the_picture_has_one_panel_of_the_widths_of_models_with_five_names(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "finish", lambda figure, *_: figures.append(figure))
     records = [*sweep(), norm("ln", 1024, "ours", 0.8, m=4096), failed("ln", 4096, "torch", m=4096)]
-    written = report.plot_norms(file(*records, norm("ln", 64, "ours", 0.8, weights="fp32")), tmp_path)
-    names = ["norms_forward.png", "norms_backward.png", "norms_forward_m4096.png", "norms_forward_weights_fp32.png"]
-    assert [path.name for path in written] == names and all(path.stat().st_size > 5000 for path in written)
-    assert report.plot_norms(file(failed("ln", 768, "ours")), tmp_path) == [], "failures alone make no picture"
+    assert report.plot_models(file(*records), tmp_path / "models.png") and not report.plot_models(file(), tmp_path)
+    (axes,) = figures[0].axes
+    assert [line.get_label() for line in axes.lines[:-1]] == ["fused (ours)", "torch.compile", "flash-attn", "Liger", "quack"]

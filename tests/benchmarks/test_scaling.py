@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import scaling, scaling_ranks
+from benchmarks import scaling, scaling_ranks, scaling_tables
 from benchmarks.command import load
 from benchmarks.scaling import Cell, Measured, records_of
 from benchmarks.scaling_ranks import Job, JobError
@@ -59,7 +59,7 @@ def test_one_and_two_ranks_of_ddp_and_fsdp_are_measured_and_recorded(tmp_path, r
         ("auto", "GPT", 2, 0, 1),
         *((name, kind, 2, rank, ranks) for name, kind in KINDS for ranks in (1, 2) for rank in range(ranks)),
     }
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    assert scaling_tables.plot(file, tmp_path).stat().st_size > 10_000
     assert all(word in printed for word in ("alone", "ddp", "fsdp", "efficiency", "2 × 16 tokens a GPU"))
 
 

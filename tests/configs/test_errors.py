@@ -34,7 +34,7 @@ train.steps                     train.steps: Hydra can't read this. Write key=va
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 """
 TYPES = """
-norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch]. The default is norm.impl=fused.
+norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn, liger, quack]. The default is norm.impl=fused.
 train.steps=1.5                 train.steps: Value '1.5' of type 'float' could not be converted to Integer.
 train.steps=null                train.steps: field 'train.steps' is not Optional.
 train.compile=maybe             train.compile: Value 'maybe' is not a valid bool (type str).
@@ -116,7 +116,10 @@ def test_a_sweep_is_every_combination():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-m norm.impl=fused,toch seed=1,2", "expected one of [fused, torch]"),  # before the first starts
+        (
+            "-m norm.impl=fused,toch seed=1,2",
+            "expected one of [fused, torch, compiled, flash_attn, liger, quack]",
+        ),  # before the first starts
         ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
         ("norm.impl=fused,torch", "To sweep over it, add --multirun"),
         ("-m optim.lr=interval(0,1)", "optim.lr=interval(0,1): a sweep needs its values: optim.lr=A,B"),

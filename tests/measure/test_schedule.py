@@ -2,43 +2,49 @@
 
 import re
 from collections import Counter
-from itertools import combinations
 
 import numpy as np
 import pytest
 
 from configs.schema import AblateConfig
 from measure import schedule
-from measure.comparison import AGAIN, ARMS, FUSED, TORCH, Comparison, compare_blocks, conclusion, is_different
+from measure.comparison import AGAIN, FUSED, TORCH, Comparison, compare_all, compare_blocks, conclusion, is_different
 from measure.statistics import Interval
+
+ARMS = (TORCH, AGAIN, FUSED)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("names", [ARMS, ("a", "b"), ("a", "b", "c", "d", "e")])
 def test_every_cycle_is_an_order_and_its_reverse_and_every_arm_has_every_place_equally_often(seed, names):
-    orders = [list(order) for order in schedule.block_orders(3 * len(names), seed, names)]
+    orders = [list(order) for order in schedule.block_orders(names, 3 * len(names), seed)]
     assert all(order == order[::-1] and sorted(order[: len(names)]) == sorted(names) for order in orders)
     for place in range(2 * len(names)):
         assert Counter(order[place] for order in orders) == dict.fromkeys(names, 3)
 
 
 def test_the_order_depends_on_the_seed_alone_and_the_first_cycle_is_not_counted():
-    assert list(schedule.block_orders(20, 1)) == list(schedule.block_orders(20, 1)) != list(schedule.block_orders(20, 2))
+    assert (
+        list(schedule.block_orders(ARMS, 20, 1))
+        == list(schedule.block_orders(ARMS, 20, 1))
+        != list(schedule.block_orders(ARMS, 20, 2))
+    )
     cycles, ran = AblateConfig().cycles, []
-    blocks = schedule.run_blocks(lambda name, cycle: ran.append((cycle, name)) or [1.0], cycles, seed=3)
+    blocks = schedule.run_blocks(lambda name, cycle: ran.append((cycle, name)) or [1.0], ARMS, cycles, seed=3)
     orders = [[name for at, name in ran if at == cycle] for cycle in range(cycles + 1)]
-    expected = list(map(list, schedule.block_orders(cycles, 3)))
+    expected = list(map(list, schedule.block_orders(ARMS, cycles, 3)))
     assert orders == [expected[-1], *expected]
     assert {name: len(of) for name, of in blocks.items()} == dict.fromkeys(ARMS, 2 * cycles)
     counted = [name for order in orders[1:] for name in order]
-    assert all([counted[at] for at in schedule.positions_of(name, cycles, 3)] == [name] * 2 * cycles for name in ARMS)
+    assert all([counted[at] for at in schedule.positions_of(name, ARMS, cycles, 3)] == [name] * 2 * cycles for name in ARMS)
 
 
-def test_any_two_arms_are_in_any_two_places_equally_often():
-    orders = schedule.memory_orders(12, seed=1, arms=3)
-    for first, second in combinations(range(3), 2):
-        pairs = Counter((order[first], order[second]) for order in orders)
-        assert len(pairs) == 6 and set(pairs.values()) == {2}
+@pytest.mark.parametrize("arms", [3, 4, 5])
+def test_every_arm_has_every_place_in_memory_equally_often_and_the_uncounted_cycle_has_the_last_order(arms):
+    first, *orders = schedule.memory_orders(arms, 4 * arms, seed=1)
+    assert first == orders[-1] and all(sorted(order) == list(range(arms)) for order in orders)
+    for arm in range(arms):
+        assert Counter(order[arm] for order in orders) == dict.fromkeys(range(arms), 4)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +61,7 @@ def test_a_block_lasts_a_quarter_of_a_second_between_5_and_100_steps(warm_ms, st
 
 
 def test_drift_through_a_cycle_cancels_and_one_slow_step_moves_nothing():
-    order = list(next(iter(schedule.block_orders(1, seed=3))))  # each block is 1 ms slower than the one before it
+    order = list(next(iter(schedule.block_orders(ARMS, 1, seed=3))))  # each block is 1 ms slower than the one before it
     blocks = {name: [[10.0 + at] * 3 for at, who in enumerate(order) if who == name] for name in ARMS}
     assert all(compare_blocks(blocks[TORCH], blocks[name]).difference_ms.median == 0 for name in (AGAIN, FUSED))
     found = compare_blocks([[10, 10, 10], [10, 10, 10]], [[8, 8, 500], [8, 8, 8]])
@@ -84,18 +90,31 @@ CONTROL, NAN = comparison(0.998, 1.000, 1.002), comparison(*[float("nan")] * 3)
 @pytest.mark.parametrize(
     ("fused", "control", "said"),
     [
-        (comparison(1.19, 1.20, 1.21), CONTROL, r"^fused norms 1.200 × \(95 % 1.190 to 1.210\) as fast as PyTorch's; A/A"),
-        (comparison(0.94, 0.95, 0.96), CONTROL, "^fused norms 0.950 × .* as fast as PyTorch's, that is slower; A/A"),
-        (comparison(0.99, 1.05, 1.11), CONTROL, "no difference found: fused norms 1.050 × .*, and its interval contains 1"),
+        (comparison(1.19, 1.20, 1.21), CONTROL, r"^fused 1.200 × \(95 % 1.190 to 1.210\) as fast as torch; A/A"),
+        (comparison(0.94, 0.95, 0.96), CONTROL, "^fused 0.950 × .* as fast as torch, that is slower; A/A"),
+        (comparison(0.99, 1.05, 1.11), CONTROL, "no difference found between fused and torch: 1.050 × .*, and its interval"),
         (comparison(1.00, 1.05, 1.11), CONTROL, "no difference found"),
-        (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found: .*, and A/A shows as much"),
-        (comparison(1.001, 1.002, 1.003), comparison(0.9995, 1.0, 1.003), "no difference found: .*, and A/A shows as much"),
-        (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found: .* leaves out 1: intervals here"),
-        (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused norms 1.150 .* leaves out 1: intervals here"),
+        (comparison(1.0005, 1.0015, 1.003), CONTROL, "no difference found .*, and A/A shows as much"),
+        (comparison(1.001, 1.002, 1.003), comparison(0.9995, 1.0, 1.003), "no difference found .*, and A/A shows as much"),
+        (comparison(1.01, 1.02, 1.03), comparison(0.97, 0.98, 0.99), "no difference found .* leaves out 1: intervals here"),
+        (comparison(1.14, 1.15, 1.16), comparison(1.002, 1.003, 1.005), "^fused 1.150 .* leaves out 1: intervals here"),
         (NAN, CONTROL, "no conclusion"),
         (comparison(1.19, 1.20, 1.21), NAN, "no difference found"),
     ],
 )
 def test_a_speedup_is_claimed_only_beyond_chance_and_beyond_the_control(fused, control, said):
-    assert re.search(said, conclusion(fused, control))
-    assert is_different(fused, control) == said.startswith("^fused norms")
+    assert re.search(said, conclusion(FUSED, {TORCH: fused}, control))
+    assert is_different(fused, control) == said.startswith("^fused")
+
+
+def test_the_conclusion_names_the_fastest_opponent_first_and_then_the_others():
+    said = conclusion(FUSED, {"compiled": comparison(1.03, 1.04, 1.05), TORCH: comparison(1.19, 1.20, 1.21)}, CONTROL)
+    assert said.startswith(
+        "fused 1.040 × (95 % 1.030 to 1.050) as fast as compiled, the fastest other arm; against torch 1.200 ×"
+    )
+
+
+def test_every_pair_is_compared_once_and_the_control_with_torch_alone():
+    pairs = compare_all({name: [[10.0 / gain]] * 4 for name, gain in ((TORCH, 1), (AGAIN, 1), ("compiled", 2), (FUSED, 4))})
+    assert {base: list(of) for base, of in pairs.items()} == {TORCH: [AGAIN, "compiled", FUSED], "compiled": [FUSED]}
+    assert [pairs[TORCH][FUSED].speedup.median, pairs["compiled"][FUSED].speedup.median] == [4, 2]

@@ -111,3 +111,34 @@ def test_dtypes_under_autocast(build, batch, impl, kind, residual_dtype, stream_
         model(*batch)
     assert outputs == {torch.bfloat16} and streams == {stream_dtype}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("masks", ["native", "shared"])
+def test_compiled_is_torchs_site_and_nothing_else_of_the_model_is_compiled(build, batch, monkeypatch, masks):
+    compiled = []
+
+    def compile(function, **how):
+        assert how == {"fullgraph": True}
+        return lambda *given: compiled.append(function) or function(*given)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    switch.compiled_alone.cache_clear()
+    models = [build(dropout=0.3, norm_impl=impl, norm_dropout_masks=masks, qk_norm=True) for impl in ("compiled", "torch")]
+    found, expected = (loss_and_gradients(m, batch, seeds=torch.arange(5)) for m in models)
+    switch.compiled_alone.cache_clear()
+    assert found[0] == expected[0] and all(torch.equal(g, expected[1][name]) for name, g in found[1].items())
+    assert compiled == [switch.torch_site] * 9
+
+
+def test_a_compiled_site_trains_and_evaluates_as_torchs_does():
+    """With the real compiler, which takes half a minute: forward and backward, training and evaluation, a second shape."""
+    ours, theirs = (site(impl, width=32, dropout=0.2) for impl in ("compiled", "torch"))
+    for rows in (6, 4):
+        x, residual = torch.randn(2, rows, 32, requires_grad=True), torch.randn(2, rows, 32)
+        found, expected = (norm(x, residual, seed=torch.tensor(3)) for norm in (ours, theirs))
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(y.square().sum() + r.sum(), (x, norm.weight, norm.bias))
+                     for norm, (y, r) in ((ours, found), (theirs, expected))]  # fmt: skip
+        torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(x, residual), theirs.eval()(x, residual))

@@ -6,10 +6,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from ablation.arms import build
+from ablation.arms import build_arm
 from configs import Config
-from configs.schema import NormImpl, NormKind
+from configs.schema import NormKind
 from tests.runs import config, precision
+from training import attribution
 from training.attribution import GROUPS, NORM_SITE, Kernel, KernelTime, by_name, device_times, group_of, profile_step, shares
 from training.step import training_step
 
@@ -68,7 +69,7 @@ PLACES = [
 
 
 def profiled(cfg: Config, dtype: torch.dtype) -> list[KernelTime]:
-    arm = build("torch", cfg, NormImpl.torch, precision(dtype), VOCABULARY)
+    arm = build_arm("torch", cfg, precision(dtype), VOCABULARY)
     batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
     step = partial(training_step, arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
     found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)
@@ -184,3 +185,10 @@ def test_time_in_which_a_kernel_waits_for_the_one_before_it_is_counted_once():
         node.append_kernel(name, 0, ran[name][1] - ran[name][0])
     found = {kernel.name: (kernel.us, len(kernel.within)) for kernel in device_times(events, steps=1)}
     assert found == dict(zip(ran, [(60, 1), (5, 1), (100, 0), (0, 0)], strict=True))
+
+
+def test_kernels_that_torch_compile_makes_in_an_eager_model_are_norm_or_loss():
+    """Sites compiled alone: their names may tell nothing, and those of the loss do."""
+    kernels = [KernelTime(name, 1.0, 1) for name in ("triton_poi_fused_add_0", "triton_red_fused_nll_loss_1", ELEMENTWISE)]
+    assert [group_of(kernel) for kernel in kernels] == ["other", "loss", "other"], "of a model that is compiled whole"
+    assert [group_of(attribution._of_compiled_site(kernel)) for kernel in kernels] == ["norm", "loss", "other"]

@@ -1,0 +1,147 @@
+"""Records all that README and docs show, on the GPU that is here. `make records` runs it.
+
+python -m benchmarks.records                 what this card lacks of the present revision; goes on where it stopped
+python -m benchmarks.records --list          the commands, with the minutes that are planned for each, and which are done
+python -m benchmarks.records gpt2 norms_models      some of them, anew
+
+A record is one file (of an ablation one folder) of one revision by one command. A record that is already of this revision and
+this command is left alone. Not among them: `scaling`, which needs several GPUs, and the runs that were trained to the end.
+Afterwards `python -m benchmarks.readme` writes tables and pictures from the records.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks import command, readme
+from measure.sources import ROOT
+from measure.tables import aligned
+
+GPT2 = "ablate.py model=gpt2 model.vocab_size=50304 train.batch_size=32"
+CHAR = "ablate.py experiment=shakespeare_char"
+# Files of an ablation that nobody reads again, and that are large.
+PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
+LEFT_OUT = ("kernels.jsonl", "parity.jsonl", "config.yaml")
+
+
+@dataclass(frozen=True)
+class Record:
+    name: str
+    words: str  # of the command behind `python`
+    minutes: float  # planned, on an H100
+
+    @property
+    def is_ablation(self) -> bool:
+        return self.words.startswith("ablate.py")
+
+    def path(self, folder: Path) -> Path:
+        return folder / "ablation" / self.name / "report.json" if self.is_ablation else folder / f"{self.name}.json"
+
+
+RECORDS = (  # what README shows first comes first
+    Record("gpt2", f"{GPT2} model.dropout=0.0,0.1", 11),
+    Record("llama", f"{GPT2.replace('model=gpt2', 'model=llama')} model.dropout=0.0,0.1", 11),
+    Record("norms_models", "-m benchmarks.norms --models --residual fp32 --warm 16", 12),
+    Record("shakespeare_char", CHAR, 3),
+    Record(
+        "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3
+    ),
+    Record("host", "-m benchmarks.host", 1),
+    Record("rotary", "-m benchmarks.rotary", 2),
+    Record("memory", "-m benchmarks.memory", 2),
+    Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 2),
+    Record("gpt2_medium", f"{GPT2.replace('model=gpt2', 'model=gpt2_medium')} model.dropout=0.1 ablate.parity_seeds=0", 7),
+    Record("norms_random", "-m benchmarks.norms --random 24 9 --seed 1 --warm 16", 6),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.records", description=__doc__.splitlines()[0])
+    names = [record.name for record in RECORDS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)} (all that are not done)")
+    parser.add_argument("--list", action="store_true", help="measure nothing")
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    if unknown := set(options.names) - set(names):
+        parser.error(f"{', '.join(sorted(unknown))}: no such record; there are {', '.join(names)}")
+    here = torch.cuda.is_available()
+    if not here and not options.list:
+        parser.error("there is no GPU here; --list shows what would run")
+    facts = command.environment(torch.device("cuda", 0) if here else torch.device("cpu"), {})
+    folder = command.FOLDER / command.slug(facts)
+    revision = (facts["git"] or {}).get("revision")
+    if revision is None and not options.list:
+        parser.error("git does not know the revision here; set GIT_REVISION in the environment")
+    if (facts["git"] or {}).get("dirty") and not options.list:
+        parser.error("the code differs from its revision; commit it first")
+    done = {record.name for record in RECORDS if is_done(record, folder, revision)}
+    if options.list:
+        rows = [[r.name, f"{r.minutes:g}", "yes" if r.name in done else "no", f"python {r.words}"] for r in RECORDS]
+        print(aligned(["record", "minutes", "done", "command"], rows, left=1))
+        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {minutes_left(done):g} left")
+        return
+    failed = []
+    for record in RECORDS:
+        if record.name in options.names or (not options.names and record.name not in done):
+            print(f"{record.name}: python {record.words}", flush=True)
+            began = time.monotonic()
+            shutil.rmtree(part(record, folder), ignore_errors=True)
+            code = subprocess.run(arguments(record, folder), cwd=ROOT).returncode
+            if record.is_ablation and (code == 0 or code == PARITY_FAILS):
+                keep(record, folder)
+            print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
+            failed += [record.name] if code else []
+    readme.main([])
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def minutes_left(done: set[str]) -> float:
+    return sum(record.minutes for record in RECORDS if record.name not in done)
+
+
+def arguments(record: Record, folder: Path) -> list[str]:
+    words = [sys.executable, *shlex.split(record.words)]
+    if record.is_ablation:
+        return [*words, f"folder={part(record, folder)}", "logging.wandb=disabled"]
+    return [*words, "--output", str(folder)]
+
+
+def is_done(record: Record, folder: Path, revision: str | None) -> bool:
+    """Whether the record is there, of this revision and by this command, and whole."""
+    try:
+        found = json.loads(record.path(folder).read_text(encoding="utf-8"))
+        same = found["command"] == f"python {record.words}" and found["environment"]["git"]["revision"] == revision
+        return bool(same and not found.get("unfinished"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def part(record: Record, folder: Path) -> Path:
+    """Where an ablation is until it is whole."""
+    return folder / "ablation" / f"{record.name}.part"
+
+
+def keep(record: Record, folder: Path) -> None:
+    """Puts an ablation in the place of the earlier one, without what no page reads and without the folder in its command."""
+    new, place = part(record, folder), record.path(folder).parent
+    for name in LEFT_OUT:
+        (new / name).unlink(missing_ok=True)
+    own = shlex.join(arguments(record, folder)[1:])
+    for file in (new / "report.json", new / "report.md"):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace(own, record.words), encoding="utf-8")
+    shutil.rmtree(place, ignore_errors=True)
+    new.rename(place)
+
+
+if __name__ == "__main__":
+    command.run(main)

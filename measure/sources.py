@@ -1,0 +1,78 @@
+"""Which code a record describes: a fingerprint of the sources that what was measured is made of.
+
+A record is old once these sources differ, and not before: comments, docstrings and blank lines don't count, nor does other
+code. Records of kernels depend on the kernels and on the choice of tiles, those of a training step also on the model and the
+step, those of the host's time and of memory on all of ops/.
+"""
+
+import ast
+import hashlib
+import io
+import subprocess
+import tokenize
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ("ops/kernels", "ops/tiling.py")
+STEP = (*KERNELS, "model", "training/build.py", "training/step.py", "training/precision.py")
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    "kernels": KERNELS,
+    "ops": ("ops",),
+    "step": STEP,
+    "ranks": (*STEP, "training/distributed.py"),
+}
+OF_RECORD = {"host": "ops", "memory": "ops", "ablation": "step", "scaling": "ranks"}  # of all others: kernels
+
+
+def fingerprints() -> dict[str, str]:
+    """Those of the code that runs, by what depends on it."""
+    return {what: _of(paths, _files_here(paths)) for what, paths in SOURCES.items()}
+
+
+@cache
+def fingerprint_at(revision: str, what: str) -> str | None:
+    """That of a git revision; None if git does not know it."""
+    files = {}
+    for path in SOURCES[what]:
+        if (listed := _git("ls-tree", "-r", "--name-only", revision, "--", path)) is None:
+            return None
+        for name in filter(lambda name: name.endswith(".py"), listed.split()):
+            files[name] = _git("show", f"{revision}:{name}") or ""
+    return _of(SOURCES[what], files)
+
+
+def stripped(source: str) -> str:
+    """The lines of code, without comments, docstrings and blank lines."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            for number in range(text.lineno - 1, text.end_lineno or text.lineno):
+                lines[number] = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _of(paths: tuple[str, ...], files: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\n{stripped(files[name])}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def _files_here(paths: tuple[str, ...]) -> dict[str, str]:
+    found = [file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))]
+    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in found if file.is_file()}
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
+    except OSError:  # no git
+        return None
+    return done.stdout if done.returncode == 0 else None

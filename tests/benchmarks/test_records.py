@@ -1,0 +1,109 @@
+"""python -m benchmarks.records: what it runs, where it goes on, and that its plan is short."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import records
+from benchmarks.records import RECORDS
+from tests.benchmarks.records import ENVIRONMENT
+
+HERE = "nvidia-h200"
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """The commands that it started. They write what the programs would write."""
+    commands = []
+
+    def run(words, **_):
+        commands.append(words[1:])
+        environment = ENVIRONMENT | {"git": {"revision": "abc", "dirty": False}}
+        if words[1] == "ablate.py":
+            folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
+            folder.mkdir(parents=True)
+            record = {"command": " ".join(["python", *words[1:]]), "environment": environment, "unfinished": ""}
+            for name, text in (("report.json", json.dumps(record)), ("report.md", record["command"]), ("kernels.jsonl", "")):
+                (folder / name).write_text(text)
+        else:
+            record = next(r for r in RECORDS if r.words.split() == words[1 : words.index("--output")])
+            file = {"command": f"python {record.words}", "environment": environment}
+            (tmp_path / HERE).mkdir(exist_ok=True)
+            (tmp_path / HERE / f"{record.name}.json").write_text(json.dumps(file))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(records.command, "FOLDER", tmp_path)
+    monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | {"git": {"revision": "abc", "dirty": False}})
+    monkeypatch.setattr(records.subprocess, "run", run)
+    monkeypatch.setattr(records.readme, "main", lambda _: commands.append("readme"))
+    return commands
+
+
+def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path):
+    records.main([])
+    assert len(ran) == len(RECORDS) + 1 and ran[-1] == "readme"
+    gpt2 = tmp_path / HERE / "ablation" / "gpt2"
+    assert sorted(path.name for path in gpt2.iterdir()) == ["report.json", "report.md"], "without what no page reads"
+    assert (gpt2 / "report.md").read_text() == f"python {RECORDS[0].words}", "the command that repeats it"
+    ran.clear()
+    records.main([])
+    assert ran == ["readme"]
+    (tmp_path / HERE / "host.json").unlink()
+    file = json.loads((gpt2 / "report.json").read_text())
+    (gpt2 / "report.json").write_text(json.dumps(file | {"unfinished": "1 of 6 parts"}))
+    ran.clear()
+    records.main([])
+    assert [words[0] for words in ran[:-1]] == ["ablate.py", "-m"] and len(ran) == 3, "what was cut short, and what is missing"
+    ran.clear()
+    records.main(["memory"])
+    assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"
+
+
+def test_another_revision_or_command_is_not_done(ran, tmp_path, monkeypatch):
+    records.main(["host"])
+    record = next(r for r in RECORDS if r.name == "host")
+    assert records.is_done(record, tmp_path / HERE, "abc") and not records.is_done(record, tmp_path / HERE, "def")
+    assert not records.is_done(records.Record("host", "-m benchmarks.host --rounds 3", 1), tmp_path / HERE, "abc")
+
+
+def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_they_stand(capsys, monkeypatch):
+    assert sum(record.minutes for record in RECORDS) <= 60
+    records.main(["--list"])
+    said = capsys.readouterr().out
+    assert all(f"python {record.words}" in said for record in RECORDS) and "minutes in all" in said
+    from ablate import variants_of
+    from benchmarks import host, memory, norms
+
+    monkeypatch.setattr("ablate.machine.inspect", lambda _: __import__("configs").machine.Machine("cuda"))
+    for record in RECORDS:
+        words = record.words.split()
+        if record.is_ablation:
+            assert variants_of(words[1:])
+        else:
+            program = {"benchmarks.host": host, "benchmarks.memory": memory, "benchmarks.norms": norms}[words[1]]
+            assert program.options_of(words[2:])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"git": None}, "set GIT_REVISION"), ({"git": {"revision": "abc", "dirty": True}}, "commit it first")],
+)
+def test_a_record_needs_a_revision_that_says_what_was_measured(ran, changed, message, monkeypatch, capsys):
+    monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | changed)
+    with pytest.raises(SystemExit):
+        records.main([])
+    assert message in capsys.readouterr().err and not ran
+
+
+def test_without_a_gpu_only_the_list_is_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        records.main([])
+    assert "there is no GPU here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        records.main(["gpt3"])
+    assert "gpt3: no such record; there are gpt2, " in capsys.readouterr().err and sys.executable

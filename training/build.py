@@ -1,0 +1,84 @@
+"""A model that is ready to train: weights, state, and the forward that the config asks for. All programs build theirs here."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from configs import Config, command_line
+from configs.machine import Machine
+from configs.schema import Parallel
+from model import GPT
+from training.checkpoint import TrainState
+from training.distributed import ALONE, World, shard
+from training.precision import Precision
+from training.step import adamw, compile_model, prepare
+
+
+class Built(NamedTuple):
+    model: GPT
+    state: TrainState
+    forward: Callable[..., Tensor]  # what `training_step` calls: the model, compiled or wrapped for several ranks or neither
+
+
+def build(
+    cfg: Config,
+    precision: Precision,
+    vocab_size: int,
+    world: World = ALONE,
+    *,
+    fill: Callable[[GPT], object] = lambda model: None,
+    restore: Callable[[TrainState], object] = lambda state: None,
+    tokenizer: str = "",
+    corpus: str = "",
+    draw_on: str | torch.device = "cpu",
+) -> Built:
+    """Builds the model of cfg with its optimizer. All ranks call it together.
+
+    The initial weights depend on cfg.seed, cfg.model and `draw_on` alone, not on cfg.norm.impl.
+
+    Args:
+        vocab_size: of the tokenizer.
+        fill: called with the fresh model, whose weights are whole and where they were drawn; may replace them.
+        restore: called with the state, before forward is compiled and wrapped; may load a checkpoint.
+        tokenizer, corpus: for checkpoints; see TrainState.
+        draw_on: the device that draws initial weights. A CPU gives the same ones on every machine, a GPU is faster; "meta"
+            leaves drawing to `fill`, which gets tensors without values on precision.device.
+
+    Raises:
+        ConfigError: options of the model that do not fit together, or what `fill` or `restore` refuse.
+    """
+    torch.manual_seed(cfg.seed)
+    with world.shared_errors(), command_line.as_config_errors():
+        with torch.device(draw_on):
+            model = GPT(cfg.model, cfg.norm, vocab_size)
+        if torch.device(draw_on).type == "meta":
+            model.to_empty(device=precision.device)
+        fill(model)
+        prepare(model, cfg.train, Machine(precision.device.type))
+    sharded = cfg.parallel is Parallel.fsdp
+    if sharded:
+        shard(model, precision, world.size, compiled=cfg.train.compile)
+    model = model.to(precision.device)
+    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer, corpus, leads=world.leads)
+    with world.shared_errors():
+        restore(state)
+    forward: Callable[..., Tensor] = model
+    if cfg.train.compile and not sharded:
+        forward = compile_model(model, cfg.train)
+    return Built(model, state, world.replicate(forward))
+
+
+@torch.no_grad()
+def copy_values(source: nn.Module, target: nn.Module) -> None:
+    """Copies parameters and buffers, also those that a state_dict leaves out.
+
+    Raises:
+        AssertionError: their names differ.
+    """
+    for kind in ("named_parameters", "named_buffers"):
+        values, places = (dict(getattr(model, kind)()) for model in (source, target))
+        assert values.keys() == places.keys(), f"different {kind.removeprefix('named_')}"
+        for name, place in places.items():
+            place.copy_(values[name])

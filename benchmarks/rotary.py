@@ -33,6 +33,7 @@ from ops import rotary_qkv_fn
 
 EPS, BASE, CONTEXT = 1e-6, 10000.0, 1024
 NORMS = {"rotary": None, "rms_rotary": "rmsnorm", "ln_rotary": "layernorm"}  # of queries and keys, by case
+CELL = ("case", "direction", "M", "heads", "kv_heads", "D")
 ROUNDS = (9, 7)
 
 
@@ -220,7 +221,7 @@ def table(records: Sequence[Record]) -> str:
     """A row for each cell: our share of copy bandwidth, and every other's time over ours."""
     cells: dict[tuple[Any, ...], dict[str, Record]] = {}
     for record in records:
-        cells.setdefault(tuple(record[key] for key in KEY[:-1]), {})[record["provider"]] = record
+        cells.setdefault(tuple(record[key] for key in CELL), {})[record["provider"]] = record
     others = [name for name in PROVIDERS if name != "ours" and any(name in of for of in cells.values())]
     rows = []
     for (case, direction, M, *shape), of in cells.items():

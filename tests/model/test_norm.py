@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from configs.schema import NormConfig
+from model import attention
 from model import norm as switch
 from model.norm import PreNorm
 from ops import Norm
@@ -127,7 +128,8 @@ def test_compiled_is_torchs_site_and_nothing_else_of_the_model_is_compiled(build
     found, expected = (loss_and_gradients(m, batch, seeds=torch.arange(5)) for m in models)
     switch.compiled_alone.cache_clear()
     assert found[0] == expected[0] and all(torch.equal(g, expected[1][name]) for name, g in found[1].items())
-    assert compiled == [switch.torch_site] * 9
+    layer = [switch.torch_site, attention.query_key_site, switch.torch_site]
+    assert compiled == [*layer, *layer, switch.torch_site]
 
 
 def test_a_compiled_site_trains_and_evaluates_as_torchs_does():

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import configs
-from configs import Config, ConfigError, machine
+from configs import Config, ConfigError, keys, machine
 from configs.schema import NormImpl
 from measure.timing import allocated_gb, describe
 from model import GPT
@@ -42,17 +42,9 @@ SIZES = {
     "gpt2": ["model=gpt2", "model.vocab_size=50304", "train.batch_size=32"],
     "tiny": ["model=tiny", "model.vocab_size=2048"],  # the default run's
 }
-# What contenders can't differ in: the batches, the protocol, and what would make them another experiment.
-SHARED = (
-    "train.batch_size",
-    "train.precision",
-    "model.context",
-    "model.vocab_size",
-    "model.dropout",
-    "seed",
-    "device",
-    "ablate",
-)
+# Keys that affect what is learned and that contenders may differ in. With other batches, another protocol or another model they
+# would be another experiment.
+FREE = ("model.residual_dtype",)
 
 
 @dataclass
@@ -81,8 +73,9 @@ def lineup(options: argparse.Namespace, dropout: float) -> dict[str, Config]:
     for overrides in options.ours:
         found[f"{OURS}, {' '.join(overrides)}"] = config_of(options, dropout, overrides)
     for name, cfg in found.items():
-        for key in SHARED:
-            if attrgetter(key)(cfg) != attrgetter(key)(found[OURS]):
+        for key in keys.schema():
+            shared = key in keys.affecting("weights", "results") or key == "device" or key.startswith("ablate.")
+            if shared and key not in FREE and attrgetter(key)(cfg) != attrgetter(key)(found[OURS]):
                 raise ConfigError(
                     f"--ours {name.removeprefix(f'{OURS}, ')}: {key} is the same for all contenders. "
                     "Give it by --common; the dropout by --dropout."

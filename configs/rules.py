@@ -14,23 +14,6 @@ from configs.keys import ConfigError
 from configs.machine import Machine
 from configs.schema import Config
 
-# Keys that `python ablate.py` refuses, and why.
-TAKEN_BY_ABLATE = {
-    "norm.impl": "is what ablate.py compares. Leave it out.",
-    "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
-    "resume": "has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
-    "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
-    "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
-}
-# Keys that may change when a run goes on. Any other key changes the numbers that the run gives.
-FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_mode", "train.compile_loss", "train.recompute"),
-    *("device", "parallel", "deterministic"),
-    *("data.processes", "data.cache_dir"),
-    *("folder", "resume", "resume_with_changes", "profile"),
-}
-FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}
-
 
 def check(cfg: Config, machine: Machine) -> None:
     """Passes a config that can run on `machine`.
@@ -45,7 +28,7 @@ def check(cfg: Config, machine: Machine) -> None:
 def check_ablation(overrides: Sequence[str]) -> None:
     """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
-    taken = [f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE]
+    taken = [f"{text}: {key} {why}" for text, key in given if (why := keys.not_in_ablate().get(key))]
     _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
 
 
@@ -63,7 +46,7 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
     changed = {}
     for name in keys.schema():
         then, now = attrgetter(name)(before), attrgetter(name)(cfg)
-        free = name in FREE_ON_RESUME or name.partition(".")[0] in FREE_SECTIONS_ON_RESUME
+        free = name in keys.affecting("speed", "nothing")
         if name == "train.steps" and before.optim.schedule is schema.Schedule.constant:
             free = True  # its rates don't depend on them
         if then != now and not free:

@@ -40,8 +40,7 @@ class GPT(nn.Module):
                 f"Use {vocab_size} or more, or null to take it from the tokenizer."
             )
         self.cfg, self.norm, self.tokenizer_vocab_size = cfg, norm, vocab_size
-        # A multiple of 64 keeps the largest matrix product of a small model on the fast tensor-core path.
-        self.vocab_size = cfg.vocab_size or -(-vocab_size // 64) * 64
+        self.vocab_size = embedding_rows(cfg, vocab_size)
 
         self.embedding = nn.Embedding(self.vocab_size, cfg.width)
         self.positions, rotary = None, None
@@ -213,3 +212,9 @@ class GPT(nn.Module):
                 f"GPT: seeds has shape {tuple(seeds.shape)} and dtype {seeds.dtype}, "
                 f"expected int64 of shape ({self.dropout_sites},): one for each norm site (model.dropout_sites)"
             )
+
+
+def embedding_rows(cfg: ModelConfig, vocab_size: int) -> int:
+    """model.vocab_size, or its default. A multiple of 64 keeps the largest matrix product of a small model on the fast
+    tensor-core path."""
+    return cfg.vocab_size or -(-vocab_size // 64) * 64

@@ -34,9 +34,6 @@ COLOURS = ("#111111", "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
 NATS, BITS = "nats", "bits"
 LABELS = {NATS: "loss, nats per token", BITS: "bits per byte"}
-# Keys that the legend leaves out: they do not make another experiment.
-UNNAMED_SECTIONS = {"logging", "checkpoint", "sample", "ablate", "eval"}
-UNNAMED = {"folder", "resume", "resume_with_changes", "profile", "data.cache_dir", "data.processes"}
 MOST_NAMED = 4  # keys in an entry of the legend
 
 
@@ -172,7 +169,7 @@ def names_of(curves: Sequence[Curve]) -> list[str]:
     differing = [
         name
         for name in curves[0].config
-        if name.partition(".")[0] not in UNNAMED_SECTIONS and name not in UNNAMED
+        if name not in keys.affecting("nothing")
         if len({str(curve.config[name]) for curve in curves}) > 1
     ]
     found = []

@@ -13,8 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
 import configs
 from configs import keys
 from measure.comparison import FUSED, TORCH
@@ -90,8 +88,7 @@ def read_run(folder: Path) -> FinishedRun:
     """
     try:
         yaml = (folder / "config.yaml").read_text(encoding="utf-8")
-        stored = OmegaConf.to_container(OmegaConf.create(yaml))
-        config = flat(configs.to_dict(configs.from_dict(stored)))  # type: ignore[arg-type]
+        config = flat(configs.to_dict(configs.read_yaml(folder / "config.yaml")))
         environment, summary = (
             json.loads((folder / name).read_text(encoding="utf-8")) for name in ("environment.json", "summary.json")
         )

@@ -40,6 +40,10 @@ def not_in_ablate() -> dict[str, str]:
     return {name: why for name, key in schema().items() if (why := key.metadata["not_in_ablate"])}
 
 
+def meaning(name: str) -> str:
+    return schema()[name].metadata["meaning"]
+
+
 def choices(key: Field) -> dict[str, str]:
     """The values of an enum, with their meanings. Empty for other types."""
     kind: Any = get_args(key.type)[0] if isinstance(key.type, UnionType) else key.type
@@ -70,4 +74,4 @@ def shown(value: object) -> str:
     """A value as --help and messages show it."""
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
-    return {"None": "null", "True": "true", "False": "false", "\n": r"\n"}.get(str(value), str(value))
+    return {"None": "null", "True": "true", "False": "false", "\n": r"""$'"\n"'"""}.get(str(value), str(value))

@@ -73,7 +73,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
     context = HydraConfig.get()
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
-        cfg = configs.from_dict(composed)
+        cfg = configs.from_composed(composed)
         chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
         world.max(0)  # waits until Hydra has made the folder on every rank
         origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))

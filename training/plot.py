@@ -21,10 +21,9 @@ import matplotlib
 matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from configs import Config, ConfigError, keys
+import configs
+from configs import ConfigError, keys
 from training import storage
 from training.storage import StorageError
 
@@ -133,11 +132,8 @@ def read_run(folder: Path) -> Curve:
             what = "no run has logged anything there" if folder.is_dir() else "no such folder"
             raise ConfigError(f"{folder}: {what} ({name} is missing). Name run folders, such as runs/*.")
     lines = read_metrics(folder / "metrics.jsonl")
-    try:
-        stored = OmegaConf.load(folder / "config.yaml")
-        config = {name: OmegaConf.select(stored, name, default=attrgetter(name)(Config())) for name in keys.schema()}
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{folder}/config.yaml can't be read: {error}") from error
+    cfg = configs.read_yaml(folder / "config.yaml")
+    config = {name: attrgetter(name)(cfg) for name in keys.schema()}
     train = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
     val = [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
     if not train and not val:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import wandb
-from omegaconf import OmegaConf
+import yaml
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
@@ -131,8 +131,7 @@ def agent_job() -> tuple[str, str] | None:
     sweep, parameters = (os.environ.get(name) for name in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"))
     if not sweep:
         return None
-    stored = OmegaConf.to_container(OmegaConf.load(parameters)) if parameters else {}
-    assert isinstance(stored, dict)
+    stored = yaml.safe_load(Path(parameters).read_text(encoding="utf-8")) if parameters else {}
     # {"wandb_version": 1, "norm.impl": {"value": "fused"}, ...}
     swept = [f"{key!s}-{entry['value']}" for key, entry in stored.items() if isinstance(entry, dict)]
     return f"sweep_{sweep}", "_".join(swept) or os.environ.get("WANDB_RUN_ID", "run")

@@ -19,7 +19,7 @@ from configs.machine import Machine
 from training import resume, tracking
 from training.console import mute, show, take_any_encoding
 from training.distributed import World, join
-from training.environment import ROOT
+from training.environment import ROOT, environment
 from training.facts import Summary, report
 from training.interrupt import Stopped, exit_on_signals
 from training.metrics import NonFiniteError
@@ -51,9 +51,13 @@ def main(train: Train) -> int:
             raise SystemExit(1) from None
 
     exit_on_signals()
+    if "--version" in sys.argv[1:]:
+        show(version())
+        return 0
     try:
         swept = world.on_first(lambda: command_line.check(sys.argv[1:]))
         command_line.register_resolvers(swept, started=world.on_first(command_line.now))
+        sys.argv[1:] = command_line.options_first(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="config")(run)()
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
@@ -65,6 +69,19 @@ def main(train: Train) -> int:
         codes.append(end.code or 0)
     world.leave(max(codes))
     return max(codes)
+
+
+def version() -> str:
+    """What --version prints."""
+    facts = environment(torch.device("cpu"))
+    git = facts["git"] or {}
+    revision = git.get("revision", "no git revision") + (", with changes" if git.get("dirty") else "")
+    return "\n".join(
+        [
+            f"prenorm {facts['versions']['prenorm']} ({revision})",
+            *(f"{name} {facts['versions'][name]}" for name in ("torch", "triton")),
+        ]
+    )
 
 
 @record  # torchrun's report of a rank that failed then has the traceback

@@ -27,7 +27,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "datasets", "tokenizers", "wandb")},
+        "versions": {
+            name: _version(name) for name in ("prenorm", "torch", "triton", "numpy", "datasets", "tokenizers", "wandb")
+        },
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpu": None,

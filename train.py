@@ -27,7 +27,7 @@ from training.distributed import ALONE, World, shard
 from training.evaluation import Evaluator, encode_prompt, write_sample
 from training.facts import Summary, facts, non_finite_explained
 from training.interrupt import Interrupt
-from training.metrics import Metrics
+from training.metrics import Metrics, quantities
 from training.precision import Precision
 from training.profile import StepProfiler
 from training.run import Run
@@ -85,9 +85,10 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
     with world.shared_errors():
-        run.start(facts(run.origin, precision, corpus, model, world), corpus)
+        sizes = quantities(cfg, corpus, model)
+        run.start(facts(run.origin, precision, corpus, model, sizes, world), sizes, corpus.tokenizer)
     clock = StepClock(precision.device, gpu_time=True)
-    metrics = Metrics(state, cfg, precision, clock, world)
+    metrics = Metrics(state, cfg, corpus, precision, clock, world)
     profiler = StepProfiler(cfg.profile and world.leads, run, clock, precision.device, None if cfg.train.compile else model)
     with non_finite_explained(run, batches), Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver, profiler:
         evaluator = Evaluator(run, corpus.val, metrics, interrupt, world)
@@ -120,7 +121,8 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             run.stop(state.step, interrupt)
         assert state.validation is not None and state.best is not None  # the last step was evaluated
         interrupt.answer = "Stopping."
-        run.finish({"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms})
+        results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
+        run.finish(results | {"tokens": state.tokens} | sizes)
         text = write_sample(run, model, corpus.tokenizer, prompt, precision, interrupt, world)
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
 

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from ablation.records import Cell, Parity
 from measure.comparison import AGAIN, FUSED, TORCH
-from measure.plots import GREY, GROUP_FILLS, bare, pyplot, save
+from measure.plots import GREY, GROUP_FILLS, bare, pyplot, save, ticker
 from measure.statistics import spread
 from measure.tables import interval_text, label
 
@@ -56,7 +55,7 @@ def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: s
         axes.set_yticks(range(len(arms)), [_arm(name) for name in arms])
         axes.invert_yaxis()
         axes.set_title(title, loc="left", fontsize=9)
-        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
         _bare(axes, grid="x")
     panels[-1].set_xlabel(f"ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots {dots}")
     _finish(figure, "Step time (axes need not begin at 0)", path)
@@ -137,7 +136,7 @@ def losses(parity: Parity, path: Path) -> None:
     last.set_ylabel("gradient's error,\nworst layer", fontsize=9)
     last.set_xlabel("step")
     last.set_xlim(0, max(1, steps - 1))
-    last.xaxis.set_major_locator(MaxNLocator(integer=True))
+    last.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     for axes in (above, below, last):
         _bare(axes, grid="both")
         axes.legend(frameon=False, fontsize=8, loc="best", handlelength=3.2)

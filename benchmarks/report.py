@@ -7,12 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import FuncFormatter, NullLocator
-
 from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
 from benchmarks.command import Record
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
-from measure.plots import GREY, bare, pyplot, save
+from measure.plots import GREY, bare, pyplot, save, ticker
 from measure.tables import NOTHING, aligned, compact_markdown, machine, measured_at
 
 
@@ -245,8 +243,10 @@ def width_axis(axes: Any, widths: Sequence[int], linear: bool = False) -> None:
         low, high = math.floor(math.log2(widths[0])), math.ceil(math.log2(widths[-1]))
         step = max(1, math.ceil((high - low) / 8))
         axes.set_xticks([2**i for i in range(low, high + 1, step)])
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 and n % 1024 == 0 else f"{n:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(
+        ticker.FuncFormatter(lambda n, _: f"{n / 1024:g}k" if n >= 1024 and n % 1024 == 0 else f"{n:g}")
+    )
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
     bare(axes)
 
 

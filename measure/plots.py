@@ -1,16 +1,18 @@
 """The style of all pictures: no display, few lines, the same fill for the same kind of work."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from PIL import Image
 
-matplotlib.use("Agg")  # needs and opens no display
-from matplotlib import pyplot
+# Needs and opens no display. matplotlib reads this at its import, and refuses the backend of a notebook outside of one: import
+# it here alone.
+os.environ["MPLBACKEND"] = "Agg"
+from matplotlib import pyplot, ticker
 
-__all__ = ["GREY", "GROUP_FILLS", "bare", "pyplot", "save"]
+__all__ = ["GREY", "GROUP_FILLS", "bare", "pyplot", "save", "ticker"]
 
 GREY = "#6b7280"
 GROUP_FILLS: dict[str, tuple[str, str]] = {  # colour and hatch; norms stand out, because only they differ between arms

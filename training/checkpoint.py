@@ -52,6 +52,7 @@ class TrainState:
     tokenizer: str  # text of the run's tokenizer.json
     corpus: str = ""  # Corpus.identity
     step: int = 0  # optimizer steps done
+    tokens: int = 0  # of these steps, of all ranks together
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
     losses: int = 0  # the number of losses in that sum
     validation: Validation | None = None  # the last one
@@ -79,6 +80,7 @@ class TrainState:
         state = {
             "format": FORMAT,
             "step": self.step,
+            "tokens": self.tokens,
             "losses": self.losses,
             "corpus": self.corpus,
             "scaler": self.scaler.state_dict(),
@@ -136,6 +138,8 @@ class TrainState:
         if stored.state["scaler"]:  # empty unless the run was in fp16
             self.scaler.load_state_dict(stored.state["scaler"])
         self.step, self.losses = stored.step, stored.state["losses"]
+        before = stored.config["train"]["batch_size"] * stored.config["model"]["context"]  # a checkpoint of an older version
+        self.tokens = stored.state.get("tokens", stored.step * before)
         self.loss_sum = training["loss_sum"].to(self.loss_sum.device, copy=True)
         self.validation, self.best = (
             Validation(**kept) if (kept := stored.state[which]) else None for which in ("validation", "best")

@@ -66,7 +66,7 @@ class Evaluator:
         validation = state.validation
         assert validation is not None
         metrics.health.check_validation(validation.loss, state.step)
-        self._run.log(state.step, {"val/loss": validation.loss, "val/bits_per_byte": validation.bits_per_byte})
+        self._run.log(state.step, metrics.validation(validation))
         if state.best is None or validation.loss < state.best.loss:
             state.best, state.best_step = validation, state.step
 

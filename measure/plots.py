@@ -1,5 +1,6 @@
 """The style of all pictures: no display, few lines, the same fill for the same kind of work."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from PIL import Image
 # Needs and opens no display. matplotlib reads this at its import, and refuses the backend of a notebook outside of one: import
 # it here alone.
 os.environ["MPLBACKEND"] = "Agg"
-from matplotlib import pyplot, ticker
+logging.getLogger("matplotlib").setLevel(logging.ERROR)  # without a home it uses a temporary folder, and warns at each start
+from matplotlib import pyplot, ticker  # noqa: E402
 
 __all__ = ["GREY", "GROUP_FILLS", "bare", "pyplot", "save", "ticker"]
 

@@ -48,6 +48,9 @@ def facts(
     masks = ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""
     epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
+    splits = (corpus.train, corpus.val)
+    share = sum(split.lost for split in splits) / sum(split.bytes + split.lost for split in splits)
+    lost = f"; the tokenizer has no token for {share:.2%} of the text, which bits per byte leaves out" if share else ""
     compiled = ", loss compiled" if model.compile_loss else ""
     if cfg.train.compile:
         compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
@@ -61,7 +64,7 @@ def facts(
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}" + begins,
         "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
-        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out",
+        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out" + lost,
         "batch": f"{sizes['tokens_per_step']:,} tokens ({sequences}{pieces})",
         "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
     }

@@ -186,7 +186,8 @@ class Tracker:
                     settings=wandb.Settings(silent=True, console="off", **timeout),
                 )
 
-        _find_cache()
+        if self.mode is not WandbMode.disabled:
+            _find_cache()
         python_logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
         less = {WandbMode.online: WandbMode(logging.without_key), WandbMode.offline: WandbMode.disabled}
         failures = []
@@ -268,6 +269,6 @@ def _find_cache() -> None:
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
         usable = False
     if not usable:
-        os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir()
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="prenorm-wandb-")  # not one that is another user's
     elif not os.environ.get("HOME"):
         os.environ["XDG_CACHE_HOME"] = str(cache)

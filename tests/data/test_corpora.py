@@ -126,16 +126,26 @@ def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_c
 def test_the_second_load_makes_nothing_even_if_the_files_have_moved_and_notices_damage(text_config, notes, no_build, tmp_path):
     first = load(text_config)
     [folder] = tmp_path.glob("cache/*/")
-    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "train.bin", "val.bin", "corpus.json"}
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "train.bin", "val.bin", "corpus.json", "SHA256SUMS"}
     text_config.files = [f"{notes.rename(notes.parent / 'moved')}/*.txt"]
     no_build()
     second = load(text_config)
     assert (first.train.tokens == second.train.tokens).all()
     assert (first.identity, first.train.documents) == (second.identity, second.train.documents)
     assert first.tokenizer.encode("the king") == second.tokenizer.encode("the king")
-    os.truncate(folder / "train.bin", 20)
-    with pytest.raises(ValueError, match=r"train\.bin has 10 tokens, expected \d+: delete the folder"):
-        load(text_config)
+    for name in ("train.bin", "corpus.json", "tokenizer.json", "SHA256SUMS"):
+        content = (folder / name).read_bytes()
+        for damaged in (content[:20], b"\0" * 20 + content[20:], b"\xff" * len(content), b"", None):
+            (folder / name).unlink()
+            if damaged is not None:
+                (folder / name).write_bytes(damaged)
+            named = r"\S+" if name == "SHA256SUMS" else name
+            with pytest.raises(
+                ValueError, match=rf"{named}: the cached corpus can't be read: .*Delete .*; the next start remakes"
+            ):
+                load(text_config)
+        (folder / name).write_bytes(content)
+    assert load(text_config).identity == first.identity
 
 
 def test_a_changed_file_makes_the_corpus_anew_even_with_its_old_time(text_config, notes):

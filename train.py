@@ -77,7 +77,7 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     )
     if run.origin.stored:
         with world.shared_errors():
-            state.restore(run.origin.stored, with_changes=cfg.resume_with_changes, same_folder=run.origin.in_place)
+            state.restore(run.origin.stored, same_folder=run.origin.in_place)
     forward: Callable[..., torch.Tensor] = model
     if cfg.train.compile and not sharded:
         forward = compile_model(model, cfg.train)

@@ -32,8 +32,11 @@ def check_ablation(overrides: Sequence[str]) -> None:
     _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
 
 
-def check_resumed(before: Config, cfg: Config) -> list[str]:
+def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) -> list[str]:
     """Checks that a run with `cfg` goes on as if the run with `before` had not stopped.
+
+    Args:
+        same_corpus: whether both have the same tokens, wherever their text lies. None: the keys of data and tokenizer tell.
 
     Returns:
         The keys that change the numbers of the run, which resume_with_changes=true allows.
@@ -44,13 +47,17 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
     if cfg.init_from not in (None, before.init_from):
         raise ConfigError(f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave init_from out.")
     changed = {}
-    for name in keys.schema():
+    for name in keys.affecting("weights", "results"):
         then, now = attrgetter(name)(before), attrgetter(name)(cfg)
-        free = name in keys.affecting("speed", "nothing")
+        free = same_corpus is True and name.startswith(("data.", "tokenizer."))
         if name == "train.steps" and before.optim.schedule is schema.Schedule.constant:
             free = True  # its rates don't depend on them
         if then != now and not free:
             changed[name] = f"{name}={keys.shown(now)}: the checkpoint was made with {name}={keys.shown(then)}."
+    if same_corpus is False and not any(name.startswith(("data.", "tokenizer.")) for name in changed):
+        changed["data"] = (
+            "data: the files or the data set have changed since the checkpoint was made, and the batches with them."
+        )
     if changed and not cfg.resume_with_changes:
         raise ConfigError(
             "\n".join(changed.values()) + "\nThe run would then give other numbers than the run that was stopped. "

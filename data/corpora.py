@@ -66,6 +66,15 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     return corpus
 
 
+def identity(data: DataConfig, tokenizer: TokenizerConfig) -> str:
+    """`Corpus.identity` of `load_corpus`, without the corpus. Raises as `load_corpus`."""
+    return _hash(_settings(data, tokenizer, find_documents(data)))
+
+
+def _hash(settings: dict[str, Any]) -> str:
+    return sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
 def _settings(data: DataConfig, tokenizer: TokenizerConfig, documents: Documents) -> dict[str, Any]:
     """All that the tokens depend on, as JSON."""
     settings: dict[str, Any] = {
@@ -133,8 +142,7 @@ def _open(folder: Path, name: str) -> Corpus:
             return Split(np.zeros(0, facts["dtype"]), 0, 0)
         return Split(np.memmap(path, dtype=facts["dtype"], mode="r"), counts["bytes"], counts["documents"], counts["lost"])
 
-    identity = sha256(json.dumps(facts["settings"], sort_keys=True).encode()).hexdigest()
-    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), identity)
+    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), _hash(facts["settings"]))
 
 
 def _check_length(name: str, split: Split, data: DataConfig, context: int) -> None:

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from configs import Config, ConfigError, to_dict
+from configs.compose import as_typed
 from model import GPT
 from training import storage
 from training.console import show
@@ -98,27 +99,18 @@ class TrainState:
             TOKENIZER: lambda file: file.write(self.tokenizer.encode()),
         }
 
-    def restore(self, stored: "Stored", *, with_changes: bool = False, same_folder: bool = True) -> None:
+    def restore(self, stored: "Stored", *, same_folder: bool = True) -> None:
         """Loads a checkpoint. Weight decay, betas and eps stay those of this run's config, which may differ.
 
         Args:
-            with_changes: accept other documents.
             same_folder: the run goes on in the checkpoint's folder. In another one it has its own best checkpoint, and its
                 first evaluation is its own.
 
         Raises:
-            ConfigError: the stored weights belong to a model of another shape, to another tokenizer or to other documents.
+            ConfigError: the stored weights belong to a model of another shape or to another tokenizer.
         """
         if stored.tokenizer != self.tokenizer:
-            raise ConfigError(
-                f"resume: {relative(stored.path)} was trained with another tokenizer, so its token ids mean other text. "
-                "Use the tokenizer.* and data.* of that run."
-            )
-        if stored.state["corpus"] != self.corpus and not with_changes:
-            raise ConfigError(
-                f"resume: {relative(stored.path)} was trained on other documents: the files or the data set have changed "
-                "since, and its batches with them. Bring them back, or accept that with resume_with_changes=true."
-            )
+            raise ConfigError(f"resume: {relative(stored.path)} was {stored.other_tokenizer} resume_with_changes=true")
         load_weights(self.model, stored)
         training = stored.training()
         state = {}
@@ -164,6 +156,15 @@ class Stored:
     @property
     def step(self) -> int:
         return self.state["step"]
+
+    @property
+    def other_tokenizer(self) -> str:
+        """The end of a message."""
+        its = as_typed("tokenizer.pretrained", relative(self.path / TOKENIZER))
+        return (
+            "trained with another tokenizer, so its token ids mean other text. Use the tokenizer.* and data.* of that run, or "
+            f"with other text its tokenizer:\n  tokenizer.kind=pretrained {its}"
+        )
 
     def model(self) -> dict[str, torch.Tensor]:
         return load_file(self.path / MODEL)

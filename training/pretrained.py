@@ -68,9 +68,7 @@ def _of_run(model: GPT, source: str, folder: Path, tokenizer: Tokenizer) -> None
         if wrong := _differences(ours, configs.from_dict(stored.config), model.tokenizer_vocab_size):
             raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
         if stored.tokenizer != tokenizer.to_json():
-            raise ConfigError(
-                "trained with another tokenizer, so its token ids mean other text. Use the tokenizer.* and data.* of that run."
-            )
+            raise ConfigError(stored.other_tokenizer)
         checkpoint.load_weights(model, stored)
     except ConfigError as error:
         raise ConfigError(f"init_from={source}: {error}") from error

@@ -7,12 +7,13 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import configs
-from configs import Config, ConfigError, rules
+from configs import Config, ConfigError, command_line, rules
 from configs.schema import Precision, Schedule
+from data import identity
 from training import checkpoint, storage
 from training.checkpoint import Stored
 from training.storage import relative
@@ -80,9 +81,10 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
     stored = checkpoint.read(found, verified=True)
     before = configs.from_dict(stored.config)
     _keep_precision(before, cfg)
-    rules.check_resumed(before, cfg)
+    start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept)
+    rules.check_resumed(before, cfg, None if start.finished else _same_corpus(stored, cfg))
     notes += [f"resume=auto: goes on from {relative(found)}.", *_other_operator(before, cfg)]
-    start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
+    start = replace(start, notes=notes)
     if not start.finished:
         _check_left(start, folder)
     return start
@@ -105,7 +107,7 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
     before = configs.from_dict(stored.config)
     cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
     _keep_precision(before, cfg)
-    changed = rules.check_resumed(before, cfg)
+    changed = rules.check_resumed(before, cfg, _same_corpus(stored, cfg))
     notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
     if own_folder and kept:
@@ -115,6 +117,11 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
         start = Start(cfg, folder, stored, notes=notes)
     _check_left(start, path)
     return start
+
+
+def _same_corpus(stored: Stored, cfg: Config) -> bool:
+    with command_line.as_config_errors():
+        return stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
 
 
 def _keep_precision(before: Config, cfg: Config) -> None:

@@ -59,6 +59,9 @@ def from_composed(composed: DictConfig) -> Config:
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """The overrides, as Hydra reads them. Raises ConfigError for an argument that sets no key or group."""
+    for text in overrides:
+        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{text!r}: is not UTF-8 text.")
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:

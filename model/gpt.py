@@ -1,7 +1,7 @@
 """A GPT: from tokens to logits or loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +130,7 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        seen: Callable[[Tensor], object] = lambda tokens: None,
     ) -> Tensor:
         """`tokens` [B, T] and `new_tokens` more, sampled one at a time: [B, T + new_tokens] int64.
 
@@ -139,6 +140,7 @@ class GPT(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: sample from the k likeliest tokens; None: from all.
             generator: of the device of tokens; None: torch's.
+            seen: called after each new token with all tokens so far.
 
         Raises:
             ValueError: an empty prompt, a temperature that is negative or not finite, or a top_k below 1.
@@ -164,6 +166,7 @@ class GPT(nn.Module):
                     logits = logits / max(temperature, COLDEST)
                     token = torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)
                 tokens = torch.cat((tokens, token), dim=1)
+                seen(tokens)
         finally:
             self.train(was_training)
         return tokens

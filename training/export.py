@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-import configs
 from configs import Config, ConfigError, keys
 from configs.schema import Activation, ModelConfig, NormConfig, NormKind, Positions
 from data import Tokenizer
@@ -212,11 +211,11 @@ def export(path: Path, layout: str, output: Path) -> None:
         output: a folder, made if need be.
 
     Raises:
-        ConfigError: no checkpoint there, or a model that the layout can't express.
+        ConfigError: no checkpoint there, a model that the layout can't express, or an output that is a run or a checkpoint.
         StorageError: the folder can't be written.
     """
     stored = checkpoint.read(path)
-    cfg, tokenizer = configs.from_dict(stored.config), Tokenizer.load(stored.path / checkpoint.TOKENIZER)
+    cfg, tokenizer = stored.cfg, Tokenizer.load(stored.path / checkpoint.TOKENIZER)
     if wrong := unsupported(layout, cfg.model, cfg.norm):
         raise ConfigError(f"{path} can't be written in the layout {layout}:\n" + "\n".join(f"{line}." for line in wrong))
     tensors = to_layout(stored.model(), layout, cfg, tokenizer.vocab_size)
@@ -225,6 +224,9 @@ def export(path: Path, layout: str, output: Path) -> None:
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.model.context}
     if end is not None:
         tokenizer_config["eos_token"] = tokenizer.decode([end], skip_special=False)
+    for folder in (output, *output.resolve().parents):
+        if checkpoint.is_of_a_run(folder) and (folder == output or (folder / storage.SUMS).exists()):
+            raise ConfigError(f"--output {output}: {folder} is a run or a checkpoint, whose files stay. Name a new folder.")
     with storage.as_storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     storage.replace(output / "model.safetensors", partial(checkpoint.write_tensors, tensors=tensors))
@@ -251,10 +253,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, required=True)
     parser.add_argument("--output", type=Path, help="a folder (default: export_FORMAT in the run folder)")
     args = parser.parse_args(arguments)
-    output = args.output or args.path / f"export_{args.format}"
-    if args.output is None and not storage.checkpoints(args.path) and args.path.exists():
-        parser.error(f"--output is needed, as {args.path} is no run folder")
     try:
+        path = checkpoint.locate(args.path)
+        beside = path.parent.parent if path.parent.name == storage.FOLDER else path.parent
+        output = args.output or beside / f"export_{args.format}"
         export(args.path, args.format, output)
     except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import configs
 from configs import Config, ConfigError, keys, machine
 from configs.schema import ModelConfig, Positions
 from data import Tokenizer
@@ -46,26 +45,18 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
         ConfigError: no such weights, or weights of another model or of other tokens; the message names the keys.
     """
     path = machine.expanded(source)
-    folder = path.parent if path.is_file() else path
-    if _is_of_a_run(folder):
+    folder = storage.run_of(path.parent if path.is_file() else path)
+    if checkpoint.is_of_a_run(folder) and (storage.checkpoints(folder) or not (folder / "config.json").is_file()):
         _of_run(model, source, folder, tokenizer)
     else:
         _of_layout(model, source)
-
-
-def _is_of_a_run(folder: Path) -> bool:
-    """Whether train.py made the folder. Models of the Hub have a config.json."""
-    if (folder / checkpoint.STATE).is_file() or storage.checkpoints(folder):
-        return True
-    traces = ("config.yaml", storage.SUMS, storage.FOLDER)  # of a run before its first checkpoint, of a damaged checkpoint
-    return not (folder / "config.json").is_file() and any((folder / name).exists() for name in traces)
 
 
 def _of_run(model: GPT, source: str, folder: Path, tokenizer: Tokenizer) -> None:
     try:
         stored = checkpoint.read(folder)
         ours = Config(model=model.cfg, norm=model.norm)
-        if wrong := _differences(ours, configs.from_dict(stored.config), model.tokenizer_vocab_size):
+        if wrong := _differences(ours, stored.cfg, model.tokenizer_vocab_size):
             raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
         if stored.tokenizer != tokenizer.to_json():
             raise ConfigError(stored.other_tokenizer)

@@ -79,7 +79,7 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
         notes.append(f"resume=auto: no checkpoint in {relative(folder)} yet; the run starts at its first step.")
         return Start(cfg, folder, in_place=True, exact=True, notes=notes)
     stored = checkpoint.read(found, verified=True)
-    before = configs.from_dict(stored.config)
+    before = stored.cfg
     _keep_precision(before, cfg)
     start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept)
     rules.check_resumed(before, cfg, None if start.finished else _same_corpus(stored, cfg))
@@ -91,7 +91,7 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
 
 
 def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) -> Start:
-    path = Path(cfg.resume)
+    path = storage.run_of(Path(cfg.resume))
     found, kept, notes = _newest(path)
     if found is None:
         try:
@@ -104,14 +104,14 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
             raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
     stored = checkpoint.read(found, verified=True)
     # an earlier command's resume_with_changes does not count for this one
-    before = configs.from_dict(stored.config)
+    before = stored.cfg
     cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
     _keep_precision(before, cfg)
     changed = rules.check_resumed(before, cfg, _same_corpus(stored, cfg))
     notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
     if own_folder and kept:
-        cfg.resume = stored.config["resume"]  # config.yaml says how the run began
+        cfg.resume = before.resume  # config.yaml says how the run began
         start = Start(cfg, path, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
     else:
         start = Start(cfg, folder, stored, notes=notes)
@@ -144,7 +144,7 @@ def _other_operator(before: Config, cfg: Config) -> list[str]:
 def _check_left(start: Start, path: Path) -> None:
     """Raises ConfigError: the run has no steps left, and no results are missing."""
     stored, steps = start.stored, start.cfg.train.steps
-    unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
+    unfinished = start.in_place and not start.finished and stored is not None and stored.cfg.train.steps == steps
     if stored is not None and stored.step >= steps and not unfinished:
         command, why = f"{storage.resume_command(path)} train.steps={2 * stored.step}", ""
         if start.cfg.optim.schedule is not Schedule.constant:

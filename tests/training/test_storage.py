@@ -14,7 +14,7 @@ DAMAGES = {
     "missing": lambda path: path.unlink(),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:]),
-    "unlisted": lambda path: path.with_name("notes.txt").write_text("mine"),
+    "unlisted": lambda path: path.with_name("more.safetensors").write_text("mine"),
 }
 
 

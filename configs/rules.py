@@ -5,13 +5,14 @@
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
 from operator import attrgetter
 
 from configs import keys, schema
 from configs.keys import ConfigError
-from configs.machine import Machine
+from configs.machine import CXX, Machine
 from configs.schema import Config
 
 
@@ -95,12 +96,13 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
 
     if data.source is schema.Source.text and not data.files:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
-    if data.source is not schema.Source.text and data.files:
-        yield f"data.files is read only with data.source=text; here data.source={data.source}. Use data=text."
     if data.source is schema.Source.hub and not data.path:
         yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
-    if data.source is not schema.Source.hub and data.path:
-        yield f"data.path is read only with data.source=hub; here data.source={data.source}. Use data=hub."
+    for name, key in keys.schema().items():  # "source=hub: owner/name, ..."
+        only = re.match(r"source=(\w+)", key.metadata["meaning"])
+        ignored = only and only[1] != data.source and attrgetter(name)(cfg) != attrgetter(name)(Config())
+        if only and ignored:
+            yield f"{name} is read only with data.source={only[1]}; here data.source={data.source}. Use data={only[1]}."
     if tokenizer.kind is schema.TokenizerKind.pretrained and not tokenizer.pretrained:
         yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
 
@@ -125,6 +127,8 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield f"parallel={cfg.parallel} needs several processes: torchrun --nproc-per-node=N train.py ..., or leave it out."
     if cfg.norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
+    if train.compile and not machine.compiler:
+        yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {CXX}. Install it, or name another by CXX."
     if train.precision is schema.Precision.bf16 and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if train.precision is schema.Precision.fp16 and machine.device != "cuda":

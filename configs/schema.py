@@ -158,11 +158,13 @@ class DataConfig:
         None, "name in folders, plots and tables; null: shakespeare, text or the end of path", affects="results"
     )
     source: Source = key(Source.shakespeare, "where documents come from", affects="results")
-    files: list[str] = key(list, "source=text: paths or globs; each file is a document", affects="results")
+    files: list[str] = key(
+        list, "source=text: paths or globs; each file is a document, or each row of .jsonl and .csv", affects="results"
+    )
     path: str | None = key(None, "source=hub: owner/name, or a local folder", affects="results")
     subset: str | None = key(None, "source=hub: name of the data set's configuration", affects="results")
     revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated", affects="results")
-    text_field: str = key("text", "source=hub: the column with the text", affects="results")
+    text_field: str = key("text", "the column with the text; of source=text in .jsonl and .csv files", affects="results")
     document_start: str | None = key(
         None, "source=hub, rows are lines: regular expression of a document's first line", affects="results"
     )

@@ -4,7 +4,9 @@
 called only if the cache lacks the corpus. A document is an iterator of pieces, so that a file may be larger than memory.
 """
 
+import csv
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +22,7 @@ from data.hub import from_the_hub
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
+csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
 PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
 
 Document = Iterable[str]  # its text, in pieces
@@ -54,11 +57,14 @@ def find_documents(data: DataConfig) -> Documents:
 
 
 def _files(paths: list[Path], what: str, data: DataConfig) -> Documents:
-    return Documents(
-        what=what,
-        identity={"files": checksums(paths, machine.expanded(data.cache_dir))},
-        open=lambda scratch: Opened(train=lambda: (read_pieces(path) for path in paths)),
-    )
+    identity: dict[str, Any] = {"files": checksums(paths, machine.expanded(data.cache_dir))}
+    if any(path.suffix.lower() in ROWS for path in paths):
+        identity["text_field"] = data.text_field
+
+    def documents() -> Iterator[Document]:
+        return (document for path in paths for document in read_documents(path, data.text_field))
+
+    return Documents(what, identity, open=lambda scratch: Opened(train=documents))
 
 
 def _plays() -> list[Path]:
@@ -97,11 +103,39 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     return list(paths)
 
 
+def read_documents(path: Path, text_field: str) -> Iterator[Document]:
+    """The rows of a .jsonl or .csv file, or another file as one document. Rows without text are no documents.
+
+    Raises:
+        ValueError: a line that is no row, or a row without this column.
+    """
+    if (rows := ROWS.get(path.suffix.lower())) is None:
+        yield read_pieces(path)
+        return
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(rows(file), start=1):
+                if not isinstance(row, dict) or not isinstance(row.get(text_field), str | None) or text_field not in row:
+                    has = ", ".join(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
+                    raise ValueError(
+                        f"row {number} has no text in the column {text_field}, but {has}. Use another data.text_field"
+                    )
+                yield cut(row[text_field] or "")
+    except (ValueError, csv.Error) as error:  # also of text that is no UTF-8 and no JSON
+        raise ValueError(f"data.files: {path}: {error}.") from error
+
+
+ROWS: dict[str, Callable[[Iterable[str]], Iterator[Any]]] = {
+    ".jsonl": lambda file: (json.loads(line) for line in file if line.strip()),
+    ".csv": csv.DictReader,
+}
+
+
 def read_pieces(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file, unchanged (line ends too), in pieces."""
+    """The text of a UTF-8 file, unchanged (line ends too) but for a byte order mark, in pieces."""
     rest = ""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             while read := file.read(16 * PIECE):
                 *whole, rest = cut(rest + read)
                 yield from whole

@@ -1,6 +1,7 @@
 """The figures of training steps: the lines of metrics.jsonl, and the check that they are finite numbers."""
 
 import math
+import os
 
 import torch
 
@@ -89,11 +90,29 @@ class Metrics:
         return {"tokens": self.state.tokens} | {f"val/{name}": value for name, value in vars(validation).items()}
 
     def advice(self) -> str:
-        """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU. Else empty."""
-        if self._advised or (gpu_ms := self.clock.gpu_ms) is None or (step_ms := self.clock.median_ms) is None:
+        """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU, or other programs use the
+        cores. Else empty."""
+        if self._advised or (step_ms := self.clock.median_ms) is None:
             return ""
+        if (gpu_ms := self.clock.gpu_ms) is None:
+            self._advised = self.precision.device.type == "cpu"
+            return crowded(os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()) if self._advised else ""
         self._advised = True
         return waiting(step_ms, gpu_ms, self._cfg, self._ranks)
+
+
+def crowded(load: float, cores: int, threads: int) -> str:
+    """What to do where other programs use the cores of this run's threads. Empty where they don't, or there is one thread.
+
+    Args:
+        load: runnable threads of all programs, as a mean over the last minute.
+    """
+    if threads == 1 or load - threads < cores / 2:
+        return ""
+    return (
+        f"Other programs use the {cores} cores too (load {load:.1f}), and this run's {threads} threads wait for each other in "
+        "every operator. OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive may make steps many times faster."
+    )
 
 
 def waiting(step_ms: float, gpu_ms: float, cfg: Config, ranks: int = 1) -> str:

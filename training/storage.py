@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 
 from filelock import FileLock, Timeout
 
-from configs import ConfigError
+from configs import ConfigError, machine
 from configs.compose import as_typed
 
 FOLDER = "checkpoints"
@@ -282,6 +282,11 @@ def claim(folder: Path, exact: bool = False) -> Path:
     Raises:
         ConfigError: the folder can't be made or written, or another run has it.
     """
+    own = (Path.cwd(), machine.expanded("~"))
+    if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
+        raise ConfigError(
+            f"folder={folder}: the run's files would lie among others there. Name a new folder: folder=runs/NAME."
+        )
     candidate, number = folder, 1
     while True:
         try:

@@ -65,6 +65,9 @@ def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
             facts.append(f"logging.{key}={shown(own)}, not {variable}={value}" if wins else f"{variable}={value}")
     if off:
         return replace(logging, wandb=mode), facts
+    for variable in ("WANDB_RUN_ID", "WANDB_RESUME"):
+        if os.environ.get(variable) and not agent_job():
+            facts.append(f"{variable} is not used: a run keeps an id of its own")
     if place := os.environ.get("WANDB_DIR"):
         facts.append(f"WANDB_DIR={place}")
     found = {key: value for key, value in found.items() if getattr(logging, key) is None}

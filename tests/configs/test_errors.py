@@ -83,6 +83,7 @@ MACHINES = [
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     (GRAPHS, Machine("cuda", ranks=2, by_torchrun=True), "makes CUDA graphs, which are for a single process"),
     (f"{GRAPHS} parallel=fsdp", Machine("cuda", by_torchrun=True), "has no effect with parallel=fsdp"),
+    ("train.compile=true", Machine("cpu", compiler=False), "train.compile=true needs a C++ compiler on a CPU"),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
 ]
 

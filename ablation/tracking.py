@@ -1,7 +1,7 @@
 """The ablation in W&B: one group, a run for each arm of each cell, and a run with the summary and the plots."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -76,6 +76,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
     verdicts = {"cells": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]}
     summary.summarise({f"verdicts/{what}": said for what, said in verdicts.items()})
     summary.log_table("tables/cells", CELL_COLUMNS, [row(cell) for cell in found.cells])
+    summary.summarise(dict(chain(*map(scalars, found.cells))))
     if found.parity:
         columns: list[str | int] = ["configuration", "holds", "fused − torch, nats", "low", "high", "of seeds", "verdict"]
         summary.log_table("tables/parity", columns, [parity_row(one) for one in found.parity])
@@ -83,6 +84,12 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
         summary.log_image(f"plots/{picture.stem}", picture, 0)
     summary.finish(0)
     return described(summary.mode, facts)
+
+
+def scalars(cell: Cell) -> Iterator[tuple[str, float]]:
+    """The speed-up of a cell and the ends of its interval, by name: for the columns of W&B's table of runs."""
+    for name, value in vars(cell.fused.speedup).items():
+        yield f"times_as_fast/{label(cell.overrides, cell.mode)}/{name}", value
 
 
 def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
 """Every norm case × width × library: GPU time with cold L2, as a share of the copy bandwidth that this card reaches.
 
-Beside them, on a GPU, a plain kernel that only moves the same tensors (`traffic.py`): what there is to reach.
+Beside them, on a GPU, a plain kernel that only moves the same tensors (`kernels.py`): what there is to reach.
 
 python -m benchmarks.norms                                       everything that can be imported; hours of compilation in all
 python -m benchmarks.norms --case ln --width 768 1024            some of it; records add up in one file

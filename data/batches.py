@@ -61,7 +61,7 @@ class Batches:
         self.windows = max(1, (targets - context + 1) // context)
         if batch_size > MOST_EPOCHS * self.windows:
             raise ValueError(
-                f"train.batch_size={batch_size}: a step would read the training text {batch_size // self.windows} times: it has "
+                f"train.batch_size={batch_size}: a step reads the training text {batch_size // self.windows} times: it has "
                 f"{self.windows} windows of model.context={context} tokens. Lower train.batch_size."
             )
         self.room = min(context, targets - self.windows * context + 1)  # offsets are in [0, room)

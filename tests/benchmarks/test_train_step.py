@@ -38,7 +38,7 @@ def test_every_contender_is_recorded_with_its_times_its_ratio_and_its_breakdown(
     assert [(r["dropout"], r["contender"]) for r in file["records"]] == [(0.1, name) for name in names]
     for r in file["records"]:
         assert r["p10"] <= r["ms"] <= r["p90"] and r["steps"] == 2 * 2 * 2  # two blocks of two steps in each of two cycles
-        assert r["tokens_per_s"] == pytest.approx(2 * 16 * 1000 / r["ms"], rel=1e-3)
+        assert r["tokens_per_s"] == pytest.approx(2 * 16 * 1000 / r["ms"], rel=1e-3, abs=0.05)  # one decimal
         assert r["mfu"] is None and r["peak_gb"] is None and r["idle_ms"] is None, "not on a CPU"
         assert tuple(r["breakdown_ms"]) == GROUPS and min(r["breakdown_ms"][g] for g in ("GEMM", "optimizer", "loss")) > 0
         assert (r["mode"], r["vocabulary"], r["batch_size"], r["precision"]) == ("eager", 64, 2, "fp32")

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -210,11 +211,15 @@ def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
         if name not in splits:
             raise ValueError(f"data.{key}={name} is not a split of {data.path}, which has: {', '.join(sorted(splits))}")
         rows = splits[name]
-        _check_column(data, next(iter(rows), None))
+        with _reading(data):
+            _check_column(data, next(iter(rows), None))
 
         def texts() -> Iterator[str]:
-            for batch in rows.select_columns([data.text_field]).iter(batch_size=1000):
-                yield from (text or "" for text in batch[data.text_field])  # null counts as no text
+            with _reading(data):
+                for batch in rows.select_columns([data.text_field]).iter(batch_size=1000):
+                    for text in batch[data.text_field]:
+                        _check_column(data, {data.text_field: text})
+                        yield text or ""  # null counts as no text
 
         if data.document_start is None:
             return lambda: (cut(text) for text in texts())
@@ -223,6 +228,17 @@ def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
 
     val = open_split("val_split", data.val_split) if data.val_split is not None else None
     return Opened(train=open_split("train_split", data.train_split), val=val, streaming=data.streaming)
+
+
+@contextmanager
+def _reading(data: DataConfig) -> Iterator[None]:
+    """Adds data.path to errors of the library `datasets`, which reads a stream where its rows are used."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) is not None or str(error).startswith("data."):  # a full disk; named already
+            raise
+        raise ValueError(f"data.path={data.path}: its rows can't be read: {error}") from error
 
 
 def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from training.console import mute, show, take_any_encoding
 from training.distributed import World, join
 from training.environment import ROOT, environment
 from training.facts import Summary, report
-from training.interrupt import Stopped, exit_on_signals
+from training.interrupt import exit_on_signals
 from training.metrics import NonFiniteError
 from training.precision import deterministic
 from training.run import Follower, Run, open_run
@@ -120,6 +120,12 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if world.size > 1 or not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate" in str(error)):
+            raise
+        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
+        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
+        return 1
     except ConfigError as error:
         if not world.leads:
             return command_line.EXIT_CODE
@@ -136,7 +142,7 @@ def without_refused(run: Run) -> Iterator[None]:
     """Deletes the folder of a new run that ends before it starts. Files that others put there stay."""
     try:
         yield
-    except (ConfigError, KeyboardInterrupt, Stopped):
+    except BaseException:
         if run.tracker is None and not run.origin.in_place and not isinstance(run, Follower):
             for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
                 (run.folder / name).unlink(missing_ok=True)

@@ -254,3 +254,20 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_documents_are_read(text
     monkeypatch.setattr(data.corpora, "split_documents", lambda *args: pytest.fail("read the documents first"))
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.pretrained=owner/name"):
         load(text_config, TokenizerConfig(kind=TokenizerKind.pretrained, pretrained="owner/name"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{torn", "JSON parse error"),
+        ('{"text": "a"}\n' * 3 + '{"text": "b"}\n' * 2000 + "{torn", "JSON"),
+        ('{"text": 3}\n', "holds int"),
+    ],
+)
+def test_rows_that_can_not_be_read_are_named_with_their_path_however_they_are_read(tmp_path, content, message, streaming):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text(content)
+    config = DataConfig(source="hub", path=str(tmp_path / "rows"), cache_dir=str(tmp_path / "cache"), streaming=streaming)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/rows\b.*{message}"):
+        load(config)

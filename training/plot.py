@@ -85,8 +85,8 @@ def loss_curve(metrics: Path, to: Path, title: str) -> bool:
     below[0].yaxis.set_minor_formatter(ticker.NullFormatter())
     below[-1].set_xlabel("step")
     below[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    by = [np.array([0, *of, 2 * of[-1]], float) for of in zip(*points(lines, "tokens"), strict=True)]
-    top = axes.secondary_xaxis("top", functions=(lambda x: np.interp(x, *by), lambda x: np.interp(x, *by[::-1])))
+    steps, tokens = (np.array([0, *of, 2 * of[-1]], float) for of in zip(*points(lines, "tokens"), strict=True))
+    top = axes.secondary_xaxis("top", functions=(lambda x: np.interp(x, steps, tokens), lambda x: np.interp(x, tokens, steps)))
     top.set_xlabel("tokens")
     for panel in (axes, *below):
         bare(panel, "y")
@@ -165,12 +165,12 @@ def read_run(folder: Path) -> Curve:
     return Curve(folder, config, lines)
 
 
-def minutes_of(lines: Sequence[dict[str, Any]]) -> dict[int, float]:
+def minutes_of(lines: Sequence[dict[str, Any]]) -> dict[float, float]:
     """Minutes of training until each line's step, from the recorded tokens per second. This is the time of steps, without
     evaluation, checkpoints and compilation. Lines before the first speed get that speed. Empty: no speed was recorded."""
     speeds = dict(points(lines, "perf/tokens_per_s"))
     found, minutes, before = {}, 0.0, 0.0
-    speed = next(iter(speeds.values()), None)
+    speed = next(iter(speeds.values()), 0.0)
     for step, tokens in sorted(points(lines, "tokens")) if speed else ():
         speed = speeds.get(step, speed)
         minutes += (tokens - before) / speed / 60
@@ -227,7 +227,7 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None, against:
     figure, panels = pyplot.subplots(
         1, len(clocks), figsize=(width, 4.4 + 0.2 * rows), dpi=130, layout="constrained", squeeze=False, sharey=True
     )
-    ends = []
+    ends: list[float] = []
     for at, (curve, name) in enumerate(zip(curves, names, strict=True)):
         style = {"color": COLOURS[at % len(COLOURS)], "linestyle": DASHES[at // len(COLOURS) % len(DASHES)]}
         for axes, clock in zip(panels.flat, clocks, strict=True):
@@ -290,8 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 refused.append(error)
         if not curves:
             raise ConfigError("\n".join(map(str, refused)))
-        for error in refused:
-            print(f"left out: {error}", file=sys.stderr)
+        for why in refused:
+            print(f"left out: {why}", file=sys.stderr)
         unit = overlay(curves, options.output, options.unit, options.by)
     except (ConfigError, StorageError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -202,8 +202,7 @@ class Tracker:
                 failures.append(f"{self.mode} start failed: {str(error).partition(chr(10))[0]}")
                 self.mode = less[self.mode]
         self.note = "; ".join(failures)
-        for metrics in ("train/*", "val/*"):
-            self._tell(lambda run, metrics=metrics: run.define_metric(metrics, step_metric="tokens"))
+        self._tell(lambda run: [run.define_metric(metrics, step_metric="tokens") for metrics in ("train/*", "val/*")])
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._tell(lambda run: run.log(values, step=step))

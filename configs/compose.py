@@ -92,7 +92,8 @@ def _check_text(one: Override) -> None:
         return
     if any(isinstance(value, bool | int | float) for value in values) or given == "None":
         null = f" For no value: {name}=null." if given == "None" and kind is not str else ""
-        raise ConfigError(f"{name}={given}: is text, which needs quotes here: {quoted}.{null} {name}: {keys.meaning(name)}.")
+        meaning = keys.schema()[name].metadata["meaning"]
+        raise ConfigError(f"{name}={given}: is text, which needs quotes here: {quoted}.{null} {name}: {meaning}.")
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -178,10 +179,7 @@ def read_yaml(path: Path) -> Config:
 @contextmanager
 def _explained(overrides: Sequence[str] = (), default: Callable[[str], Config] = lambda _: Config()) -> Iterator[None]:
     """Raises errors of Hydra and OmegaConf as a ConfigError with the key, what it accepts, and the nearest valid name.
-
-    Args:
-        default: the config without the override of a key.
-    """
+    `default` makes the config without the override of a key."""
     try:
         yield
     except OverrideParseException as error:

@@ -40,10 +40,6 @@ def not_in_ablate() -> dict[str, str]:
     return {name: why for name, key in schema().items() if (why := key.metadata["not_in_ablate"])}
 
 
-def meaning(name: str) -> str:
-    return schema()[name].metadata["meaning"]
-
-
 def choices(key: Field) -> dict[str, str]:
     """The values of an enum, with their meanings. Empty for other types."""
     kind: Any = get_args(key.type)[0] if isinstance(key.type, UnionType) else key.type

@@ -76,13 +76,11 @@ class NormConfig:
         NormImpl.fused,
         "the operator for dropout, residual add and norm",
         affects="speed",
-        not_in_ablate="is what ablate.py compares. Leave it out.",
+        not_in_ablate="is what ablate.py compares.",
     )
     kind: NormKind = key(NormKind.layernorm, "which norm it computes", affects="weights")
     eps: float = key(1e-5, "added to the variance or the mean square before the root", affects="weights", above=0)
-    dropout_masks: DropoutMasks = key(
-        DropoutMasks.native, "where norm.impl=torch takes its dropout masks from", affects="speed"
-    )
+    dropout_masks: DropoutMasks = key(DropoutMasks.native, "where norm.impl=torch takes dropout masks from", affects="speed")
 
 
 class Activation(Choice):
@@ -111,25 +109,17 @@ class ModelConfig:
 
     layers: int = key(4, "number of blocks", affects="weights", at_least=1)
     heads: int = key(4, "attention heads; must divide width", affects="weights", at_least=1)
-    kv_heads: int | None = key(
-        None, "key and value heads (grouped-query attention); null: as heads", affects="weights", at_least=1
-    )
+    kv_heads: int | None = key(None, "key and value heads (grouped queries); null: as heads", affects="weights", at_least=1)
     width: int = key(128, "features of the residual stream", affects="weights", at_least=1)
-    mlp_width: int | None = key(
-        None, "hidden features; null: 4 × width for gelu, 8/3 × width for swiglu", affects="weights", at_least=1
-    )
+    mlp_width: int | None = key(None, "hidden features; null: 4 × width (gelu), 8/3 × (swiglu)", affects="weights", at_least=1)
     context: int = key(128, "tokens that the model sees at once", affects="weights", at_least=1)
     vocab_size: int | None = key(
         None, "size of the embedding; null: the tokenizer's, rounded up to a multiple of 64", affects="weights", at_least=1
     )
     bias: bool = key(True, "whether linear layers and LayerNorm have biases", affects="weights")
     dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", affects="results", at_least=0, below=1)
-    attention_dropout: float | None = key(
-        None, "on attention weights; null: the value of dropout", affects="results", at_least=0, below=1
-    )
-    drop_path: float = key(
-        0.0, "probability to skip the last sublayer; grows from 0 with depth", affects="results", at_least=0, below=1
-    )
+    attention_dropout: float | None = key(None, "on attention weights; null: dropout", affects="results", at_least=0, below=1)
+    drop_path: float = key(0.0, "chance to skip the last sublayer, from 0 at the first", affects="results", at_least=0, below=1)
     tie_embeddings: bool = key(True, "the output head shares the embedding's weight", affects="weights")
     positions: Positions = key(Positions.learned, "how the model sees positions", affects="weights")
     rotary_base: float = key(10000.0, "positions=rotary: a larger base rotates more slowly", affects="weights", above=0)
@@ -154,29 +144,19 @@ class Source(Choice):
 class DataConfig:
     """A corpus: where documents come from and how they are split."""
 
-    name: str | None = key(
-        None, "name in folders, plots and tables; null: shakespeare, text or the end of path", affects="results"
-    )
+    name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", affects="results")
     source: Source = key(Source.shakespeare, "where documents come from", affects="results")
-    files: list[str] = key(
-        list, "source=text: paths or globs; each file is a document, or each row of .jsonl and .csv", affects="results"
-    )
+    files: list[str] = key(list, "source=text: paths, globs; documents are files, or rows of .jsonl, .csv", affects="results")
     path: str | None = key(None, "source=hub: owner/name, or a local folder", affects="results")
     subset: str | None = key(None, "source=hub: name of the data set's configuration", affects="results")
     revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated", affects="results")
     text_field: str = key("text", "the column with the text; of source=text in .jsonl and .csv files", affects="results")
-    document_start: str | None = key(
-        None, "source=hub, rows are lines: regular expression of a document's first line", affects="results"
-    )
+    document_start: str | None = key(None, "source=hub, rows are lines: pattern of a document's first line", affects="results")
     train_split: str = key("train", "source=hub: the split to train on", affects="results")
-    val_split: str | None = key(
-        None, "source=hub: the split to validate on; null: hold out val_fraction of the documents", affects="results"
-    )
+    val_split: str | None = key(None, "source=hub: the split to validate on; null: hold out val_fraction", affects="results")
     streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files", affects="results")
     max_documents: int | None = key(None, "most documents read from each split; null: all", affects="results", at_least=1)
-    val_fraction: float = key(
-        0.1, "share of bytes held out: whole documents, or the end of a single one", affects="results", above=0, below=1
-    )
+    val_fraction: float = key(0.1, "share of bytes held out: documents, or the end of one", affects="results", above=0, below=1)
     processes: int = key(1, "processes that tokenise", affects="nothing", at_least=1)
     cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora", affects="nothing")
 
@@ -196,12 +176,8 @@ class TokenizerKind(Choice):
 @dataclass
 class TokenizerConfig:
     kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer", affects="results")
-    vocab_size: int = key(
-        2048, "kind=bpe: number of tokens, with 256 bytes and one end of document", affects="results", at_least=257
-    )
-    pretrained: str | None = key(
-        None, "kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json", affects="results"
-    )
+    vocab_size: int = key(2048, "kind=bpe: tokens, with 256 bytes and one end of document", affects="results", at_least=257)
+    pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or path of a tokenizer.json", affects="results")
 
 
 class Schedule(Choice):
@@ -217,12 +193,8 @@ class OptimConfig:
     lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", affects="results", above=0)
     min_lr: float | None = key(None, "learning rate at the end; null: a tenth of lr", affects="results", at_least=0)
     schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", affects="results")
-    warmup_steps: int | None = key(
-        None, "steps in which the rate rises to lr; null: train.steps / 20", affects="results", at_least=0
-    )
-    decay_fraction: float = key(
-        0.2, "schedule=wsd: share of the steps in which the rate falls", affects="results", above=0, at_most=1
-    )
+    warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: steps / 20", affects="results", at_least=0)
+    decay_fraction: float = key(0.2, "schedule=wsd: share of steps with a falling rate", affects="results", above=0, at_most=1)
     beta1: float = key(0.9, "decay of AdamW's mean of gradients", affects="results", at_least=0, below=1)
     beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", affects="results", at_least=0, below=1)
     eps: float = key(1e-8, "added to AdamW's divisor", affects="results", above=0)
@@ -250,10 +222,7 @@ class TrainConfig:
     accumulation: int = key(1, "micro-batches per optimizer step on each rank", affects="results", at_least=1)
     precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32", affects="results")
     compile: bool = key(
-        False,
-        "torch.compile(fullgraph=True)",
-        affects="speed",
-        not_in_ablate="is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
+        False, "torch.compile(fullgraph=True)", affects="speed", not_in_ablate="is compared too. Use ablate.compile=true."
     )
     compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs", affects="speed")
     compile_loss: bool | None = key(None, "compile=false: torch.compile for the loss alone; null: on CUDA", affects="speed")
@@ -263,9 +232,7 @@ class TrainConfig:
 @dataclass
 class EvalConfig:
     every: int = key(300, "steps between evaluations; 0: only at the end", affects="nothing", at_least=0)
-    batches: int | None = key(
-        None, "micro-batches, spread over the validation set; null: all of it", affects="speed", at_least=1
-    )
+    batches: int | None = key(None, "micro-batches, spread over the validation set; null: all", affects="speed", at_least=1)
 
 
 @dataclass
@@ -306,9 +273,7 @@ class LoggingConfig:
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", affects="nothing")
     entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key", affects="nothing")
     group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep", affects="nothing")
-    name: str | None = key(
-        None, "W&B name, also the end of the folder's name; null: WANDB_NAME, or the folder's name", affects="nothing"
-    )
+    name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", affects="nothing")
     tags: list[str] | None = key(None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none", affects="nothing")
     every: int = key(10, "steps between lines of metrics", affects="speed", at_least=1)
 
@@ -317,12 +282,8 @@ class LoggingConfig:
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = key(
-        12, "cycles of two blocks per arm, at least 6; a multiple of 6 favours no arm", affects="nothing", at_least=6
-    )
-    block_steps: int | None = key(
-        None, "steps of a block, after one uncounted; null: about 250 ms of them", affects="nothing", at_least=1
-    )
+    cycles: int = key(12, "cycles of two blocks per arm; a multiple of 6 favours no arm", affects="nothing", at_least=6)
+    block_steps: int | None = key(None, "counted steps of a block; null: about 250 ms of them", affects="nothing", at_least=1)
     warmup_steps: int = key(3, "steps before the first block of an arm", affects="nothing", at_least=1)
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", affects="nothing")
     parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", affects="nothing", at_least=0)
@@ -362,17 +323,15 @@ class Config:
         False,
         "the same bits each time on a GPU too; slower",
         affects="speed",
-        not_in_ablate="has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
+        not_in_ablate="would change the operators. Leave it out.",
     )
     profile: bool = key(
         False,
         "trace a few steps and tell where their time goes",
         affects="nothing",
-        not_in_ablate="has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
+        not_in_ablate="is done by ablate.py itself, for each cell on a GPU. Leave it out.",
     )
-    folder: str | None = key(
-        None, "folder of the run; null: runs/TIME_NAME. A folder with a run stays; NAME_2 is used", affects="nothing"
-    )
+    folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", affects="nothing")
     resume: str = key(
         "never",
         "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint",
@@ -380,6 +339,4 @@ class Config:
         not_in_ablate="has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
     )
     resume_with_changes: bool = key(False, "resume although keys differ that change the results", affects="nothing")
-    init_from: str | None = key(
-        None, "initial weights: PATH of a run, checkpoint, GPT-2 or Llama, or owner/name on the Hub", affects="results"
-    )
+    init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", affects="results")

@@ -107,7 +107,7 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
         pieces = whole_documents(pieces)
     tokenizer.save(folder / "tokenizer.json")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes, scratch=scratch)
+    counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes)
     shutil.rmtree(scratch)
     if not any(count["documents"] for count in counts.values()):
         raise ValueError(f"data.name={data.called} has no text: {documents.what}. Give it documents that are not empty.")

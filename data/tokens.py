@@ -1,11 +1,16 @@
 """Files of token ids. They are written while the text is tokenised, so that a corpus may be larger than memory."""
 
-from collections.abc import Callable, Iterable, Iterator
+import signal
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -25,8 +30,18 @@ class _Counts:
     documents: int = 0
 
 
+class Row(NamedTuple):
+    """A tokenised piece."""
+
+    split: int
+    document: int
+    ids: np.ndarray
+    bytes: int  # of the text that the tokens stand for
+    lost: int  # bytes of text that the tokenizer has no token for
+
+
 def write_tokens(
-    folder: Path, pieces: Pieces, tokenizer: Tokenizer, *, dtype: np.dtype, processes: int, scratch: Path
+    folder: Path, pieces: Pieces, tokenizer: Tokenizer, *, dtype: np.dtype, processes: int
 ) -> dict[str, dict[str, int]]:
     """Writes train.bin and val.bin: each document's tokens and a separator. Returns the counts of each split."""
     counts = [_Counts() for _ in SPLITS]
@@ -43,76 +58,44 @@ def write_tokens(
             counts[split].bytes += separator_bytes
             counts[split].documents += 1
 
-        rows = _tokenised(pieces, tokenizer, dtype, processes, scratch)
+        rows = _tokenised(pieces, tokenizer, dtype, processes)
         bar = stack.enter_context(tqdm(desc="writing tokens", unit="B", unit_scale=True, delay=3, leave=False))
         for row in rows:
-            split, document, size, lost = (int(row[name]) for name in ("split", "document", "bytes", "lost"))
+            split, document, size = row.split, row.document, row.bytes
             if document != last[split]:
                 if last[split] >= 0:
                     end_document(split)
                 last[split] = document
-            ids = np.asarray(row["ids"], dtype)
-            files[split].write(ids.tobytes())
-            counts[split].tokens += len(ids)
+            files[split].write(row.ids.tobytes())
+            counts[split].tokens += len(row.ids)
             counts[split].bytes += size
-            counts[split].lost += lost
-            bar.update(size + lost)
+            counts[split].lost += row.lost
+            bar.update(size + row.lost)
         for split in range(len(SPLITS)):
             if last[split] >= 0:
                 end_document(split)
     return {name: asdict(count) for name, count in zip(SPLITS, counts, strict=True)}
 
 
-def _tokenised(
-    pieces: Pieces, tokenizer: Tokenizer, dtype: np.dtype, processes: int, scratch: Path
-) -> Iterable[dict[str, Any]]:
-    """Rows of split, document, bytes, lost bytes and ids, in the order of the pieces.
-
-    One process tokenises the rows as it reads them; `tokenizers` uses a thread per core. Several processes share the text as
-    Arrow files in `scratch`.
-    """
-
-    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        ids = [np.array(row, dtype) for row in tokenizer.encode_batch(batch["text"])]
-        text = [len(text.encode()) for text in batch["text"]]
-        # a normaliser may make text longer
-        told = [min(whole, int(tokenizer.bytes_of[row].sum())) for whole, row in zip(text, ids, strict=True)]
-        return {"ids": ids, "bytes": told, "lost": [whole - part for whole, part in zip(text, told, strict=True)]}
-
+def _tokenised(pieces: Pieces, tokenizer: Tokenizer, dtype: np.dtype, processes: int) -> Iterator[Row]:
+    """The rows of the pieces, in their order. One process tokenises as it reads; `tokenizers` uses a thread per core."""
+    rest = pieces()
+    batches = iter(lambda: list(islice(rest, BATCH)), [])
+    encode = partial(_encode, tokenizer, dtype)
     if processes == 1:
-        return _in_this_process(pieces(), encode)
-    if next(pieces(), None) is None:
-        return ()  # `datasets` refuses to store nothing; load_corpus has the message
-    import datasets
-
-    def rows() -> Iterator[dict[str, Any]]:
-        return (piece._asdict() for piece in pieces())
-
-    ids = datasets.List(datasets.Value(dtype.name))
-    columns = {"split": datasets.Value("int8"), "document": datasets.Value("int64")}
-    stored = datasets.Dataset.from_generator(
-        rows,
-        features=datasets.Features({**columns, "text": datasets.Value("string")}),
-        cache_dir=str(scratch / "text"),
-        fingerprint="text",  # the folder is new; the default would hash all that the generator holds
-    )
-    return stored.map(
-        encode,
-        batched=True,
-        batch_size=BATCH,
-        num_proc=processes,
-        remove_columns=["text"],
-        features=datasets.Features({**columns, "ids": ids, "bytes": datasets.Value("int64"), "lost": datasets.Value("int64")}),
-        cache_file_name=str(scratch / "tokens.arrow"),
-        new_fingerprint="tokens",
-        desc="tokenising",
-    ).with_format("numpy")
+        yield from chain.from_iterable(map(encode, batches))
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        pending = deque(pool.submit(encode, batch) for batch in islice(batches, 2 * processes))
+        while pending:  # a bounded number, so that a corpus may be larger than memory
+            yield from pending.popleft().result()
+            pending.extend(pool.submit(encode, batch) for batch in islice(batches, 1))
 
 
-def _in_this_process(
-    pieces: Iterator[Piece], encode: Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
-) -> Iterator[dict[str, Any]]:
-    while batch := list(islice(pieces, BATCH)):
-        found = encode({"text": [piece.text for piece in batch]})
-        for at, piece in enumerate(batch):
-            yield piece._asdict() | {name: values[at] for name, values in found.items()}
+def _encode(tokenizer: Tokenizer, dtype: np.dtype, batch: list[Piece]) -> list[Row]:
+    rows = []
+    for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
+        whole = len(piece.text.encode())
+        told = min(whole, int(tokenizer.bytes_of[ids].sum()))  # a normaliser may make text longer
+        rows.append(Row(piece.split, piece.document, np.array(ids, dtype), told, whole - told))
+    return rows

@@ -178,10 +178,7 @@ class Stored:
         return tensors
 
     def training(self) -> dict[str, torch.Tensor]:
-        tensors = self._tensors(TRAINING)
-        if "loss_sum" not in tensors:
-            raise ConfigError(f"{relative(self.path / TRAINING)}: has no loss_sum. Use another checkpoint.")
-        return tensors
+        return self._tensors(TRAINING)
 
     def _tensors(self, name: str) -> dict[str, torch.Tensor]:
         try:
@@ -211,16 +208,13 @@ def read(path: Path, *, verified: bool = False) -> Stored:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a checkpoint of this program, or of a version whose format is not {FORMAT}.")
     try:
-        for which in ("validation", "best"):
-            _ = state[which] and Validation(**state[which])
+        assert all(state[which] is None or Validation(**state[which]) for which in ("validation", "best"))
         if wrong := [name for name, kind in STATE_TYPES.items() if type(state[name]) is not kind]:
             raise TypeError(f"{wrong[0]} is {state[wrong[0]]!r}")
         return Stored(path, state, tokenizer, from_dict(state["config"]))
     except (KeyError, TypeError, ConfigError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError(
-            f"{relative(path / STATE)} is not as this program writes it: {why}. Use another checkpoint."
-        ) from error
+        raise ConfigError(f"{relative(path / STATE)} is not as it was written: {why}. Use another checkpoint.") from error
 
 
 def locate(path: Path) -> Path:

@@ -13,8 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-import configs
-from configs import Config, ConfigError, command_line, machine, rules
+from configs import Config, ConfigError, command_line, compose, machine, rules
 from configs.machine import Machine
 from training import resume, tracking
 from training.console import mute, show, take_any_encoding
@@ -72,16 +71,8 @@ def main(train: Train) -> int:
 
 
 def version() -> str:
-    """What --version prints."""
     facts = environment(torch.device("cpu"))
-    git = facts["git"] or {}
-    revision = git.get("revision", "no git revision") + (", with changes" if git.get("dirty") else "")
-    return "\n".join(
-        [
-            f"prenorm {facts['versions']['prenorm']} ({revision})",
-            *(f"{name} {facts['versions'][name]}" for name in ("torch", "triton")),
-        ]
-    )
+    return f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}"
 
 
 @record  # torchrun's report of a rank that failed then has the traceback
@@ -90,7 +81,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
     context = HydraConfig.get()
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
-        cfg = configs.from_composed(composed)
+        cfg = compose.from_composed(composed)
         chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
         world.max(0)  # waits until Hydra has made the folder on every rank
         origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))

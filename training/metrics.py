@@ -102,17 +102,11 @@ class Metrics:
 
 
 def crowded(load: float, cores: int, threads: int) -> str:
-    """What to do where other programs use the cores of this run's threads. Empty where they don't, or there is one thread.
-
-    Args:
-        load: runnable threads of all programs, as a mean over the last minute.
-    """
+    """What to do where other programs use the cores. Empty where they don't; `load` is the mean number of runnable threads."""
     if threads == 1 or load - threads < cores / 2:
         return ""
-    return (
-        f"Other programs use the {cores} cores too (load {load:.1f}), and this run's {threads} threads wait for each other in "
-        "every operator. OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive may make steps many times faster."
-    )
+    what = f"Other programs use the {cores} cores too (load {load:.1f}), and this run's {threads} threads wait for each other."
+    return f"{what} OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive may make steps many times faster."
 
 
 def waiting(step_ms: float, gpu_ms: float, cfg: Config, ranks: int = 1) -> str:

@@ -50,8 +50,6 @@ class StepProfiler:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._open.close()
-        if self._left and error is None:
-            self._run.say(f"profile=true: nothing was profiled, as the run ended {self._left} steps too early")
 
     @contextmanager
     def step(self) -> Iterator[None]:

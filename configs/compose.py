@@ -198,6 +198,8 @@ def _explained(overrides: Sequence[str] = (), default: Callable[[str], Config] =
             raise ConfigError(str(error)) from error
         name, why = re.sub(r"\[\d+\]$", "", str(cause.full_key)), str(cause).splitlines()[0].rstrip(".")
         if name in keys.schema():
+            if "nterpolation" in why:
+                why += r". For a $ and a brace as text, type \${"
             given = any(text.lstrip("+").partition("=")[0] == name for text in overrides)
             with suppress(ConfigError):
                 why += f". The default is {name}={keys.shown(attrgetter(name)(default(name)))}" if given else ""

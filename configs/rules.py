@@ -99,10 +99,11 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if data.source is schema.Source.hub and not data.path:
         yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
     for name, key in keys.schema().items():  # "source=hub: owner/name, ..."
-        only = re.match(r"source=(\w+)", key.metadata["meaning"])
-        ignored = only and only[1] != data.source and attrgetter(name)(cfg) != attrgetter(name)(Config())
-        if only and ignored:
-            yield f"{name} is read only with data.source={only[1]}; here data.source={data.source}. Use data={only[1]}."
+        only = re.match("(source|kind)=(text|hub|pretrained)", key.metadata["meaning"])
+        if only and attrgetter(name)(cfg) != attrgetter(name)(Config()):
+            choose = f"{name.partition('.')[0]}.{only[1]}"
+            if (value := attrgetter(choose)(cfg)) != only[2]:
+                yield f"{name} is read only with {choose}={only[2]}; here {choose}={value}. Use {choose}={only[2]}."
     if tokenizer.kind is schema.TokenizerKind.pretrained and not tokenizer.pretrained:
         yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
 

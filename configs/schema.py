@@ -282,7 +282,7 @@ class LoggingConfig:
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    cycles: int = key(12, "cycles of two blocks per arm; a multiple of 6 favours no arm", affects="nothing", at_least=6)
+    cycles: int = key(12, "cycles of two blocks, at least 6; a multiple of 6 favours no arm", affects="nothing", at_least=6)
     block_steps: int | None = key(None, "counted steps of a block; null: about 250 ms of them", affects="nothing", at_least=1)
     warmup_steps: int = key(3, "steps before the first block of an arm", affects="nothing", at_least=1)
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", affects="nothing")

@@ -50,6 +50,8 @@ resume=true                     'resume="true"'. resume: never; auto: go on with
 data.name=1,2                   data.name=1,2: is text, which needs quotes here: 'data.name="A","B"'.
 data.files=[null]               The default is data.files=[].
 logging.without_key=online      expected one of [offline, disabled]
+sample.prompt=${HOME}           Interpolation key 'HOME' not found. For a $ and a brace as text, type \\${.
+tokenizer.pretrained=a          tokenizer.pretrained is read only with tokenizer.kind=pretrained; here tokenizer.kind=bpe.
 logging.name=${oc.env:NO_SUCH}  Environment variable 'NO_SUCH' not found
 """
 RULES = """

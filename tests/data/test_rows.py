@@ -54,5 +54,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 )
 def test_a_key_of_another_source_is_refused(key):
     name = key.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"data\.{name} is read only with data\.source=hub; here data\.source=text"):
+    with pytest.raises(
+        ConfigError, match=rf"data\.{name} is read only with data\.source=hub; here data\.source=text\. Use data\.source=hub"
+    ):
         load(["data=text", "data.files=[a.txt]", f"data.{key}"], on=CPU)

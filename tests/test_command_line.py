@@ -169,7 +169,11 @@ def test_the_backend_of_a_notebook_stops_no_program(tmp_path, name):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_run_writes_only_to_its_folder_and_its_cache_and_needs_no_home(tiny, tmp_path, processes):
     own = [f"data.cache_dir={tmp_path}/own", f"data.processes={processes}", "train.steps=3", "folder=run", "tokenizer=bpe"]
-    train([*tiny, *own, "tokenizer.vocab_size=280"], tmp_path, HOME="/proc/none", XDG_CACHE_HOME="", MPLBACKEND=NOTEBOOK)
+    given = environment(tmp_path, HOME="/proc/none", XDG_CACHE_HOME="", MPLBACKEND=NOTEBOOK, PYTHONPATH=str(ROOT))
+    command = [sys.executable, str(ROOT / "train.py"), *tiny, *own, "tokenizer.vocab_size=280"]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    said = [line for line in done.stderr.split("\n") if line.strip() and "writing tokens" not in line]  # a bar after 3 s
+    assert (done.returncode, said) == (0, [])
     assert {path.name for path in tmp_path.iterdir()} == {"own", "run"}
 
 

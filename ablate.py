@@ -35,7 +35,7 @@ from ablation.gpu_time import attribute, norm_bytes
 from ablation.masks import check_masks
 from ablation.records import Ablation, Attribution, Cell
 from ablation.same import check_same
-from configs import Config, ConfigError, command_line, machine, rules
+from configs import Config, ConfigError, command_line, keys, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import DropoutMasks, NormImpl
 from data import Batches, Corpus, load_corpus
@@ -397,9 +397,9 @@ def exit_code(stop: KeyboardInterrupt | Stopped) -> int:
 
 
 def help_text() -> str:
-    keys = command_line.describe_keys(Config()).splitlines()
-    own = "".join(f"{line}\n" for line in keys if line.strip().startswith("ablate."))
-    refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.TAKEN_BY_ABLATE.items())
+    described = command_line.describe_keys(Config()).splitlines()
+    own = "".join(f"{line}\n" for line in described if line.strip().startswith("ablate."))
+    refused = "".join(f"  {key:<33}  {why}\n" for key, why in keys.not_in_ablate().items())
     return (
         f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"

@@ -7,6 +7,7 @@ import argparse
 import math
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -14,7 +15,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import torch
 
-import configs
 from configs import ConfigError, machine
 from configs.schema import Device, NormImpl, SampleConfig
 from data import Tokenizer
@@ -23,20 +23,29 @@ from training import checkpoint
 from training.console import mute, take_any_encoding
 from training.evaluation import continue_text, encode_prompt
 
+SEPARATOR = "\n\n---\n\n"  # between several texts
+
 
 def sample(
-    path: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int, device: Device = Device.auto
-) -> str:
-    """The prompt and `tokens` more.
+    path: Path,
+    prompt: str,
+    options: SampleConfig,
+    seed: int,
+    device: Device = Device.auto,
+    samples: int = 1,
+    seen: Callable[[list[str]], object] = lambda texts: None,
+) -> list[str]:
+    """Texts, each of the prompt and options.tokens more.
 
     Args:
         path: a run folder (its newest checkpoint), or a checkpoint, such as a run folder's link `best`.
+        seen: called after each token with the texts so far.
 
     Raises:
         ConfigError: no whole checkpoint there, or a prompt that the tokenizer can't encode.
     """
     stored = checkpoint.read(path)  # the optimizer's state stays on disk
-    cfg = configs.from_dict(stored.config)
+    cfg = stored.cfg
     on = machine.inspect(device)
     if on.device == "mps":
         cfg.norm.impl = NormImpl.torch  # the same weights and the same function, without Triton
@@ -47,8 +56,26 @@ def sample(
     model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
     checkpoint.load_weights(model, stored)
     model.to(on.device)
-    options = SampleConfig(tokens=tokens, temperature=temperature, top_k=top_k)
-    return continue_text(model, tokenizer, ids, options, seed, torch.device(on.device))
+    return continue_text(model, tokenizer, ids, options, seed, torch.device(on.device), samples, seen)
+
+
+class Printer:
+    """Prints one text as it grows, or several at the end. What is printed stays after Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._printed = ""
+
+    def __call__(self, texts: list[str]) -> None:
+        self.texts = texts
+        grown = texts[0].rstrip("\ufffd")  # of a character whose bytes are not all there
+        if len(texts) == 1 and grown.startswith(self._printed):
+            print(grown.removeprefix(self._printed), end="", flush=True)
+            self._printed = grown
+
+    def finish(self) -> None:
+        text = SEPARATOR.join(self.texts)
+        print(text.removeprefix(self._printed) if text.startswith(self._printed) else f"\n{text}", flush=True)
 
 
 def whole_or_null(text: str) -> int | None:
@@ -64,35 +91,43 @@ def main(arguments: list[str] | None = None) -> int:
         description="Text from a checkpoint.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("path", type=Path, help="a run folder, or a checkpoint such as runs/FOLDER/best")
-    parser.add_argument("--prompt", default="\n", help="the text to go on from (default: %(default)r)")
+    parser.add_argument(
+        "--prompt", default="\n", help="the text to go on from; empty: the start of a document (default: a newline, $'\\n')"
+    )
+    parser.add_argument("--samples", type=int, default=1, help="how many texts; several are computed together")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=whole_or_null, default=200, help="sample from the k likeliest tokens; null: from all")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
     parser.add_argument("--device", choices=[device.value for device in Device], default="auto", help="what computes it")
     args = parser.parse_args(arguments)
-    for name in ("tokens", "temperature"):
-        if getattr(args, name) < 0:
-            parser.error(f"--{name} must be at least 0, got {getattr(args, name)}")
+    for name, least in (("tokens", 0), ("temperature", 0), ("samples", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} must be at least {least}, got {getattr(args, name)}")
     if args.top_k is not None and args.top_k < 1:
         parser.error(f"--top-k must be at least 1, or null to sample from all tokens, got {args.top_k}")
     if not math.isfinite(args.temperature):
         parser.error(f"--temperature must be finite, got {args.temperature}")
     if not -(2**63) <= args.seed < 2**64:
         parser.error(f"--seed must be at least -2**63 and less than 2**64, got {args.seed}")
+    options = SampleConfig(tokens=args.tokens, temperature=args.temperature, top_k=args.top_k)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    printer, code = Printer(), 0
     try:
-        text = sample(args.path, args.prompt, args.tokens, args.temperature, args.top_k, args.seed, Device(args.device))
+        try:
+            printer(sample(args.path, args.prompt, options, args.seed, Device(args.device), args.samples, printer))
+        except KeyboardInterrupt:
+            code = 130
+        printer.finish()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    try:
-        print(text, flush=True)
     except OSError as error:
         mute(sys.stdout)
         if not isinstance(error, BrokenPipeError):  # else its reader wants no more
             print(f"stopped: standard output can't be written: {error.strerror}.", file=sys.stderr)
             return 1
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from training.distributed import ALONE, World
 from training.evaluation import Evaluator, encode_prompt, write_sample
 from training.facts import Summary, facts, non_finite_explained
 from training.interrupt import Interrupt
-from training.metrics import Metrics
+from training.metrics import Metrics, quantities
 from training.precision import Precision
 from training.profile import StepProfiler
 from training.run import Run
@@ -61,23 +61,23 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # PyTorch limits recompilations, and counts those of earlier runs of a sweep
     stored = run.origin.stored
-    how = {"with_changes": cfg.resume_with_changes, "same_folder": run.origin.in_place}
     model, state, forward = build(
         cfg,
         precision,
         corpus.tokenizer.vocab_size,
         world,
         fill=lambda model: None if stored or not cfg.init_from else pretrained.load(model, cfg.init_from, corpus.tokenizer),
-        restore=lambda state: state.restore(stored, **how) if stored else None,
+        restore=lambda state: state.restore(stored, same_folder=run.origin.in_place) if stored else None,
         tokenizer=corpus.tokenizer.to_json(),
         corpus=corpus.identity,
     )
 
     # ---- step → log --------------------------------------------------------------------------------------------------------
     with world.shared_errors():
-        run.start(facts(run.origin, precision, corpus, model, world), corpus)
+        sizes = quantities(cfg, corpus, model)
+        run.start(facts(run.origin, precision, corpus, model, sizes, world), sizes, corpus.tokenizer)
     clock = StepClock(precision.device, gpu_time=True)
-    metrics = Metrics(state, cfg, precision, clock, world)
+    metrics = Metrics(state, cfg, corpus, precision, clock, world)
     profiler = StepProfiler(cfg.profile and world.leads, run, clock, precision.device, None if cfg.train.compile else model)
     with non_finite_explained(run, batches), Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver, profiler:
         evaluator = Evaluator(run, corpus.val, metrics, interrupt, world)
@@ -110,7 +110,8 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             run.stop(state.step, interrupt)
         assert state.validation is not None and state.best is not None  # the last step was evaluated
         interrupt.answer = "Stopping."
-        run.finish({"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms})
+        results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}
+        run.finish(results | {"tokens": state.tokens} | sizes)
         text = write_sample(run, model, corpus.tokenizer, prompt, precision, interrupt, world)
     return Summary(run.folder, state.validation, state.best, clock.median_ms, text)
 

@@ -6,7 +6,7 @@ A model that somebody fused by hand has no modules of ours. So model_b only has 
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,7 +262,11 @@ def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[
     elsewhere = device.type != "cpu"
     with torch.random.fork_rng([device] if elsewhere else [], device_type=device.type if elsewhere else "cuda"):
         if seed is not None:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all other devices too
+            if elsewhere:
+                module = torch.get_device_module(device)
+                with module.device(device) if device.type == "cuda" else nullcontext():
+                    module.manual_seed(seed)
         try:
             yield
         finally:

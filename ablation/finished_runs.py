@@ -1,10 +1,7 @@
 """Finished training runs: what train.py left in their folders, and which of them can be compared.
 
-Runs of one group differ in norm.impl, the seed, and keys that change neither a step, nor its time, nor the final validation
-loss: how a run is kept (folder, resume, resume_with_changes, logging, checkpoint.every, .minutes and .keep, data.cache_dir,
-data.processes), what happens while the clock is stopped (eval.every, sample, profile), and keys of other programs (ablate). All
-other keys count. eval.batches sets the batches of the loss, checkpoint.background adds a thread beside the steps, and
-logging.every sets the length of the windows of step times.
+Runs of one group differ in norm.impl, the seed, and keys that affect nothing (configs/schema.py): neither a step, nor its time,
+nor the final validation loss. All other keys count.
 """
 
 import json
@@ -16,8 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
 import configs
 from configs import keys
 from measure.comparison import FUSED, TORCH
@@ -28,14 +23,7 @@ from measure.tables import (
 from training.plot import read_metrics
 from training.storage import resume_command
 
-FREE = {
-    *("norm.impl", "seed", "folder", "resume", "resume_with_changes"),
-    *("checkpoint.every", "checkpoint.minutes", "checkpoint.keep"),
-    *(f"logging.{key}" for key in ("wandb", "without_key", "project", "entity", "group", "name", "tags")),
-    *("data.cache_dir", "data.processes", "eval.every", "profile"),
-}
-
-FREE_SECTIONS = {"sample", "ablate"}
+COMPARED = {"norm.impl", "seed"}
 
 
 @dataclass(frozen=True)
@@ -100,8 +88,7 @@ def read_run(folder: Path) -> FinishedRun:
     """
     try:
         yaml = (folder / "config.yaml").read_text(encoding="utf-8")
-        stored = OmegaConf.to_container(OmegaConf.create(yaml))
-        config = flat(configs.to_dict(configs.from_dict(stored)))  # type: ignore[arg-type]
+        config = flat(configs.to_dict(configs.read_yaml(folder / "config.yaml")))
         environment, summary = (
             json.loads((folder / name).read_text(encoding="utf-8")) for name in ("environment.json", "summary.json")
         )
@@ -128,7 +115,7 @@ def grouped(runs: Sequence[FinishedRun]) -> list[Group]:
         {
             key: keys.shown(value)
             for key, value in run.config.items()
-            if key not in FREE and key.partition(".")[0] not in FREE_SECTIONS
+            if key not in COMPARED and key not in keys.affecting("nothing")
         }
         for run in runs
     ]

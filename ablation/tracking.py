@@ -1,7 +1,7 @@
 """The ablation in W&B: one group, a run for each arm of each cell, and a run with the summary and the plots."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -72,6 +72,7 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
     summary.summarise({f"verdicts/{what}": said for what, said in verdicts.items()})
     summary.log_table("tables/cells", ["cell", "verdict"], [[label(c.overrides, c.mode), c.verdict] for c in found.cells])
     summary.log_table("tables/pairs", PAIR_COLUMNS, [row for cell in found.cells for row in rows(cell)])
+    summary.summarise(dict(chain(*map(scalars, found.cells))))
     if found.parity:
         columns: list[str | int] = ["configuration", "arm", "holds", "arm − torch, nats", "low", "high", "of seeds", "verdict"]
         summary.log_table("tables/parity", columns, [parity_row(one) for one in found.parity])
@@ -79,6 +80,13 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
         summary.log_image(f"plots/{picture.stem}", picture, 0)
     summary.finish(0)
     return described(summary.mode, facts)
+
+
+def scalars(cell: Cell) -> Iterator[tuple[str, float]]:
+    """The speed-ups of a cell and the ends of their intervals, by name: for the columns of W&B's table of runs."""
+    for base in cell.opponents:
+        for name, value in vars(cell.against(base).speedup).items():
+            yield f"speedup/{label(cell.overrides, cell.mode)}/over {base}/{name}", value
 
 
 def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:

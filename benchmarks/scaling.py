@@ -57,14 +57,6 @@ SIZES = {
     # 25 GB of weights, gradients and optimizer state unsharded. With 4 sequences a step waited for the host.
     "gpt2_xl": Size(("model.vocab_size=50304",), 32, (FSDP,), warm_up=4),
 }
-OWNED = {  # keys that --common can't set, and the option that does
-    "model": "--model",
-    "device": "--device",
-    "parallel": "--parallel",
-    "train.batch_size": "--batch-size",
-    "train.compile": "--compile",
-    "train.steps": "--steps",
-}
 
 
 @dataclass(frozen=True)
@@ -146,10 +138,6 @@ def powers_of_two(most: int) -> list[int]:
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     """Raises ConfigError: a key, a value or a combination that can't be used."""
     machine.refuse_ranks(f"-m benchmarks.{PROGRAM}")  # which starts torchrun itself
-    for text in options.common:
-        key = text.partition("=")[0].lstrip("+")
-        if key in OWNED:
-            raise ConfigError(f"--common {text}: {key} is set by {OWNED[key]}. Leave it out.")
     return [
         cell_of(options, model, parallel, ranks)
         for model in dict.fromkeys(options.model)
@@ -161,16 +149,19 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
 def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) -> Cell:
     size = SIZES[model]
     batch_size = options.batch_size or size.batch_size
-    overrides = (
-        f"model={model}",
-        *size.overrides,
-        *options.common,
-        f"device={options.device}",
-        f"parallel={'auto' if parallel == ALONE else parallel}",
-        f"train.batch_size={batch_size * ranks}",
-        f"train.compile={str(options.compile).lower()}",
-        f"train.steps={size.warm_up + options.steps}",
-    )
+    own = {
+        "model": model,
+        "device": options.device,
+        "parallel": "auto" if parallel == ALONE else parallel,
+        "train.batch_size": batch_size * ranks,
+        "train.compile": str(options.compile).lower(),
+        "train.steps": size.warm_up + options.steps,
+    }
+    for text in options.common:
+        if (key := text.partition("=")[0].lstrip("+")) in own:
+            option = key.rpartition(".")[2].replace("_", "-")
+            raise ConfigError(f"--common {text}: {key} is set by --{option}. Leave it out.")
+    overrides = (*(f"{key}={value}" for key, value in own.items()), *size.overrides, *options.common)
     cfg = configs.compose_only(overrides)
     on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
     rules.check(cfg, on)

@@ -9,8 +9,8 @@ machine       what the rules need to know about this machine
 command_line  check of the runs of a command before Hydra starts the first; names of run folders
 """
 
-from configs.compose import compose_only, from_dict, jobs, load, parse, to_dict, to_yaml
+from configs.compose import compose_only, from_dict, jobs, load, parse, read_yaml, to_dict, to_yaml
 from configs.keys import ConfigError
 from configs.schema import Config
 
-__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "jobs", "load", "parse", "to_dict", "to_yaml"]
+__all__ = ["Config", "ConfigError", "compose_only", "from_dict", "jobs", "load", "parse", "read_yaml", "to_dict", "to_yaml"]

@@ -21,8 +21,8 @@ from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as in argparse
 # Options of Hydra with which there is no run, or a configuration from elsewhere; and those that a checked command may have.
-NO_RUN = {"--hydra-help", "--version", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"}
-NO_RUN |= {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+WITH_VALUE = {"-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+NO_RUN = {"--hydra-help", "-i", "--info", "-sc", "--shell-completion"} | WITH_VALUE
 SWEEP, CFG, HELP = {"-m", "--multirun"}, {"-c", "--cfg"}, {"-h", "--help"}
 FOLDERS = ("hydra.run.", "hydra.sweep.", "hydra.job.chdir")  # Hydra's keys for the folder of a run
 MOST_CHECKED = 64  # runs of a sweep: composing one takes 0.1 s
@@ -32,9 +32,7 @@ def check(arguments: Sequence[str]) -> set[str]:
     """The keys of a sweep, if the runs that `arguments` ask for can start. Else it prints why and exits with EXIT_CODE."""
     if NO_RUN & {argument.partition("=")[0] for argument in arguments}:
         return set()
-    options = SWEEP | CFG | HELP | {"--resolve"}
-    given = pairwise(["", *arguments])
-    overrides = [text for before, text in given if text.partition("=")[0] not in options and before not in CFG]
+    overrides = [text for text, is_option in _told_apart(arguments) if not is_option]
     sweep, helps = (not names.isdisjoint(arguments) for names in (SWEEP, HELP))
     job = None
     try:
@@ -48,6 +46,8 @@ def check(arguments: Sequence[str]) -> set[str]:
             if helps:
                 return set()
             folder = Path(cfg.folder or "runs").absolute()
+            if "${" in str(folder):
+                raise ConfigError(f"folder={cfg.folder}: Hydra can't keep a run in a folder with ${{ in its path. Use another.")
             try:
                 there = next(path for path in (folder, *folder.parents) if path.exists())
                 TemporaryFile(dir=there).close()  # permissions alone don't tell: root, /proc
@@ -58,6 +58,19 @@ def check(arguments: Sequence[str]) -> set[str]:
         return {one.get_key_element() for one in compose.parse(overrides) if one.is_sweep_override()}
     except ConfigError as error:
         raise SystemExit(refuse(error, job if sweep else None)) from None
+
+
+def options_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with Hydra's options before the overrides: Hydra refuses overrides on both sides of an option."""
+    return [text for text, _ in sorted(_told_apart(arguments), key=lambda one: not one[1])]
+
+
+def _told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
+    """Each argument, and whether it is an option of Hydra's or the value of one. An unknown option counts as an override."""
+    options = NO_RUN | SWEEP | CFG | HELP | {"--resolve"}
+    return [
+        (text, text.partition("=")[0] in options or before in CFG | WITH_VALUE) for before, text in pairwise(["", *arguments])
+    ]
 
 
 def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
@@ -89,7 +102,9 @@ def register_resolvers(swept: set[str], started: str) -> None:
         return f"runs/{started}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
 
     OmegaConf.register_new_resolver("folder", folder, replace=True)
-    OmegaConf.register_new_resolver("describe_keys", lambda *, _root_: describe_keys(_root_), replace=True)
+    OmegaConf.register_new_resolver(  # Hydra's template of --help reads $$ as $
+        "describe_keys", lambda *, _root_: describe_keys(_root_).replace("$", "$$"), replace=True
+    )
 
 
 def now() -> str:

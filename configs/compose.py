@@ -1,15 +1,17 @@
 """From overrides to a checked `Config`: Hydra composes, the schema types, the rules check."""
 
-import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
@@ -19,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs import keys, machine, rules
 from configs.keys import ConfigError
-from configs.schema import Config
+from configs.schema import Choice, Config
 
 # config.yaml starts from this node, so that OmegaConf checks all that it and the groups set against the dataclasses.
 ConfigStore.instance().store(name="schema", node=Config)
@@ -39,13 +41,27 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 def compose_only(overrides: Sequence[str] = ()) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
     parse(overrides)
-    with _explained(overrides), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
+
+    def default(name: str) -> Config:
+        return compose_only([text for text in overrides if text.lstrip("+").partition("=")[0] != name])
+
+    with _explained(overrides, default), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
         composed = hydra.compose("config", overrides=list(overrides))
-    return from_dict(composed)
+    return from_composed(composed)
+
+
+def from_composed(composed: DictConfig) -> Config:
+    """The config that Hydra composed. What the command interpolates is resolved here, and nowhere else."""
+    with _explained():
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
+    return from_dict(plain)  # type: ignore[arg-type]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """The overrides, as Hydra reads them. Raises ConfigError for an argument that sets no key or group."""
+    for text in overrides:
+        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise ConfigError(f"{text!r}: is not UTF-8 text.")
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:
@@ -53,7 +69,31 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             raise ConfigError(f"{one.input_line}: no key can be taken away. Give it another value.")
         if one.key_or_group in keys.GROUPS and not (one.is_sweep_override() or isinstance(one.value(), str)):
             raise ConfigError(f"{one.input_line}: a group has one option, the name of a file in configs/{one.key_or_group}/.")
+        _check_text(one)
     return parsed
+
+
+def _check_text(one: Override) -> None:
+    """Refuses a number, true, false or None for a key of text, and a single value for a list of texts.
+
+    Hydra would make other text of it: 20240105 of 2024_01_05, inf of the revision 12e4567, and a name of None.
+    """
+    name, given = one.key_or_group, str(one.input_line).partition("=")[2].strip()
+    kind = keys.schema()[name].type if name in keys.schema() else None
+    values = list(one.sweep_iterator()) if one.is_discrete_sweep() else [one.value()]
+    if kind in (list[str], list[str] | None):
+        if values and isinstance(values[0], str) and "${" not in given:
+            raise ConfigError(f"{name}={given}: is a list. Write {shlex.quote(f'{name}=[{given}]')}.")
+        values = [each for value in values if isinstance(value, list) for each in value]
+        quoted = shlex.quote(f'{name}=["A","B"]')
+    elif kind in (str, str | None):
+        quoted = as_typed(name, given) if len(values) == 1 else shlex.quote(f'{name}="A","B"')
+    else:
+        return
+    if any(isinstance(value, bool | int | float) for value in values) or given == "None":
+        null = f" For no value: {name}=null." if given == "None" and kind is not str else ""
+        meaning = keys.schema()[name].metadata["meaning"]
+        raise ConfigError(f"{name}={given}: is text, which needs quotes here: {quoted}.{null} {name}: {meaning}.")
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -68,14 +108,29 @@ def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
     return map(list, product(*values))
 
 
-def as_typed(key: str, value: object) -> str:
-    """`key=value` as a user types it, with Hydra's quotes and the shell's quotes where they are needed."""
-    plain = re.fullmatch(r"[A-Za-z0-9_./+-]+", str(value))
-    return shlex.quote(f"{key}={value if plain else json.dumps(str(value), ensure_ascii=False)}")
+def as_typed(key: str, text: str) -> str:
+    """`key=text` as a user types it, with Hydra's quotes and the shell's quotes where they are needed."""
+    plain = re.fullmatch(r"[A-Za-z0-9_./+-]+", text) and text != "None"
+    if not plain or OverridesParser.create().parse_override(f"{key}={text}").value() != text:
+        # in quotes Hydra reads a backslash as one, but for those before a quote
+        doubled = re.sub(r"""(\\*)("|\Z)""", lambda found: found[1] * 2 + found[2].replace('"', r"\""), _literal(text))
+        text = f'"{doubled}"'
+    return shlex.quote(f"{key}={text}")
 
 
-def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """The config in a dict or in Hydra's DictConfig, with single values overridden. A key that it lacks gets its default.
+def _literal(value: Any) -> Any:
+    """The value, with its text such that OmegaConf gives it back unchanged and sees no interpolation in it."""
+    if isinstance(value, dict):
+        return {key: _literal(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_literal(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The config that `to_dict` made plain, with single values overridden. A key that it lacks gets its default.
+
+    All text in `plain` is taken as it is: a stored config reads nothing of the environment. Overrides may interpolate.
 
     Raises:
         ConfigError: a key that the schema lacks, or a value of the wrong type.
@@ -83,9 +138,8 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
     parsed = parse(overrides)
     if groups := [one.input_line for one in parsed if one.key_or_group in keys.GROUPS]:
         raise ConfigError(f"{groups[0]}: a resumed run keeps its groups. Override single keys instead.")
-    with _explained(overrides):
-        given = OmegaConf.to_container(OmegaConf.create(plain), throw_on_missing=True)
-        config = OmegaConf.merge(OmegaConf.structured(Config), given)
+    with _explained(overrides, lambda _: from_dict(plain)):
+        config = OmegaConf.merge(OmegaConf.structured(Config), _literal(plain))
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
         cfg = OmegaConf.to_object(config)
@@ -100,16 +154,32 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
 
 def to_dict(cfg: Config) -> dict[str, Any]:
     """Plain containers and plain strings, for YAML, checkpoints and W&B. `from_dict` is the reverse."""
-    return OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)  # type: ignore[return-value]
+    return asdict(cfg, dict_factory=lambda pairs: {key: v.value if isinstance(v, Choice) else v for key, v in pairs})
 
 
 def to_yaml(cfg: Config) -> str:
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg)))
+    return yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True, width=1000)
+
+
+def read_yaml(path: Path) -> Config:
+    """The config that `to_yaml` wrote to a file: of a run's config.yaml.
+
+    Raises:
+        ConfigError: there is none, or it is not as this program writes it.
+    """
+    try:
+        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(plain, dict):
+            raise ConfigError("no keys and values")
+        return from_dict(plain)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
 
 
 @contextmanager
-def _explained(overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Raises errors of Hydra and OmegaConf as a ConfigError with the key, what it accepts, and the nearest valid name."""
+def _explained(overrides: Sequence[str] = (), default: Callable[[str], Config] = lambda _: Config()) -> Iterator[None]:
+    """Raises errors of Hydra and OmegaConf as a ConfigError with the key, what it accepts, and the nearest valid name.
+    `default` makes the config without the override of a key."""
     try:
         yield
     except OverrideParseException as error:
@@ -128,8 +198,12 @@ def _explained(overrides: Sequence[str] = ()) -> Iterator[None]:
             raise ConfigError(str(error)) from error
         name, why = re.sub(r"\[\d+\]$", "", str(cause.full_key)), str(cause).splitlines()[0].rstrip(".")
         if name in keys.schema():
-            default = keys.shown(attrgetter(name)(Config()))
-            raise ConfigError(f"{name}: {why}. The default is {name}={default}.") from error
+            if "nterpolation" in why:
+                why += r". For a $ and a brace as text, type \${"
+            given = any(text.lstrip("+").partition("=")[0] == name for text in overrides)
+            with suppress(ConfigError):
+                why += f". The default is {name}={keys.shown(attrgetter(name)(default(name)))}" if given else ""
+            raise ConfigError(f"{name}: {why}.") from error
         if not any(key.startswith(f"{name}.") for key in keys.schema()):  # of such a section OmegaConf has no key
             typed = (text.lstrip("+").partition("=")[0] for text in overrides)
             name = next((key for key in typed if key.startswith(f"{name}.")), name)

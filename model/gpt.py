@@ -1,7 +1,7 @@
 """A GPT: from tokens to logits or loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,7 @@ class GPT(nn.Module):
                 f"Use {vocab_size} or more, or null to take it from the tokenizer."
             )
         self.cfg, self.norm, self.tokenizer_vocab_size = cfg, norm, vocab_size
-        # A multiple of 64 keeps the largest matrix product of a small model on the fast tensor-core path.
-        self.vocab_size = cfg.vocab_size or -(-vocab_size // 64) * 64
+        self.vocab_size = embedding_rows(cfg, vocab_size)
 
         self.embedding = nn.Embedding(self.vocab_size, cfg.width)
         self.positions, rotary = None, None
@@ -137,6 +136,7 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        seen: Callable[[Tensor], object] = lambda tokens: None,
     ) -> Tensor:
         """`tokens` [B, T] and `new_tokens` more, sampled one at a time: [B, T + new_tokens] int64.
 
@@ -146,6 +146,7 @@ class GPT(nn.Module):
             temperature: divides the logits; 0 takes the likeliest token.
             top_k: sample from the k likeliest tokens; None: from all.
             generator: of the device of tokens; None: torch's.
+            seen: called after each new token with all tokens so far.
 
         Raises:
             ValueError: an empty prompt, a temperature that is negative or not finite, or a top_k below 1.
@@ -171,6 +172,7 @@ class GPT(nn.Module):
                     logits = logits / max(temperature, COLDEST)
                     token = torch.multinomial(F.softmax(logits, dim=-1), 1, generator=generator)
                 tokens = torch.cat((tokens, token), dim=1)
+                seen(tokens)
         finally:
             self.train(was_training)
         return tokens
@@ -219,3 +221,9 @@ class GPT(nn.Module):
                 f"GPT: seeds has shape {tuple(seeds.shape)} and dtype {seeds.dtype}, "
                 f"expected int64 of shape ({self.dropout_sites},): one for each norm site (model.dropout_sites)"
             )
+
+
+def embedding_rows(cfg: ModelConfig, vocab_size: int) -> int:
+    """model.vocab_size, or its default. A multiple of 64 keeps the largest matrix product of a small model on the fast
+    tensor-core path."""
+    return cfg.vocab_size or -(-vocab_size // 64) * 64

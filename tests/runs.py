@@ -132,9 +132,12 @@ class FakeWandb:
     """Stands for the run that wandb.init returns, and keeps what it is told."""
 
     def __init__(self, monkeypatch):
-        self.logged, self.summary, self.finish = [], {}, Mock()
+        self.logged, self.summary, self.step_metrics, self.finish = [], {}, {}, Mock()
         monkeypatch.setattr("wandb.init", lambda **arguments: vars(self).update(arguments=arguments) or self)
         monkeypatch.setattr("wandb.Image", lambda path: f"image {path}")
+
+    def define_metric(self, name, step_metric):
+        self.step_metrics[name] = step_metric
 
     def log(self, values, step):
         self.logged.append((step, values))

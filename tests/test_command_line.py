@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 import sample
+from configs.schema import SampleConfig
 from tests.forks import Command
 from tests.runs import ROOT, environment, logged, read_json, run_folders, train_here, wait_until
 from training import checkpoint
@@ -91,7 +92,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tin
     train_here(command, tmp_path / "first")
     [built] = cache.glob("text-*")
     shutil.rmtree(built)
-    with FileLock(cache / f".{built.name.rpartition('-')[2]}.lock"):  # as if another process built it: the run waits
+    with FileLock(next(cache.glob(".*.lock"))):  # as if another process built it: the run waits
         process = Command(command, tmp_path)
         wait_until(process, lambda: any(tmp_path.glob("runs/*/environment.json")))
         time.sleep(0.5)
@@ -147,6 +148,35 @@ def test_help_and_the_config_of_a_run_are_printed_without_running_it_in_any_enco
     assert list(tmp_path.iterdir()) == []
 
 
+def test_options_may_stand_between_overrides_and_the_version_is_this_programs(tiny, tmp_path):
+    keys = [key for key in tiny if not key.startswith("train.steps")]
+    train([*keys, "-m", "seed=1,2", "train.steps=3", "sample.tokens=0"], tmp_path)
+    assert [folder.name for folder in run_folders(tmp_path)] == ["0_seed-1", "1_seed-2"]
+    assert re.match(r"prenorm \S+, git .*, torch \S+\n$", train(["--version"], tmp_path).stdout)
+
+
+NOTEBOOK = "module://matplotlib_inline.backend_inline"  # which is no backend outside of a notebook
+
+
+@pytest.mark.parametrize("name", ["train.py", "ablate.py", "sample.py", "-m training.plot", "-m ablation.report"])
+def test_the_backend_of_a_notebook_stops_no_program(tmp_path, name):
+    words = name.split() if name.startswith("-") else [str(ROOT / name)]
+    given = environment(tmp_path, MPLBACKEND=NOTEBOOK, PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, *words, "--help"], cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_writes_only_to_its_folder_and_its_cache_and_needs_no_home(tiny, tmp_path, processes):
+    own = [f"data.cache_dir={tmp_path}/own", f"data.processes={processes}", "train.steps=3", "folder=run", "tokenizer=bpe"]
+    given = environment(tmp_path, HOME="/proc/none", XDG_CACHE_HOME="", MPLBACKEND=NOTEBOOK, PYTHONPATH=str(ROOT))
+    command = [sys.executable, str(ROOT / "train.py"), *tiny, *own, "tokenizer.vocab_size=280"]
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    said = [line for line in done.stderr.split("\n") if line.strip() and "writing tokens" not in line]  # a bar after 3 s
+    assert (done.returncode, said) == (0, [])
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "run"}
+
+
 @pytest.mark.parametrize("name", ["train.py", "ablate.py", "sample.py"])
 def test_ctrl_c_while_the_program_is_being_imported_is_no_traceback(tmp_path, name):
     command = [sys.executable, "-X", "importtime", str(ROOT / name), "runs/none"]  # a line on stderr for each import
@@ -162,11 +192,33 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, ca
     (tmp_path / "copy" / "training.safetensors").write_bytes(b"")  # a sample needs no state of the optimizer
     folder = run_folders(sweep)[0]
     places = ((folder, 1), (tmp_path / "copy", 1), (folder / "last", 2))
-    one, again, other = (sample.sample(place, "the ", 20, 1.0, None, seed) for place, seed in places)
+    options = SampleConfig(tokens=20, temperature=1.0, top_k=None)
+    [[one], [again], [other]] = (sample.sample(place, "the ", options, seed) for place, seed in places)
     assert sample.main([str(folder), "--prompt=the ", "--tokens=20", "--temperature=1", "--top-k=null"]) == 0
     assert capsys.readouterr().out == one + "\n"
     assert one == again != other
     assert one.startswith("the ") and len(one) == 24
+
+
+def test_a_sample_is_printed_as_it_grows_and_several_at_their_end_and_stays_after_ctrl_c(sweep, capsys, monkeypatch):
+    folder, seen, stop = run_folders(sweep)[0], [], [0]
+    original = sample.Printer.__call__
+
+    def watched(printer, texts):
+        original(printer, texts)
+        seen.append((capsys.readouterr().out, texts))
+        if len(seen) == stop[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample.Printer, "__call__", watched)
+    for many, at, code in ((1, 99, 0), (1, 5, 130), (3, 99, 0), (3, 5, 130)):
+        stop[:] = [at]
+        seen.clear()
+        assert sample.main([str(folder), "--prompt=", "--tokens=20", f"--samples={many}"]) == code
+        printed = "".join(out for out, _ in seen)
+        assert printed == ("" if many > 1 else seen[-1][1][0]), "what is there is printed at once"
+        assert printed + capsys.readouterr().out == sample.SEPARATOR.join(seen[-1][1]) + "\n"
+        assert len(seen[-1][1]) == many == len(set(seen[-1][1])) and len(seen[0][1][0]) == 1, "begins with a document"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +226,8 @@ def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, ca
     [
         (["{folder}/none"], "no such file or folder"),
         (["{folder}", "--prompt=日本"], "--prompt: "),
-        (["{folder}", "--prompt="], "--prompt has no tokens"),
+        (["{folder}", "--prompt=\udcff"], "--prompt: is not UTF-8 text"),
+        (["nowhere", "--samples=0"], "--samples must be at least 1, got 0"),
         (["nowhere", "--top-k=0"], "--top-k must be at least 1, or null to sample from all tokens, got 0"),
         (["nowhere", "--top-k=many"], "--top-k: invalid whole number or null value: 'many'"),
         (["nowhere", "--temperature=nan"], "--temperature must be finite, got nan"),
@@ -188,7 +241,7 @@ def test_sampling_mistakes_are_one_message_and_code_2(sweep, capsys, arguments, 
 
 
 def test_a_sample_goes_to_any_terminal_and_a_full_disk_is_one_message_and_code_1(sweep, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "sample", lambda *_: "×")
+    monkeypatch.setattr(sample, "sample", lambda *_: ["×"])
     monkeypatch.setattr(sys, "stdout", ascii_only := io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert sample.main(["run"]) == 0
     assert ascii_only.buffer.getvalue() == b"\\xd7\n"

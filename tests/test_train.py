@@ -13,8 +13,8 @@ from configs.machine import Machine
 from model import GPT, norm
 from model.loss import TWO_PASSES
 from tests.resume.stops import in_step, spoil
-from tests.runs import FakeWandb, losses, read_json, train_here
-from training import checkpoint, evaluation
+from tests.runs import FakeWandb, corpus, losses, read_json, train_here
+from training import checkpoint, evaluation, plot
 from training.checkpoint import Saver
 from training.clock import StepClock, Window
 from training.distributed import ALONE
@@ -27,11 +27,12 @@ GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(flo
 
 def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     summary, metrics = train_here(tiny, tmp_path / "run", plot=True)
-    always = ("step", "train/loss", "train/grad_norm", "train/lr", "perf/step_ms", "perf/tokens_per_s")
-    for every, names in ((5, always), (10, ("step", "val/loss", "val/bits_per_byte"))):
-        lines = [line for line in metrics if names[1] in line]
+    train_only = ("train/grad_norm", "train/lr", "perf/step_ms", "perf/tokens_per_s")
+    for every, part, names in ((5, "train", train_only), (10, "val", ())):
+        lines = [line for line in metrics if f"{part}/loss" in line]
         assert [line["step"] for line in lines] == list(range(every, 31, every))
-        assert all(line.keys() == set(names) for line in lines)
+        assert all(line.keys() == {"step", "tokens", f"{part}/loss", f"{part}/bits_per_byte", *names} for line in lines)
+        assert all(line["tokens"] == 8 * 32 * line["step"] for line in lines)
     assert lines[-1]["val/loss"] < lines[0]["val/loss"] < math.log(64)  # 64: the vocabulary, padded
     # one byte a character
     assert summary.final.bits_per_byte == pytest.approx(summary.final.loss / math.log(2))
@@ -43,6 +44,34 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     assert kept == {".safetensors", ".json", ""}, "no file that can hold code; the sums have no suffix"
     files = "config.yaml environment.json metrics.jsonl summary.json tokenizer.json sample.txt loss.png run.json .lock"
     assert {path.name for path in summary.folder.iterdir()} == {*files.split(), "checkpoints", "last", "best"}
+
+
+def test_bits_per_byte_of_each_split_are_by_its_own_text_and_everything_shows_the_same_figures(tmp_path, monkeypatch, capsys):
+    """Words to train on and numbers held out, with a tokenizer of the words: a token has other numbers of bytes in each."""
+    texts = {"a": "the king and the queen of the night " * 300, "b": "3141592653589793 " * 40}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    files = f"data.files=[{tmp_path}/a.txt,{tmp_path}/b.txt]"
+    told = FakeWandb(monkeypatch)
+    own = [files, "tokenizer=bpe", "tokenizer.vocab_size=300", "logging.wandb=offline"]
+    summary, metrics = train_here([*corpus(tmp_path), *own], tmp_path / "run", plot=True)
+    sizes = read_json(summary.folder / "summary.json")
+    nats = {part: math.log(2) * len(texts[of]) / sizes[f"{part}_tokens"] for part, of in (("train", "a"), ("val", "b"))}
+    assert nats["train"] > 2 * nats["val"], "else this test could not fail"
+    for part in nats:
+        for line in metrics:
+            if f"{part}/loss" in line:
+                assert line[f"{part}/bits_per_byte"] == pytest.approx(line[f"{part}/loss"] / nats[part], rel=0.01)
+    last = {key: value for line in metrics for key, value in line.items()}
+    assert f"{last['train/bits_per_byte']:.3f} bits/byte" in (shown := capsys.readouterr().out)
+    assert f"{last['val/bits_per_byte']:.4f} bits per byte" in shown
+    for part in nats:
+        *_, drawn = plot.read_run(summary.folder).drawn("bits", "tokens")[part == "val"]
+        assert drawn == (30 * 256, last[f"{part}/bits_per_byte"])
+        assert any(values.get(f"{part}/bits_per_byte") == last[f"{part}/bits_per_byte"] for _, values in told.logged)
+    assert told.step_metrics == {"train/*": "tokens", "val/*": "tokens"}
+    for kept in (told.arguments["config"], told.summary, sizes):
+        assert (kept["vocabulary"], kept["tokens_per_step"]) == (279, 256) and kept["parameters"] > 10_000
 
 
 def test_tokens_per_second_counts_slow_steps_and_the_step_time_is_the_typical_one(tiny, tmp_path, monkeypatch):

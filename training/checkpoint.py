@@ -23,9 +23,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from configs import Config, ConfigError, to_dict
+from configs import Config, ConfigError, from_dict, to_dict
+from configs.compose import as_typed
+from data import Tokenizer
 from model import GPT
 from training import storage
 from training.console import show
@@ -33,6 +36,7 @@ from training.distributed import ALONE, World, gather_to_host, is_sharded, shard
 from training.storage import DamagedError, Sink, relative
 
 FORMAT = 2
+STATE_TYPES = {"step": int, "losses": int, "corpus": str, "scaler": dict, "owes_validation": bool, "config": dict}
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
 
 
@@ -52,6 +56,7 @@ class TrainState:
     tokenizer: str  # text of the run's tokenizer.json
     corpus: str = ""  # Corpus.identity
     step: int = 0  # optimizer steps done
+    tokens: int = 0  # of these steps, of all ranks together
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros(()))  # since the last line of metrics; on the device
     losses: int = 0  # the number of losses in that sum
     validation: Validation | None = None  # the last one
@@ -79,6 +84,7 @@ class TrainState:
         state = {
             "format": FORMAT,
             "step": self.step,
+            "tokens": self.tokens,
             "losses": self.losses,
             "corpus": self.corpus,
             "scaler": self.scaler.state_dict(),
@@ -96,27 +102,18 @@ class TrainState:
             TOKENIZER: lambda file: file.write(self.tokenizer.encode()),
         }
 
-    def restore(self, stored: "Stored", *, with_changes: bool = False, same_folder: bool = True) -> None:
+    def restore(self, stored: "Stored", *, same_folder: bool = True) -> None:
         """Loads a checkpoint. Weight decay, betas and eps stay those of this run's config, which may differ.
 
         Args:
-            with_changes: accept other documents.
             same_folder: the run goes on in the checkpoint's folder. In another one it has its own best checkpoint, and its
                 first evaluation is its own.
 
         Raises:
-            ConfigError: the stored weights belong to a model of another shape, to another tokenizer or to other documents.
+            ConfigError: the stored weights belong to a model of another shape or to another tokenizer.
         """
         if stored.tokenizer != self.tokenizer:
-            raise ConfigError(
-                f"resume: {relative(stored.path)} was trained with another tokenizer, so its token ids mean other text. "
-                "Use the tokenizer.* and data.* of that run."
-            )
-        if stored.state["corpus"] != self.corpus and not with_changes:
-            raise ConfigError(
-                f"resume: {relative(stored.path)} was trained on other documents: the files or the data set have changed "
-                "since, and its batches with them. Bring them back, or accept that with resume_with_changes=true."
-            )
+            raise ConfigError(f"resume: {relative(stored.path)} was {stored.other_tokenizer} resume_with_changes=true")
         load_weights(self.model, stored)
         training = stored.training()
         state = {}
@@ -136,6 +133,8 @@ class TrainState:
         if stored.state["scaler"]:  # empty unless the run was in fp16
             self.scaler.load_state_dict(stored.state["scaler"])
         self.step, self.losses = stored.step, stored.state["losses"]
+        older = stored.step * stored.cfg.train.batch_size * stored.cfg.model.context
+        self.tokens = stored.state.get("tokens", older)  # an older version stored none
         self.loss_sum = training["loss_sum"].to(self.loss_sum.device, copy=True)
         self.validation, self.best = (
             Validation(**kept) if (kept := stored.state[which]) else None for which in ("validation", "best")
@@ -152,6 +151,7 @@ class Stored:
     path: Path
     state: dict[str, Any]
     tokenizer: str  # text of its tokenizer.json
+    cfg: Config
 
     @property
     def config(self) -> dict[str, Any]:
@@ -161,11 +161,30 @@ class Stored:
     def step(self) -> int:
         return self.state["step"]
 
+    @property
+    def other_tokenizer(self) -> str:
+        """The end of a message."""
+        its = as_typed("tokenizer.pretrained", relative(self.path / TOKENIZER))
+        return (
+            "trained with another tokenizer, so its token ids mean other text. Use the tokenizer.* and data.* of that run, or "
+            f"with other text its tokenizer:\n  tokenizer.kind=pretrained {its}"
+        )
+
     def model(self) -> dict[str, torch.Tensor]:
-        return load_file(self.path / MODEL)
+        """The weights. Raises ConfigError: they can't be read, or are not finite."""
+        tensors = self._tensors(MODEL)
+        if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+            raise ConfigError(f"{relative(self.path / MODEL)}: {bad[0]} is NaN or infinite. Use a checkpoint before that.")
+        return tensors
 
     def training(self) -> dict[str, torch.Tensor]:
-        return load_file(self.path / TRAINING)
+        return self._tensors(TRAINING)
+
+    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(self.path / name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{relative(self.path / name)} can't be read: {error}. Use another checkpoint.") from error
 
 
 def read(path: Path, *, verified: bool = False) -> Stored:
@@ -183,23 +202,34 @@ def read(path: Path, *, verified: bool = False) -> Stored:
             storage.verify(path, (MODEL, STATE, TOKENIZER))
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         tokenizer = (path / TOKENIZER).read_text(encoding="utf-8")
+        Tokenizer.load(path / TOKENIZER)
     except (DamagedError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a readable checkpoint: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a checkpoint of this program, or of a version whose format is not {FORMAT}.")
-    return Stored(path, state, tokenizer)
+    try:
+        assert all(state[which] is None or Validation(**state[which]) for which in ("validation", "best"))
+        if wrong := [name for name, kind in STATE_TYPES.items() if type(state[name]) is not kind]:
+            raise TypeError(f"{wrong[0]} is {state[wrong[0]]!r}")
+        return Stored(path, state, tokenizer, from_dict(state["config"]))
+    except (KeyError, TypeError, ConfigError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{relative(path / STATE)} is not as it was written: {why}. Use another checkpoint.") from error
 
 
 def locate(path: Path) -> Path:
-    """`path` if it is a checkpoint, or the newest checkpoint of the run at `path`.
+    """`path` if it is a checkpoint, or the newest checkpoint of the run at `path`, which may be given by its checkpoints/.
 
     Raises:
         ConfigError: it is neither.
     """
+    path = storage.run_of(path)
     if (path / storage.SUMS).is_file() or (path / STATE).is_file():
         return path.resolve()  # where the links last and best point to
     if kept := storage.checkpoints(path):
         return kept[0].resolve()
+    if inside := runs_in(path):
+        raise ConfigError(f"{path}: a folder of runs. Name one of them, such as {path / inside[-1]}.")
     if path.is_dir():
         raise ConfigError(f"{path}: no checkpoints in this folder; the run has not reached its first one.")
     if path.is_file():
@@ -211,10 +241,22 @@ def locate(path: Path) -> Path:
     raise ConfigError(f"{path}: no such file or folder.{runs_beside(path)}")
 
 
+def is_of_a_run(folder: Path) -> bool:
+    """Whether train.py made the folder: a run, also before its first checkpoint, a checkpoint, also a damaged one, or runs."""
+    return bool(runs_in(folder)) or any(
+        (folder / name).exists() for name in ("config.yaml", storage.FOLDER, storage.SUMS, STATE)
+    )
+
+
 def runs_beside(path: Path) -> str:
     """A space and a sentence that names the latest runs in the folder of `path`; empty if there are none."""
-    near = sorted(folder.parent.name for folder in path.parent.glob(f"*/{storage.FOLDER}"))[-3:]
-    return f" Latest runs beside it: {', '.join(near)}." if near else ""
+    near = runs_in(path.parent)
+    return f" Latest runs beside it: {', '.join(near[-3:])}." if near else ""
+
+
+def runs_in(folder: Path) -> list[str]:
+    """The names of the runs in a folder that have checkpoints."""
+    return sorted({found.parent.parent.name for found in folder.glob(f"*/{storage.FOLDER}/step_*")})
 
 
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:

@@ -13,15 +13,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-import configs
-from configs import Config, ConfigError, command_line, machine, rules
+from configs import Config, ConfigError, command_line, compose, machine, rules
 from configs.machine import Machine
 from training import resume, tracking
 from training.console import mute, show, take_any_encoding
 from training.distributed import World, join
-from training.environment import ROOT
+from training.environment import ROOT, environment
 from training.facts import Summary, report
-from training.interrupt import Stopped, exit_on_signals
+from training.interrupt import exit_on_signals
 from training.metrics import NonFiniteError
 from training.precision import deterministic
 from training.run import Follower, Run, open_run
@@ -51,9 +50,13 @@ def main(train: Train) -> int:
             raise SystemExit(1) from None
 
     exit_on_signals()
+    if "--version" in sys.argv[1:]:
+        show(version())
+        return 0
     try:
         swept = world.on_first(lambda: command_line.check(sys.argv[1:]))
         command_line.register_resolvers(swept, started=world.on_first(command_line.now))
+        sys.argv[1:] = command_line.options_first(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="config")(run)()
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
@@ -67,13 +70,18 @@ def main(train: Train) -> int:
     return max(codes)
 
 
+def version() -> str:
+    facts = environment(torch.device("cpu"))
+    return f"prenorm {facts['versions']['prenorm']}, git {facts['git']}, torch {facts['versions']['torch']}"
+
+
 @record  # torchrun's report of a rank that failed then has the traceback
 def job(train: Train, composed: DictConfig, world: World) -> int:
     """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
     context = HydraConfig.get()
     folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
     try:
-        cfg = configs.from_dict(composed)
+        cfg = compose.from_composed(composed)
         chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
         world.max(0)  # waits until Hydra has made the folder on every rank
         origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))
@@ -103,6 +111,12 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if world.size > 1 or not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate" in str(error)):
+            raise
+        hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
+        show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
+        return 1
     except ConfigError as error:
         if not world.leads:
             return command_line.EXIT_CODE
@@ -119,7 +133,7 @@ def without_refused(run: Run) -> Iterator[None]:
     """Deletes the folder of a new run that ends before it starts. Files that others put there stay."""
     try:
         yield
-    except (ConfigError, KeyboardInterrupt, Stopped):
+    except BaseException:
         if run.tracker is None and not run.origin.in_place and not isinstance(run, Follower):
             for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
                 (run.folder / name).unlink(missing_ok=True)

@@ -27,7 +27,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "versions": {name: _version(name) for name in ("torch", "triton", "numpy", "datasets", "tokenizers", "wandb")},
+        "versions": {
+            name: _version(name) for name in ("prenorm", "torch", "triton", "numpy", "datasets", "tokenizers", "wandb")
+        },
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpu": None,
@@ -88,7 +90,9 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10)
+        # another user's checkout is read too; none of its programs is run
+        command = ["git", "-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -66,7 +66,7 @@ class Evaluator:
         validation = state.validation
         assert validation is not None
         metrics.health.check_validation(validation.loss, state.step)
-        self._run.log(state.step, {"val/loss": validation.loss, "val/bits_per_byte": validation.bits_per_byte})
+        self._run.log(state.step, metrics.validation(validation))
         if state.best is None or validation.loss < state.best.loss:
             state.best, state.best_step = validation, state.step
 
@@ -120,13 +120,16 @@ def evaluate(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, key: str = "sample.prompt") -> list[int]:
-    """The token ids of a prompt.
+    """The token ids of a prompt. An empty one begins a document.
 
     Raises:
         ConfigError: the prompt, which the message calls `key`, can't be encoded, or has no token.
     """
     try:
-        ids = tokenizer.encode(prompt)
+        prompt.encode()  # bytes of a command line that are no UTF-8
+        ids = tokenizer.encode(prompt) if prompt else tokenizer.separator
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key}: is not UTF-8 text.") from None
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
     if not ids:
@@ -134,13 +137,32 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, key: str = "sample.prompt")
     return ids
 
 
-def continue_text(model: GPT, tokenizer: Tokenizer, ids: list[int], cfg: SampleConfig, seed: int, device: torch.device) -> str:
-    """The text of `ids` and of cfg.tokens more; the same for the same seed. All ranks of a sharded model call it together."""
+def continue_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    cfg: SampleConfig,
+    seed: int,
+    device: torch.device,
+    samples: int = 1,
+    seen: Callable[[list[str]], object] = lambda texts: None,
+) -> list[str]:
+    """Texts of `ids` and of cfg.tokens more; the same for the same seed. All ranks of a sharded model call it together.
+
+    Ends of documents are shown as their token. `seen` is called with the texts so far after each token.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    prompt = torch.tensor([ids], device=device)
+    begin = tokenizer.decode(ids, skip_special=False) if ids == tokenizer.separator else ""  # of a document: not shown
+
+    def texts(tokens: torch.Tensor) -> list[str]:
+        return [tokenizer.decode(row, skip_special=False).removeprefix(begin) for row in tokens.tolist()]
+
     with forward_only(model):
-        tokens = model.generate(prompt, cfg.tokens, cfg.temperature, cfg.top_k, generator=generator)
-    return tokenizer.decode(tokens[0].tolist())
+        prompt = torch.tensor([ids] * samples, device=device)
+        tokens = model.generate(
+            prompt, cfg.tokens, cfg.temperature, cfg.top_k, generator=generator, seen=lambda tokens: seen(texts(tokens))
+        )
+    return texts(tokens)
 
 
 def write_sample(
@@ -158,7 +180,7 @@ def write_sample(
         # the ranks of a sharded model gather weights together, in the dtype of autocast
         with interrupt.stopping_at_once(interrupt.answer), precision.autocast() if sharded else nullcontext():
             if ids and (world.leads or sharded):
-                text = continue_text(model, tokenizer, ids, cfg.sample, cfg.seed, precision.device)
+                [text] = continue_text(model, tokenizer, ids, cfg.sample, cfg.seed, precision.device)
     except Stopped:
         missing = f" but the sample; to make it up: {resume_command(run.folder)}" if ids else ""
         run.say(f"stopped after the last step; all is kept{missing}")

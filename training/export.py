@@ -11,16 +11,16 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import configs
-from configs import Config, ConfigError
-from configs.schema import Activation, BlockLayout, ModelConfig, NormConfig, NormKind, Positions
+from configs import Config, ConfigError, keys
+from configs.schema import Activation, ModelConfig, NormConfig, NormKind, Positions
 from data import Tokenizer
 from model.mlp import mlp_width
 from training import checkpoint, storage
@@ -45,18 +45,30 @@ def entries(layout: str, cfg: ModelConfig, vocab_size: int) -> Iterator[Entry]:
     return (_gpt2 if layout == GPT2 else _llama)(cfg, vocab_size)
 
 
+# Keys that the config.json of both layouts expresses, or that mean nothing where the layout has another kind of positions.
+EXPRESSED = {f"model.{name}" for name in ("layers", "heads", "kv_heads", "width", "mlp_width", "context", "vocab_size")}
+EXPRESSED |= {"model.bias", "model.tie_embeddings", "model.rotary_base", "norm.eps"}
+
+
 def unsupported(layout: str, cfg: ModelConfig, norm: NormConfig) -> list[str]:
-    """The keys of a config that the layout can't express; empty if it can hold the model."""
-    wanted: dict[str, tuple[Any, Any]] = {
-        "model.block": (cfg.block, BlockLayout.sequential),
-        "model.qk_norm": (cfg.qk_norm, False),
-        "model.positions": (cfg.positions, Positions.learned if layout == GPT2 else Positions.rotary),
-        "model.activation": (cfg.activation, Activation.gelu if layout == GPT2 else Activation.swiglu),
-        "norm.kind": (norm.kind, NormKind.layernorm if layout == GPT2 else NormKind.rmsnorm),
+    """The keys of a config that the layout can't express; empty if it can hold the model.
+
+    A key that affects the weights and that no layout is known to express has to have its default.
+    """
+    ours, default = Config(model=replace(cfg, kv_heads=cfg.kv_heads or cfg.heads), norm=norm), Config()
+    only: dict[str, Any] = {
+        "model.positions": Positions.learned if layout == GPT2 else Positions.rotary,
+        "model.activation": Activation.gelu if layout == GPT2 else Activation.swiglu,
+        "norm.kind": NormKind.layernorm if layout == GPT2 else NormKind.rmsnorm,
     }
     if layout == GPT2:
-        wanted["model.kv_heads"] = (cfg.kv_heads or cfg.heads, cfg.heads)
-    return [f"{key}={_plain(given)}, the layout has {_plain(only)}" for key, (given, only) in wanted.items() if given != only]
+        only["model.kv_heads"] = cfg.heads
+    only = {key: attrgetter(key)(default) for key in keys.affecting("weights") if key not in EXPRESSED} | only
+    return [
+        f"{key}={keys.shown(given)}, the layout has {keys.shown(value)}"
+        for key, value in only.items()
+        if (given := attrgetter(key)(ours)) != value
+    ]
 
 
 def config(layout: str, cfg: ModelConfig, norm: NormConfig, vocab_size: int, end_of_text: int | None) -> dict[str, Any]:
@@ -142,7 +154,7 @@ def differences(layout: str, theirs: dict[str, Any], cfg: ModelConfig, norm: Nor
             "mlp_bias": theirs.get("mlp_bias", False) == theirs.get("attention_bias", False),
         }
         context = theirs["max_position_embeddings"]
-    found = [f"{key}={_plain(ours)}: it has {_plain(its)}." for key, (ours, its) in wanted.items() if ours != its]
+    found = [f"{key}={keys.shown(ours)}: it has {keys.shown(its)}." for key, (ours, its) in wanted.items() if ours != its]
     if cfg.context > context:
         found.append(f"model.context={cfg.context}: it has {context}.")
     return found + [f"{key} in its config.json: this program has no such model." for key, known in beyond.items() if not known]
@@ -190,10 +202,6 @@ def _llama(cfg: ModelConfig, vocab_size: int) -> Iterator[Entry]:
         yield Entry("head.weight", ("lm_head.weight",), (vocab_size,))
 
 
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def export(path: Path, layout: str, output: Path) -> None:
     """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json.
 
@@ -203,11 +211,11 @@ def export(path: Path, layout: str, output: Path) -> None:
         output: a folder, made if need be.
 
     Raises:
-        ConfigError: no checkpoint there, or a model that the layout can't express.
+        ConfigError: no checkpoint there, a model that the layout can't express, or an output that is a run or a checkpoint.
         StorageError: the folder can't be written.
     """
     stored = checkpoint.read(path)
-    cfg, tokenizer = configs.from_dict(stored.config), Tokenizer.load(stored.path / checkpoint.TOKENIZER)
+    cfg, tokenizer = stored.cfg, Tokenizer.load(stored.path / checkpoint.TOKENIZER)
     if wrong := unsupported(layout, cfg.model, cfg.norm):
         raise ConfigError(f"{path} can't be written in the layout {layout}:\n" + "\n".join(f"{line}." for line in wrong))
     tensors = to_layout(stored.model(), layout, cfg, tokenizer.vocab_size)
@@ -216,6 +224,9 @@ def export(path: Path, layout: str, output: Path) -> None:
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": cfg.model.context}
     if end is not None:
         tokenizer_config["eos_token"] = tokenizer.decode([end], skip_special=False)
+    for folder in (output, *output.resolve().parents):
+        if checkpoint.is_of_a_run(folder) and (folder == output or (folder / storage.SUMS).exists()):
+            raise ConfigError(f"--output {output}: {folder} is a run or a checkpoint, whose files stay. Name a new folder.")
     with storage.as_storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     storage.replace(output / "model.safetensors", partial(checkpoint.write_tensors, tensors=tensors))
@@ -242,10 +253,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, required=True)
     parser.add_argument("--output", type=Path, help="a folder (default: export_FORMAT in the run folder)")
     args = parser.parse_args(arguments)
-    output = args.output or args.path / f"export_{args.format}"
-    if args.output is None and not storage.checkpoints(args.path) and args.path.exists():
-        parser.error(f"--output is needed, as {args.path} is no run folder")
     try:
+        path = checkpoint.locate(args.path)
+        beside = path.parent.parent if path.parent.name == storage.FOLDER else path.parent
+        output = args.output or beside / f"export_{args.format}"
         export(args.path, args.format, output)
     except (ConfigError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)

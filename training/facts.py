@@ -41,8 +41,10 @@ class Summary:
     sample: str
 
 
-def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world: World = ALONE) -> dict[str, str]:
-    """The facts about a run that it prints before its first step and keeps in W&B's config."""
+def facts(
+    origin: Start, precision: Precision, corpus: Corpus, model: GPT, sizes: dict[str, float], world: World = ALONE
+) -> dict[str, str]:
+    """The facts about a run that it prints before its first step and keeps in W&B's config; `sizes` are its `quantities`."""
     cfg, device = origin.cfg, precision.device
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     if cfg.norm.impl is NormImpl.compiled and cfg.train.compile:
@@ -54,9 +56,11 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     else:
         norms = ops.backend_for(device)
     masks = ", shared dropout masks" if cfg.norm.dropout_masks is DropoutMasks.shared else ""
-    batch_tokens = cfg.train.batch_size * cfg.model.context
-    epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
+    epochs = cfg.train.steps * sizes["tokens_per_step"] / sizes["train_tokens"]
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
+    splits = (corpus.train, corpus.val)
+    share = sum(split.lost for split in splits) / sum(split.bytes + split.lost for split in splits)
+    lost = f"; the tokenizer has no token for {share:.2%} of the text, which bits per byte leaves out" if share else ""
     compiled = ", loss compiled" if model.compile_loss else ""
     if cfg.train.compile:
         compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
@@ -68,10 +72,10 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
         **ranks,
         "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
-        "model": f"{model.parameter_count():,} parameters, {cfg.model.size}" + begins,
-        "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
-        "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",
-        "batch": f"{batch_tokens:,} tokens ({sequences}{pieces})",
+        "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}" + begins,
+        "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
+        "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out" + lost,
+        "batch": f"{sizes['tokens_per_step']:,} tokens ({sequences}{pieces})",
         "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
     }
 

@@ -1,12 +1,15 @@
 """The figures of training steps: the lines of metrics.jsonl, and the check that they are finite numbers."""
 
 import math
+import os
 
 import torch
 
 from configs import Config
 from configs.schema import Parallel
-from training.checkpoint import TrainState
+from data import Corpus
+from model import GPT
+from training.checkpoint import TrainState, Validation
 from training.clock import StepClock
 from training.distributed import World, full_tensor
 from training.environment import peak_flops
@@ -16,17 +19,37 @@ from training.step import learning_rate, makes_cuda_graphs
 WAITING = 0.2  # of a step: if the GPU waits for longer, the CPU is the bound
 
 
+def batch_tokens(cfg: Config) -> int:
+    """Tokens of a training step, of all ranks together."""
+    return cfg.train.batch_size * cfg.model.context
+
+
+def quantities(cfg: Config, corpus: Corpus, model: GPT) -> dict[str, float]:
+    """The sizes of a run, as numbers for tables and W&B. Lines of metrics have what changes with the step."""
+    return {
+        "parameters": model.parameter_count(),
+        "vocabulary": corpus.tokenizer.vocab_size,
+        "tokens_per_step": batch_tokens(cfg),
+        "train_tokens": len(corpus.train.tokens),
+        "val_tokens": len(corpus.val.tokens),
+        "train_bytes_per_token": corpus.train.bytes_per_token,
+        "val_bytes_per_token": corpus.val.bytes_per_token,
+    }
+
+
 class Metrics:
     """Collects what training steps return, for one line of metrics.jsonl after several steps.
 
     The sum of the losses since the last line is in the state of training, so that a resumed run continues it.
     """
 
-    def __init__(self, state: TrainState, cfg: Config, precision: Precision, clock: StepClock, world: World) -> None:
+    def __init__(
+        self, state: TrainState, cfg: Config, corpus: Corpus, precision: Precision, clock: StepClock, world: World
+    ) -> None:
         self.health = Health(precision.device, state.scaler)
         self.state, self.precision, self.clock, self._cfg = state, precision, clock, cfg
         self._advised, self._ranks = False, world.size
-        self._batch_tokens = cfg.train.batch_size * cfg.model.context
+        self._corpus, self._batch_tokens = corpus, batch_tokens(cfg)
         self._peak_flops = world.size * (peak_flops(precision.device, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
 
@@ -34,6 +57,7 @@ class Metrics:
         """Adds the step that `state.step` counts. Does not synchronise with the device."""
         self.health.watch(self.state.step, loss, grad_norm)
         self.state.loss_sum, self.state.losses = self.state.loss_sum + loss, self.state.losses + 1
+        self.state.tokens += self._batch_tokens
         self._grad_norm = grad_norm
 
     def line(self) -> dict[str, float | None]:
@@ -46,8 +70,11 @@ class Metrics:
         state, window = self.state, self.clock.window()
         tokens_per_s = 1000 * self._batch_tokens / window.mean_ms if window else None
         flops_per_token = state.model.flops_per_token()
+        loss = (state.loss_sum / state.losses).item()
         line = {
-            "train/loss": (state.loss_sum / state.losses).item(),
+            "tokens": state.tokens,
+            "train/loss": loss,
+            "train/bits_per_byte": self._corpus.train.bits_per_byte(loss),
             "train/grad_norm": self._grad_norm.item(),
             "train/lr": learning_rate(state.step - 1, self._cfg.train.steps, self._cfg.optim),  # of the step just done
             "perf/step_ms": window.median_ms if window else None,
@@ -58,12 +85,28 @@ class Metrics:
         state.loss_sum, state.losses = torch.zeros_like(state.loss_sum), 0
         return line
 
+    def validation(self, validation: Validation) -> dict[str, float | None]:
+        """The figures of an evaluation, for a line of metrics.jsonl."""
+        return {"tokens": self.state.tokens} | {f"val/{name}": value for name, value in vars(validation).items()}
+
     def advice(self) -> str:
-        """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU. Else empty."""
-        if self._advised or (gpu_ms := self.clock.gpu_ms) is None or (step_ms := self.clock.median_ms) is None:
+        """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU, or other programs use the
+        cores. Else empty."""
+        if self._advised or (step_ms := self.clock.median_ms) is None:
             return ""
+        if (gpu_ms := self.clock.gpu_ms) is None:
+            self._advised = self.precision.device.type == "cpu"
+            return crowded(os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()) if self._advised else ""
         self._advised = True
         return waiting(step_ms, gpu_ms, self._cfg, self._ranks)
+
+
+def crowded(load: float, cores: int, threads: int) -> str:
+    """What to do where other programs use the cores. Empty where they don't; `load` is the mean number of runnable threads."""
+    if threads == 1 or load - threads < cores / 2:
+        return ""
+    what = f"Other programs use the {cores} cores too (load {load:.1f}), and this run's {threads} threads wait for each other."
+    return f"{what} OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive may make steps many times faster."
 
 
 def waiting(step_ms: float, gpu_ms: float, cfg: Config, ranks: int = 1) -> str:

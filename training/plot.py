@@ -7,86 +7,97 @@ python -m training.plot runs/*_sweep/* --unit bits         bits per byte; by def
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter, mul
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import numpy as np
 
-from configs import Config, ConfigError, keys
-from measure.plots import pyplot, save_figure, ticker
+import configs
+from configs import ConfigError, keys
+from measure.plots import GREY, bare, pyplot, save_figure, ticker
 from training.storage import StorageError
 
-TRAIN, VAL, GREY = "#9db8d2", "#c2410c", "#6b7280"
+TRAIN, VAL = "#9db8d2", "#c2410c"
 # Of several runs. Colours differ in lightness too, and dashes repeat after the last colour.
 COLOURS = ("#111111", "#c2410c", "#2563eb", "#0f8a6d", "#b58900", "#7c3aed", "#8b8b8b")
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)))
 NATS, BITS = "nats", "bits"
+FIGURES = {NATS: "loss", BITS: "bits_per_byte"}  # in metrics.jsonl, after train/ and val/
 LABELS = {NATS: "loss, nats per token", BITS: "bits per byte"}
-# Keys that the legend leaves out: they do not make another experiment.
-UNNAMED_SECTIONS = {"logging", "checkpoint", "sample", "ablate", "eval"}
-UNNAMED = {"folder", "resume", "resume_with_changes", "profile", "data.cache_dir", "data.processes"}
+STEP, TOKENS, MINUTES = "step", "tokens", "minutes"
+CLOCKS = {STEP: "step", TOKENS: "tokens", MINUTES: "minutes of training, without evaluation and compilation"}
+PARTS = ("train", "val")
 MOST_NAMED = 4  # keys in an entry of the legend
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without damaged ones."""
+    """The lines of a metrics.jsonl that are records: `step`, and figures by name. Damaged lines are left out."""
     lines = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            numbers = isinstance(record, dict) and all(type(value) in (int, float) for value in record.values())
+            if numbers and type(record.get("step")) is int:
+                lines.append(record)
     return lines
 
 
-def loss_curve(metrics: Path, to: Path, title: str, bytes_per_token: float) -> bool:
-    """Draws training and validation loss against the step, in nats per token on the left and bits per byte on the right.
+def points(lines: Sequence[dict[str, Any]], name: str, against: str = "step") -> list[tuple[float, float]]:
+    """A figure by the step, or by another figure of the same line."""
+    return [(line[against], line[name]) for line in lines if name in line and against in line]
 
-    Args:
-        bytes_per_token: of the validation text, which ties the two axes together.
+
+def loss_curve(metrics: Path, to: Path, title: str) -> bool:
+    """Draws bits per byte of training and validation, the gradient norm and the learning rate, by step and by tokens.
 
     Returns:
         Whether there was anything to draw.
     """
     lines = read_metrics(metrics)
-    train = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
-    val = [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
+    train, val = points(lines, "train/bits_per_byte"), points(lines, "val/bits_per_byte")
     if len(train) < 2:
         return False
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=130, layout="constrained")
-    axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.6, label="training")
+    figure, (axes, *below) = pyplot.subplots(
+        3, 1, figsize=(8, 6.5), dpi=130, layout="constrained", sharex=True, height_ratios=(4, 1, 1)
+    )
+    axes.plot(*zip(*train, strict=True), color=TRAIN, linewidth=1.6, label=f"training: {train[-1][1]:.3f}")
     if val:
-        label = f"validation: {val[-1][1] / _nats(bytes_per_token):.3f} bits per byte after {val[-1][0]:,} steps"
+        label = f"validation: {val[-1][1]:.3f} bits per byte after {val[-1][0]:,} steps"
         axes.plot(*zip(*val, strict=True), color=VAL, linewidth=1.6, marker="o", markersize=4, clip_on=False, label=label)
-    # The first losses are as large as ln(vocabulary), and would flatten the rest of the curve.
-    losses = [loss for _, loss in train[len(train) // 20 :] + val]
-    low, high = min(losses), max(losses)
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.08 * (high - low))
+    axes.set_ylim(*limits(train[len(train) // 20 :] + val))
     axes.set_xlim(0, max(step for step, _ in train + val))
-
     axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    nats = _nats(bytes_per_token)
-    right = axes.secondary_yaxis("right", functions=(partial(mul, 1 / nats), partial(mul, nats)))
-    right.set_ylabel("bits per byte")
-    axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
-    for side in (axes.spines["top"], axes.spines["right"], right.spines["right"]):
-        side.set_visible(False)
+    axes.set_ylabel(LABELS[BITS])
     axes.legend(frameon=False, loc="upper right")
+    for panel, name, label in zip(below, ("train/grad_norm", "train/lr"), ("gradient norm", "learning rate"), strict=True):
+        if found := points(lines, name):
+            panel.plot(*zip(*found, strict=True), color=GREY, linewidth=1.2)
+        panel.set_ylabel(label)
+    below[0].set_yscale("log")
+    below[0].yaxis.set_minor_formatter(ticker.NullFormatter())
+    below[-1].set_xlabel("step")
+    below[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    steps, tokens = (np.array([0, *of, 2 * of[-1]], float) for of in zip(*points(lines, "tokens"), strict=True))
+    top = axes.secondary_xaxis("top", functions=(lambda x: np.interp(x, steps, tokens), lambda x: np.interp(x, tokens, steps)))
+    top.set_xlabel("tokens")
+    for panel in (axes, *below):
+        bare(panel, "y")
+    figure.align_ylabels()
     save_figure(figure, to)
     return True
 
 
-def _nats(bytes_per_token: float) -> float:
-    """Nats per token in one bit per byte."""
-    return 0.6931471805599453 * bytes_per_token
+def limits(shown: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The y axis for these points. The first losses, as large as ln(vocabulary), would flatten the rest: leave them out."""
+    low, high = min(y for _, y in shown), max(y for _, y in shown)
+    room = high - low or 0.1 * abs(high) or 1.0
+    return low - 0.05 * room, high + 0.08 * room
 
 
 # --- several runs ---
@@ -94,14 +105,29 @@ def _nats(bytes_per_token: float) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """The losses of one run, in nats per token."""
+    """What one run has logged."""
 
     folder: Path
     config: dict[str, Any]  # by dotted name
-    train: list[tuple[int, float]]  # step, loss
-    val: list[tuple[int, float]]
-    bits_per_nat: float | None  # bits per byte of a nat per token, in its validation text; None without validation
-    minutes: dict[int, float]  # of training until a step; empty where no speed was recorded
+    lines: list[dict[str, Any]]
+
+    def drawn(self, unit: str, against: str) -> list[list[tuple[float, float]]]:
+        """The losses of training and of validation, in `unit`, by step, tokens or minutes."""
+        found = [points(self.lines, f"{part}/{FIGURES[unit]}", "step" if against == MINUTES else against) for part in PARTS]
+        if against == MINUTES:
+            minutes = minutes_of(self.lines)
+            found = [[(minutes[step], loss) for step, loss in of if step in minutes] for of in found]
+        return found
+
+    @property
+    def bits_per_nat(self) -> float | None:
+        """How many bits per byte a nat per token is, in its validation text; None without validation."""
+        ratios = [
+            line["val/bits_per_byte"] / line["val/loss"]
+            for line in self.lines
+            if line.get("val/loss") and "val/bits_per_byte" in line
+        ]
+        return round(ratios[-1], 6) if ratios else None
 
 
 def without_sweep_files(given: Sequence[Path]) -> list[Path]:
@@ -122,34 +148,23 @@ def read_run(folder: Path) -> Curve:
             what = "no run has logged anything there" if folder.is_dir() else "no such folder"
             raise ConfigError(f"{folder}: {what} ({name} is missing). Name run folders, such as runs/*.")
     lines = read_metrics(folder / "metrics.jsonl")
-    try:
-        stored = OmegaConf.load(folder / "config.yaml")
-        config = {name: OmegaConf.select(stored, name, default=attrgetter(name)(Config())) for name in keys.schema()}
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{folder}/config.yaml can't be read: {error}") from error
-    train = [(line["step"], line["train/loss"]) for line in lines if "train/loss" in line]
-    val = [(line["step"], line["val/loss"]) for line in lines if "val/loss" in line]
-    if not train and not val:
+    cfg = configs.read_yaml(folder / "config.yaml")
+    config = {name: attrgetter(name)(cfg) for name in keys.schema()}
+    if not any(f"{part}/{FIGURES[NATS]}" in line for part in PARTS for line in lines):
         raise ConfigError(f"{folder}: metrics.jsonl has no loss yet.")
-    ratios = [
-        line["val/bits_per_byte"] / line["val/loss"] for line in lines if "val/bits_per_byte" in line and line["val/loss"]
-    ]
-    tokens = config["train.batch_size"] * config["model.context"]
-    return Curve(folder, config, train, val, ratios[-1] if ratios else None, minutes_of(lines, tokens))
+    return Curve(folder, config, lines)
 
 
-def minutes_of(lines: Sequence[dict[str, Any]], batch_tokens: int) -> dict[int, float]:
+def minutes_of(lines: Sequence[dict[str, Any]]) -> dict[float, float]:
     """Minutes of training until each line's step, from the recorded tokens per second. This is the time of steps, without
     evaluation, checkpoints and compilation. Lines before the first speed get that speed. Empty: no speed was recorded."""
-    speeds = {line["step"]: line["perf/tokens_per_s"] for line in lines if "perf/tokens_per_s" in line}
-    if not speeds:
-        return {}
-    found, minutes, before = {}, 0.0, 0
-    speed = next(iter(speeds.values()))
-    for step in sorted({line["step"] for line in lines}):
+    speeds = dict(points(lines, "perf/tokens_per_s"))
+    found, minutes, before = {}, 0.0, 0.0
+    speed = next(iter(speeds.values()), 0.0)
+    for step, tokens in sorted(points(lines, "tokens")) if speed else ():
         speed = speeds.get(step, speed)
-        minutes += (step - before) * batch_tokens / speed / 60
-        found[step], before = minutes, step
+        minutes += (tokens - before) / speed / 60
+        found[step], before = minutes, tokens
     return found
 
 
@@ -158,7 +173,7 @@ def names_of(curves: Sequence[Curve]) -> list[str]:
     differing = [
         name
         for name in curves[0].config
-        if name.partition(".")[0] not in UNNAMED_SECTIONS and name not in UNNAMED
+        if name not in keys.affecting("nothing")
         if len({str(curve.config[name]) for curve in curves}) > 1
     ]
     found = []
@@ -173,62 +188,60 @@ def names_of(curves: Sequence[Curve]) -> list[str]:
     ]
 
 
-def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None) -> str:
-    """Draws the runs by step, and beside it by minutes of training if all have recorded their speed.
+def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None, against: str = STEP) -> str:
+    """Draws the runs by step or tokens, and beside it by minutes of training if all have recorded their speed.
 
     Validation losses are lines with dots, training losses thin lines behind them.
 
     Args:
         unit: nats or bits; None: nats, but bits where a nat stands for different numbers of bytes.
+        against: step or tokens.
 
     Returns:
         The unit.
 
     Raises:
-        ConfigError: bits, and a run without a validation loss, which would tell how many bytes a token has.
+        ConfigError: a run that has not recorded these figures.
     """
-    per_nat = {None if curve.bits_per_nat is None else round(curve.bits_per_nat, 6) for curve in curves}
+    per_nat = {curve.bits_per_nat for curve in curves}
     unit = unit or (BITS if len(per_nat) > 1 and None not in per_nat else NATS)
-    if unit == BITS and None in per_nat:
-        lacking = next(curve.folder for curve in curves if curve.bits_per_nat is None)
-        raise ConfigError(f"{lacking}: no validation loss yet, so its bytes per token are not known. Use --unit nats.")
-    timed = all(curve.minutes for curve in curves)
+    for curve in curves:
+        if not any(curve.drawn(unit, against)):
+            raise ConfigError(f"{curve.folder}: it has recorded no {LABELS[unit]} by {against}. Use other --unit and --by.")
+    clocks = [against] + [MINUTES] * all(any(curve.drawn(unit, MINUTES)) for curve in curves)
+    width = 2.4 + 4.8 * len(clocks)
+    # a character of the legend is about 0.07 inches wide, and a line 0.2 high
+    names = [textwrap.fill(name, int(width / 0.07) - 8) for name in names_of(curves)]
+    columns = 2 if len(clocks) == 2 and max(map(len, names)) < width / 0.07 / 2 - 8 else 1
+    rows = sum(name.count("\n") + 1 for name in names) / columns
     figure, panels = pyplot.subplots(
-        1, 1 + timed, figsize=(7.2 + 4.8 * timed, 4.8), dpi=130, layout="constrained", squeeze=False, sharey=True
+        1, len(clocks), figsize=(width, 4.4 + 0.2 * rows), dpi=130, layout="constrained", squeeze=False, sharey=True
     )
-    lows, highs = [], []
-    for at, (curve, name) in enumerate(zip(curves, names_of(curves), strict=True)):
-        scale = curve.bits_per_nat if unit == BITS and curve.bits_per_nat else 1.0
+    ends: list[float] = []
+    for at, (curve, name) in enumerate(zip(curves, names, strict=True)):
         style = {"color": COLOURS[at % len(COLOURS)], "linestyle": DASHES[at // len(COLOURS) % len(DASHES)]}
-        train, val = ([(step, scale * loss) for step, loss in points] for points in (curve.train, curve.val))
-        # without the first losses, as in a single run's picture
-        losses = [loss for _, loss in train[len(train) // 20 :] + val]
-        lows.append(min(losses))
-        highs.append(max(losses))
-        for axes, clock in zip(panels.flat, (None, curve.minutes), strict=False):
-            for points, how in (
-                (train, {"linewidth": 1.0, "alpha": 0.45}),
-                (val, {"linewidth": 1.8, "marker": "o", "markersize": 4}),
+        for axes, clock in zip(panels.flat, clocks, strict=True):
+            train, val = curve.drawn(unit, clock)
+            ends += limits(train[len(train) // 20 :] + val)
+            dots = {"marker": "o", "markersize": 4}
+            for shown, how in (
+                (train, {"linewidth": 1.0, "alpha": 0.45} | (dots if len(train) == 1 else {})),
+                (val, {"linewidth": 1.8, "clip_on": False} | dots),
             ):
-                if points:
-                    where = [step if clock is None else clock[step] for step, _ in points]
-                    label = name if points is (val or train) else None
-                    axes.plot(where, [loss for _, loss in points], label=label, **style, **how)
-    low, high = min(lows), max(highs)
-    room = (high - low) or 1.0
-    for axes, what in zip(panels.flat, ("step", "minutes of training, without evaluation and compilation"), strict=False):
+                if shown:
+                    label = name if shown is (val or train) else None
+                    axes.plot(*zip(*shown, strict=True), label=label, **style, **how)
+    for axes, clock in zip(panels.flat, clocks, strict=True):
         axes.set_xlim(left=0)
-        axes.set_ylim(low - 0.05 * room, high + 0.08 * room)
-        axes.set_xlabel(what)
-        axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.set_ylim(min(ends), max(ends))
+        axes.set_xlabel(CLOCKS[clock])
+        bare(axes, "y")
     panels.flat[0].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     panels.flat[0].set_ylabel(LABELS[unit])
     figure.legend(
-        *panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=1 + timed, frameon=False, fontsize=9
+        *panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
-    figure.suptitle(_same(curves), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(textwrap.fill(_same(curves), int(width / 0.09)), x=0.01, ha="left", fontsize=11)
     to.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, to)
     return unit
@@ -247,7 +260,7 @@ def _same(curves: Sequence[Curve]) -> str:
         )
         if len({str(curve.config[name]) for curve in curves}) == 1
     ]
-    lines = "dots: validation; thin: training" if any(curve.val for curve in curves) else "training loss"
+    lines = "dots: validation; thin: training" if any(points(curve.lines, "val/loss") for curve in curves) else "training loss"
     return f"{', '.join(shared) or f'{len(curves)} runs'} ({lines})"
 
 
@@ -255,15 +268,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m training.plot", description="Lays the losses of runs over one another.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, default=Path("runs.png"), help="the picture, a PNG (%(default)s)")
+    parser.add_argument("--by", choices=(STEP, TOKENS), default=STEP, help="what is on the axis below (%(default)s)")
     parser.add_argument("--unit", choices=(NATS, BITS), help="nats per token, or bits per byte (bits where tokenizers differ)")
     options = parser.parse_args(arguments)
-    runs = without_sweep_files(options.runs)
+    curves, refused = [], []
     try:
-        unit = overlay([read_run(folder) for folder in runs], options.output, options.unit)
-    except (ConfigError, StorageError, OSError) as error:
+        for folder in without_sweep_files(options.runs):
+            try:
+                curves.append(read_run(folder))
+            except ConfigError as error:
+                refused.append(error)
+        if not curves:
+            raise ConfigError("\n".join(map(str, refused)))
+        for why in refused:
+            print(f"left out: {why}", file=sys.stderr)
+        unit = overlay(curves, options.output, options.unit, options.by)
+    except (ConfigError, StorageError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.output}: {LABELS[unit]}, {len(runs)} run{'s' * (len(runs) > 1)}")
+    print(f"{options.output}: {LABELS[unit]}, {len(curves)} run{'s' * (len(curves) > 1)}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from pathlib import Path
 
@@ -10,32 +10,26 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import configs
 from configs import Config, ConfigError, keys, machine
 from configs.schema import Positions
 from data import Tokenizer
 from model import GPT
+from model.gpt import embedding_rows
 from model.mlp import mlp_width
 from training import checkpoint, export, storage
 
 # Masks and tables in some files, which follow from the config and are no weights.
 NO_WEIGHTS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 
-# Keys that must be the same in both configs: they change what weights mean, or their shapes. Dropout and the dtype of the
-# residual stream may differ.
-OF_WEIGHTS = {
-    key: attrgetter(key)
-    for key in (
-        *("model.layers", "model.width", "model.heads", "model.bias", "model.tie_embeddings", "model.positions"),
-        *("model.rotary_base", "model.activation", "model.qk_norm", "model.block", "norm.kind", "norm.eps"),
-    )
-}
-# The same for sizes that have a default from other keys, and for the context of a model with learned positions.
-SIZES: dict[str, Callable[[Config], object]] = {
-    "model.kv_heads": lambda cfg: cfg.model.kv_heads or cfg.model.heads,
-    "model.qk_norm_kind": lambda cfg: cfg.model.qk_norm and (cfg.model.qk_norm_kind or cfg.norm.kind),
-    "model.mlp_width": lambda cfg: mlp_width(cfg.model),
-    "model.context": lambda cfg: cfg.model.positions is Positions.learned and cfg.model.context,
+# What to compare of keys whose default comes from other keys, or that mean nothing beside other keys. All others that affect
+# the weights are compared as they are.
+SIZES: dict[str, Callable[[Config, int], object]] = {
+    "model.kv_heads": lambda cfg, _: cfg.model.kv_heads or cfg.model.heads,
+    "model.qk_norm_kind": lambda cfg, _: cfg.model.qk_norm and (cfg.model.qk_norm_kind or cfg.norm.kind),
+    "model.mlp_width": lambda cfg, _: mlp_width(cfg.model),
+    "model.context": lambda cfg, _: cfg.model.positions is Positions.learned and cfg.model.context,
+    "model.rotary_base": lambda cfg, _: cfg.model.positions is Positions.rotary and cfg.model.rotary_base,
+    "model.vocab_size": lambda cfg, vocab_size: embedding_rows(cfg.model, vocab_size),
 }
 
 
@@ -52,46 +46,37 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
         ConfigError: no such weights, or weights of another model or of other tokens; the message names the keys.
     """
     path = machine.expanded(source)
-    folder = path.parent if path.is_file() else path
-    if _is_of_a_run(folder):
+    folder = storage.run_of(path.parent if path.is_file() else path)
+    if checkpoint.is_of_a_run(folder) and (storage.checkpoints(folder) or not (folder / "config.json").is_file()):
         _of_run(model, source, folder, tokenizer)
     else:
         _of_layout(model, source)
 
 
-def _is_of_a_run(folder: Path) -> bool:
-    """Whether train.py made the folder. Models of the Hub have a config.json."""
-    if (folder / checkpoint.STATE).is_file() or storage.checkpoints(folder):
-        return True
-    traces = ("config.yaml", storage.SUMS, storage.FOLDER)  # of a run before its first checkpoint, of a damaged checkpoint
-    return not (folder / "config.json").is_file() and any((folder / name).exists() for name in traces)
-
-
 def _of_run(model: GPT, source: str, folder: Path, tokenizer: Tokenizer) -> None:
     try:
         stored = checkpoint.read(folder)
-        if wrong := _differences(Config(model=model.cfg, norm=model.norm), configs.from_dict(stored.config)):
+        ours = Config(model=model.cfg, norm=model.norm)
+        if wrong := _differences(ours, stored.cfg, model.tokenizer_vocab_size):
             raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
         if stored.tokenizer != tokenizer.to_json():
-            raise ConfigError(
-                "trained with another tokenizer, so its token ids mean other text. Use the tokenizer.* and data.* of that run."
-            )
+            raise ConfigError(stored.other_tokenizer)
         checkpoint.load_weights(model, stored)
     except ConfigError as error:
         raise ConfigError(f"init_from={source}: {error}") from error
 
 
-def _differences(ours: Config, theirs: Config) -> list[str]:
+def _differences(ours: Config, theirs: Config, vocab_size: int) -> list[str]:
     """The keys in which two configs describe different models. Sizes are compared only if all other keys are the same."""
 
-    def among(keyed: Mapping[str, Callable[[Config], object]]) -> list[str]:
-        return [
-            f"{key}={keys.shown(of(ours))}: it has {keys.shown(of(theirs))}."
-            for key, of in keyed.items()
-            if of(ours) != of(theirs)
-        ]
+    def value(key: str, cfg: Config) -> object:
+        return SIZES[key](cfg, vocab_size) if key in SIZES else attrgetter(key)(cfg)
 
-    return among(OF_WEIGHTS) or among(SIZES)
+    def among(names: Iterable[str]) -> list[str]:
+        values = [(key, value(key, ours), value(key, theirs)) for key in names]
+        return [f"{key}={keys.shown(own)}: it has {keys.shown(its)}." for key, own, its in values if own != its]
+
+    return among(key for key in keys.affecting("weights") if key not in SIZES) or among(SIZES)
 
 
 @torch.no_grad()

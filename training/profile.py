@@ -41,12 +41,15 @@ class StepProfiler:
         self._profiler: TorchProfiler | None = None
 
     def __enter__(self) -> "StepProfiler":
+        has = self._run.cfg.train.steps - self._run.origin.step
+        if has < self._left:
+            self._run.say(
+                f"profile=true: nothing will be profiled, as this start has {has} steps and a profile needs {self._left}"
+            )
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._open.close()
-        if self._left and error is None:
-            self._run.say(f"profile=true: nothing was profiled, as the run ended {self._left} steps too early")
 
     @contextmanager
     def step(self) -> Iterator[None]:

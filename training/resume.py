@@ -7,12 +7,13 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import configs
-from configs import Config, ConfigError, rules
+from configs import Config, ConfigError, command_line, rules
 from configs.schema import Precision, Schedule
+from data import identity
 from training import checkpoint, storage
 from training.checkpoint import Stored
 from training.storage import relative
@@ -78,18 +79,19 @@ def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
         notes.append(f"resume=auto: no checkpoint in {relative(folder)} yet; the run starts at its first step.")
         return Start(cfg, folder, in_place=True, exact=True, notes=notes)
     stored = checkpoint.read(found, verified=True)
-    before = configs.from_dict(stored.config)
+    before = stored.cfg
     _keep_precision(before, cfg)
-    rules.check_resumed(before, cfg)
+    start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept)
+    rules.check_resumed(before, cfg, None if start.finished else _same_corpus(stored, cfg))
     notes += [f"resume=auto: goes on from {relative(found)}.", *_other_operator(before, cfg)]
-    start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
+    start = replace(start, notes=notes)
     if not start.finished:
         _check_left(start, folder)
     return start
 
 
 def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) -> Start:
-    path = Path(cfg.resume)
+    path = storage.run_of(Path(cfg.resume))
     found, kept, notes = _newest(path)
     if found is None:
         try:
@@ -102,19 +104,24 @@ def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) ->
             raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
     stored = checkpoint.read(found, verified=True)
     # an earlier command's resume_with_changes does not count for this one
-    before = configs.from_dict(stored.config)
+    before = stored.cfg
     cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
     _keep_precision(before, cfg)
-    changed = rules.check_resumed(before, cfg)
+    changed = rules.check_resumed(before, cfg, _same_corpus(stored, cfg))
     notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
     own_folder = folder.resolve() == path.resolve() if chosen else not changed
     if own_folder and kept:
-        cfg.resume = stored.config["resume"]  # config.yaml says how the run began
+        cfg.resume = before.resume  # config.yaml says how the run began
         start = Start(cfg, path, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
     else:
         start = Start(cfg, folder, stored, notes=notes)
     _check_left(start, path)
     return start
+
+
+def _same_corpus(stored: Stored, cfg: Config) -> bool:
+    with command_line.as_config_errors():
+        return stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
 
 
 def _keep_precision(before: Config, cfg: Config) -> None:
@@ -137,7 +144,7 @@ def _other_operator(before: Config, cfg: Config) -> list[str]:
 def _check_left(start: Start, path: Path) -> None:
     """Raises ConfigError: the run has no steps left, and no results are missing."""
     stored, steps = start.stored, start.cfg.train.steps
-    unfinished = start.in_place and not start.finished and stored is not None and stored.config["train"]["steps"] == steps
+    unfinished = start.in_place and not start.finished and stored is not None and stored.cfg.train.steps == steps
     if stored is not None and stored.step >= steps and not unfinished:
         command, why = f"{storage.resume_command(path)} train.steps={2 * stored.step}", ""
         if start.cfg.optim.schedule is not Schedule.constant:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import configs
 from configs import Config, ConfigError
-from data import Corpus
+from data import Tokenizer
 from training import storage
 from training.console import show, show_beside_bar
 from training.distributed import ALONE, World
@@ -39,7 +39,6 @@ class Run:
     group: str | None  # a sweep's folder name
     tracker: Tracker | None = None
     step: int = 0  # of the last line of metrics
-    corpus: Corpus = field(init=False)  # from `start` on
     _drawn: bool = False  # loss.png has all steps
     _bar: Any = None
     _shown: dict[str, float] = field(default_factory=dict)
@@ -49,12 +48,13 @@ class Run:
     def cfg(self) -> Config:
         return self.origin.cfg
 
-    def start(self, facts: dict[str, Any], corpus: Corpus) -> None:
+    def start(self, facts: dict[str, Any], sizes: dict[str, float], tokenizer: Tokenizer) -> None:
         """Prints the table of facts and starts W&B. A resumed run takes its folder back to its checkpoint.
 
         Args:
             facts: by name.
-            corpus: whose tokenizer the folder keeps.
+            sizes: `metrics.quantities`, for W&B's config.
+            tokenizer: which the folder keeps.
 
         Raises:
             ConfigError: the job of a W&B agent has several runs.
@@ -65,8 +65,7 @@ class Run:
         logging, reasons = settle(self.cfg.logging)
         self.cfg.logging = replace(logging, wandb=self.cfg.logging.wandb)  # a resumed run chooses its mode again
         self._keep_config()  # train.precision=auto has become a dtype
-        storage.replace_text(self.folder / "tokenizer.json", corpus.tokenizer.to_json())
-        self.corpus = corpus
+        storage.replace_text(self.folder / "tokenizer.json", tokenizer.to_json())
         agent = agent_job()
         if agent and self.group:
             raise ConfigError("-m: the job of a W&B agent is one run. Leave -m out, and list its values in the sweep's YAML.")
@@ -77,7 +76,7 @@ class Run:
             group=logging.group or group,
             name=logging.name or (f"{group}/{name}" if group else name),
             tags=list(dict.fromkeys([*(logging.tags or []), self.cfg.norm.impl.value, self.cfg.norm.kind.value])),
-            config=configs.to_dict(self.cfg) | {"facts": facts},
+            config=configs.to_dict(self.cfg) | sizes | {"facts": facts},
             run_id=self.wandb_id,
             resumed=self.origin.in_place,
         )
@@ -159,7 +158,7 @@ class Run:
         """Draws loss.png from metrics.jsonl. None: there are too few lines."""
         cfg, metrics, picture = self.cfg, self.folder / "metrics.jsonl", self.folder / "loss.png"
         title = f"{cfg.data.name}, {cfg.model.size}, {cfg.norm.impl} {cfg.norm.kind}, seed {cfg.seed}"
-        drawn = metrics.is_file() and loss_curve(metrics, picture, title, self.corpus.val.bytes_per_token)
+        drawn = metrics.is_file() and loss_curve(metrics, picture, title)
         return picture if drawn else None
 
     def _keep_config(self) -> None:
@@ -184,6 +183,8 @@ class Run:
             owed = step if stored and stored.state["owes_validation"] else None  # this step is evaluated again
             kept = [line for line in lines if line["step"] <= step and not (line["step"] == owed and "val/loss" in line)]
             storage.replace_text(metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        elif step:
+            show(f"{relative(metrics)} is gone: the metrics of the steps before {step} are lost, and loss.png begins there.")
         for name in ("summary.json", "sample.txt"):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -203,7 +204,8 @@ class Run:
 
     def _figures(self) -> str:
         texts: dict[str, Callable[[float], str]] = {
-            "train/loss": lambda loss: f"loss {loss:.3f}, {self.corpus.train.bits_per_byte(loss):.3f} bits/byte",
+            "train/loss": lambda loss: f"loss {loss:.3f}",
+            "train/bits_per_byte": lambda bits: f"{bits:.3f} bits/byte",
             "train/lr": lambda lr: f"lr {lr:.1e}",
             "perf/tokens_per_s": lambda rate: f"{rate / 1000:.1f}k tokens/s",
             "perf/step_ms": lambda ms: f"{ms:.0f} ms/step",

@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 
 from filelock import FileLock, Timeout
 
-from configs import ConfigError
+from configs import ConfigError, machine
 from configs.compose import as_typed
 
 FOLDER = "checkpoints"
@@ -88,6 +88,11 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def run_of(path: Path) -> Path:
+    """The run's folder where `path` is its checkpoints/; else `path`."""
+    return path.parent if path.name == FOLDER and any(path.glob("step_*")) else path
+
+
 def newest(run: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and a line about each damaged one that is newer."""
     problems = []
@@ -117,7 +122,8 @@ def verify(checkpoint: Path, parts: Iterable[str] | None = None) -> None:
         files = {path.name for path in checkpoint.iterdir() if not path.name.startswith(".")}
         if not text.endswith("\n"):
             raise DamagedError(f"{relative(checkpoint / SUMS)} is damaged: its last line is cut short")
-        if unlisted := files - {*sums, SUMS}:
+        # files that a file manager leaves, such as Thumbs.db, are no damage
+        if unlisted := [name for name in files - sums.keys() if name.endswith((".safetensors", ".json"))]:
             raise DamagedError(f"{relative(checkpoint)} is damaged: {SUMS} does not list {', '.join(sorted(unlisted))}")
         if missing := sums.keys() - files:
             raise DamagedError(f"{relative(checkpoint)} is damaged: {', '.join(sorted(missing))} is missing")
@@ -276,6 +282,11 @@ def claim(folder: Path, exact: bool = False) -> Path:
     Raises:
         ConfigError: the folder can't be made or written, or another run has it.
     """
+    own = (Path.cwd(), machine.expanded("~"))
+    if any(place.is_relative_to(folder.resolve()) for place in own) or any(folder.glob("*/config.yaml")):
+        raise ConfigError(
+            f"folder={folder}: the run's files would lie among others there. Name a new folder: folder=runs/NAME."
+        )
     candidate, number = folder, 1
     while True:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import wandb
-from omegaconf import OmegaConf
+import yaml
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
@@ -65,6 +65,9 @@ def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
             facts.append(f"logging.{key}={shown(own)}, not {variable}={value}" if wins else f"{variable}={value}")
     if off:
         return replace(logging, wandb=mode), facts
+    for variable in ("WANDB_RUN_ID", "WANDB_RESUME"):
+        if os.environ.get(variable) and not agent_job():
+            facts.append(f"{variable} is not used: a run keeps an id of its own")
     if place := os.environ.get("WANDB_DIR"):
         facts.append(f"WANDB_DIR={place}")
     found = {key: value for key, value in found.items() if getattr(logging, key) is None}
@@ -131,8 +134,7 @@ def agent_job() -> tuple[str, str] | None:
     sweep, parameters = (os.environ.get(name) for name in ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH"))
     if not sweep:
         return None
-    stored = OmegaConf.to_container(OmegaConf.load(parameters)) if parameters else {}
-    assert isinstance(stored, dict)
+    stored = yaml.safe_load(Path(parameters).read_text(encoding="utf-8")) if parameters else {}
     # {"wandb_version": 1, "norm.impl": {"value": "fused"}, ...}
     swept = [f"{key!s}-{entry['value']}" for key, entry in stored.items() if isinstance(entry, dict)]
     return f"sweep_{sweep}", "_".join(swept) or os.environ.get("WANDB_RUN_ID", "run")
@@ -187,7 +189,8 @@ class Tracker:
                     settings=wandb.Settings(silent=True, console="off", **timeout),
                 )
 
-        _find_cache()
+        if self.mode is not WandbMode.disabled:
+            _find_cache()
         python_logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
         less = {WandbMode.online: WandbMode(logging.without_key), WandbMode.offline: WandbMode.disabled}
         failures = []
@@ -199,6 +202,7 @@ class Tracker:
                 failures.append(f"{self.mode} start failed: {str(error).partition(chr(10))[0]}")
                 self.mode = less[self.mode]
         self.note = "; ".join(failures)
+        self._tell(lambda run: [run.define_metric(metrics, step_metric="tokens") for metrics in ("train/*", "val/*")])
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._tell(lambda run: run.log(values, step=step))
@@ -267,6 +271,6 @@ def _find_cache() -> None:
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
         usable = False
     if not usable:
-        os.environ["XDG_CACHE_HOME"] = tempfile.gettempdir()
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="prenorm-wandb-")  # not one that is another user's
     elif not os.environ.get("HOME"):
         os.environ["XDG_CACHE_HOME"] = str(cache)

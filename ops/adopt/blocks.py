@@ -91,7 +91,7 @@ def _fuse_stack(stack: nn.ModuleList | nn.Sequential, layout: BlockLayout, resid
         except ValueError as error:
             for module in {module for module in stack.modules() if isinstance(module, Swapped)} - before:
                 unswap(module)
-            raise ValueError(f"{error}. It is block {i} of {len(blocks)}, of which none is fused now") from error
+            raise ValueError(f"{error}. It is block {i} of {len(blocks)}, and all stay as they were") from error
 
 
 def _check_drops_last(name: str, sublayer: nn.Module, dropout: nn.Module, norm: nn.Module) -> None:

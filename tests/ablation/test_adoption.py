@@ -228,3 +228,13 @@ def test_the_device_is_the_models_or_its_batchs_and_not_the_default():
         with torch.device("meta"):
             assert check_parity(before, after, x).verdict.startswith("Parity holds in float32: ")
             assert measure(before, after, x, **QUICK).a_ms > 0
+
+
+def test_a_parity_check_with_a_seed_leaves_the_generators_of_all_devices_alone(monkeypatch):
+    before = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    after = copy.deepcopy(before)
+    replace_norms(after, verbose=False)
+    batches, state = [torch.randn(2, 3, 8) for _ in range(2)], torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
+    assert check_parity(before, after, batches, seed=3).holds
+    assert torch.equal(torch.get_rng_state(), state)

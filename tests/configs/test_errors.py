@@ -38,11 +38,22 @@ norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of
 train.steps=1.5                 train.steps: Value '1.5' of type 'float' could not be converted to Integer.
 train.steps=null                train.steps: field 'train.steps' is not Optional.
 train.compile=maybe             train.compile: Value 'maybe' is not a valid bool (type str).
-data.files=a                    data.files: Invalid value assigned: str is not a ListConfig, list or tuple. The default is data.files=[].
+optim.lr=abc                    could not be converted to Float. The default is optim.lr=0.004.
+optim.lr=abc model=gtp2         model=gtp2: no such option.
+data.files=/a/b.txt             data.files=/a/b.txt: is a list. Write 'data.files=[/a/b.txt]'.
+logging.tags=a,b                logging.tags=a,b: is a list. Write 'logging.tags=[a,b]'.
+logging.tags=[2024_01]          logging.tags=[2024_01]: is text, which needs quotes here: 'logging.tags=["A","B"]'.
+folder=2024_01_05               folder=2024_01_05: is text, which needs quotes here: 'folder="2024_01_05"'.
+data.revision=12e4567           data.revision=12e4567: is text, which needs quotes here: 'data.revision="12e4567"'.
+init_from=None                  here: 'init_from="None"'. For no value: init_from=null. init_from: initial weights: PATH
+resume=true                     'resume="true"'. resume: never; auto: go on with the run in `folder`; PATH: go on
+data.name=1,2                   data.name=1,2: is text, which needs quotes here: 'data.name="A","B"'.
 data.files=[null]               The default is data.files=[].
 logging.without_key=online      expected one of [offline, disabled]
+sample.prompt=${HOME}           Interpolation key 'HOME' not found. For a $ and a brace as text, type \\${.
+tokenizer.pretrained=a          tokenizer.pretrained is read only with tokenizer.kind=pretrained; here tokenizer.kind=bpe.
 logging.name=${oc.env:NO_SUCH}  Environment variable 'NO_SUCH' not found
-"""  # noqa: E501
+"""
 RULES = """
 model.heads=3                   model.heads=3 does not divide model.width=128.
 model.kv_heads=3                model.kv_heads=3 does not divide model.heads=4.
@@ -74,6 +85,7 @@ MACHINES = [
     ("train.precision=bf16", Machine("cuda", bf16=False), "Use train.precision=fp16 or fp32."),
     (GRAPHS, Machine("cuda", ranks=2, by_torchrun=True), "makes CUDA graphs, which are for a single process"),
     (f"{GRAPHS} parallel=fsdp", Machine("cuda", by_torchrun=True), "has no effect with parallel=fsdp"),
+    ("train.compile=true", Machine("cpu", compiler=False), "train.compile=true needs a C++ compiler on a CPU"),
     ("train.batch_size=6", Machine("cpu", ranks=4), "by train.accumulation=1 × 4 ranks."),
 ]
 

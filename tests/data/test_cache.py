@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data.cache import cached_folder
+from data.cache import cached_folder, checksums
+from tests.runs import raising
 
 
 def write(folder: Path) -> None:
@@ -60,3 +61,57 @@ def test_who_comes_while_another_builds_waits_and_the_folder_appears_complete_in
     with ThreadPoolExecutor(4) as pool:
         [folder] = set(pool.map(lambda _: cached_folder(str(tmp_path), "a", {}, build), range(4)))
     assert built == [(folder.stat().st_ino, [])]  # the folder that was built, renamed and not copied
+
+
+def test_what_another_user_left_locks_nobody_out_and_a_finished_folder_is_as_open_as_its_cache(tmp_path, monkeypatch):
+    """As another user sees them: files that this process may not open, by whatever name the first user gave them."""
+    for mode, file, folder_mode in ((0o777, 0o644, 0o755), (0o750, 0o640, 0o750), (0o700, 0o600, 0o700)):
+        shared = tmp_path / f"{mode:o}"
+        shared.mkdir()
+        shared.chmod(mode)
+        umask = os.umask(0o077)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                cached_folder(str(shared), "a", {}, raising(KeyboardInterrupt()))
+            before = {path.name for path in shared.iterdir()}
+            folder = cached_folder(str(shared), "a", {}, write)
+        finally:
+            os.umask(umask)
+        assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {oct(file)}
+        assert folder.stat().st_mode & 0o777 == folder_mode
+        monkeypatch.setattr("data.cache.USER", 4711)
+        with pytest.raises(KeyboardInterrupt):
+            cached_folder(str(shared), "a", {"x": 1}, raising(KeyboardInterrupt()))
+        monkeypatch.undo()
+        assert all("4711" not in name for name in before), "the names have the user in them"
+
+
+def test_two_users_who_build_at_once_get_the_folder_of_the_faster_one(tmp_path, monkeypatch):
+    def build(folder: Path) -> None:
+        monkeypatch.setattr("data.cache.USER", 4711)
+        other = cached_folder(str(tmp_path), "a", {}, lambda folder: (folder / "tokens").write_text("faster"))
+        monkeypatch.undo()
+        assert other.is_dir()
+        write(folder)
+
+    assert (cached_folder(str(tmp_path), "a", {}, build) / "tokens").read_text() == "faster"
+
+
+def test_large_files_are_read_once_and_again_when_anything_about_them_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.cache.LARGE", 10)
+    monkeypatch.setattr("data.cache.time.time_ns", lambda: 2**62)  # long after the files were written
+    path, cache = tmp_path / "a.txt", tmp_path / "cache"
+    path.write_text("x" * 100)
+    first = checksums([path], cache)
+    with monkeypatch.context() as unread:
+        unread.setattr("data.cache.file_digest", lambda *_: pytest.fail("read again"))
+        assert checksums([path], cache) == first
+    stat = path.stat()
+    path.write_text("y" * 100)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert checksums([path], cache) != first, "other content of the same size and time"
+    (tmp_path / "copy.txt").write_text("x" * 100)
+    assert checksums([tmp_path / "copy.txt"], cache) == first, "a copy is the same content"
+    for kept in cache.glob(".sums-*/*"):
+        kept.write_text("no sum")
+    assert checksums([tmp_path / "copy.txt"], cache) == first

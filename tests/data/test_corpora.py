@@ -126,16 +126,26 @@ def test_a_tokenizer_that_adds_a_prefix_to_each_text_gets_whole_documents(text_c
 def test_the_second_load_makes_nothing_even_if_the_files_have_moved_and_notices_damage(text_config, notes, no_build, tmp_path):
     first = load(text_config)
     [folder] = tmp_path.glob("cache/*/")
-    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "train.bin", "val.bin", "corpus.json"}
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "train.bin", "val.bin", "corpus.json", "SHA256SUMS"}
     text_config.files = [f"{notes.rename(notes.parent / 'moved')}/*.txt"]
     no_build()
     second = load(text_config)
     assert (first.train.tokens == second.train.tokens).all()
     assert (first.identity, first.train.documents) == (second.identity, second.train.documents)
     assert first.tokenizer.encode("the king") == second.tokenizer.encode("the king")
-    os.truncate(folder / "train.bin", 20)
-    with pytest.raises(ValueError, match=r"train\.bin has 10 tokens, expected \d+: delete the folder"):
-        load(text_config)
+    for name in ("train.bin", "corpus.json", "tokenizer.json", "SHA256SUMS"):
+        content = (folder / name).read_bytes()
+        for damaged in (content[:20], b"\0" * 20 + content[20:], b"\xff" * len(content), b"", None):
+            (folder / name).unlink()
+            if damaged is not None:
+                (folder / name).write_bytes(damaged)
+            named = r"\S+" if name == "SHA256SUMS" else name
+            with pytest.raises(
+                ValueError, match=rf"{named}: the cached corpus can't be read: .*Delete .*; the next start remakes"
+            ):
+                load(text_config)
+        (folder / name).write_bytes(content)
+    assert load(text_config).identity == first.identity
 
 
 def test_a_changed_file_makes_the_corpus_anew_even_with_its_old_time(text_config, notes):
@@ -244,3 +254,20 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_documents_are_read(text
     monkeypatch.setattr(data.corpora, "split_documents", lambda *args: pytest.fail("read the documents first"))
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.pretrained=owner/name"):
         load(text_config, TokenizerConfig(kind=TokenizerKind.pretrained, pretrained="owner/name"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{torn", "JSON parse error"),
+        ('{"text": "a"}\n' * 3 + '{"text": "b"}\n' * 2000 + "{torn", "JSON"),
+        ('{"text": 3}\n', "holds int"),
+    ],
+)
+def test_rows_that_can_not_be_read_are_named_with_their_path_however_they_are_read(tmp_path, content, message, streaming):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text(content)
+    config = DataConfig(source="hub", path=str(tmp_path / "rows"), cache_dir=str(tmp_path / "cache"), streaming=streaming)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/rows\b.*{message}"):
+        load(config)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig, Source
-from data.documents import PIECE, cut, find_documents, fingerprint, read_pieces
+from data.documents import PIECE, cut, find_documents, read_pieces
 from data.tokenizer import char_tokenizer, pretrained_tokenizer, train_bpe
 from tests.data.texts import text_of
 
@@ -95,15 +95,6 @@ def test_what_is_missing_or_can_not_be_read_is_named(notes, tmp_path, monkeypatc
     Path("loop/rows.jsonl").symlink_to("x" * 300)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         texts_of(data, tmp_path / ".scratch")
-
-
-def test_large_files_are_known_by_their_time(notes, monkeypatch):
-    moved = (notes / "0.txt").rename(notes / "moved.txt")
-    monkeypatch.setattr("data.documents.HASHED_BYTES", 10)
-    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read a large file"))
-    before = fingerprint([moved])
-    os.utime(moved, ns=(0, moved.stat().st_mtime_ns + 1))
-    assert fingerprint([moved]) != before
 
 
 def test_a_hub_that_can_not_be_reached_is_named_without_a_wait_and_the_cache_is_used(tmp_path, monkeypatch):

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import configs
 import train
 from configs import ConfigError
 from configs.schema import Precision
 from tests.resume.stops import AUTO, in_step, refused, train_until
-from tests.runs import composed, corpus, train_here
+from tests.runs import composed, corpus, read_json, train_here
 from training import checkpoint, storage
 from training.resume import settle
 from training.run import open_run
@@ -46,7 +47,7 @@ def test_a_change_that_is_accepted_takes_effect_also_in_the_optimizer(folder, co
     assert all((group["betas"], group["eps"]) == ((0.7, 0.8), 1e-5) for group in groups)
 
 
-@pytest.mark.parametrize(("queen", "message"), [("queen", "trained on other documents"), ("queeN", "another tokenizer")])
+@pytest.mark.parametrize(("queen", "message"), [("queen", "data: the files"), ("queeN", "data: the files")])
 def test_documents_that_changed_under_the_same_name_are_refused(tmp_path, queen, message):
     """With the same characters, and so the same tokenizer, or with other ones."""
     overrides = [*corpus(tmp_path), *AUTO]
@@ -55,6 +56,28 @@ def test_documents_that_changed_under_the_same_name_are_refused(tmp_path, queen,
     (tmp_path / "text.txt").write_text(f"the king and the {queen} of night are come to see what morning brings us\n" * 300)
     refused(overrides, folder, message)
     assert (folder / "tokenizer.json").read_bytes() == tokenizer
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    accepted = [f"resume={folder}", "resume_with_changes=true", "train.steps=12"]
+    if queen == "queeN":
+        said = refused(accepted, tmp_path / "more", "another tokenizer")
+        accepted += [word for word in said.split() if word.startswith("tokenizer.") and "=" in word]
+        (tmp_path / "text.txt").write_text("the queen and the king of night come to see what morning brings us\n" * 300)
+    stored = read_json(folder / "last" / "state.json")["config"]
+    assert settle(configs.from_dict(stored, accepted), tmp_path / "more", accepted, chosen=False).folder == tmp_path / "more"
+    summary, after = train_here(accepted, tmp_path / "more")
+    assert summary.folder != folder and after[0]["step"] > 6, "a changed run has a folder of its own"
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_run_goes_on_wherever_its_text_lies_and_by_whatever_keys_it_is_named(tmp_path):
+    (tmp_path / "before").mkdir()
+    folder = train_until(8, [*corpus(tmp_path / "before"), *AUTO], tmp_path / "run")
+    (tmp_path / "before").rename(tmp_path / "after")
+    keys = [f"data.files=[{tmp_path}/after/*.txt]", f"data.cache_dir={tmp_path}/new_cache", "data.name=another"]
+    stored = read_json(folder / "last" / "state.json")["config"]
+    start = settle(configs.from_dict(stored, [*keys, f"resume={folder}"]), folder, keys, chosen=False)
+    assert start.in_place and start.folder == folder
+    refused([f"resume={folder}"], folder, "matches no file")
 
 
 def test_auto_needs_a_folder_that_the_command_names(tiny, tmp_path):

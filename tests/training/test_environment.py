@@ -1,14 +1,17 @@
 """Facts about the machine that a run's numbers depend on. MFU is computed for a known GPU or not at all."""
 
+import os
 import stat
 import subprocess
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from training import environment
 from training.environment import _peak, git_state, peak_flops
+from training.metrics import crowded
 
 
 def test_clocks_and_power_are_asked_of_nvidia_smi_and_missing_without_it(tmp_path, monkeypatch):
@@ -46,3 +49,22 @@ def test_a_gpu_has_its_datasheets_peak_and_one_that_only_sounds_like_it_has_none
     for name in ("RTX A4000", "GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "V100"):  # no A40; and V100 has no bf16
         assert _peak(f"NVIDIA {name}", torch.bfloat16) is None
     assert peak_flops(torch.device("cpu"), torch.float32) is None
+
+
+def test_the_revision_of_another_users_checkout_is_read(tmp_path):
+    (tmp_path / "bin").mkdir()
+    run = {"cwd": tmp_path, "check": True, "capture_output": True}
+    for command in ("init", "-c user.name=a -c user.email=b commit --allow-empty -m x"):
+        subprocess.run(["git", *command.split()], **run)
+    os.chown(tmp_path, 65534, 65534)
+    assert subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True).returncode, (
+        "git refuses it by itself"
+    )
+    state = environment.git_state(tmp_path)
+    assert state is not None and len(state["revision"]) == 40
+
+
+@pytest.mark.parametrize(("load", "threads", "told"), [(9.0, 2, True), (2.5, 2, False), (9.0, 1, False)])
+def test_a_run_says_that_other_programs_use_its_cores(load, threads, told):
+    assert bool(crowded(load, 2, threads)) == told
+    assert not told or "OMP_NUM_THREADS=1" in crowded(load, 2, threads)

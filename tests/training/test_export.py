@@ -1,16 +1,19 @@
 """Exported models give their logits in `transformers`, come back bit for bit, and what a layout can't express is refused."""
 
+from hashlib import sha256
+
 import pytest
 import torch
 
 import configs
+import sample
 from configs import ConfigError
 from data import Tokenizer
 from data.tokenizer import train_bpe
 from model import GPT
 from tests.runs import composed
 from tests.training.hub_models import GPT2, LLAMA, logits, transformers
-from training import export, pretrained, storage
+from training import checkpoint, export, pretrained, storage
 from training.checkpoint import TrainState
 from training.step import adamw
 
@@ -85,6 +88,67 @@ def test_mistakes_are_one_message_and_code_2(tmp_path, tokenizer, capsys):
     (tmp_path / "file").write_text("")
     assert export.main([str(tmp_path), "--format", "gpt2", "--output", str(tmp_path / "file" / "out")]) == 2
     assert "can't be written: Not a directory" in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # into a checkpoint, which is then no longer whole
-        export.main([str(storage.checkpoints(tmp_path)[0]), "--format", "gpt2"])
-    assert "--output is needed" in capsys.readouterr().err
+
+
+def test_an_export_never_writes_into_a_run_or_a_checkpoint(tmp_path, tokenizer, capsys):
+    run = tmp_path / "run"
+    trained(run, GPT2, tokenizer)
+    [kept] = storage.checkpoints(run)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "link").symlink_to(kept)
+    for output in (kept, run, kept / "inside" / "deeper", tmp_path / "link", tmp_path):
+        for source in (run, kept):
+            assert export.main([str(source), "--format", "gpt2", "--output", str(output)]) == 2
+            assert "Name a new folder" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()} == before
+    assert export.main([str(kept), "--format", "gpt2"]) == 0 and (run / "export_gpt2" / "config.json").is_file()
+    storage.verify(kept)
+
+
+def test_a_run_is_found_by_its_checkpoints_folder_and_a_folder_of_runs_is_named_with_one_of_them(tmp_path, tokenizer):
+    trained(tmp_path / "runs" / "a", GPT2, tokenizer)
+    (found,) = storage.checkpoints(tmp_path / "runs" / "a")
+    (found / "Thumbs.db").write_bytes(b"of a file manager")
+    assert checkpoint.read(found.parent).path == checkpoint.read(found).path == found
+    with pytest.raises(ConfigError, match=r"runs: a folder of runs. Name one of them, such as \S+/runs/a\."):
+        checkpoint.read(tmp_path / "runs")
+    cfg = composed(GPT2)
+    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+    with pytest.raises(ConfigError, match=r"init_from=\S+runs: \S+ a folder of runs"):
+        pretrained.load(model, str(tmp_path / "runs"), tokenizer)
+    pretrained.load(model, str(found.parent), tokenizer)
+
+
+UNREADABLE = {
+    "state.json": [b"[]", b'{"format": 2}', b'{"format": 2, "step": "3"}', b"\xff", b"null"],
+    "tokenizer.json": [b"{}", b"\xff\xfe", b""],
+    "model.safetensors": [b"", b"\0" * 64],
+    "training.safetensors": [b"", b"\xff" * 64],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, content) for name, of in UNREADABLE.items() for content in of])
+def test_unreadable_content_with_consistent_sums_is_refused_by_name(tmp_path, tokenizer, name, content):
+    cfg = composed(GPT2)
+    trained(tmp_path, GPT2, tokenizer)
+    (at,) = storage.checkpoints(tmp_path)
+    (at / name).write_bytes(content)
+    sums = "".join(f"{sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in at.iterdir() if path.suffix)
+    (at / storage.SUMS).write_text(sums)
+    with pytest.raises(ConfigError, match=at.name):
+        stored = checkpoint.read(at)
+        model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+        checkpoint.load_weights(model, stored)
+        stored.training()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name_wherever_they_are_read(tmp_path, tokenizer, capsys, value):
+    cfg = composed(GPT2)
+    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight[0, 0] = value
+    state = TrainState(model, adamw(model, cfg.optim), torch.amp.GradScaler("cpu", enabled=False), tokenizer.to_json())
+    storage.commit(tmp_path, 1, state.parts(configs.to_dict(cfg), copied=False))
+    assert export.main([str(tmp_path), "--format", "gpt2"]) == sample.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("blocks.0.mlp.up.weight is NaN or infinite") == 2

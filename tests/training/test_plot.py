@@ -19,9 +19,11 @@ def run(folder, overrides=(), bytes_per_token=2.0, speed=2048.0, val=True):
     for step in (10, 20, 30):
         loss = 5 - step / 10
         rate = {"perf/tokens_per_s": speed * 10 / step} if speed and step > 10 else {}
-        lines.append({"step": step, "train/loss": loss} | rate)
+        bits = loss / 0.6931471805599453 / bytes_per_token
+        figures = {"tokens": 1024 * step, "train/loss": loss, "train/bits_per_byte": 0.9 * bits}  # of text with another ratio
+        lines.append({"step": step} | figures | rate)
         if val:
-            lines.append({"step": step, "val/loss": loss, "val/bits_per_byte": loss / 0.6931471805599453 / bytes_per_token})
+            lines.append({"step": step, "tokens": 1024 * step, "val/loss": loss, "val/bits_per_byte": bits})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -79,13 +81,71 @@ def test_the_legend_has_what_differs_and_folders_where_that_does_not_tell(tmp_pa
 def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     run(tmp_path / "sweep" / "0_seed-1")
-    run(tmp_path / "new", val=False)
+    old = run(tmp_path / "old", val=False)
+    (old / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "train/loss": 2.0}\n')
     for arguments, message in (
         (["nowhere"], "nowhere: no such folder"),
         (["empty"], "empty: no run has logged anything there (metrics.jsonl is missing)"),
         (["sweep"], f"Name those: {tmp_path}/sweep/*."),
-        (["new", "--unit", "bits"], "new: no validation loss yet"),
+        (["old", "--unit", "bits"], "old: it has recorded no bits per byte by step. Use other --unit and --by."),
+        (["old", "--by", "tokens"], "old: it has recorded no loss, nats per token by tokens."),
         (["multirun.yaml"], "multirun.yaml: no such folder"),
     ):
         assert plot.main([str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_folders_that_are_no_run_are_left_out_by_name_where_others_are(tmp_path, capsys):
+    (tmp_path / "a_note").mkdir()
+    run(tmp_path / "run")
+    assert plot.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "x.png")]) == 0
+    said = capsys.readouterr()
+    assert "left out: " in said.err and "a_note: no run has logged" in said.err and "1 run\n" in said.out
+
+
+NO_RECORDS = [
+    "null",
+    "1",
+    "[]",
+    '"step"',
+    "{}",
+    '{"train/loss": 1.0}',
+    '{"step": "1"}',
+    '{"step": 1, "train/loss": "x"}',
+    "[" * 9999,
+]
+
+
+def test_lines_of_metrics_that_are_no_record_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "train/loss": 2.0}', *NO_RECORDS, '{"step": 2}']))
+    assert plot.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 2.0}, {"step": 2}]
+
+
+def test_bits_per_byte_and_tokens_are_drawn_as_they_were_logged(tmp_path, drawn):
+    overlay([read_run(run(tmp_path / "a"))], tmp_path / "x.png", BITS, "tokens")
+    bits = {line.get("step"): line["train/bits_per_byte"] for line in plot.read_metrics(tmp_path / "a" / "metrics.jsonl")[::2]}
+    assert next(iter(drawn[0].values())) == [(1024 * step, loss) for step, loss in bits.items()]
+
+
+@pytest.mark.parametrize("many", [1, 6])
+def test_a_legend_of_long_names_is_inside_the_picture_and_a_single_evaluation_is_seen(tmp_path, monkeypatch, many):
+    """The picture is as large as all that is drawn on it."""
+    seen = []
+
+    def check(figure, to):
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        box, page = legend.get_window_extent(), figure.bbox
+        seen.append(page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1)
+        for axes in figure.axes:
+            low, high = axes.get_ylim()
+            assert all(low < y < high and line.get_marker() == "o" for line in axes.lines for y in line.get_ydata())
+
+    monkeypatch.setattr(plot, "save_figure", check)
+    for at in range(many):
+        long = ["data=text", f"data.files=[{'a/long/path/to/a/file/of/text/' * 3}{at}.txt]", f"optim.lr=0.00{at + 1}"]
+        folder = run(tmp_path / f"a_run_with_a_long_name_{at}", long)
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        (folder / "metrics.jsonl").write_text("\n".join(lines[-2:]))
+    overlay([read_run(folder) for folder in sorted(tmp_path.iterdir())], tmp_path / "x.png")
+    assert seen == [True]

@@ -28,5 +28,5 @@ def test_a_profiled_run_leaves_a_trace_and_a_table_and_gives_the_same_bits(tiny,
     # the first line of metrics has only steps before and in the profile, which are no step time
     assert "perf/step_ms" not in metrics[0] and metrics[-2]["perf/step_ms"] > 0
     train_here([*tiny, "profile=true", "train.steps=5"], tmp_path / "short")
-    assert "nothing was profiled, as the run ended 2 steps too early" in capsys.readouterr().out
+    assert "profile=true: nothing will be profiled, as this start has 5 steps and a profile needs 7" in capsys.readouterr().out
     assert not (tmp_path / "short" / "trace.json").exists()

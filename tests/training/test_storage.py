@@ -1,9 +1,11 @@
 """A run's checkpoints are whole or not there, whatever happens while they are written, and damage is seen."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from configs import ConfigError
 from tests.resume.stops import in_operation
 from tests.runs import no_space
 from training import storage
@@ -14,7 +16,7 @@ DAMAGES = {
     "missing": lambda path: path.unlink(),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 16]) + path.read_bytes()[1:]),
-    "unlisted": lambda path: path.with_name("notes.txt").write_text("mine"),
+    "unlisted": lambda path: path.with_name("more.safetensors").write_text("mine"),
 }
 
 
@@ -61,3 +63,15 @@ def test_what_killed_processes_left_is_no_checkpoint_and_goes_away(tmp_path):
     storage.commit(tmp_path, 2, PARTS)
     storage.prune(tmp_path, keep=1, best=None)
     assert [path.name for path in (tmp_path / storage.FOLDER).iterdir()] == [storage.name(2)]
+
+
+def test_a_run_is_not_scattered_among_the_users_files_or_other_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    storage.claim(tmp_path / "runs" / "a")
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for folder in (".", "..", tmp_path, tmp_path / "here", tmp_path / "home", tmp_path / "runs"):
+        with pytest.raises(ConfigError, match=r"would lie among others there\. Name a new folder: folder=runs/NAME"):
+            storage.claim(Path(folder))
+    assert sorted(path.name for path in tmp_path.rglob("config.yaml")) == ["config.yaml"]
+    assert storage.claim(Path("new")) == Path("new")

@@ -5,14 +5,12 @@ import socket
 import time
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
 from configs.schema import LoggingConfig, WandbMode
-from data import Corpus, Split
 from data.tokenizer import char_tokenizer
 from tests.forks import Command
 from tests.runs import composed, wait_until
@@ -131,7 +129,7 @@ def test_wandb_is_silent_without_a_home_that_can_be_written(tiny, tmp_path):
 
 
 def start(run):
-    run.start({}, Corpus("text", char_tokenizer({"a"}), *[Split(np.zeros(1), 1, 1)] * 2, "hash"))
+    run.start({}, {"parameters": 7}, char_tokenizer({"a"}))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def test_a_stack_with_a_block_that_can_not_be_fused_is_refused_where_it_is_given
     replace_norms(model.blocks[0].ln_1, verbose=False)
     model.blocks[2].ln_1 = nn.Identity()
     before = classes(model)
-    with pytest.raises(ValueError, match=r"layout\.norm1 can't be replaced.*\. It is block 2 of 3, of which none is fused now"):
+    with pytest.raises(ValueError, match=r"layout\.norm1 can't be replaced.*\. It is block 2 of 3, and all stay as they were"):
         fuse_prenorm_block(model.blocks, GPT2_BLOCK)
     assert classes(model) == before
     with pytest.raises(ValueError, match="ModuleList has no blocks"):
@@ -163,3 +163,13 @@ def test_torchs_attention_gets_its_input_three_times_and_the_mask(device):
     copied = copy.deepcopy(block)
     found = torch.autograd.grad(final(copied(x, mask)).sin().sum(), list(copied.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_stack_that_is_fused_already_is_refused_and_stays_fused(device):
+    model = Model(depth=2)
+    fuse_prenorm_block(model.blocks, GPT2_BLOCK)
+    before = classes(model)
+    message = r"block is fused already; restore_norms undoes it\. It is block 0 of 2, and all stay as they were"
+    with pytest.raises(ValueError, match=message):
+        fuse_prenorm_block(model.blocks, GPT2_BLOCK)
+    assert classes(model) == before

@@ -52,11 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         given = without_sweep_files(arguments.folders)
-        folders = {folder.resolve(): folder for one in given for folder in run_folders(one)}.values()
-        missing = {folder: why for folder in folders if (why := unfinished(folder))}
+        folders: dict[Path, Path] = {}
+        missing: dict[Path, str] = {}
+        for one in given:
+            try:
+                folders |= {folder.resolve(): folder for folder in run_folders(one)}
+            except ValueError as error:  # no run; others may be
+                missing[one] = str(error)
+        missing |= {folder: why for folder in folders.values() if (why := unfinished(folder))}
         for why in missing.values():
             print(f"left out: {why}", file=sys.stderr)
-        runs = [read_run(folder) for folder in folders if folder not in missing]
+        runs = [read_run(folder) for folder in folders.values() if folder not in missing]
         if not runs:
             raise ValueError("no finished run is left to compare.")
         groups = grouped(runs)

@@ -161,3 +161,11 @@ def test_report_of_runs_that_were_trained(tmp_path, report):
     assert code == 0 and NO_KERNEL in text
     difference = re.search(r"fused − torch ([+−][\d.]+) \(seed", text)
     assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3
+
+
+def test_folders_that_are_no_run_are_left_out_by_name_where_others_are(tmp_path, report):
+    for impl in (TORCH, FUSED):
+        finished_run(tmp_path / impl, impl)
+    (tmp_path / "a_note").mkdir()
+    code, text, said = report(*sorted(tmp_path.iterdir()))
+    assert code == 0 and "2 finished runs" in text and "left out: " in said and "a_note: no training run" in said

@@ -34,7 +34,7 @@ train.steps                     train.steps: Hydra can't read this. Write key=va
 folder=~/runs                   quotes for Hydra within quotes for the shell: 'folder="~/runs"'
 """
 TYPES = """
-norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn, liger, quack]. The default is norm.impl=fused.
+norm.impl=fusd                  norm.impl: Invalid value 'fusd', expected one of [fused, torch, compiled, flash_attn
 train.steps=1.5                 train.steps: Value '1.5' of type 'float' could not be converted to Integer.
 train.steps=null                train.steps: field 'train.steps' is not Optional.
 train.compile=maybe             train.compile: Value 'maybe' is not a valid bool (type str).

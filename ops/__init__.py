@@ -4,11 +4,13 @@ Depends on torch and triton only. Copy this folder into another project and impo
 """
 
 from .adopt import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
+from .cross_entropy import cross_entropy_fn, linear_cross_entropy_fn
 from .functional import dropout_mask, layer_norm_fn, norm_fn, rms_norm_fn, seeded_dropout
 from .kernels import backend_for
 from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
 from .reference import Norm
+from .softmax import log_softmax_fn, softmax_fn
 
 __all__ = [
     "GPT2_BLOCK",
@@ -19,13 +21,17 @@ __all__ = [
     "Pending",
     "RMSNorm",
     "backend_for",
+    "cross_entropy_fn",
     "dropout_mask",
     "fuse_prenorm_block",
     "layer_norm_fn",
     "layer_norm_linear_fn",
+    "linear_cross_entropy_fn",
+    "log_softmax_fn",
     "norm_fn",
     "replace_norms",
     "restore_norms",
     "rms_norm_fn",
     "seeded_dropout",
+    "softmax_fn",
 ]

@@ -3,28 +3,18 @@
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cross_entropy_reference import MEAN, NONE, LossOptions
 from .kernels import INTERPRET
 from .kernels import cross_entropy as kernels
-from .launch import device_facts
 
-NONE, MEAN, SUM = range(3)  # reductions
-REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
+REGISTERS = 65536  # of a multiprocessor
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-class LossOptions(NamedTuple):
-    ignore_index: int
-    reduction: int
-    softcap: float  # 0: none
-    z_loss: float
-    label_smoothing: float
 
 
 @dataclass(frozen=True)
@@ -33,8 +23,7 @@ class LossTile:
     held: int  # blocks of a row in registers
     group: int  # blocks that are loaded together of what is not held
     warps: int
-    programs_per_sm: int = 0  # persistent programs; 0: a program for each row
-    prefetch: bool = False  # a persistent program's next row is brought into L2
+    programs_per_sm: int = 0  # that registers are to suffice for; 0: as many as they do
 
 
 def loss_tile(V: int, itemsize: int) -> LossTile:
@@ -42,12 +31,7 @@ def loss_tile(V: int, itemsize: int) -> LossTile:
     vector = 16 // itemsize
     warps = min(16, 1 << max(0, (V // (128 * vector)).bit_length() - 1))
     block = 32 * vector * warps
-    blocks = -(-V // block)
-    most = 13 if itemsize == 2 else 20
-    group = 4
-    held = blocks if blocks <= most else blocks - -(-(blocks - most) // group) * group
-    wide = warps == 16
-    return LossTile(block, held, group, warps, programs_per_sm=1 if wide else 0, prefetch=wide)
+    return LossTile(block, 1, 4, warps, 2 if warps == 16 else 0)
 
 
 def streaming_tile(V: int, itemsize: int) -> LossTile:
@@ -57,24 +41,32 @@ def streaming_tile(V: int, itemsize: int) -> LossTile:
     return LossTile(32 * vector * warps, 0, 4, warps)
 
 
-def loss(logits: Tensor, targets: Tensor, options: LossOptions, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, statistics (fp32 [M, 2]) and scale (fp32 [1] for the mean) of logits [M, V]; those two are empty unless `keep`."""
-    M = logits.shape[0]
+def loss(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [M, V]: the reduced loss, statistics of the rows (fp32 [M, 2]), and `scale_of` the targets."""
+    logits = dense(logits)
+    stats = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
+    losses = _start(logits, None, targets, stats, None, options, streaming_tile(logits.shape[1], logits.itemsize))
     scale = scale_of(targets, options)
-    stats = logits.new_empty((M if keep else 0, 2), dtype=torch.float32)
-    losses = logits.new_empty(M, dtype=torch.float32)
-    tile = streaming_tile(logits.shape[1], logits.itemsize)
-    _start(logits, None, targets, losses, stats if keep else None, None, options, tile)
     return reduced(losses, scale, options), stats, scale
 
 
+def losses_alone(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    """fp32 [M]."""
+    return _start(logits, None, targets, None, None, options, streaming_tile(logits.shape[1], logits.itemsize))
+
+
+def finish(losses: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """The reduced loss, and `scale_of` the targets."""
+    scale = scale_of(targets, options)
+    return reduced(losses, scale, options), scale
+
+
 def loss_and_gradient(
-    logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None, tile: LossTile | None = None
+    logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None = None, tile: LossTile | None = None
 ) -> Tensor:
-    """The losses [M]; logits [M, V] become scale · dloss/dlogits. scale: fp32 [1], or None for 1."""
-    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    _start(logits, logits, targets, losses, None, scale, options, tile or loss_tile(logits.shape[1], logits.itemsize))
-    return losses
+    """The losses, fp32 [M]; logits [M, V] become scale · dloss/dlogits. scale: fp32 [1]; empty or None for 1."""
+    scale = None if scale is None or scale.numel() == 0 else scale
+    return _start(logits, logits, targets, None, scale, options, tile or loss_tile(logits.shape[1], logits.itemsize))
 
 
 def gradient(
@@ -84,14 +76,15 @@ def gradient(
     M, V = logits.shape
     if M == 0:
         return
+    logits = dense(logits)
     tile = streaming_tile(V, logits.itemsize)
     p = kernels.Pointers(logits, out, targets, None, stats, scale if scale.numel() else None)
-    how, stride = _variant(logits, out, options, tile, gradient=True)
+    how, strides = _variant(logits, out, options, tile, gradient=True)
     groups = -(-V // (tile.group * tile.block))
     per_row = dloss.dim() > 0
     with on_device(logits.device):
         kernels.cross_entropy_gradient_kernel[(M * groups,)](
-            p, dloss.contiguous(), M, stride, *_numbers(options), per_row, how, num_warps=tile.warps
+            p, dloss.contiguous(), *strides, *_numbers(options), per_row, how, num_warps=tile.warps
         )
 
 
@@ -116,44 +109,72 @@ def reduced(losses: Tensor, scale: Tensor, options: LossOptions) -> Tensor:
     return total
 
 
-def multiply(gradient: Tensor, factor: Tensor) -> None:
-    """gradient (contiguous) *= factor, a scalar on the device; reads nothing where that is 1."""
-    block = 4096
-    with on_device(gradient.device):
-        kernels.scale_kernel[(triton.cdiv(gradient.numel(), block),)](gradient, factor, gradient.numel(), block, num_warps=8)
-
-
-def _start(logits, gradient, targets, losses, stats, scale, options, tile) -> None:
-    M = logits.shape[0]
+def multiply(rows: Tensor, factor: Tensor) -> None:
+    """rows [M, V] *= factor, a scalar on the device; reads nothing where that is 1."""
+    M, V = rows.shape
     if M == 0:
         return
-    device = logits.device
-    facts = device_facts(device)
-    how, stride = _variant(
-        logits, gradient, options, tile, gradient=gradient is not None, prefetch=tile.prefetch and facts.since_sm_90
-    )
-    programs = min(M, facts.multiprocessors * tile.programs_per_sm) if tile.programs_per_sm else M
+    block = min(4096, triton.next_power_of_2(V))
+    with on_device(rows.device):
+        kernels.scale_kernel[(M * triton.cdiv(V, block),)](rows, factor, rows.stride(0), V, block, num_warps=8)
+
+
+def _start(logits, gradient, targets, stats, scale, options, tile) -> Tensor:
+    """The losses; what else is written is given."""
+    M, device = logits.shape[0], logits.device
+    losses = logits.new_empty(M, dtype=torch.float32)
+    if M == 0:
+        return losses
+    if device.type == "cpu":
+        check_range(targets, logits.shape[1], options)
+    how, strides = _variant(logits, gradient, options, tile, gradient is not None)
     p = kernels.Pointers(logits, gradient, targets, losses, stats, scale)
-    registers = 65536 // (32 * tile.warps * max(1, tile.programs_per_sm))
+    registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
     with on_device(device):
-        kernels.cross_entropy_kernel[(programs,)](
-            p, M, stride, *_numbers(options), how,
+        kernels.cross_entropy_kernel[(M,)](
+            p, *strides, *_numbers(options), how,
             num_warps=tile.warps, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
             **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
         )  # fmt: skip
+    return losses
 
 
-def _variant(logits, out, options, tile, gradient: bool, prefetch: bool = False) -> tuple[kernels.RowTile, int]:
-    """What the kernel is compiled for, and the distance between rows in its unit."""
-    V, stride = logits.shape[1], logits.stride(0)
-    unit = gcd(16, stride)
+def check_range(targets: Tensor, V: int, options: LossOptions) -> None:
+    """What a kernel asserts on a GPU. Raises IndexError."""
+    wrong = targets[(targets != options.ignore_index) & ((targets < 0) | (targets >= V))]
+    if wrong.numel():
+        raise IndexError(
+            f"cross_entropy_fn: target {int(wrong[0])} is out of range, expected a column in [0, {V}) or ignore_index, "
+            f"{options.ignore_index}"
+        )
+
+
+def dense(rows: Tensor) -> Tensor:
+    """Rows that the kernels can read: without gaps inside."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def factors(reduction: int) -> int:
+    """How many numbers `scale_of` gives."""
+    return int(reduction == MEAN)
+
+
+def _variant(logits, out, options, tile, gradient: bool) -> tuple[kernels.RowTile, tuple[int, int]]:
+    """What the kernel is compiled for, and the distances between rows of logits and of out, in its unit."""
+    V = logits.shape[1]
+    strides = logits.stride(0), 0 if out is None else out.stride(0)
+    unit = gcd(16, *strides)
     places = (logits,) if out is None else (logits, out)
-    pairs = logits.itemsize == 2 and V % 2 == 0 and unit % 2 == 0 and all(t.data_ptr() % 4 == 0 for t in places)
+    # Rows that begin anywhere are read from the 16-byte boundary before them, where that is the same in both tensors.
+    shifted = bool((V | strides[0]) * logits.itemsize % 16) and (out is None or strides[0] == strides[1])
+    shifted = shifted and all(t.data_ptr() % 16 == 0 for t in places)
+    even = V % 2 == 0 and unit % 2 == 0 and all(t.data_ptr() % 4 == 0 for t in places)
+    pairs = logits.itemsize == 2 and (even or shifted)
     how = kernels.RowTile(
-        V, tile.block, tile.held, tile.group, pairs, unit, _DTYPES[logits.dtype], gradient,
-        SOFTCAP=options.softcap > 0, SMOOTHING=options.label_smoothing > 0, PREFETCH=prefetch,
+        V, tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit, _DTYPES[logits.dtype], gradient,
+        SOFTCAP=options.softcap > 0, SMOOTHING=options.label_smoothing > 0,
     )  # fmt: skip
-    return how, stride // unit
+    return how, (strides[0] // unit, strides[1] // unit)
 
 
 def _numbers(options: LossOptions) -> tuple[int, float, float, float]:

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .cross_entropy_launch import on_device
+from .cross_entropy_launch import dense, on_device
 from .kernels import softmax as kernels
 from .launch import device_facts
 
@@ -26,8 +26,8 @@ class SoftmaxTile:
 def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool = True) -> SoftmaxTile:
     """The launch for rows of N columns. vector: columns in 16 bytes of the widest tensor.
 
-    A row has a program; narrow rows share one of four warps. A thread holds two vectors; in backward, where it holds them of two
-    tensors, one, and two of wider rows.
+    A row has a program; narrow rows share one of four warps, in which a thread holds two vectors. In backward, where it holds
+    vectors of two tensors, it is one of each, and two of wider rows.
     """
     if (4096 * vector if backward else 32768) < N:
         return SoftmaxTile(1, 512 * vector, 16, looped=True)
@@ -50,7 +50,7 @@ def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool, tile: Softm
     if x.numel() == 0:
         return y
     N, M = x.shape[-1], prod(x.shape[:-1])
-    x = dense(x)
+    x = dense(x.reshape(-1, N))
     facts = device_facts(x.device)
     mask_rows, mask_cols = kernels.MaskRows(1, 1, 0, 0, 0), 1
     if mask is not None:
@@ -74,7 +74,7 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool
     if y.numel() == 0:
         return dx
     N, M = y.shape[-1], prod(y.shape[:-1])
-    y, dy = dense(y), dense(dy)
+    y, dy = dense(y.reshape(-1, N)), dense(dy.reshape(-1, N))
     facts = device_facts(y.device)
     vector = 16 // max(y.itemsize, dy.itemsize)
     tile = tile or softmax_tile(N, vector, True, facts.since_sm_90)
@@ -87,12 +87,6 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool
             y, dy, dx, y.stride(0) // unit, dy.stride(0) // unit, M, scale, tile.distance, how, num_warps=tile.warps
         )
     return dx
-
-
-def dense(t: Tensor) -> Tensor:
-    """[M, N] whose rows have no gaps between their elements."""
-    rows = t.reshape(-1, t.shape[-1])
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Tensor, kernels.MaskRows, int]:

@@ -17,10 +17,9 @@ import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_cuda
 
 from . import INTERPRET
-from .nvidia import PTX, prefetch_rows, widen
+from .nvidia import PTX, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
 
 
@@ -33,12 +32,13 @@ class RowTile:
     HELD: int  # blocks at the end of a row that stay in registers
     GROUP: int  # blocks of the head that are loaded together
     PAIRS: bool  # two 16-bit logits are loaded as one int32
+    VECTOR: int  # logits in 16 bytes
+    SHIFTED: bool  # rows begin anywhere; blocks lie from the 16-byte boundary before a row on
     STRIDE_UNIT: int  # divides the distance between rows, so that the compiler knows their alignment
     DTYPE: Any  # Triton's dtype of the logits
     GRADIENT: bool  # the gradient is computed too
     SOFTCAP: bool
     SMOOTHING: bool
-    PREFETCH: bool = False  # the next row of a program is brought into L2
 
     def __post_init__(self) -> None:
         if not INTERPRET:  # a kernel is to find constants in them; the interpreter takes plain values
@@ -48,96 +48,105 @@ class RowTile:
 
 class Pointers(NamedTuple):
     logits: Any  # [M, V]
-    gradient: Any  # [M, V], of the logits' strides: may be the logits themselves; None without GRADIENT
+    gradient: Any  # [M, V]: may be the logits themselves; None without GRADIENT
     targets: Any  # [M]
     loss: Any  # fp32 [M], 0 where ignored
     stats: Any  # fp32 [M, 2]: m and s; None where nobody needs them
     scale: Any  # fp32 [1], a factor of the gradient; None for 1
 
 
+class Row(NamedTuple):
+    at: Any  # its first logit, counted from the tensor's
+    first_word: Any  # of its first block, likewise
+    shift: Any  # columns of that block before the row
+
+
 class Numbers(NamedTuple):
-    M: Any
-    stride: Any  # from a row to the next, over STRIDE_UNIT
+    stride: Any  # from a row of logits to the next, over STRIDE_UNIT
+    out_stride: Any  # of the gradient's rows
     ignore_index: Any
     softcap: Any
     z_loss: Any
     smoothing: Any
 
 
-@triton.jit(do_not_specialize=["M", "ignore_index", "softcap", "z_loss", "smoothing"])
-def cross_entropy_kernel(p, M, stride, ignore_index, softcap, z_loss, smoothing, HOW: tl.constexpr):
-    """Loss of each row; with GRADIENT also scale · dloss/dlogits. A program takes every num_programs-th row."""
-    n = Numbers(M, stride, ignore_index, softcap, z_loss, smoothing)
+@triton.jit(do_not_specialize=["ignore_index", "softcap", "z_loss", "smoothing"])
+def cross_entropy_kernel(p, stride, out_stride, ignore_index, softcap, z_loss, smoothing, HOW: tl.constexpr):
+    """Loss of each row; with GRADIENT also scale · dloss/dlogits. A program for each row."""
+    n = Numbers(stride, out_stride, ignore_index, softcap, z_loss, smoothing)
     scale = 1.0
     if p.scale is not None:
         scale = tl.load(p.scale)
-    for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=1):
-        if HOW.PREFETCH:
-            prefetch_rows(p.logits, row + tl.num_programs(0), M, row_step(n, HOW), 0, HOW.V, 1)
-        target = tl.load(p.targets + row).to(tl.int64)
-        counts = target != ignore_index
-        check_target(target, counts, HOW)
-        at = start_of(row, n, HOW)
-        b_held = load_blocks(p.logits, at, head_columns(HOW), counts, HOW.HELD, "evict_first", HOW)
-        x_target = tl.load(p.logits + at + target, mask=counts, other=0.0).to(tl.float32)
-        b_max, b_sum, b_total = nothing_yet(HOW)
+    row = tl.program_id(0)
+    target = tl.load(p.targets + row).to(tl.int64)
+    counts = target != ignore_index
+    check_target(target, counts, HOW)
+    here, there = row_of(row, n.stride, HOW), row_of(row, n.out_stride, HOW)
+    b_held = load_blocks(p.logits, here, head_columns(HOW), counts, HOW.HELD, "evict_first", HOW)
+    x_target = load_one(p.logits, here, target, counts)
+    x_first, x_last = load_one(p.logits, here, 0, counts), load_one(p.logits, here, HOW.V - 1, counts)
+    b_max, b_sum, b_total = nothing_yet(HOW)
+    if head_columns(HOW) > 0:
+        for first in tl.range(0, head_columns(HOW), HOW.GROUP * HOW.BLOCK, num_stages=1):
+            b_head = load_blocks(p.logits, here, first, counts, HOW.GROUP, "evict_last", HOW)
+            b_max, b_sum, b_total = absorb(b_head, here, first, b_max, b_sum, b_total, n, HOW)
+    b_max, b_sum, b_total = absorb(b_held, here, head_columns(HOW), b_max, b_sum, b_total, n, HOW)
+    m, s = tl.reduce((b_max, b_sum), 0, join_sums)
+    xt, _ = softcapped(x_target, n, HOW)
+    log_s = log(s)
+    lse = m + log_s
+    loss = log_s + (m - xt)  # the large terms first: their difference has no rounding error
+    if HOW.SMOOTHING:
+        loss += smoothing * (xt - tl.sum(b_total, 0) / HOW.V)
+    loss += z_loss * lse * lse
+    tl.store(p.loss + row, tl.where(counts, loss, 0.0))
+    if p.stats is not None:
+        tl.store(p.stats + 2 * row, m)
+        tl.store(p.stats + 2 * row + 1, s)
+    if HOW.GRADIENT:
+        tl.debug_barrier()  # every thread has read the logits that it wants, before they are overwritten
+        slope = tl.where(counts, scale, 0.0)
+        factors = factors_of(m, s, lse, slope, n, HOW)
+        n = Numbers(stride, out_stride, ignore_index, opaque(softcap), z_loss, smoothing)
+        store_gradients(p.gradient, b_held, there, head_columns(HOW), factors, n, HOW.HELD, HOW)
         if head_columns(HOW) > 0:
             for first in tl.range(0, head_columns(HOW), HOW.GROUP * HOW.BLOCK, num_stages=1):
-                b_head = load_blocks(p.logits, at, first, counts, HOW.GROUP, "evict_last", HOW)
-                b_max, b_sum, b_total = absorb(b_head, first, b_max, b_sum, b_total, n, HOW)
-        b_max, b_sum, b_total = absorb(b_held, head_columns(HOW), b_max, b_sum, b_total, n, HOW)
-        m, s = tl.reduce((b_max, b_sum), 0, join_sums)
-        xt, _ = softcapped(x_target, n, HOW)
-        log_s = tl.log2(s) * LN2
-        lse = m + log_s
-        loss = log_s + (m - xt)  # the large terms first: their difference has no rounding error
-        if HOW.SMOOTHING:
-            loss += smoothing * (xt - tl.sum(b_total, 0) / HOW.V)
-        loss += z_loss * lse * lse
-        tl.store(p.loss + row, tl.where(counts, loss, 0.0))
-        if p.stats is not None:
-            tl.store(p.stats + 2 * row, m)
-            tl.store(p.stats + 2 * row + 1, s)
-        if HOW.GRADIENT:
-            tl.debug_barrier()  # every thread has read the target's logit, which is about to be overwritten
-            slope = tl.where(counts, scale, 0.0)
-            factors = factors_of(m, s, lse, slope, n, HOW)
-            n = Numbers(M, stride, ignore_index, opaque(softcap), z_loss, smoothing)
-            store_gradients(p.gradient, b_held, at, head_columns(HOW), factors, n, HOW.HELD, HOW)
-            if head_columns(HOW) > 0:
-                for first in tl.range(0, head_columns(HOW), HOW.GROUP * HOW.BLOCK, num_stages=1):
-                    b_head = load_blocks(p.logits, at, first, counts, HOW.GROUP, "evict_first", HOW)
-                    store_gradients(p.gradient, b_head, at, first, factors, n, HOW.GROUP, HOW)
-            tl.debug_barrier()  # what a block stored at the target's place comes first
-            store_target(p.gradient, at, target, counts, x_target, factors, slope, n, HOW)
+                b_head = load_blocks(p.logits, here, first, counts, HOW.GROUP, "evict_first", HOW)
+                store_gradients(p.gradient, b_head, there, first, factors, n, HOW.GROUP, HOW)
+        store_ends(p.gradient, there, x_first, x_last, True, True, factors, n, HOW)
+        tl.debug_barrier()  # what is stored at the target's place as if it were none comes first
+        store_one(p.gradient, there, target, counts, x_target, factors, slope * (1.0 - smoothing), n, HOW)
 
 
-@triton.jit(do_not_specialize=["M", "ignore_index", "softcap", "z_loss", "smoothing"])
+@triton.jit(do_not_specialize=["ignore_index", "softcap", "z_loss", "smoothing"])
 def cross_entropy_gradient_kernel(
-    p, p_dloss, M, stride, ignore_index, softcap, z_loss, smoothing, PER_ROW: tl.constexpr, HOW: tl.constexpr
+    p, p_dloss, stride, out_stride, ignore_index, softcap, z_loss, smoothing, PER_ROW: tl.constexpr, HOW: tl.constexpr
 ):
     """The gradient of the logits from the statistics of their rows. A program for each group of blocks of a row."""
-    n = Numbers(M, stride, ignore_index, softcap, z_loss, smoothing)
-    GROUPS: tl.constexpr = (HOW.V + HOW.GROUP * HOW.BLOCK - 1) // (HOW.GROUP * HOW.BLOCK)
+    n = Numbers(stride, out_stride, ignore_index, softcap, z_loss, smoothing)
+    GROUPS: tl.constexpr = head_columns(HOW) // (HOW.GROUP * HOW.BLOCK)
     row = tl.program_id(0) // GROUPS
     first = (tl.program_id(0) % GROUPS) * (HOW.GROUP * HOW.BLOCK)
     target = tl.load(p.targets + row).to(tl.int64)
     counts = target != ignore_index
-    at = start_of(row, n, HOW)
-    b_group = load_blocks(p.logits, at, first, counts, HOW.GROUP, "evict_first", HOW)
-    here = counts & (target >= first) & (target < first + HOW.GROUP * HOW.BLOCK)
-    x_target = tl.load(p.logits + at + target, mask=here, other=0.0).to(tl.float32)
+    here, there = row_of(row, n.stride, HOW), row_of(row, n.out_stride, HOW)
+    b_group = load_blocks(p.logits, here, first, counts, HOW.GROUP, "evict_first", HOW)
+    has_target = counts & in_group(target, first, here, HOW)
+    x_target = load_one(p.logits, here, target, has_target)
+    has_last = in_group(HOW.V - 1, first, here, HOW)
+    x_first, x_last = load_one(p.logits, here, 0, counts & (first == 0)), load_one(p.logits, here, HOW.V - 1, counts & has_last)
     m = tl.load(p.stats + 2 * row)
     s = tl.load(p.stats + 2 * row + 1)
     slope = tl.load(p_dloss + (row if PER_ROW else 0)).to(tl.float32)
     if p.scale is not None:
         slope *= tl.load(p.scale)
     slope = tl.where(counts, slope, 0.0)
-    factors = factors_of(m, s, m + tl.log2(s) * LN2, slope, n, HOW)
+    factors = factors_of(m, s, m + log(s), slope, n, HOW)
     tl.debug_barrier()
-    store_gradients(p.gradient, b_group, at, first, factors, n, HOW.GROUP, HOW)
+    store_gradients(p.gradient, b_group, there, first, factors, n, HOW.GROUP, HOW)
+    store_ends(p.gradient, there, x_first, x_last, first == 0, has_last, factors, n, HOW)
     tl.debug_barrier()
-    store_target(p.gradient, at, target, here, x_target, factors, slope, n, HOW)
+    store_one(p.gradient, there, target, has_target, x_target, factors, slope * (1.0 - smoothing), n, HOW)
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
@@ -165,83 +174,122 @@ def sum_losses_kernel(p_loss, p_scale, p_sum, M, BLOCK: tl.constexpr):
     tl.store(p_sum, total)
 
 
-@triton.jit(do_not_specialize=["size"])
-def scale_kernel(p, p_factor, size, BLOCK: tl.constexpr):
-    """p *= factor, both on the device. Where the factor is 1 nothing is read."""
+@triton.jit
+def scale_kernel(p, p_factor, stride, V, BLOCK: tl.constexpr):
+    """p [M, V] *= factor, both on the device. Where the factor is 1 nothing is read. A program for each block of a row."""
     factor = tl.load(p_factor).to(tl.float32)
     if factor != 1.0:
-        o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        b = tl.load(p + o, mask=o < size, other=0.0).to(tl.float32)
-        tl.store(p + o, (b * factor).to(p.dtype.element_ty), mask=o < size)
+        blocks = tl.cdiv(V, BLOCK)
+        o = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        p_block = p + (tl.program_id(0) // blocks).to(tl.int64) * stride + o
+        b = tl.load(p_block, mask=o < V, other=0.0).to(tl.float32)
+        tl.store(p_block, (b * factor).to(p.dtype.element_ty), mask=o < V)
 
 
 # ---- where blocks lie --------------------------------------------------------------------------------------------------------
 
 
 @triton.constexpr_function
-def head_columns(HOW):
-    """Columns of a row that are not held: whole groups."""
-    group = HOW.GROUP * HOW.BLOCK
-    return max(0, -(-(HOW.V - HOW.HELD * HOW.BLOCK) // group) * group)
+def per_word(HOW):
+    """Logits that are loaded as one."""
+    return 2 if HOW.PAIRS else 1
 
 
 @triton.constexpr_function
 def words(HOW):
-    """Of a block, each with one logit or two."""
-    return HOW.BLOCK // 2 if HOW.PAIRS else HOW.BLOCK
+    """Of a block."""
+    return HOW.BLOCK // (2 if HOW.PAIRS else 1)
 
 
 @triton.constexpr_function
-def zero_bits(HOW):
-    return tl.int32 if HOW.PAIRS else HOW.DTYPE
+def head_columns(HOW):
+    """Columns of a row that are not held: whole groups."""
+    group = HOW.GROUP * HOW.BLOCK
+    columns = HOW.V + (HOW.VECTOR - 1 if HOW.SHIFTED else 0)
+    return max(0, -(-(columns - HOW.HELD * HOW.BLOCK) // group) * group)
 
 
 @triton.jit
-def row_step(n, HOW: tl.constexpr):
-    return tl.full([], n.stride, tl.int64) * HOW.STRIDE_UNIT
+def step(stride, HOW: tl.constexpr):
+    """From a row to the next; the product may take more bits than the stride."""
+    return tl.full([], stride, tl.int64) * HOW.STRIDE_UNIT
 
 
 @triton.jit
-def start_of(row, n, HOW: tl.constexpr):
-    """Of a row, in logits from the first one."""
-    return tl.full([], row, tl.int64) * row_step(n, HOW)
+def row_of(row, stride, HOW: tl.constexpr):
+    at = tl.full([], row, tl.int64) * step(stride, HOW)
+    if HOW.SHIFTED:
+        vector = at // HOW.VECTOR
+        first_word = vector * (HOW.VECTOR // per_word(HOW))
+        shift = (at - vector * HOW.VECTOR).to(tl.int32)
+    else:
+        first_word = at // per_word(HOW)
+        shift = 0
+    return Row(at, first_word, shift)
 
 
 @triton.jit
-def pointers(p, at, first, i: tl.constexpr, HOW: tl.constexpr):
+def word_indices(first, i: tl.constexpr, HOW: tl.constexpr):
+    """int32 [words]: of block i behind column `first`."""
+    return first // per_word(HOW) + i * words(HOW) + tl.arange(0, words(HOW))
+
+
+@triton.jit
+def pointers(p, row, first, i: tl.constexpr, HOW: tl.constexpr):
     """[words]: of block i behind column `first`."""
     if HOW.PAIRS:
-        p_words = p.to(tl.pointer_type(tl.int32)) + at // 2 + (first // 2 + i * words(HOW))
-    else:
-        p_words = p + at + (first + i * words(HOW))
-    return p_words + tl.arange(0, words(HOW))
-
-
-@triton.jit
-def inside(first, i: tl.constexpr, HOW: tl.constexpr):
-    """int1 [words]: where block i behind column `first` is inside the row."""
-    PER_WORD: tl.constexpr = 2 if HOW.PAIRS else 1
-    return first // PER_WORD + i * words(HOW) + tl.arange(0, words(HOW)) < HOW.V // PER_WORD
+        p = p.to(tl.pointer_type(tl.int32))
+    return p + row.first_word + word_indices(first, i, HOW)
 
 
 @triton.constexpr_function
-def ends_inside(first, i, HOW):
-    """Whether block i behind column `first`, a constant or anywhere in the head, ends inside the row."""
-    end = first + (i + 1) * HOW.BLOCK if isinstance(first, int) else head_columns(HOW)
-    return end <= HOW.V
+def lies_inside(first, i, HOW):
+    """Whether block i behind column `first`, a constant or anywhere in the head, lies inside the row, whatever the shift."""
+    constant = isinstance(first, int)
+    end = first + (i + 1) * HOW.BLOCK if constant else head_columns(HOW)
+    return end <= HOW.V and not (HOW.SHIFTED and i == 0 and (not constant or first == 0))
 
 
 @triton.jit
-def load_blocks(p, at, first, counts, COUNT: tl.constexpr, POLICY: tl.constexpr, HOW: tl.constexpr):
-    """COUNT blocks as they lie in memory, all asked for before any is used. Nothing of rows that don't count."""
+def inside(row, first, i: tl.constexpr, h: tl.constexpr, HOW: tl.constexpr):
+    """int1 [words]: where half h of the words of block i is a column of the row."""
+    o_word = word_indices(first, i, HOW)
+    if HOW.SHIFTED:
+        o = o_word * per_word(HOW) + h
+        m = (o >= row.shift) & (o < row.shift + HOW.V)
+    else:
+        m = o_word < HOW.V // per_word(HOW)
+    return m
+
+
+@triton.jit
+def in_group(column, first, row, HOW: tl.constexpr):
+    """Whether a column is in the group of blocks behind `first`."""
+    return (column + row.shift >= first) & (column + row.shift < first + HOW.GROUP * HOW.BLOCK)
+
+
+@triton.jit
+def load_blocks(p, row, first, counts, COUNT: tl.constexpr, POLICY: tl.constexpr, HOW: tl.constexpr):
+    """COUNT blocks as they lie in memory, all asked for before any is used. Nothing of rows that don't count.
+
+    Where rows are shifted, whole vectors: they hold logits of the neighbouring rows too. That of the tensor's end may reach a
+    few bytes past it, in the same 16, which memory always has.
+    """
     b = ()
     for i in tl.static_range(COUNT):
-        if ends_inside(first, i, HOW):
-            m = counts
-        else:
-            m = inside(first, i, HOW) & counts
-        b += (tl.load(pointers(p, at, first, i, HOW), mask=m, other=0, eviction_policy=POLICY),)
+        m = counts
+        if HOW.SHIFTED and not lies_inside(first, i, HOW):
+            PER: tl.constexpr = HOW.VECTOR // per_word(HOW)
+            m &= word_indices(first, i, HOW) // PER * HOW.VECTOR < row.shift + HOW.V
+        elif not lies_inside(first, i, HOW):
+            m &= inside(row, first, i, 0, HOW)
+        b += (tl.load(pointers(p, row, first, i, HOW), mask=m, other=0, eviction_policy=POLICY),)
     return b
+
+
+@triton.jit
+def load_one(p, row, column, m):
+    return tl.load(p + row.at + column, mask=m, other=0.0).to(tl.float32)
 
 
 # ---- two logits in a word ----------------------------------------------------------------------------------------------------
@@ -289,30 +337,30 @@ def nothing_yet(HOW: tl.constexpr):
 
 
 @triton.jit
-def absorb(b, first, b_max, b_sum, b_total, n, HOW: tl.constexpr):
+def absorb(b, row, first, b_max, b_sum, b_total, n, HOW: tl.constexpr):
     """The same with the logits of some blocks."""
     b_largest = tl.full([words(HOW)], -INF, tl.float32)
     for i in tl.static_range(len(b)):
-        for h in tl.static_range(2 if HOW.PAIRS else 1):
-            b_largest = tl.maximum(b_largest, outside_as(halves(b[i], HOW)[h], -INF, first, i, HOW))
+        for h in tl.static_range(per_word(HOW)):
+            b_largest = tl.maximum(b_largest, outside_as(halves(b[i], HOW)[h], -INF, row, first, i, h, HOW))
     b_largest, _ = softcapped(b_largest, n, HOW)
     b_new = tl.maximum(b_max, b_largest)
     b_shift = tl.where(b_new == -INF, 0.0, b_new)  # where all is -inf, exp(-inf - 0) = 0
     b_sum *= tl.exp2((b_max - b_shift) * LOG2E)
     for i in tl.static_range(len(b)):
-        for h in tl.static_range(2 if HOW.PAIRS else 1):
+        for h in tl.static_range(per_word(HOW)):
             x, _ = softcapped(halves(b[i], HOW)[h], n, HOW)
-            b_sum += tl.exp2((outside_as(x, -INF, first, i, HOW) - b_shift) * LOG2E)
+            b_sum += tl.exp2((outside_as(x, -INF, row, first, i, h, HOW) - b_shift) * LOG2E)
             if HOW.SMOOTHING:
-                b_total += outside_as(x, 0.0, first, i, HOW)
+                b_total += outside_as(x, 0.0, row, first, i, h, HOW)
     return b_new, b_sum, b_total
 
 
 @triton.jit
-def outside_as(x, VALUE: tl.constexpr, first, i: tl.constexpr, HOW: tl.constexpr):
-    """x, and VALUE past the row's end."""
-    if not ends_inside(first, i, HOW):
-        x = tl.where(inside(first, i, HOW), x, VALUE)
+def outside_as(x, VALUE: tl.constexpr, row, first, i: tl.constexpr, h: tl.constexpr, HOW: tl.constexpr):
+    """x, and VALUE outside the row."""
+    if not lies_inside(first, i, HOW):
+        x = tl.where(inside(row, first, i, h, HOW), x, VALUE)
     return x
 
 
@@ -371,26 +419,41 @@ def gradient_of(x, f, n, HOW: tl.constexpr):
 
 
 @triton.jit
-def store_gradients(p, b, at, first, f, n, COUNT: tl.constexpr, HOW: tl.constexpr):
-    """Of COUNT blocks, as if no column were the target."""
+def store_gradients(p, b, row, first, f, n, COUNT: tl.constexpr, HOW: tl.constexpr):
+    """Of COUNT blocks, as if no column were the target. Of a word that the row shares with another, nothing."""
     for i in tl.static_range(COUNT):
         g = ()
-        for h in tl.static_range(2 if HOW.PAIRS else 1):
+        for h in tl.static_range(per_word(HOW)):
             g += (gradient_of(halves(b[i], HOW)[h], f, n, HOW),)
-        if ends_inside(first, i, HOW):
-            tl.store(pointers(p, at, first, i, HOW), joined(g, HOW))
+        if lies_inside(first, i, HOW):
+            tl.store(pointers(p, row, first, i, HOW), joined(g, HOW))
         else:
-            tl.store(pointers(p, at, first, i, HOW), joined(g, HOW), mask=inside(first, i, HOW))
+            m = inside(row, first, i, 0, HOW) & inside(row, first, i, per_word(HOW) - 1, HOW)
+            tl.store(pointers(p, row, first, i, HOW), joined(g, HOW), mask=m)
 
 
 @triton.jit
-def store_target(p, at, target, m, x, f, slope, n, HOW: tl.constexpr):
-    """The gradient of the target's logit x."""
-    xc, inner = softcapped(x, n, HOW)
-    g = tl.exp2((xc - f.m) * LOG2E) * f.exponential - slope * (1.0 - n.smoothing)
+def store_ends(p, row, x_first, x_last, has_first, has_last, f, n, HOW: tl.constexpr):
+    """Of the columns whose words are shared with another row."""
+    if HOW.SHIFTED and HOW.PAIRS:
+        store_one(p, row, 0, has_first & (row.shift % 2 == 1), x_first, f, 0.0, n, HOW)
+        store_one(p, row, HOW.V - 1, has_last & ((row.shift + HOW.V) % 2 == 1), x_last, f, 0.0, n, HOW)
+
+
+@triton.jit
+def store_one(p, row, column, m, x, f, less, n, HOW: tl.constexpr):
+    """The gradient of one logit x. less: what is subtracted because it is the target's."""
+    x, inner = softcapped(x, n, HOW)
+    g = tl.exp2((x - f.m) * LOG2E) * f.exponential - less
     if HOW.SMOOTHING:
         g -= f.constant
-    tl.store(p + at + target, (g * inner).to(p.dtype.element_ty), mask=m)
+    tl.store(p + row.at + column, (g * inner).to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def log(x):
+    """To one ulp, for a scalar; the GPU's own logarithm has an error of 2^-22."""
+    return tl.log(x.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import INTERPRET
-from .cross_entropy import INF, LN2, LOG2E, join_sums
+from .cross_entropy import INF, LOG2E, join_sums
 from .nvidia import widen
 from .rows import Place, block_cols, block_mask, blocks, load_rows, offsets, place, prefetch_tile, reaches_outside, row_sum
 
@@ -77,7 +77,7 @@ def softmax_kernel(p_x, p_mask, p_y, stride, mask_rows, M, scale, distance, HOW:
     if not HOW.LOOPED:
         s = row_sum(b_e)
     if HOW.LOG:
-        shift = tl.log2(s) * LN2
+        shift = tl.log(s.to(tl.float64)).to(tl.float32)
     else:
         shift = 1.0 / s
     for i in tl.static_range(blocks(HOW)):

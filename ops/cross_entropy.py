@@ -160,9 +160,7 @@ def _number(value: Any, above: float) -> bool:
 def check_targets(name: str, targets: Any, shape: torch.Size, like: Tensor, of: str) -> None:
     check_tensor(name, "targets", targets)
     if targets.shape != shape:
-        raise ValueError(
-            f"{name}: targets has shape {tuple(targets.shape)}, expected {tuple(shape)}, that of {of} without its last"
-        )
+        raise ValueError(f"{name}: targets has shape {tuple(targets.shape)}, expected {tuple(shape)}, a row of {of} for each")
     check_dtype(name, "targets", targets, (torch.int64, torch.int32))
     if targets.device != like.device:
         raise ValueError(f"{name}: targets is on {targets.device}, expected {like.device}, the device of {of}")

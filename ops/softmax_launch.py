@@ -32,13 +32,14 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
     if (4096 * vector if backward else 32768) < N:
         return SoftmaxTile(1, 512 * vector, 16, looped=True)
     shared = 128 * vector if backward else 256 * vector  # columns of a program that has several rows
-    rows = max(1, 1 << (shared // N).bit_length() - 1)
+    width = max(16, triton.next_power_of_2(N))
+    rows = max(1, shared // width)
     if shared // 2 < N:
         per_warp = 64 * vector if backward else 128 * vector
-        warps = min(32, max(4 if backward else 2, triton.next_power_of_2(N * rows) // per_warp))
+        warps = min(32, max(4 if backward else 2, width * rows // per_warp))
     else:
         warps = 4
-    block_n = min(max(16, triton.next_power_of_2(N)), 32 * vector * max(1, warps // rows))
+    block_n = min(width, 32 * vector * max(1, warps // rows))
     # Forward waits for its rows before it has anything else to do; backward has twice as many loads in flight.
     ahead = since_sm_90 and not backward and rows <= 4 and warps < 32
     return SoftmaxTile(rows, block_n, warps, distance=max(1, MB * vector // (16 * rows * N)) if ahead else 0)

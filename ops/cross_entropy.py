@@ -65,11 +65,14 @@ def cross_entropy_fn(
     check_dtype(name, "logits", logits, dtypes)
     check_targets(name, targets, logits.shape[:-1], logits, "logits")
     check_flags(name, in_place=in_place)
+    rows = None
+    if in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
+        rows = check_rows(name, logits)
     if not kernels:
         losses = reference.losses(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), options)
         total = reference.reduced(losses, targets, options)
-    elif in_place and torch.is_grad_enabled() and logits.requires_grad and is_eager((logits, targets)):
-        total = _InPlace.apply(logits, check_rows(name, logits), targets.reshape(-1), options)
+    elif rows is not None and is_eager((logits, targets)):
+        total = _InPlace.apply(logits, rows, targets.reshape(-1), options)
     else:
         total = cross_entropy_op(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), *options)[0]
     return total.view(targets.shape) if options.reduction == NONE else total

@@ -279,8 +279,7 @@ def load_blocks(p, row, first, counts, COUNT: tl.constexpr, POLICY: tl.constexpr
     for i in tl.static_range(COUNT):
         m = counts
         if HOW.SHIFTED and not lies_inside(first, i, HOW):
-            PER: tl.constexpr = HOW.VECTOR // per_word(HOW)
-            m &= word_indices(first, i, HOW) // PER * HOW.VECTOR < row.shift + HOW.V
+            m &= word_indices(first, i, HOW) // (HOW.VECTOR // per_word(HOW)) * HOW.VECTOR < row.shift + HOW.V
         elif not lies_inside(first, i, HOW):
             m &= inside(row, first, i, 0, HOW)
         b += (tl.load(pointers(p, row, first, i, HOW), mask=m, other=0, eviction_policy=POLICY),)

@@ -44,7 +44,7 @@ def sample(
     tokenizer = Tokenizer.load(stored.path / checkpoint.TOKENIZER)
     ids = encode_prompt(tokenizer, prompt, key="--prompt")
 
-    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+    model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss)
     checkpoint.load_weights(model, stored)
     model.to(on.device)
     options = SampleConfig(tokens=tokens, temperature=temperature, top_k=top_k)

@@ -16,7 +16,7 @@ import torch
 
 from configs import Config, command_line
 from configs.machine import Machine
-from configs.schema import Parallel
+from configs.schema import LossImpl, Parallel
 from data import Batches, load_corpus
 from model import GPT
 from training import pretrained
@@ -31,7 +31,7 @@ from training.metrics import Metrics
 from training.precision import Precision
 from training.profile import StepProfiler
 from training.run import Run
-from training.step import adamw, compile_model, prepare, training_step
+from training.step import adamw, compile_model, training_step
 
 
 def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summary:
@@ -62,11 +62,11 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     # ---- model -------------------------------------------------------------------------------------------------------------
     torch.manual_seed(cfg.seed)  # the same initial weights for every norm.impl
     with world.shared_errors(), command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
         if cfg.init_from is not None and not run.origin.stored:
             pretrained.load(model, cfg.init_from, corpus.tokenizer)
-        prepare(model, cfg.train, machine)
-    if cfg.train.compile or model.compile_loss:
+        model.recompute = cfg.train.recompute
+    if cfg.train.compile or cfg.loss.impl is LossImpl.compiled:
         torch.compiler.reset()  # PyTorch limits recompilations, and counts those of earlier runs of a sweep
     sharded = cfg.parallel is Parallel.fsdp
     if sharded:

@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from configs import Config, machine, to_dict
-from configs.schema import Device, DropoutMasks, NormImpl
+from configs import Config, to_dict
+from configs.schema import DropoutMasks, NormImpl
 from data import Tokenizer
 from model import GPT
 from model.norm import PreNorm
 from training import pretrained
 from training.checkpoint import TrainState
 from training.precision import Precision
-from training.step import adamw, compile_model, prepare
+from training.step import adamw, compile_model
 
 Operator = tuple[str, tuple[Any, ...]]
 
@@ -62,13 +62,13 @@ def build(
     cfg.train = replace(cfg.train, compile=compiled)
     torch.manual_seed(cfg.seed)
     if like is None:
-        model = GPT(cfg.model, cfg.norm, vocab_size).to(precision.device)
+        model = GPT(cfg.model, cfg.norm, vocab_size, cfg.loss).to(precision.device)
     else:
         with torch.device("meta"):  # where nothing is drawn
-            model = GPT(cfg.model, cfg.norm, vocab_size)
+            model = GPT(cfg.model, cfg.norm, vocab_size, cfg.loss)
         model.to_empty(device=precision.device)
         copy_values(like.state.model, model)
-    prepare(model, cfg.train, machine.inspect(Device(precision.device.type)))
+    model.recompute = cfg.train.recompute
     state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer="")
     forward: Callable[..., Tensor] = compile_model(model, cfg.train) if compiled else model
     return Arm(name, cfg, precision, state, forward)

@@ -26,14 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import configs
-from configs import Config, ConfigError, machine
+from configs import Config, ConfigError
 from configs.schema import NormImpl
 from measure.timing import allocated_gb, describe
 from model import GPT
 from training import export
 from training.checkpoint import TrainState
 from training.precision import Precision
-from training.step import adamw, compile_model, learning_rate, prepare, set_learning_rate, to_device, training_step
+from training.step import adamw, compile_model, learning_rate, set_learning_rate, to_device, training_step
 
 Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
 EAGER, COMPILED = "eager", "compiled"
@@ -142,8 +142,8 @@ def fresh_model(cfg: Config, device: torch.device) -> GPT:
     assert cfg.model.vocab_size is not None  # set by the benchmark
     torch.manual_seed(cfg.seed)
     with device:
-        model = GPT(cfg.model, cfg.norm, cfg.model.vocab_size)
-    prepare(model, cfg.train, machine.inspect(cfg.device))
+        model = GPT(cfg.model, cfg.norm, cfg.model.vocab_size, cfg.loss)
+    model.recompute = cfg.train.recompute
     return model
 
 

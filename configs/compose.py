@@ -84,7 +84,7 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
     if groups := [one.input_line for one in parsed if one.key_or_group in keys.GROUPS]:
         raise ConfigError(f"{groups[0]}: a resumed run keeps its groups. Override single keys instead.")
     with _explained(overrides):
-        given = OmegaConf.to_container(OmegaConf.create(plain), throw_on_missing=True)
+        given = _as_named_today(OmegaConf.to_container(OmegaConf.create(plain), throw_on_missing=True))
         config = OmegaConf.merge(OmegaConf.structured(Config), given)
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
@@ -96,6 +96,15 @@ def from_dict(plain: DictConfig | dict[str, Any], overrides: Sequence[str] = ())
     cfg.resume = str(machine.expanded(cfg.resume))
     cfg.data.name = cfg.data.called  # the config.yaml of a run then has the name
     return cfg
+
+
+def _as_named_today(given: Any) -> Any:
+    """The plain config of an older run under the keys of this version."""
+    if isinstance(train := given.get("train"), dict) and "compile_loss" in train:
+        given = {**given, "train": {key: value for key, value in train.items() if key != "compile_loss"}}
+        if train["compile_loss"] is not None:
+            given["loss"] = {"impl": "compiled" if train["compile_loss"] else "torch", **given.get("loss", {})}
+    return given
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:

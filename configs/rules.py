@@ -24,7 +24,8 @@ TAKEN_BY_ABLATE = {
 }
 # Keys that may change when a run goes on. Any other key changes the numbers that the run gives.
 FREE_ON_RESUME = {
-    *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_mode", "train.compile_loss", "train.recompute"),
+    *("norm.impl", "norm.dropout_masks", "train.compile", "train.compile_mode", "train.recompute"),
+    *("loss.impl", "loss.chunks"),
     *("device", "parallel", "deterministic"),
     *("data.processes", "data.cache_dir"),
     *("folder", "resume", "resume_with_changes", "profile"),
@@ -102,6 +103,9 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield f"model.positions=rotary needs an even head width; model.width / model.heads is {head_width}. Change one of them."
     if model.kv_heads and model.heads % model.kv_heads:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. Change one of them, or use null."
+
+    if cfg.loss.chunks > 1 and cfg.loss.impl is not schema.LossImpl.fused:
+        yield f"loss.chunks={cfg.loss.chunks} needs loss.impl=fused; here loss.impl={cfg.loss.impl}. Change one of them."
 
     if data.source is schema.Source.text and not data.files:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."

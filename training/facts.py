@@ -47,7 +47,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
     batch_tokens = cfg.train.batch_size * cfg.model.context
     epochs = cfg.train.steps * batch_tokens / len(corpus.train.tokens)
     sequences = f"{cfg.train.batch_size} × {cfg.model.context}"
-    compiled = ", loss compiled" if model.compile_loss else ""
+    compiled = ""
     if cfg.train.compile:
         compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
@@ -58,6 +58,7 @@ def facts(origin: Start, precision: Precision, corpus: Corpus, model: GPT, world
         **ranks,
         "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
+        "loss": f"{cfg.loss.impl}" + (f", {cfg.loss.chunks} chunks" if cfg.loss.chunks > 1 else ""),
         "model": f"{model.parameter_count():,} parameters, {cfg.model.size}" + begins,
         "vocabulary": f"{corpus.tokenizer.vocab_size:,} ({cfg.tokenizer.kind}), {corpus.val.bytes_per_token:.2f} bytes a token",
         "data": f"{corpus.name}: {len(corpus.train.tokens):,} tokens to train on, {len(corpus.val.tokens):,} held out",

@@ -1,5 +1,6 @@
 """Cross-entropy: values and gradients against fp64, what in_place overwrites, and the product with its loss."""
 
+# ruff: noqa: E501
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,7 +195,7 @@ def test_in_place_a_second_use_of_the_logits_raises(device, reduction):
     logits = leaf * 1
     loss = cross_entropy_fn(logits, targets, reduction=reduction, in_place=True).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second backward|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"a second backward|modified by an inplace operation"):
         loss.backward()
 
 

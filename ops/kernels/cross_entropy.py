@@ -127,26 +127,39 @@ def cross_entropy_gradient_kernel(
     GROUPS: tl.constexpr = head_columns(HOW) // (HOW.GROUP * HOW.BLOCK)
     row = tl.program_id(0) // GROUPS
     first = (tl.program_id(0) % GROUPS) * (HOW.GROUP * HOW.BLOCK)
+    slope = tl.load(p_dloss + (row if PER_ROW else 0)).to(tl.float32)
+    if p.scale is not None:
+        slope *= tl.load(p.scale)
+    if HOW.SHIFTED:  # its masks cost time, and most groups need none
+        if (first > 0) & (first + HOW.GROUP * HOW.BLOCK <= HOW.V):
+            store_group(p, row, first, slope, n, True, HOW)
+        else:
+            store_group(p, row, first, slope, n, False, HOW)
+    else:
+        store_group(p, row, first, slope, n, False, HOW)
+
+
+@triton.jit
+def store_group(p, row, first, slope, n, INSIDE: tl.constexpr, HOW: tl.constexpr):
+    """The gradients of the group behind column `first`. INSIDE: it has no column that isn't the row's."""
     target = tl.load(p.targets + row).to(tl.int64)
-    counts = target != ignore_index
+    counts = target != n.ignore_index
+    slope = tl.where(counts, slope, 0.0)
     here, there = row_of(row, n.stride, HOW), row_of(row, n.out_stride, HOW)
-    b_group = load_blocks(p.logits, here, first, counts, HOW.GROUP, "evict_first", HOW)
+    b_group = load_blocks(p.logits, here, first, counts, HOW.GROUP, "evict_first", HOW, INSIDE)
     has_target = counts & in_group(target, first, here, HOW)
     x_target = load_one(p.logits, here, target, has_target)
     has_last = in_group(HOW.V - 1, first, here, HOW)
     x_first, x_last = load_one(p.logits, here, 0, counts & (first == 0)), load_one(p.logits, here, HOW.V - 1, counts & has_last)
     m = tl.load(p.stats + 2 * row)
     s = tl.load(p.stats + 2 * row + 1)
-    slope = tl.load(p_dloss + (row if PER_ROW else 0)).to(tl.float32)
-    if p.scale is not None:
-        slope *= tl.load(p.scale)
-    slope = tl.where(counts, slope, 0.0)
     factors = factors_of(m, s, m + log(s), slope, n, HOW)
+    tl.debug_barrier()  # as in the kernel above, before and behind the blocks
+    store_gradients(p.gradient, b_group, there, first, factors, n, HOW.GROUP, HOW, INSIDE)
+    if not INSIDE:
+        store_ends(p.gradient, there, x_first, x_last, first == 0, has_last, factors, n, HOW)
     tl.debug_barrier()
-    store_gradients(p.gradient, b_group, there, first, factors, n, HOW.GROUP, HOW)
-    store_ends(p.gradient, there, x_first, x_last, first == 0, has_last, factors, n, HOW)
-    tl.debug_barrier()
-    store_one(p.gradient, there, target, has_target, x_target, factors, slope * (1.0 - smoothing), n, HOW)
+    store_one(p.gradient, there, target, has_target, x_target, factors, slope * (1.0 - n.smoothing), n, HOW)
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
@@ -269,7 +282,9 @@ def in_group(column, first, row, HOW: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(p, row, first, counts, COUNT: tl.constexpr, POLICY: tl.constexpr, HOW: tl.constexpr):
+def load_blocks(
+    p, row, first, counts, COUNT: tl.constexpr, POLICY: tl.constexpr, HOW: tl.constexpr, INSIDE: tl.constexpr = False
+):
     """COUNT blocks as they lie in memory, all asked for before any is used. Nothing of rows that don't count.
 
     Where rows are shifted, whole vectors: they hold logits of the neighbouring rows too. That of the tensor's end may reach a
@@ -278,9 +293,11 @@ def load_blocks(p, row, first, counts, COUNT: tl.constexpr, POLICY: tl.constexpr
     b = ()
     for i in tl.static_range(COUNT):
         m = counts
-        if HOW.SHIFTED and not lies_inside(first, i, HOW):
+        if INSIDE or lies_inside(first, i, HOW):
+            pass
+        elif HOW.SHIFTED:
             m &= word_indices(first, i, HOW) // (HOW.VECTOR // per_word(HOW)) * HOW.VECTOR < row.shift + HOW.V
-        elif not lies_inside(first, i, HOW):
+        else:
             m &= inside(row, first, i, 0, HOW)
         b += (tl.load(pointers(p, row, first, i, HOW), mask=m, other=0, eviction_policy=POLICY),)
     return b
@@ -418,13 +435,13 @@ def gradient_of(x, f, n, HOW: tl.constexpr):
 
 
 @triton.jit
-def store_gradients(p, b, row, first, f, n, COUNT: tl.constexpr, HOW: tl.constexpr):
+def store_gradients(p, b, row, first, f, n, COUNT: tl.constexpr, HOW: tl.constexpr, INSIDE: tl.constexpr = False):
     """Of COUNT blocks, as if no column were the target. Of a word that the row shares with another, nothing."""
     for i in tl.static_range(COUNT):
         g = ()
         for h in tl.static_range(per_word(HOW)):
             g += (gradient_of(halves(b[i], HOW)[h], f, n, HOW),)
-        if lies_inside(first, i, HOW):
+        if INSIDE or lies_inside(first, i, HOW):
             tl.store(pointers(p, row, first, i, HOW), joined(g, HOW))
         else:
             m = inside(row, first, i, 0, HOW) & inside(row, first, i, per_word(HOW) - 1, HOW)

@@ -3,7 +3,17 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
-from .adopt import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
+from .adopt import (
+    GPT2_BLOCK,
+    LLAMA_BLOCK,
+    BlockLayout,
+    Pending,
+    fuse_prenorm_block,
+    replace_loss,
+    replace_norms,
+    restore_loss,
+    restore_norms,
+)  # fmt: skip
 from .cross_entropy import cross_entropy_fn, linear_cross_entropy_fn
 from .functional import dropout_mask, layer_norm_fn, norm_fn, rms_norm_fn, seeded_dropout
 from .kernels import backend_for
@@ -29,7 +39,9 @@ __all__ = [
     "linear_cross_entropy_fn",
     "log_softmax_fn",
     "norm_fn",
+    "replace_loss",
     "replace_norms",
+    "restore_loss",
     "restore_norms",
     "rms_norm_fn",
     "seeded_dropout",

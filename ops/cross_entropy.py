@@ -1,5 +1,6 @@
 """Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import cross_entropy_launch as launch
 from . import cross_entropy_reference as reference
 from .autograd import is_eager, refuse_second_order, transformed_by_func
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_flags, check_tensor
@@ -139,6 +139,13 @@ def linear_cross_entropy_fn(
     return linear_op(rows, weight, targets, chunks, dtype, False, False, *options)[0]
 
 
+def launches() -> Any:
+    """The module that needs Triton: only on devices with kernels."""
+    from . import cross_entropy_launch
+
+    return cross_entropy_launch
+
+
 # ---- checks ------------------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +192,19 @@ def check_rows(name: str, logits: Tensor) -> Tensor:
     return rows
 
 
+def known_to_inductor(*operators: Any) -> None:
+    """Tells torch.compile's backend that it is to call these operators as they are, which it would find out by itself.
+
+    PyTorch 2.11 then first writes down all of the graph that they depend on, for a log that nobody has asked for. Behind
+    twelve blocks with two fused norms each that takes for ever: a text for each path through the residual stream.
+    """
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if hasattr(lowering, "lowerings") and hasattr(lowering, "make_fallback"):
+        for one in operators:
+            if one not in lowering.lowerings:
+                lowering.make_fallback(one, warn=False)
+
+
 # ---- operators ---------------------------------------------------------------------------------------------------------------
 
 OPTIONS = "int ignore_index, int reduction, float softcap, float z_loss, float label_smoothing"
@@ -192,18 +212,19 @@ OPTIONS = "int ignore_index, int reduction, float softcap, float z_loss, float l
 
 def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, statistics of the rows and the factor of the mean."""
-    return launch.loss(logits, targets, LossOptions(*options))
+    return launches().loss(logits, targets.contiguous(), LossOptions(*options))
 
 
 def _forward_fake(logits: Tensor, targets: Tensor, ignore_index: int, reduction: int, *_: Any) -> tuple[Tensor, ...]:
+    known_to_inductor(cross_entropy_op, cross_entropy_forward, cross_entropy_backward)
     M = logits.shape[0]
-    shapes = ((M,) if reduction == NONE else (), (M, 2), (launch.factors(reduction),))
+    shapes = ((M,) if reduction == NONE else (), (M, 2), (reference.factors(reduction),))
     return tuple([logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
 
 
 def _backward(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, *options: Any) -> Tensor:
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    launch.gradient(dloss, logits, targets, stats, scale, LossOptions(*options), gradient)
+    launches().gradient(dloss, logits, targets.contiguous(), stats, scale, LossOptions(*options), gradient)
     return gradient
 
 
@@ -255,13 +276,13 @@ class _InPlace(torch.autograd.Function):
         ctx.options, ctx.spent = options, False
         # Per row the upstream gradient isn't known yet, and in fp16 p / count is often 0.
         ctx.early = options.reduction != NONE and rows.dtype != torch.float16
-        scale = launch.scale_of(targets, options)
+        scale = launches().scale_of(targets, options)
         if ctx.early:
-            losses = launch.loss_and_gradient(rows, targets, options, scale)
+            losses = launches().loss_and_gradient(rows, targets, options, scale)
             torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(logits)
-            return launch.reduced(losses, scale, options)
-        total, stats, scale = launch.loss(rows, targets, options)
+            return launches().reduced(losses, scale, options)
+        total, stats, scale = launches().loss(rows, targets, options)
         ctx.save_for_backward(logits, targets, stats, scale)
         return total
 
@@ -278,9 +299,9 @@ class _InPlace(torch.autograd.Function):
             gradient = logits.detach()
             rows = gradient.reshape(-1, gradient.shape[-1])
             if ctx.early:
-                launch.multiply(rows, dloss)
+                launches().multiply(rows, dloss)
             else:
-                launch.gradient(dloss, rows, *saved, ctx.options, rows)
+                launches().gradient(dloss, rows, *saved, ctx.options, rows)
         torch.autograd.graph.increment_version(logits)
         if torch.is_grad_enabled():
             (gradient,) = refuse_second_order("cross_entropy_fn", (gradient,))
@@ -300,11 +321,10 @@ def _linear(
     """
     shared = LossOptions(*options)
     one_pass, loss_alone, finish = _kernels_of(hidden.device)
-    outputs = _linear_fake(hidden, weight, targets, chunks, dtype, needs_hidden, needs_weight, *options)
-    _, _, dhidden, dweight = outputs
+    _, _, dhidden, dweight = _linear_fake(hidden, weight, targets, chunks, dtype, needs_hidden, needs_weight, *options)
     losses = [dweight.new_empty(0)]
     with torch.autocast(hidden.device.type, enabled=False):
-        weight = weight.to(dtype)
+        weight, targets = weight.to(dtype), targets.contiguous()
         size = max(1, -(-len(hidden) // chunks))
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
@@ -328,10 +348,11 @@ def _linear_fake(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
     ignore_index: int, reduction: int, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    known_to_inductor(linear_op, linear_forward)
     wide = torch.promote_types(dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
     return (
         hidden.new_empty((), dtype=wide),
-        hidden.new_empty(launch.factors(reduction), dtype=wide),
+        hidden.new_empty(reference.factors(reduction), dtype=wide),
         hidden.new_empty(hidden.shape if needs_hidden else (0,)),
         weight.new_empty(weight.shape if needs_weight else (0,), dtype=wide),
     )
@@ -395,4 +416,4 @@ def _kernels_of(device: torch.device) -> tuple[Callable, Callable, Callable]:
     """Three functions: the losses of logits, which become their gradient; the losses alone; the loss and the mean's factor."""
     if not runs_kernels(device):
         return reference.one_pass, reference.losses, reference.finish
-    return launch.loss_and_gradient, launch.losses_alone, launch.finish
+    return launches().loss_and_gradient, launches().losses_alone, launches().finish

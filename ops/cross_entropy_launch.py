@@ -14,6 +14,7 @@ from .cross_entropy_reference import MEAN, NONE, LossOptions
 from .kernels import INTERPRET
 from .kernels import cross_entropy as kernels
 
+GROUP = 4  # blocks
 REGISTERS = 65536  # of a multiprocessor
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -35,19 +36,30 @@ _BY_SIZE = {2048: (1, 0), 12 * 1024: (4, 0), 48 * 1024: (8, 4), 112 * 1024: (16,
 
 def loss_tile(V: int, itemsize: int) -> LossTile:
     """The launch that computes loss and gradient of rows of V logits."""
-    size = V * itemsize
-    warps, programs = next(tile for limit, tile in _BY_SIZE.items() if size <= limit)
-    block = 32 * 16 // itemsize * warps
-    # Of a row that doesn't fit L2 beside those of the other multiprocessors, registers keep a part.
-    held = 4 if warps in (1, 32) else 1
-    return LossTile(block, held, 4, warps, programs)
+    vector = 16 // itemsize
+    warps, programs = next(tile for size, tile in _BY_SIZE.items() if V * itemsize <= size)
+    block = 32 * vector * warps
+    held = held_blocks(V, vector, block)
+    if warps == 32 and held == 1:  # such a row may not fit L2, and registers have room for more of it
+        held += GROUP
+    return LossTile(block, held, GROUP, warps, programs)
 
 
 def streaming_tile(V: int, itemsize: int) -> LossTile:
     """The launch that computes the loss alone, or the gradient from known statistics."""
     vector = 16 // itemsize
     warps = min(8, 1 << max(0, (V // (128 * vector)).bit_length() - 1))
-    return LossTile(32 * vector * warps, 1, 4, warps)
+    block = 32 * vector * warps
+    return LossTile(block, held_blocks(V, vector, block), GROUP, warps)
+
+
+def held_blocks(V: int, vector: int, block: int) -> int:
+    """What remains of a row behind the whole groups that lie inside it, which then need no masks; a group if nothing does."""
+    columns = V if V % vector == 0 else V + vector - 1  # rows that begin anywhere are read from a vector's begin on
+    group = GROUP * block
+    if group > V:
+        return GROUP if 32 * vector == block else 1  # rows so short are read from L1 again, but by a single warp
+    return -(-(columns - max(0, V // group - (columns % group == 0)) * group) // block)
 
 
 def loss(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,11 +173,6 @@ def check_range(targets: Tensor, V: int, options: LossOptions) -> None:
 def dense(rows: Tensor) -> Tensor:
     """Rows that the kernels can read: without gaps inside."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def factors(reduction: int) -> int:
-    """How many numbers `scale_of` gives."""
-    return int(reduction == MEAN)
 
 
 def _variant(logits, out, options, tile, gradient: bool) -> tuple[kernels.RowTile, tuple[int, int]]:

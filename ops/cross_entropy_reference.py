@@ -70,3 +70,8 @@ def finish(losses: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tenso
     """The reduced loss, and 1 / count for the mean, [1]; for the sum nothing, [0]."""
     counts = (targets != options.ignore_index).sum().to(losses.dtype)
     return reduced(losses, targets, options), (1 / counts).view(1) if options.reduction == MEAN else losses.new_empty(0)
+
+
+def factors(reduction: int) -> int:
+    """How many numbers the mean's factor is."""
+    return int(reduction == MEAN)

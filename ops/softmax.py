@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import softmax_launch
 from .autograd import refuse_second_order, transformed_by_func
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_input, check_tensor
 from .kernels import runs_kernels
@@ -61,6 +60,13 @@ def _check_mask(name: str, x: Tensor, mask: Tensor) -> None:
         raise ValueError(f"{name}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to x's {tuple(x.shape)}")
 
 
+def launches() -> Any:
+    """The module that needs Triton: only on devices with kernels."""
+    from . import softmax_launch
+
+    return softmax_launch
+
+
 def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
     """The same in PyTorch's own operations, in fp32, or in fp64 for fp64."""
     z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
@@ -73,11 +79,11 @@ def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor
 
 
 def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
-    return softmax_launch.softmax(x, None if mask is None else mask.expand(x.shape), scale, log)
+    return launches().softmax(x, None if mask is None else mask.expand(x.shape), scale, log)
 
 
 def _backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool) -> Tensor:
-    return softmax_launch.softmax_backward(y, dy, scale, log, hides)
+    return launches().softmax_backward(y, dy, scale, log, hides)
 
 
 def _like(x: Tensor, *_: Any) -> Tensor:

@@ -203,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with timing.side_stream(device), progress(len(todo), "losses") as bar:
         copy = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
         timing.free_memory(device)
-        for cell in todo:
-            show_current(bar, f"{cell[0]} {cell[1]} x {cell[2]}")
-            results.add(measure(*cell, names, device, options.rounds, copy))
+        for case, M, N, dtype in todo:
+            show_current(bar, f"{case} {M} x {N}")
+            results.add(measure(case, M, N, dtype, names, device, options.rounds, copy))
             bar.update()
     for records in by_cell(results.records):
         print(line(records))

@@ -198,7 +198,7 @@ def known_to_inductor(*operators: Any) -> None:
     PyTorch 2.11 then first writes down all of the graph that they depend on, for a log that nobody has asked for. Behind
     twelve blocks with two fused norms each that takes for ever: a text for each path through the residual stream.
     """
-    lowering = sys.modules.get("torch._inductor.lowering")
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
     if hasattr(lowering, "lowerings") and hasattr(lowering, "make_fallback"):
         for one in operators:
             if one not in lowering.lowerings:

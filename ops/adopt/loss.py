@@ -79,7 +79,8 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
         was = found
         if problem := _differs(was):
             raise ValueError(f"replace_loss: {name}.loss_function is {_called(was)}, {problem}; left alone")
-        model.loss_function = FusedCausalLoss(was, vars(model).get("_loss_function"), in_place)
+        owner: Any = model
+        owner.loss_function = FusedCausalLoss(was, vars(model).get("_loss_function"), in_place)
     line = f"{name}.loss_function: {_called(was)} → fused cross-entropy{', in place' if in_place else ''}"
     if verbose:
         print(line)
@@ -97,10 +98,11 @@ def restore_loss(model: nn.Module, *, verbose: bool = True) -> str:
     found = getattr(model, "loss_function", None)
     if not isinstance(found, FusedCausalLoss):
         return ""
+    owner: Any = model
     if found.own is None and "_loss_function" in vars(model):
-        del model._loss_function  # where transformers keeps what is set
+        del owner._loss_function  # where transformers keeps what is set
     else:
-        model.loss_function = found.was
+        owner.loss_function = found.was
     line = f"{type(model).__name__}.loss_function: {_called(found.was)} as it was"
     if verbose:
         print(line)

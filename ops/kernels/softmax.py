@@ -133,7 +133,7 @@ def softmax_backward_kernel(p_y, p_dy, p_dx, stride_y, stride_dy, M, scale, dist
     for i in tl.static_range(blocks(HOW)):
         b_terms += (term(b_y[i], b_dy[i], HOW),)
     if HOW.LOOPED:
-        b_sum = b_terms[0]
+        b_sum = term(b_y[0], b_dy[0], HOW)
         for first_col in tl.range(HOW.BLOCK_N, HOW.N, HOW.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
             b_sum += term(load_narrow(p_y, here, stride_y, HOW)[0], load_narrow(p_dy, here, stride_dy, HOW)[0], HOW)

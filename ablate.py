@@ -50,16 +50,11 @@ from training.console import show, take_any_encoding
 from training.environment import environment, gpu_state_during
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
-from training.step import prepare
 from training.storage import StorageError, claim, relative, replace_text
 from training.tracking import settle
 
 EAGER, COMPILED = "eager", "compiled"
 OUT_OF_MEMORY = 3  # exit code
-COMPILED_LOSS = (
-    " In eager cells torch.compile compiles the loss alone (train.compile_loss), in all arms. That makes steps shorter, and "
-    "norms a larger part of them. train.compile_loss=false times the plain loss."
-)
 SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
 
 
@@ -255,12 +250,11 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     """The sizes of a step. A smaller vocabulary and a smaller batch give the norms a larger share of the time."""
     with torch.device("meta"), command_line.as_config_errors():
         model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
-    prepare(model, cfg.train, machine.inspect(cfg.device))
     return (
         f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
         + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
-        + (COMPILED_LOSS if model.compile_loss else "")
+        + f" All arms have loss.impl={cfg.loss.impl}."
     )
 
 

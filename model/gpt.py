@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from configs.schema import BlockLayout, DropoutMasks, ModelConfig, NormConfig, NormImpl, Positions, ResidualDtype
+from configs.schema import BlockLayout, DropoutMasks, LossConfig, ModelConfig, NormConfig, NormImpl, Positions, ResidualDtype
 from model.attention import rotary_table
 from model.block import ParallelBlock, SequentialBlock, norm_site
-from model.loss import cross_entropy
+from model.loss import next_token_loss, softcapped
 from model.norm import activation_dtype
 
 COLDEST = 1e-30  # a lower temperature would sample the same, and logits divided by it overflow
@@ -27,12 +27,13 @@ class GPT(nn.Module):
         cfg: sizes and options.
         norm: implementation and kind of the norms.
         vocab_size: the tokenizer's; model.vocab_size may enlarge it.
+        loss: implementation and options of the loss; its softcap caps all logits.
 
     Raises:
         ValueError: model.vocab_size is smaller than the tokenizer's vocabulary. configs.rules checks the other options.
     """
 
-    def __init__(self, cfg: ModelConfig, norm: NormConfig, vocab_size: int) -> None:
+    def __init__(self, cfg: ModelConfig, norm: NormConfig, vocab_size: int, loss: LossConfig | None = None) -> None:
         super().__init__()
         if cfg.vocab_size is not None and cfg.vocab_size < vocab_size:
             raise ValueError(
@@ -41,6 +42,7 @@ class GPT(nn.Module):
             )
         self.cfg, self.norm, self.tokenizer_vocab_size = cfg, norm, vocab_size
         self.vocab_size = embedding_rows(cfg, vocab_size)
+        self.loss = loss or LossConfig()
 
         self.embedding = nn.Embedding(self.vocab_size, cfg.width)
         self.positions, rotary = None, None
@@ -61,7 +63,6 @@ class GPT(nn.Module):
         self.sites_per_block = Block.sites
         self.dropout_sites = cfg.layers * Block.sites + 1  # and the final norm
         self.recompute = False  # train.recompute: backward computes each block again from its inputs
-        self.compile_loss = False  # train.compile_loss: torch.compile for the loss of an eager model
         self.initialize()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, seeds: Tensor | None = None) -> Tensor:
@@ -108,10 +109,10 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits, or with targets the loss, from what the last block returns."""
         hidden = self.final_norm(x, residual, x1=x1, seed=seed)
-        logits = F.linear(hidden, self.embedding.weight if self.head is None else self.head.weight)
+        weight = self.embedding.weight if self.head is None else self.head.weight
         if targets is None:
-            return logits
-        return cross_entropy(logits.flatten(0, 1), targets.flatten(), compiled=self.compile_loss)
+            return softcapped(F.linear(hidden, weight), self.loss.softcap)
+        return next_token_loss(hidden.flatten(0, 1), weight, targets.flatten(), self.loss, self.training)
 
     @torch.no_grad()
     def initialize(self) -> None:

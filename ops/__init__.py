@@ -3,7 +3,18 @@
 Depends on torch and triton only. Copy this folder into another project and import it under any name.
 """
 
-from .adopt import GPT2_BLOCK, LLAMA_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
+from .adopt import (
+    GPT2_BLOCK,
+    LLAMA_BLOCK,
+    BlockLayout,
+    Pending,
+    fuse_prenorm_block,
+    replace_loss,
+    replace_norms,
+    restore_loss,
+    restore_norms,
+)  # fmt: skip
+from .cross_entropy import cross_entropy_fn, linear_cross_entropy_fn
 from .dropout import dropout_mask, seeded_dropout
 from .functional import layer_norm_fn, norm_fn, rms_norm_fn
 from .kernels import backend_for
@@ -11,6 +22,7 @@ from .linear import layer_norm_linear_fn
 from .modules import LayerNorm, RMSNorm
 from .reference import Norm
 from .rotary import rotary_qk_fn, rotary_qkv_fn
+from .softmax import log_softmax_fn, softmax_fn
 
 __all__ = [
     "GPT2_BLOCK",
@@ -21,15 +33,21 @@ __all__ = [
     "Pending",
     "RMSNorm",
     "backend_for",
+    "cross_entropy_fn",
     "dropout_mask",
     "fuse_prenorm_block",
     "layer_norm_fn",
     "layer_norm_linear_fn",
+    "linear_cross_entropy_fn",
+    "log_softmax_fn",
     "norm_fn",
+    "replace_loss",
     "replace_norms",
+    "restore_loss",
     "restore_norms",
     "rms_norm_fn",
     "rotary_qk_fn",
     "rotary_qkv_fn",
     "seeded_dropout",
+    "softmax_fn",
 ]

@@ -198,6 +198,7 @@ RULES = (
     _rule("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
     # Everything else that a marked site or its backward launches: dropout, residual add, casts, the norm.
     _rule("norm", _site, rf"^{NORM_SITE}$"),
+    _rule("loss", _kernel, r"^cross_entropy_|^count_targets_kernel$|^sum_losses_kernel$"),
     _rule("loss", _site, r"^aten::_?(log_softmax|nll_loss|cross_entropy)"),
     # Clipping and unscaling count as optimizer, as where a step is split in forward, backward and optimizer.
     _rule("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from configs import Config, command_line
-from configs.machine import Machine
 from configs.schema import Parallel
 from model import GPT
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World, shard
 from training.precision import Precision
-from training.step import adamw, compile_model, prepare
+from training.step import adamw, compile_model
 
 
 class Built(NamedTuple):
@@ -52,11 +51,11 @@ def build(
     torch.manual_seed(cfg.seed)
     with world.shared_errors(), command_line.as_config_errors():
         with torch.device(draw_on):
-            model = GPT(cfg.model, cfg.norm, vocab_size)
+            model = GPT(cfg.model, cfg.norm, vocab_size, cfg.loss)
         if torch.device(draw_on).type == "meta":
             model.to_empty(device=precision.device)
         fill(model)
-        prepare(model, cfg.train, Machine(precision.device.type))
+    model.recompute = cfg.train.recompute
     sharded = cfg.parallel is Parallel.fsdp
     if sharded:
         shard(model, precision, world.size, compiled=cfg.train.compile)

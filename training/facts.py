@@ -61,7 +61,7 @@ def facts(
     splits = (corpus.train, corpus.val)
     share = sum(split.lost for split in splits) / sum(split.bytes + split.lost for split in splits)
     lost = f"; the tokenizer has no token for {share:.2%} of the text, which bits per byte leaves out" if share else ""
-    compiled = ", loss compiled" if model.compile_loss else ""
+    compiled = ""
     if cfg.train.compile:
         compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
@@ -72,6 +72,7 @@ def facts(
         **ranks,
         "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
         "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
+        "loss": f"{cfg.loss.impl}" + (f", {cfg.loss.chunks} chunks" if cfg.loss.chunks > 1 else ""),
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}" + begins,
         "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",
         "data": f"{corpus.name}: {sizes['train_tokens']:,} tokens to train on, {sizes['val_tokens']:,} held out" + lost,

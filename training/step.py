@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from configs import Config
-from configs.machine import Machine
 from configs.schema import CUDA_GRAPHS, OptimConfig, Schedule, TrainConfig
 from model import GPT
 from model.loss import TWO_PASSES
@@ -156,12 +155,6 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     for name, p in model.named_parameters():
         assert not ("norm" in name.lower() and id(p) in decayed), f"norm parameter {name} {tuple(p.shape)} would be decayed"
     return decay, no_decay
-
-
-def prepare(model: GPT, train: TrainConfig, machine: Machine) -> None:
-    """Sets how the model runs: recomputation in backward, and whether its loss is compiled."""
-    model.recompute = train.recompute
-    model.compile_loss = machine.device == "cuda" if train.compile_loss is None else train.compile_loss
 
 
 def compile_model(model: GPT, train: TrainConfig) -> Callable[..., torch.Tensor]:

@@ -18,7 +18,7 @@ PRESETS = [f"{path.parent.name}={path.stem}" for path in keys.FOLDER.glob("*/*.y
 MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0.2 tokenizer.vocab_size=300 optim.lr=1e-3 "
 MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"
 # Keys that a run may change when it goes on
-FREE = "data.processes=2 data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true train.compile_loss=true "
+FREE = "data.processes=2 data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true loss.impl=torch "
 FREE += "train.compile_mode=reduce-overhead train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
 FREE += "logging.wandb=disabled sample.tokens=1 resume=auto folder=x seed=1"
 

@@ -122,10 +122,10 @@ def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and
 
 def test_the_names_of_our_kernels_are_the_ones_in_the_rules():
     pytest.importorskip("triton")
-    from ops.kernels import backward, dropout, forward, rotary
+    from ops.kernels import backward, dropout, forward, rotary, weight_gradients
 
     ours = [rotary.rotary_forward_kernel, rotary.rotary_backward_kernel, rotary.finish_rotary_weights_kernel]
-    ours += [forward.norm_forward_kernel, backward.norm_backward_kernel, backward.finish_weight_gradients_kernel]
+    ours += [forward.norm_forward_kernel, backward.norm_backward_kernel, weight_gradients.finish_weight_gradients_kernel]
     assert {group_of(KernelTime(kernel.fn.__name__, 1.0, 1)) for kernel in (*ours, dropout.dropout_kernel)} == {"norm"}
 
 

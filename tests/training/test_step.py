@@ -13,7 +13,7 @@ from model import GPT
 from tests.runs import composed
 from training.checkpoint import TrainState
 from training.precision import Precision
-from training.step import adamw, compile_model, learning_rate, parameter_groups, prepare, seed_micro_batch, training_step
+from training.step import adamw, compile_model, learning_rate, parameter_groups, seed_micro_batch, training_step
 
 
 def gpt(overrides):
@@ -58,14 +58,6 @@ def test_the_step_uses_the_rate_of_the_schedule(tiny, batch):
     _, start = gpt(tiny)
     distance = (moved.blocks[0].mlp.down.weight - start.blocks[0].mlp.down.weight).abs().max().item()
     assert distance == pytest.approx(1e-3 / 3, rel=0.05), "Adam's first step is the rate; warm-up starts at a third of it"
-
-
-@pytest.mark.parametrize(("machine", "left_open"), [(Machine("cpu"), False), (Machine("cuda"), True)])
-def test_the_loss_is_compiled_where_it_is_asked_for_or_left_open_on_a_gpu(tiny, machine, left_open):
-    _, model = gpt(tiny)
-    for given, expected in ((None, left_open), (False, False), (True, True)):
-        prepare(model, TrainConfig(compile_loss=given, recompute=True), machine)
-        assert model.compile_loss is expected and model.recompute
 
 
 @pytest.mark.gpu

@@ -1,0 +1,420 @@
+"""Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import cross_entropy_reference as reference
+from .autograd import refuse_second_order
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_flags, check_tensor
+from .cross_entropy_reference import NONE, REDUCTIONS, LossOptions
+from .kernels import runs_kernels
+from .operators import operator, register_autograd
+from .torch_state import below_autograd, is_eager, transformed_by_func
+
+
+def cross_entropy_fn(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    in_place: bool = False,
+) -> Tensor:
+    """-log softmax(x)[target] in nats, x = logits or softcap · tanh(logits / softcap); computed in fp32.
+
+    The formulas stand in `kernels.cross_entropy`. The loss agrees with `F.cross_entropy` of fp32 logits; a row that is -inf
+    throughout gives NaN, and the mean over no targets too.
+
+    With in_place=True the logits' memory is used for their gradient. In eager mode on kernels, if the logits need a gradient:
+    for the mean and the sum of bf16 or fp32 logits, this call overwrites them, so that each logit is read once; for
+    reduction="none" and for fp16, backward does. Their version counter says so: whoever has saved the logits for a backward
+    pass of his own gets PyTorch's error, and so does a second backward through this call. Whoever reads their values afterwards
+    reads the gradient. Elsewhere (torch.compile, the reference, no gradients) nothing is overwritten.
+
+    Args:
+        logits: (..., V) in bf16, fp16 or fp32; elsewhere than on a GPU also fp64.
+        targets: (...) int64 or int32: columns, or ignore_index where a row doesn't count. Another number raises IndexError on
+            the CPU; on a GPU it stops the kernel with an assertion, after which the process must end, as with PyTorch.
+        reduction: "mean" over the rows that count, "sum" or "none". No choice waits for the device.
+        softcap: Gemma 2's cap of logits, above 0; None: none.
+        z_loss: times log(Σ exp x)² is added to the loss of a row (PaLM, arXiv:2204.02311).
+        label_smoothing: in [0, 1], as for `F.cross_entropy`.
+
+    Returns:
+        A scalar, or (...) for "none"; fp32, or fp64 for fp64 logits.
+
+    Raises:
+        TypeError: logits or targets are no tensors, or in_place is neither true nor false.
+        ValueError: a shape, dtype, device or option that doesn't fit; in_place=True and logits that are a leaf which requires
+            a gradient, or whose rows don't lie apart at one distance, each without gaps.
+    """
+    name = "cross_entropy_fn"
+    kernels = isinstance(logits, Tensor) and runs_kernels(logits.device) and not transformed_by_func()
+    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
+    options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
+    check_tensor(name, "logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
+    check_dtype(name, "logits", logits, dtypes)
+    check_targets(name, targets, logits.shape[:-1], logits, "logits")
+    check_flags(name, in_place=in_place)
+    rows = None
+    if in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
+        rows = check_rows(name, logits)
+    if not kernels:
+        losses = reference.losses(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), options)
+        total = reference.reduced(losses, targets, options)
+    elif rows is not None and is_eager((logits, targets)):
+        total = _InPlace.apply(logits, rows, targets.reshape(-1), options)
+    else:
+        total = cross_entropy_op(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), *options)[0]
+    return total.view(targets.shape) if options.reduction == NONE else total
+
+
+def linear_cross_entropy_fn(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunks: int = 1,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """cross_entropy_fn(hidden @ weight.T, targets), with the gradients of hidden and weight computed at once.
+
+    The logits live only inside this call, so their gradient always takes their memory, also under torch.compile. Backward
+    multiplies the gradients of hidden and weight by its upstream gradient.
+
+    Args:
+        hidden: (..., K).
+        weight: (V, K). The product runs in autocast's dtype, or else in weight's.
+        chunks: the rows are taken in so many parts, so that 1 / chunks of the logits is there at a time.
+        reduction: "mean" or "sum".
+        The others as for `cross_entropy_fn`.
+
+    Returns:
+        A scalar in fp32, or fp64 for fp64 hidden and weight.
+
+    Raises:
+        TypeError, ValueError: as `cross_entropy_fn`.
+    """
+    name = "linear_cross_entropy_fn"
+    kernels = isinstance(hidden, Tensor) and runs_kernels(hidden.device)
+    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
+    options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
+    if options.reduction == NONE:
+        raise ValueError(f'{name}: reduction is "none", accepted: mean, sum')
+    check_tensor(name, "hidden", hidden)
+    if hidden.dim() == 0:
+        raise ValueError(f"{name}: hidden has shape (), expected (..., K)")
+    check_dtype(name, "hidden", hidden, dtypes)
+    check_tensor(name, "weight", weight)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"{name}: weight has shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1]}) to match the last dimension of "
+            f"hidden {tuple(hidden.shape)}"
+        )
+    check_dtype(name, "weight", weight, dtypes)
+    if weight.device != hidden.device:
+        raise ValueError(f"{name}: weight is on {weight.device}, expected {hidden.device}, the device of hidden")
+    check_targets(name, targets, hidden.shape[:-1], hidden, "hidden")
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"{name}: chunks must be an int of 1 or more, got {chunks!r}")
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if transformed_by_func():  # which wants plain operations
+        losses = reference.losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
+        return reference.reduced(losses, targets, options)
+    return linear_op(rows, weight, targets, chunks, dtype, False, False, *options)[0]
+
+
+def launches() -> Any:
+    """The module that needs Triton: only on devices with kernels."""
+    from . import cross_entropy_launch
+
+    return cross_entropy_launch
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------------
+
+
+def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_loss: Any, label_smoothing: Any) -> LossOptions:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(REDUCTIONS)}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
+    if softcap is not None and not _number(softcap, above=0.0):
+        raise ValueError(f"{name}: softcap must be a finite number above 0, or None for none, got {softcap!r}")
+    if not (_number(z_loss, above=0.0) or z_loss == 0):
+        raise ValueError(f"{name}: z_loss must be a finite number of 0 or more, got {z_loss!r}")
+    if not ((_number(label_smoothing, above=0.0) or label_smoothing == 0) and label_smoothing <= 1):
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+    return LossOptions(ignore_index, REDUCTIONS[reduction], float(softcap or 0.0), float(z_loss), float(label_smoothing))
+
+
+def _number(value: Any, above: float) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and above < value < float("inf")
+
+
+def check_targets(name: str, targets: Any, shape: torch.Size, like: Tensor, of: str) -> None:
+    check_tensor(name, "targets", targets)
+    if targets.shape != shape:
+        raise ValueError(f"{name}: targets has shape {tuple(targets.shape)}, expected {tuple(shape)}, a row of {of} for each")
+    check_dtype(name, "targets", targets, (torch.int64, torch.int32))
+    if targets.device != like.device:
+        raise ValueError(f"{name}: targets is on {targets.device}, expected {like.device}, the device of {of}")
+
+
+def check_rows(name: str, logits: Tensor) -> Tensor:
+    """The rows of logits that may be overwritten: [M, V], a view."""
+    if logits.is_leaf:
+        raise ValueError(
+            f"{name}: in_place=True would overwrite logits, a leaf that requires a gradient; leave in_place out, or pass "
+            "what was computed from it"
+        )
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    if rows.numel() and (rows.data_ptr() != logits.data_ptr() or rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]):
+        raise ValueError(
+            f"{name}: in_place=True needs logits whose rows lie at one distance, without gaps inside; got strides "
+            f"{logits.stride()} for shape {tuple(logits.shape)}. Leave in_place out, or pass logits.contiguous()"
+        )
+    return rows
+
+
+def known_to_inductor(*operators: Any) -> None:
+    """Tells torch.compile's backend that it is to call these operators as they are, which it would find out by itself.
+
+    PyTorch 2.11 then first writes down all of the graph that they depend on, for a log that nobody has asked for. Behind
+    twelve blocks with two fused norms each that takes for ever: a text for each path through the residual stream.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if hasattr(lowering, "lowerings") and hasattr(lowering, "make_fallback"):
+        for one in operators:
+            if one not in lowering.lowerings:
+                lowering.make_fallback(one, warn=False)
+
+
+# ---- operators ---------------------------------------------------------------------------------------------------------------
+
+OPTIONS = "int ignore_index, int reduction, float softcap, float z_loss, float label_smoothing"
+
+
+def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, statistics of the rows and the factor of the mean."""
+    return launches().loss(logits, targets.contiguous(), LossOptions(*options))
+
+
+def _forward_fake(logits: Tensor, targets: Tensor, ignore_index: int, reduction: int, *_: Any) -> tuple[Tensor, ...]:
+    known_to_inductor(cross_entropy_op, cross_entropy_forward, cross_entropy_backward)
+    M = logits.shape[0]
+    shapes = ((M,) if reduction == NONE else (), (M, 2), (reference.factors(reduction),))
+    return tuple([logits.new_empty(shape, dtype=torch.float32) for shape in shapes])
+
+
+def _backward(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, *options: Any) -> Tensor:
+    gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    launches().gradient(dloss, logits, targets.contiguous(), stats, scale, LossOptions(*options), gradient)
+    return gradient
+
+
+def _backward_fake(dloss: Tensor, logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+SCHEMA = f"(Tensor logits, Tensor targets, {OPTIONS}) -> (Tensor, Tensor, Tensor)"
+cross_entropy_op = operator("cross_entropy", SCHEMA, _forward, _forward_fake)
+cross_entropy_forward = operator("cross_entropy_forward", SCHEMA, _forward, _forward_fake)
+cross_entropy_backward = operator(
+    "cross_entropy_backward",
+    f"(Tensor dloss, Tensor logits, Tensor targets, Tensor stats, Tensor scale, {OPTIONS}) -> Tensor",
+    _backward,
+    _backward_fake,
+)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, *options):
+        outputs = below_autograd(cross_entropy_forward, logits, targets, *options)
+        ctx.save_for_backward(logits, targets, *outputs[1:])
+        ctx.options = options
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        nothing = (None,) * (1 + len(ctx.options))
+        if dloss is None:
+            return None, *nothing
+        with torch.no_grad():
+            gradient = cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
+        if torch.is_grad_enabled():
+            (gradient,) = refuse_second_order("cross_entropy_fn", (gradient,))
+        return gradient, *nothing
+
+
+register_autograd(cross_entropy_op, cross_entropy_forward, _CrossEntropy.apply)
+
+
+class _InPlace(torch.autograd.Function):
+    """The loss of logits (..., V), of which `rows` [M, V] is a view that autograd doesn't know."""
+
+    @staticmethod
+    def forward(ctx, logits, rows, targets, options):
+        ctx.options, ctx.spent = options, False
+        # Per row the upstream gradient isn't known yet, and in fp16 p / count is often 0.
+        ctx.early = options.reduction != NONE and rows.dtype != torch.float16
+        scale = launches().scale_of(targets, options)
+        if ctx.early:
+            losses = launches().loss_and_gradient(rows, targets, options, scale)
+            torch.autograd.graph.increment_version(logits)
+            ctx.save_for_backward(logits)
+            return launches().reduced(losses, scale, options)
+        total, stats, scale = launches().loss(rows, targets, options)
+        ctx.save_for_backward(logits, targets, stats, scale)
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss):
+        if ctx.spent:
+            raise RuntimeError(
+                "cross_entropy_fn: a second backward through a loss with in_place=True, whose logits hold the gradient of the "
+                "first; use in_place=False"
+            )
+        logits, *saved = ctx.saved_tensors
+        ctx.spent = True
+        with torch.no_grad():
+            gradient = logits.detach()
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.early:
+                launches().multiply(rows, dloss)
+            else:
+                launches().gradient(dloss, rows, *saved, ctx.options, rows)
+        torch.autograd.graph.increment_version(logits)
+        if torch.is_grad_enabled():
+            (gradient,) = refuse_second_order("cross_entropy_fn", (gradient,))
+        return gradient, None, None, None
+
+
+# ---- the product and its loss ------------------------------------------------------------------------------------------------
+
+
+def _linear(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss, the factor of the mean, and the gradients of hidden and weight but for that factor, empty where not needed.
+
+    The factor comes last because p / count is often 0 in fp16, and because backward has a factor of its own anyway.
+    """
+    shared = LossOptions(*options)
+    one_pass, loss_alone, finish = _kernels_of(hidden.device)
+    _, _, dhidden, dweight = _linear_fake(hidden, weight, targets, chunks, dtype, needs_hidden, needs_weight, *options)
+    losses = [dweight.new_empty(0)]
+    with torch.autocast(hidden.device.type, enabled=False):
+        weight, targets = weight.to(dtype), targets.contiguous()
+        size = max(1, -(-len(hidden) // chunks))
+        for first in range(0, len(hidden), size):
+            part = slice(first, first + size)
+            h = hidden[part].to(dtype)
+            logits = F.linear(h, weight)
+            if not (needs_hidden or needs_weight):
+                losses.append(loss_alone(logits, targets[part], shared))
+                continue
+            losses.append(one_pass(logits, targets[part], shared))
+            if needs_hidden:
+                dhidden[part] = logits @ weight
+            if needs_weight:
+                _add_product(dweight, logits, h, first > 0)
+        if needs_weight and len(hidden) == 0:
+            dweight.zero_()
+        total, scale = finish(torch.cat(losses), targets, shared)
+    return total, scale, dhidden, dweight
+
+
+def _linear_fake(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool,
+    ignore_index: int, reduction: int, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    known_to_inductor(linear_op, linear_forward)
+    wide = torch.promote_types(dtype, torch.float32)  # sums over all rows, in which bf16 would lose the small ones
+    return (
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty(reference.factors(reduction), dtype=wide),
+        hidden.new_empty(hidden.shape if needs_hidden else (0,)),
+        weight.new_empty(weight.shape if needs_weight else (0,), dtype=wide),
+    )
+
+
+def _add_product(dweight: Tensor, dlogits: Tensor, h: Tensor, adds: bool) -> None:
+    """dweight = dlogits.T @ h, or += where it adds. Tensor cores sum in fp32 and write that."""
+    if dlogits.is_cuda and dlogits.dtype != dweight.dtype:
+        if adds:
+            torch.ops.aten.addmm.dtype_out(dweight, dlogits.mT, h, dweight.dtype, out=dweight)
+        else:
+            torch.ops.aten.mm.dtype_out(dlogits.mT, h, dweight.dtype, out=dweight)
+    else:
+        torch.addmm(dweight, dlogits.mT.to(dweight.dtype), h.to(dweight.dtype), beta=int(adds), out=dweight)
+
+
+LINEAR = (
+    "(Tensor hidden, Tensor weight, Tensor targets, int chunks, ScalarType dtype, bool needs_hidden, bool needs_weight, "
+    f"{OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+linear_op = operator("linear_cross_entropy", LINEAR, _linear, _linear_fake)
+linear_forward = operator("linear_cross_entropy_forward", LINEAR, _linear, _linear_fake)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunks, dtype, _, __, *options):
+        needs = hidden.requires_grad, weight.requires_grad
+        outputs = below_autograd(linear_forward, hidden, weight, targets, chunks, dtype, *needs, *options)
+        ctx.save_for_backward(*outputs[1:])
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.others = 5 + len(options)
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, dloss, *_):
+        nothing = (None,) * ctx.others
+        if dloss is None:
+            return None, None, *nothing
+        scale, *products = ctx.saved_tensors
+        with torch.no_grad():
+            factor = dloss * scale if scale.numel() else dloss
+            # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
+            gradients: tuple[Tensor | None, ...] = tuple(
+                [
+                    (product.to(factor.dtype) * factor).to(dtype) if needed else None
+                    for product, dtype, needed in zip(products, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
+                ]
+            )
+        if torch.is_grad_enabled():
+            gradients = refuse_second_order("linear_cross_entropy_fn", gradients)
+        return *gradients, *nothing
+
+
+register_autograd(linear_op, linear_forward, _LinearCrossEntropy.apply)
+
+
+def _kernels_of(device: torch.device) -> tuple[Callable, Callable, Callable]:
+    """Three functions: the losses of logits, which become their gradient; the losses alone; the loss and the mean's factor."""
+    if not runs_kernels(device):
+        return reference.one_pass, reference.losses, reference.finish
+    return launches().loss_and_gradient, launches().losses_alone, launches().finish

@@ -1,0 +1,131 @@
+"""Softmax and log-softmax over the last dimension, with a scale and a mask applied on the way in."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .autograd import refuse_second_order
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_input, check_tensor
+from .kernels import runs_kernels
+from .operators import operator, register_autograd
+from .torch_state import below_autograd, transformed_by_func
+
+
+def softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """exp(z) / Σ exp(z) over the last dimension, z = scale · x + mask, computed in fp32 and rounded once.
+
+    A row that is -inf throughout gives NaN, as PyTorch's softmax does.
+
+    Args:
+        x: (..., N) in bf16, fp16 or fp32; elsewhere than on a GPU also fp64. N ≥ 1 of any size.
+        scale: a finite number, before the mask is added.
+        mask: broadcasts to x's shape and is read as it lies in memory. Boolean: columns where it is False count as -inf, and
+            their x gets no gradient. Any floating dtype of x's: added to scale · x; it gets a gradient if it requires one.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        TypeError: x or mask is no tensor.
+        ValueError: a shape, dtype or device that does not fit, or a scale that is no finite number.
+    """
+    return _softmax("softmax_fn", x, scale, mask, log=False)
+
+
+def log_softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+    """z - log Σ exp(z) over the last dimension, z = scale · x + mask. Arguments and errors as for `softmax_fn`."""
+    return _softmax("log_softmax_fn", x, scale, mask, log=True)
+
+
+def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
+    kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
+    check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
+    if not isinstance(scale, float | int) or isinstance(scale, bool) or not math.isfinite(scale):
+        raise ValueError(f"{name}: scale must be a finite number, got {scale!r}")
+    if mask is not None:
+        _check_mask(name, x, mask)
+    if not kernels:
+        return reference(x, scale, mask, log)
+    return softmax_op(x, mask, float(scale), log)
+
+
+def _check_mask(name: str, x: Tensor, mask: Tensor) -> None:
+    check_tensor(name, "mask", mask)
+    check_dtype(name, "mask", mask, (torch.bool, *REFERENCE_DTYPES))
+    if mask.device != x.device:
+        raise ValueError(f"{name}: mask is on {mask.device}, expected {x.device}, the device of x")
+    fits = mask.dim() <= x.dim() and all(m in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False))
+    if not fits:
+        raise ValueError(f"{name}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to x's {tuple(x.shape)}")
+
+
+def launches() -> Any:
+    """The module that needs Triton: only on devices with kernels."""
+    from . import softmax_launch
+
+    return softmax_launch
+
+
+def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
+    """The same in PyTorch's own operations, in fp32, or in fp64 for fp64."""
+    z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    if mask is not None:
+        z = z.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else z + mask
+    return (torch.log_softmax(z, -1) if log else torch.softmax(z, -1)).to(x.dtype)
+
+
+# ---- operators ---------------------------------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
+    return launches().softmax(x, None if mask is None else mask.expand(x.shape), scale, log)
+
+
+def _backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool) -> Tensor:
+    return launches().softmax_backward(y, dy, scale, log, hides)
+
+
+def _like(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+SCHEMA = "(Tensor x, Tensor? mask, float scale, bool log) -> Tensor"
+softmax_op = operator("softmax", SCHEMA, _forward, _like)
+softmax_forward = operator("softmax_forward", SCHEMA, _forward, _like)
+softmax_backward = operator(
+    "softmax_backward", "(Tensor y, Tensor dy, float scale, bool log, bool hides) -> Tensor", _backward, _like
+)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask, scale, log):
+        y = below_autograd(softmax_forward, x, mask, scale, log)
+        ctx.save_for_backward(y)
+        ctx.scale, ctx.log = scale, log
+        ctx.hides = mask is not None and mask.dtype == torch.bool
+        ctx.mask = None if mask is None else (mask.shape, mask.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if not torch.is_grad_enabled():
+            return _gradients(ctx, dy)
+        with torch.no_grad():
+            gradients = _gradients(ctx, dy)
+        return refuse_second_order("log_softmax_fn" if ctx.log else "softmax_fn", gradients)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    (y,) = ctx.saved_tensors
+    if not ctx.needs_input_grad[1]:
+        return softmax_backward(y, dy, ctx.scale, ctx.log, ctx.hides), None, None, None
+    dz = softmax_backward(y, dy, 1.0, ctx.log, ctx.hides)
+    shape, dtype = ctx.mask
+    dx = dz * ctx.scale if ctx.needs_input_grad[0] else None
+    return dx, dz.float().sum_to_size(shape).to(dtype), None, None
+
+
+register_autograd(softmax_op, softmax_forward, _Softmax.apply)

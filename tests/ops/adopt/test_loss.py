@@ -1,0 +1,72 @@
+"""replace_loss and restore_loss on models of transformers."""
+
+import pytest
+import torch
+from torch import nn
+
+from ops import replace_loss, restore_loss
+from ops.adopt.loss import FusedCausalLoss
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def model(device):
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).to(device)
+
+
+def step(model, **given):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(37, (2, 6), generator=generator).to(next(model.parameters()).device)
+    labels = tokens.clone()
+    labels[0, 2:4] = -100
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=labels, **given).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 5}], ids=["mean", "items"])
+def test_loss_and_gradients_stay_what_they_were_there_and_back(model, in_place, given, capsys):
+    before = step(model, **given)
+    assert replace_loss(model, in_place=in_place) == capsys.readouterr().out.strip()
+    assert isinstance(model.loss_function, FusedCausalLoss) and model.loss_function.in_place is in_place
+    fused = step(model, **given)
+    torch.testing.assert_close(fused, before, rtol=1e-4, atol=1e-6)
+    assert restore_loss(model) == "LlamaForCausalLM.loss_function: ForCausalLMLoss as it was" == capsys.readouterr().out.strip()
+    assert "_loss_function" not in vars(model)
+    assert restore_loss(model, verbose=False) == ""
+    after = step(model, **given)
+    assert torch.equal(after[0], before[0])
+
+
+def test_a_second_call_changes_in_place_alone_and_a_loss_of_the_models_own_comes_back(model):
+    def own(logits, labels, vocab_size, **kwargs):
+        return kept(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+    kept = model.loss_function
+    model.loss_function = own
+    replace_loss(model, verbose=False)
+    assert (
+        replace_loss(model, in_place=True, verbose=False)
+        == "LlamaForCausalLM.loss_function: own → fused cross-entropy, in place"
+    )
+    restore_loss(model, verbose=False)
+    assert model.loss_function is own
+
+
+def test_another_loss_is_left_alone(model):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.float().square().mean()
+    kept = model.loss_function
+    with pytest.raises(ValueError, match="computes something else than the mean cross-entropy of next tokens; left alone"):
+        replace_loss(model)
+    assert model.loss_function is kept
+    with pytest.raises(ValueError, match="Linear has no loss_function"):
+        replace_loss(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got int"):
+        replace_loss(3)

@@ -1,0 +1,348 @@
+"""Cross-entropy: values and gradients against fp64, what in_place overwrites, and the product with its loss."""
+
+# ruff: noqa: E501
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import library
+
+from ops import cross_entropy, cross_entropy_fn, cross_entropy_launch, linear_cross_entropy_fn
+from ops.cross_entropy_launch import LossTile, loss_tile, streaming_tile
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPTIONS = [
+    {},
+    {"z_loss": 0.01},
+    {"label_smoothing": 0.1},
+    {"softcap": 5.0},
+    {"softcap": 5.0, "z_loss": 0.01, "label_smoothing": 0.1},
+]
+# A row whole in registers, and rows of which a part is read twice, so that the last block is full, cut, or empty.
+TILES = [LossTile(64, 12, 2, 1), LossTile(64, 1, 2, 1), LossTile(128, 2, 1, 1)]
+
+
+def oracle(logits, targets, *, softcap=None, z_loss=0.0, label_smoothing=0.0, ignore_index=-100):
+    """Losses by row in the logits' dtype, written down from the definition."""
+    x = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    lse = x.logsumexp(-1)
+    counts = targets != ignore_index
+    at_target = x.gather(-1, targets.long().where(counts, 0)[..., None])[..., 0]
+    loss = lse - (1 - label_smoothing) * at_target + z_loss * lse**2
+    if label_smoothing:
+        loss = loss - label_smoothing * x.mean(-1)
+    return loss.masked_fill(~counts, 0.0)
+
+
+def reduced(losses, targets, reduction):
+    return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.sum() / (targets != -100).sum()
+
+
+def example(device, shape, dtype, scale=2.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(shape, generator=generator)).to(dtype).to(device)
+    targets = torch.randint(shape[-1], shape[:-1], generator=generator)
+    targets.view(-1)[::3] = -100
+    return logits, targets.to(device)
+
+
+def exact(logits, targets, upstream, reduction, **options):
+    x = logits.detach().double().requires_grad_()
+    loss = reduced(oracle(x, targets, **options), targets, reduction)
+    (gradient,) = torch.autograd.grad(loss, x, upstream.to(loss))
+    return loss.detach(), gradient
+
+
+def close(found, expected, dtype):
+    error = {FP32: 1e-6, BF16: 2**-7, FP16: 2**-10}[dtype]
+    bound = error * expected.abs().max().item() + (1e-7 if dtype is FP16 else 0)
+    assert (found.double() - expected).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_and_gradient_are_those_of_the_definition(device, dtype, in_place, reduction):
+    for index, options in enumerate(OPTIONS):
+        logits, targets = example(device, (2, 3, 40 + index % 2), dtype)
+        upstream = (
+            torch.full((), 3.0, device=device) if reduction != "none" else torch.arange(1.0, 7.0, device=device).view(2, 3)
+        )
+        leaf = logits.clone().requires_grad_()
+        loss = cross_entropy_fn(leaf * 1, targets, reduction=reduction, in_place=in_place, **options)
+        loss.backward(upstream)
+        expected, gradient = exact(logits, targets, upstream, reduction, **options)
+        assert loss.dtype == FP32 and loss.shape == expected.shape
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+        close(leaf.grad, gradient, dtype)
+        assert (leaf.grad[targets == -100] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("width", [600, 601, 640, 643])  # whole words and odd ones, that end with a block or don't
+def test_every_tile_reads_every_logit_and_writes_no_other(device, dtype, tile, width, monkeypatch):
+    monkeypatch.setattr(cross_entropy_launch, "loss_tile", lambda *_: tile)
+    around = torch.full((7, width), 7.0, device=device, dtype=dtype)  # a row before and behind belongs to somebody else
+    logits, targets = example(device, (5, width), dtype)
+    around[1:6] = logits
+    leaf = around.clone().requires_grad_()
+    whole = leaf * 1
+    loss = cross_entropy_fn(whole[1:6], targets, softcap=9.0, in_place=True)
+    loss.backward()
+    expected, gradient = exact(logits, targets, torch.ones((), device=device), "mean", softcap=9.0)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    close(leaf.grad[1:6], gradient, dtype)
+    assert (whole[::6] == 7.0).all()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_logits_of_ten_thousand_and_of_minus_infinity(device, in_place):
+    logits, targets = example(device, (6, 50), FP32, scale=1e4)
+    logits[:, ::2] = -torch.inf
+    logits[torch.arange(6), targets.clamp(min=0)] = 1e4 * torch.randn(6, device=device)
+    logits[1] = -torch.inf  # a row without a number
+    logits[2, targets[2]] = -torch.inf
+    leaf = logits.clone().requires_grad_()
+    loss = cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=in_place)
+    rows = cross_entropy_fn(logits, targets, reduction="none")
+    loss.backward()
+    expected = F.cross_entropy(logits.double(), targets, reduction="none")
+    torch.testing.assert_close(rows.double(), expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+    assert rows[1].isnan() and rows[2] == torch.inf and loss.isnan()
+    _, gradient = exact(logits, targets, torch.ones((), device=device), "sum")
+    others = [0, 2, 3, 4, 5]
+    torch.testing.assert_close(leaf.grad[others].double(), gradient[others], rtol=1e-6, atol=1e-6)
+    assert leaf.grad[1].isnan().all()
+
+
+def test_it_is_as_exact_as_pytorch_in_fp32(device):
+    logits, targets = example(device, (64, 300), FP32, scale=4.0)
+    one = torch.ones((), device=device)
+    for options in ({}, {"softcap": 30.0, "label_smoothing": 0.1}):
+        expected, gradient = exact(logits, targets, one, "sum", **options)
+        errors = []
+        for ours in (True, False):
+            leaf = logits.clone().requires_grad_()
+            loss = (
+                cross_entropy_fn(leaf * 1, targets, reduction="sum", in_place=True, **options)
+                if ours
+                else oracle(leaf, targets, **options).sum()
+            )
+            loss.backward()
+            errors.append(torch.stack([(loss - expected).abs() / expected, (leaf.grad - gradient).norm() / gradient.norm()]))
+        assert (errors[0] <= 2 * errors[1] + 1e-7).all(), errors
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_targets_of_both_dtypes_and_any_ignored_number(device, dtype):
+    logits, targets = example(device, (9, 30), FP32)
+    expected = cross_entropy_fn(logits, targets)
+    targets = targets.where(targets != -100, 7).to(dtype)
+    ignored = cross_entropy_fn(logits, targets, ignore_index=7, reduction="none")
+    assert (ignored[targets == 7] == 0).all()
+    assert expected.isfinite() and cross_entropy_fn(logits, torch.full_like(targets, 7), ignore_index=7).isnan()
+
+
+def test_targets_out_of_range_raise_on_the_cpu():
+    for wrong in (30, -1):
+        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+            cross_entropy_fn(torch.randn(2, 30), torch.tensor([3, wrong]))
+
+
+def test_rows_that_lie_apart(device):
+    wide, targets = example(device, (6, 44), FP32)
+    targets %= 40
+    leaf = wide.clone().requires_grad_()
+    whole = leaf * 1
+    cross_entropy_fn(whole[:, :40], targets, in_place=True, ignore_index=-1).mul(0.5).backward()
+    apart = wide.t().contiguous().t()[:, :40].requires_grad_()  # neither rows nor their elements lie together
+    cross_entropy_fn(apart, targets, ignore_index=-1).mul(0.5).backward()
+    half = torch.full((), 0.5, device=device)
+    x = wide[:, :40].double().requires_grad_()
+    (gradient,) = torch.autograd.grad(oracle(x, targets, ignore_index=-1).mean(), x, half.double())
+    close(leaf.grad[:, :40], gradient, FP32)
+    close(apart.grad, gradient, FP32)
+    assert torch.equal(whole[:, 40:], wide[:, 40:])
+
+
+# ---- in place ----------------------------------------------------------------------------------------------------------------
+
+
+def test_in_place_the_gradient_takes_the_logits_memory(device):
+    leaf, targets = example(device, (4, 32), FP32)
+    logits = leaf.requires_grad_() * 1
+    cross_entropy_fn(logits, targets, in_place=True)
+    assert logits.sum().abs() < 1e-5  # each row of the gradient adds up to 0
+    kept = leaf * 1
+    before = kept.clone()
+    cross_entropy_fn(kept, targets).backward()
+    with torch.no_grad():
+        cross_entropy_fn(kept, targets, in_place=True)
+    cross_entropy_fn(kept.detach(), targets, in_place=True)
+    assert torch.equal(kept, before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_in_place_a_second_use_of_the_logits_raises(device, reduction):
+    leaf, targets = example(device, (4, 32), FP32)
+    logits = leaf.requires_grad_() * 1
+    other = logits.sin().sum()  # which keeps the logits for its backward
+    loss = cross_entropy_fn(logits, targets, reduction=reduction, in_place=True).sum()
+    if reduction == "none":
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    logits = leaf * 1
+    loss = cross_entropy_fn(logits, targets, reduction=reduction, in_place=True).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"a second backward|modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_gradients_add_up_over_micro_batches_and_with_a_scaled_loss(device):
+    leaf, targets = example(device, (4, 32), FP32)
+    leaf.requires_grad_()
+    for part in (slice(0, 2), slice(2, 4)):
+        (cross_entropy_fn(leaf[part] * 1, targets[part], reduction="sum", in_place=True) / 8 * 1024).backward()
+    _, gradient = exact(leaf, targets, torch.full((), 128.0, device=device), "sum")
+    close(leaf.grad, gradient, FP32)
+
+
+def test_without_in_place_a_graph_serves_twice(device):
+    leaf, targets = example(device, (4, 32), FP32)
+    leaf.requires_grad_()
+    loss = cross_entropy_fn(leaf, targets)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(3 * loss, leaf)
+    torch.testing.assert_close(3 * first, second)
+
+
+def test_it_can_not_be_differentiated_twice_but_by_torch_func(device):
+    leaf, targets = example(device, (4, 32), FP32)
+    (gradient,) = torch.autograd.grad(cross_entropy_fn(leaf.requires_grad_(), targets), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="cross_entropy_fn: its gradients can't be differentiated again"):
+        gradient.sum().backward()
+    found = torch.func.hessian(lambda x: cross_entropy_fn(x, targets[1:2]))(leaf.detach()[1:2])
+    p = leaf.detach()[1].softmax(-1)
+    torch.testing.assert_close(found.view(32, 32), p.diag() - p[:, None] * p, rtol=1e-4, atol=1e-6)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------------
+
+X, T = torch.randn(4, 6, 8), torch.zeros(4, 6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cross_entropy_fn([1.0], T), "cross_entropy_fn: logits must be a tensor, got list"),
+        (lambda: cross_entropy_fn(X[..., :0], T), "logits has shape (4, 6, 0), expected (..., V) with V ≥ 1"),
+        (lambda: cross_entropy_fn(X.int(), T), "logits is int32 on cpu, accepted there: float32, bfloat16, float16"),
+        (lambda: cross_entropy_fn(X, T[0]), "targets has shape (6,), expected (4, 6), a row of logits for each"),
+        (lambda: cross_entropy_fn(X, T.float()), "targets is float32 on cpu, accepted there: int64, int32"),
+        (lambda: cross_entropy_fn(X, T.to("meta")), "targets is on meta, expected cpu, the device of logits"),
+        (lambda: cross_entropy_fn(X, T, reduction="avg"), "reduction is 'avg', accepted: none, mean, sum"),
+        (lambda: cross_entropy_fn(X, T, ignore_index=0.5), "ignore_index must be an int, got 0.5"),
+        (lambda: cross_entropy_fn(X, T, softcap=0.0), "softcap must be a finite number above 0, or None for none, got 0.0"),
+        (lambda: cross_entropy_fn(X, T, z_loss=-1), "z_loss must be a finite number of 0 or more, got -1"),
+        (lambda: cross_entropy_fn(X, T, label_smoothing=1.5), "label_smoothing must be in [0, 1], got 1.5"),
+        (lambda: cross_entropy_fn(X, T, in_place="yes"), "in_place must be True or False, got str"),
+        (lambda: cross_entropy_fn(X.clone().requires_grad_(), T, in_place=True), "would overwrite logits, a leaf that requires a gradient"),
+        (lambda: cross_entropy_fn((X.clone().requires_grad_() * 1)[..., ::2], T, in_place=True), "needs logits whose rows lie at one distance"),
+        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 9), T), "weight has shape (5, 9), expected (V, 8) to match the last dimension"),
+        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 8), T, chunks=0), "chunks must be an int of 1 or more, got 0"),
+        (lambda: linear_cross_entropy_fn(X, torch.ones(5, 8), T, reduction="none"), 'reduction is "none", accepted: mean, sum'),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_the_argument_what_was_given_and_what_is_accepted(call, message):
+    with pytest.raises((ValueError, TypeError)) as error:
+        call()
+    assert message in str(error.value)
+
+
+# ---- the product and its loss ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_the_product_with_its_loss_has_the_gradients_of_both_in_one(device, chunks, dtype):
+    hidden, _ = example(device, (2, 4, 16), dtype)
+    weight, _ = example(device, (30, 16), FP32, seed=1)
+    _, targets = example(device, (2, 4, 30), FP32)
+    options = {"softcap": 20.0, "z_loss": 0.01}
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    with torch.autocast(device.type, dtype, enabled=dtype is not FP32):
+        loss = linear_cross_entropy_fn(*leaves, targets, chunks=chunks, **options)
+    (4 * loss).backward()
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    rounded = exact[1] + (exact[1].detach().to(dtype).double() - exact[1].detach())
+    expected = reduced(oracle(exact[0] @ rounded.mT, targets, **options), targets, "mean")
+    gradients = torch.autograd.grad(4 * expected, exact)
+    tolerance = {FP32: 1e-5, FP16: 2**-8, BF16: 2**-6}[dtype]
+    torch.testing.assert_close(loss.double(), expected, rtol=tolerance, atol=tolerance)
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        assert (leaf.grad.double() - gradient).norm() <= tolerance * gradient.norm()
+
+
+def test_the_product_computes_only_gradients_that_are_asked_for(device):
+    hidden, targets = example(device, (5, 16), FP32)
+    weight = torch.randn(16, 16, device=device)
+    plain = linear_cross_entropy_fn(hidden, weight, targets, chunks=2)
+    assert not plain.requires_grad
+    frozen = linear_cross_entropy_fn(hidden.requires_grad_(), weight, targets, chunks=2)
+    torch.testing.assert_close(plain, frozen.detach())
+    frozen.backward(retain_graph=True)
+    first = hidden.grad.clone()
+    frozen.backward()
+    torch.testing.assert_close(hidden.grad, 2 * first)
+
+
+# ---- dispatch ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [cross_entropy_fn, lambda x, t: linear_cross_entropy_fn(x, x[:7] * 2, t % 7, chunks=2)])
+def test_compiled_graphs_hold_the_operators_and_give_the_same_bits(device, call):
+    torch._dynamo.reset()
+    logits, targets = example(device, (8, 32), FP32)
+    found = []
+    for fn in (call, torch.compile(call, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")):
+        leaf = logits.clone().requires_grad_()
+        loss = fn(leaf, targets.clamp(min=0))
+        (2 * loss).backward()
+        found.append((loss.detach(), leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_opcheck(device):
+    logits, targets = example(device, (4, 32), FP32)
+    options = (-100, 1, 0.0, 0.0, 0.0)
+    library.opcheck(cross_entropy.cross_entropy_op, (logits.clone().requires_grad_(), targets, *options))
+    weight = torch.randn(8, 32, device=device, requires_grad=True)
+    arguments = (logits.requires_grad_(), weight, targets.clamp(max=7), 2, FP32, False, False, *options)
+    library.opcheck(cross_entropy.linear_op, arguments)
+
+
+def test_no_rows(device):
+    logits, targets = torch.zeros(0, 5, device=device, requires_grad=True), torch.zeros(0, dtype=torch.int64, device=device)
+    assert cross_entropy_fn(logits, targets).isnan()
+    cross_entropy_fn(logits * 1, targets, reduction="sum", in_place=True).backward()
+    assert logits.grad.shape == (0, 5)
+    weight = torch.ones(3, 5, device=device, requires_grad=True)
+    linear_cross_entropy_fn(logits, weight, targets, reduction="sum").backward()
+    assert (weight.grad == 0).all()
+
+
+def test_reference_agrees_on_the_cpu_in_fp64():
+    logits, targets = example("cpu", (6, 20), torch.float64)
+    if cross_entropy.runs_kernels(logits.device):
+        pytest.skip("the interpreter has this device")
+    torch.testing.assert_close(cross_entropy_fn(logits, targets), reduced(oracle(logits, targets), targets, "mean"))
+
+
+def test_tiles_hold_whole_rows_of_every_width():
+    for width in (1, 2, 31, 128, 1000, 2048, 50257, 50304, 128256, 262144, 1_000_000):
+        for itemsize in (2, 4):
+            for tile in (loss_tile(width, itemsize), streaming_tile(width, itemsize)):
+                assert tile.block & (tile.block - 1) == 0 and 1 <= tile.warps <= 32
+                assert tile.block % (32 * tile.warps * 16 // itemsize) == 0

@@ -1,0 +1,155 @@
+"""Softmax and log-softmax: values and gradients against fp64, masks in every shape, wide rows."""
+
+import pytest
+import torch
+from torch import library
+
+from ops import log_softmax_fn, softmax, softmax_fn, softmax_launch
+from ops.softmax_launch import SoftmaxTile, softmax_tile
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FUNCTIONS = [softmax_fn, log_softmax_fn]
+ERROR = {FP32: 1e-5, BF16: 2**-7, FP16: 2**-10}
+
+
+def oracle(x, scale, mask, log):
+    z = x * scale
+    if mask is not None:
+        z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask
+    return z.log_softmax(-1) if log else z.softmax(-1)
+
+
+def close(found, expected, dtype):
+    assert found.dtype == dtype
+    finite = expected.isfinite()
+    assert torch.equal(found.isfinite(), finite)
+    largest = expected[finite].abs().max().item() if finite.any() else 0.0
+    assert (found.double() - expected)[finite].abs().max().item() <= ERROR[dtype] * max(1.0, largest)
+
+
+def check(fn, x, scale=1.0, mask=None):
+    x = x.clone().requires_grad_()
+    mask = mask.clone().requires_grad_() if mask is not None and mask.is_floating_point() else mask
+    y = fn(x, scale, mask)
+    dy = torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape).to(x.dtype)
+    y.backward(dy)
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (x, mask) if leaf is not None and leaf.is_floating_point()]
+    expected = oracle(leaves[0], scale, leaves[1] if len(leaves) > 1 else mask, fn is log_softmax_fn)
+    gradients = torch.autograd.grad(expected, leaves, dy.double())
+    close(y, expected, x.dtype)
+    close(x.grad, gradients[0], x.dtype)
+    if len(leaves) > 1:
+        close(mask.grad, gradients[1], mask.dtype)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 40, 300, 1100])
+def test_values_and_gradients(device, fn, dtype, width):
+    x = 3 * torch.randn(3, 5, width, generator=torch.Generator().manual_seed(width)).to(device)
+    check(fn, x.to(dtype))
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bool, FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(24,), (5, 24), (2, 3, 5, 24), (2, 1, 5, 24), (2, 1, 1, 24), (1, 3, 1, 24), (2, 3, 5, 1), (2, 1, 5, 1), (1,), ()]
+)
+def test_a_mask_broadcasts_as_pytorch_has_it(device, fn, dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 5, 24, generator=generator).to(device)
+    mask = (
+        torch.rand(shape, generator=generator) < 0.7
+        if dtype is torch.bool
+        else torch.randn(shape, generator=generator).to(dtype)
+    )
+    if dtype is torch.bool:
+        mask = mask | (torch.arange(shape[-1] if shape else 1) == 0)  # a row without a column has no gradient
+    check(fn, x, 0.5, mask.to(device))
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize(
+    "tile", [SoftmaxTile(1, 64, 1, looped=True), SoftmaxTile(2, 128, 1), SoftmaxTile(4, 64, 2, distance=1)], ids=str
+)
+def test_every_tile(device, fn, tile, monkeypatch):
+    if tile.distance and device.type == "cpu":
+        pytest.skip("only a GPU can bring rows into L2")
+    monkeypatch.setattr(softmax_launch, "softmax_tile", lambda *_: tile)
+    x = torch.randn(7, 300, generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.ones(300, dtype=torch.bool, device=device)
+    mask[:150] = False  # whole blocks of nothing
+    check(fn, x)
+    check(fn, x, 2.0, mask)
+    check(fn, x[:, :297])  # rows that lie apart
+    check(fn, x.t()[:7])
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_large_numbers_and_rows_of_minus_infinity(device, fn):
+    x = 1e4 * torch.randn(4, 50, generator=torch.Generator().manual_seed(2)).to(device)
+    x[1, ::2] = -torch.inf
+    check(fn, x[:2])
+    x[2] = -torch.inf
+    x[3, 7] = torch.inf
+    assert fn(x)[2:].isnan().any(-1).all() and fn(x)[2].isnan().all()
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_errors(fn):
+    x, name = torch.randn(2, 3, 4), fn.__name__
+    for call, message in [
+        (lambda: fn([1.0]), f"{name}: x must be a tensor, got list"),
+        (lambda: fn(x[..., :0]), "x has shape (2, 3, 0), expected (..., N) with N ≥ 1"),
+        (lambda: fn(x, float("nan")), f"{name}: scale must be a finite number, got nan"),
+        (lambda: fn(x, mask=torch.ones(3)), "mask has shape (3,), expected one that broadcasts to x's (2, 3, 4)"),
+        (lambda: fn(x, mask=torch.ones(1, 2, 3, 4)), "mask has shape (1, 2, 3, 4), expected one that broadcasts"),
+        (lambda: fn(x, mask=torch.ones(4).long()), "mask is int64 on cpu, accepted there: bool, float32"),
+        (lambda: fn(x, mask=torch.ones(4, device="meta")), "mask is on meta, expected cpu, the device of x"),
+    ]:
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        assert message in str(error.value)
+
+
+def test_second_order_raises_but_in_torch_func(device):
+    x = torch.randn(2, 5, device=device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(softmax_fn(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="softmax_fn: its gradients can't be differentiated again"):
+        gradient.sum().backward()
+    found, expected = (
+        torch.func.hessian(lambda x, f=f: f(x).square().sum())(x.detach()) for f in (softmax_fn, lambda x: x.softmax(-1))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_compiled_it_gives_the_same_bits(device, fn):
+    torch._dynamo.reset()
+    mask = torch.randn(1, 24, device=device)
+    results = []
+    for call in (fn, torch.compile(fn, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+        y = call(x, 0.5, mask)
+        y.backward(y.detach() * 2)
+        results.append((y.detach(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_opcheck(device):
+    x = torch.randn(3, 24, device=device, requires_grad=True)
+    library.opcheck(softmax.softmax_op, (x, torch.ones(24, dtype=torch.bool, device=device), 2.0, False))
+
+
+def test_no_rows(device):
+    assert softmax_fn(torch.zeros(0, 3, device=device)).shape == (0, 3)
+
+
+def test_tiles_hold_whole_rows_of_every_width():
+    for width in (1, 5, 32, 100, 512, 768, 1000, 1025, 2048, 5000, 32768, 40000, 1_000_000):
+        for vector in (4, 8):
+            for backward in (False, True):
+                tile = softmax_tile(width, vector, backward)
+                assert tile.block_n & (tile.block_n - 1) == 0 and tile.rows & (tile.rows - 1) == 0 and 1 <= tile.warps <= 32
+                per_thread = tile.rows * -(-width // tile.block_n) * tile.block_n / (32 * tile.warps)
+                assert tile.looped or per_thread <= (64 if tile.rows == 1 else 32), tile

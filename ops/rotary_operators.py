@@ -69,7 +69,7 @@ def values_of(x: Tensor, options: Options) -> Tensor:
     """v [..., T, kv_heads, D], a view of the packed projection."""
     width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
     size = options.kv_heads * width
-    return x.narrow(-1, x.shape[-1] - size, size).unflatten(-1, (options.kv_heads, width))
+    return x.narrow(-1, x.shape[-1] - size, size).view(*x.shape[:-1], options.kv_heads, width)
 
 
 class _Rotary(torch.autograd.Function):

@@ -167,7 +167,7 @@ TILES = [Tile(64, 1), Tile(4096, 4), Tile(512, 4, 2, 1), Tile(128, 2, 3, 4), Til
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_any_tile_gives_the_same(tile, device, monkeypatch):
     for name in ("forward_tile", "backward_tile"):
-        monkeypatch.setattr(rotary_launch, name, lambda *_: tile)
+        monkeypatch.setattr(rotary_launch, name, lambda *_, **__: tile)
     rotary_launch.forget()
     for case in (Case("layernorm", bias=True, D=20), Case("rmsnorm", (6, 3), per_head=True), Case(None, packed=False)):
         tensors = inputs(replace(case, tokens=(3, 29)), device)

@@ -97,7 +97,7 @@ def linear_cross_entropy_fn(
     multiplies the gradients of hidden and weight by its upstream gradient.
 
     Args:
-        hidden: (..., K).
+        hidden: (..., K) in bf16, fp16, fp32, or fp64, in which no kernels but PyTorch's operations compute the loss.
         weight: (V, K). The product runs in autocast's dtype, or else in weight's.
         chunks: the rows are taken in so many parts, so that 1 / chunks of the logits is there at a time.
         reduction: "mean" or "sum".
@@ -110,8 +110,7 @@ def linear_cross_entropy_fn(
         TypeError, ValueError: as `cross_entropy_fn`.
     """
     name = "linear_cross_entropy_fn"
-    kernels = isinstance(hidden, Tensor) and runs_kernels(hidden.device)
-    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
+    dtypes = REFERENCE_DTYPES
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
     if options.reduction == NONE:
         raise ValueError(f'{name}: reduction is "none", accepted: mean, sum')
@@ -321,7 +320,7 @@ def _linear(
     The factor comes last because p / count is often 0 in fp16, and because backward has a factor of its own anyway.
     """
     shared = LossOptions(*options)
-    one_pass, loss_alone, finish = _kernels_of(hidden.device)
+    one_pass, loss_alone, finish = _functions_of(hidden.device, dtype)
     _, _, dhidden, dweight = _linear_fake(hidden, weight, targets, chunks, dtype, needs_hidden, needs_weight, *options)
     losses = [dweight.new_empty(0)]
     with torch.autocast(hidden.device.type, enabled=False):
@@ -413,8 +412,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 register_autograd(linear_op, linear_forward, _LinearCrossEntropy.apply)
 
 
-def _kernels_of(device: torch.device) -> tuple[Callable, Callable, Callable]:
+def _functions_of(device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable, Callable]:
     """Three functions: the losses of logits, which become their gradient; the losses alone; the loss and the mean's factor."""
-    if not runs_kernels(device):
+    if not runs_kernels(device) or dtype == torch.float64:
         return reference.one_pass, reference.losses, reference.finish
     return launches().loss_and_gradient, launches().losses_alone, launches().finish

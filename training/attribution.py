@@ -143,6 +143,10 @@ def _within(kernel: KernelTime) -> Sequence[str]:
     return kernel.within
 
 
+def _within_loss(kernel: KernelTime) -> Sequence[str]:
+    return kernel.within if any("::linear_cross_entropy" in name for name in kernel.within) else ()
+
+
 def _site(kernel: KernelTime) -> Sequence[str]:
     return kernel.within + kernel.forward
 
@@ -167,6 +171,10 @@ RULES = (
         _kernel,
         r"^(norm_(forward|backward)|finish_weight_gradients|dropout|rotary_(forward|backward)|finish_rotary_weights)_kernel",
     ),
+    _rule("loss", _kernel, r"^(cross_entropy|cross_entropy_gradient|count_targets|sum_losses)_kernel"),
+    # The operator of the head's product with its loss has matrix products inside.
+    _rule("GEMM", _within_loss, r"^aten::(mm|addmm)$"),
+    _rule("loss", _within, r"^prenorm_\w+::(linear_)?cross_entropy"),
     # Under torch.compile they run inside our operators, with the fills that these need.
     _rule("norm", _within, r"^prenorm_\w+::"),
     # Sites that are compiled alone; see `_of_compiled_site`.
@@ -198,7 +206,6 @@ RULES = (
     _rule("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
     # Everything else that a marked site or its backward launches: dropout, residual add, casts, the norm.
     _rule("norm", _site, rf"^{NORM_SITE}$"),
-    _rule("loss", _kernel, r"^cross_entropy_|^count_targets_kernel$|^sum_losses_kernel$"),
     _rule("loss", _site, r"^aten::_?(log_softmax|nll_loss|cross_entropy)"),
     # Clipping and unscaling count as optimizer, as where a step is split in forward, backward and optimizer.
     _rule("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),

@@ -8,7 +8,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from ablation.arms import build_arm
 from configs import Config
-from configs.schema import NormKind
+from configs.schema import LossImpl, NormKind
 from tests.runs import config, precision
 from training import attribution
 from training.attribution import GROUPS, NORM_SITE, Kernel, KernelTime, by_name, device_times, group_of, profile_step, shares
@@ -64,6 +64,10 @@ PLACES = [
     ("norm", SUM, ("aten::sum", "## Call CompiledFxGraph fxyz ##", "CompiledFunctionBackward"), ()),
     ("other", SUM, ("aten::sum", "AddmmBackward0"), ()),
     ("other", SUM, ("aten::mean", "CompiledFunction"), ()),
+    ("loss", "cross_entropy_kernel", (), ()),
+    ("GEMM", "nvjet_tst_128x256", ("aten::mm", "aten::linear", "prenorm_ops::linear_cross_entropy_forward"), ()),
+    ("loss", SUM, ("aten::sum", "prenorm_ops::linear_cross_entropy_forward"), ()),
+    ("norm", SUM, ("aten::sum", "prenorm_ops::norm_forward"), ()),
     *((group, name, (), ()) for group, names in NAMES.items() for name in names),
 ]
 
@@ -95,7 +99,7 @@ def groups(kernels: list[KernelTime], name: str) -> Counter:
 @pytest.mark.parametrize(("kind", "dtype"), [(NormKind.layernorm, torch.bfloat16), (NormKind.rmsnorm, torch.float32)])
 def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and_sum_to_the_total(dtype, kind):
     cfg, sites = config(attention_dropout=0.0), 5
-    cfg.norm.kind = kind
+    cfg.norm.kind, cfg.loss.impl = kind, LossImpl.torch
     kernels = profiled(cfg, dtype)
     operators = {"GEMM": ["addmm"], "optimizer": ["_fused_adamw_"], "other": ["gelu_backward", "embedding_dense_backward"]}
     operators["loss"] = ["_log_softmax", "_log_softmax_backward_data", "nll_loss_backward"]

@@ -97,7 +97,7 @@ def profile_step(
 
 def _of_compiled_site(kernel: KernelTime) -> KernelTime:
     """Of a model that runs eager, torch.compile makes kernels for norm sites and the loss alone. Those of a site are marked."""
-    if not kernel.name.startswith("triton_") or RULES[LOSS].pattern.search(kernel.name):
+    if not kernel.name.startswith("triton_") or COMPILED_LOSS.pattern.search(kernel.name):
         return kernel
     return replace(kernel, within=(*kernel.within, NORM_SITE))
 
@@ -214,7 +214,7 @@ RULES = (
     _rule("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
     _rule("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
 )
-LOSS = next(at for at, rule in enumerate(RULES) if rule.group == "loss")
+COMPILED_LOSS = next(rule for rule in RULES if rule.group == "loss" and rule.pattern.pattern.startswith("^triton_"))
 
 
 def group_of(kernel: KernelTime) -> str:

@@ -16,7 +16,7 @@ def test_a_profiled_run_leaves_a_trace_and_a_table_and_gives_the_same_bits(tiny,
     trace = json.loads((tmp_path / "run" / "trace.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
     assert names.count("Optimizer.step#AdamW.step") == STEPS
-    assert names.count(NORM_SITE) == STEPS * 5, "sites of two layers and the last norm, marked in each profiled step"
+    assert names.count(NORM_SITE) == STEPS * 7, "three sites of each layer and the last norm, marked in each profiled step"
     table = (tmp_path / "run" / "profile.txt").read_text()
     ms = {line.split()[0]: line.split()[1] for line in table.splitlines() if line.startswith((*GROUPS, "all"))}
     times = [float(ms[group]) for group in GROUPS]

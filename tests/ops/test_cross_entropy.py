@@ -341,8 +341,8 @@ def test_reference_agrees_on_the_cpu_in_fp64():
 
 
 def test_tiles_hold_whole_rows_of_every_width():
-    for width in (1, 2, 31, 128, 1000, 2048, 50257, 50304, 128256, 262144, 1_000_000):
+    for width in (1, 2, 31, 128, 1000, 2048, 16384, 50257, 50304, 65529, 65536, 128256, 262144, 1_000_000):
         for itemsize in (2, 4):
             for tile in (loss_tile(width, itemsize), streaming_tile(width, itemsize)):
-                assert tile.block & (tile.block - 1) == 0 and 1 <= tile.warps <= 32
+                assert tile.block & (tile.block - 1) == 0 and 1 <= tile.warps <= 32 and 1 <= tile.held <= 5
                 assert tile.block % (32 * tile.warps * 16 // itemsize) == 0

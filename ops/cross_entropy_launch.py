@@ -59,7 +59,7 @@ def held_blocks(V: int, vector: int, block: int) -> int:
     group = GROUP * block
     if group > V:
         return GROUP if 32 * vector == block else 1  # rows so short are read from L1 again, but by a single warp
-    return -(-(columns - max(0, V // group - (columns % group == 0)) * group) // block)
+    return -(-(columns - max(0, V // group - (V % group == 0)) * group) // block)
 
 
 def loss(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -80,19 +80,20 @@ def test_loss_and_gradient_are_those_of_the_definition(device, dtype, in_place, 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("width", [600, 601, 640, 643])  # whole words and odd ones, that end with a block or don't
-def test_every_tile_reads_every_logit_and_writes_no_other(device, dtype, tile, width, monkeypatch):
+@pytest.mark.parametrize("first", [8, 1])  # the first row begins with 16 bytes, or anywhere
+def test_every_tile_reads_every_logit_and_writes_no_other(device, dtype, tile, width, first, monkeypatch):
     monkeypatch.setattr(cross_entropy_launch, "loss_tile", lambda *_: tile)
-    around = torch.full((7, width), 7.0, device=device, dtype=dtype)  # a row before and behind belongs to somebody else
+    around = torch.full((first + 6, width), 7.0, device=device, dtype=dtype)  # a row before and behind is somebody else's
     logits, targets = example(device, (5, width), dtype)
-    around[1:6] = logits
+    around[first : first + 5] = logits
     leaf = around.clone().requires_grad_()
     whole = leaf * 1
-    loss = cross_entropy_fn(whole[1:6], targets, softcap=9.0, in_place=True)
+    loss = cross_entropy_fn(whole[first : first + 5], targets, softcap=9.0, in_place=True)
     loss.backward()
     expected, gradient = exact(logits, targets, torch.ones((), device=device), "mean", softcap=9.0)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-    close(leaf.grad[1:6], gradient, dtype)
-    assert (whole[::6] == 7.0).all()
+    close(leaf.grad[first : first + 5], gradient, dtype)
+    assert (whole[first - 1] == 7.0).all() and (whole[first + 5] == 7.0).all()
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -341,8 +342,8 @@ def test_reference_agrees_on_the_cpu_in_fp64():
 
 
 def test_tiles_hold_whole_rows_of_every_width():
-    for width in (1, 2, 31, 128, 1000, 2048, 50257, 50304, 128256, 262144, 1_000_000):
+    for width in (1, 2, 31, 128, 1000, 2048, 16384, 50257, 50304, 65529, 65536, 128256, 262144, 1_000_000):
         for itemsize in (2, 4):
             for tile in (loss_tile(width, itemsize), streaming_tile(width, itemsize)):
-                assert tile.block & (tile.block - 1) == 0 and 1 <= tile.warps <= 32
+                assert tile.block & (tile.block - 1) == 0 and 1 <= tile.warps <= 32 and 1 <= tile.held <= 5
                 assert tile.block % (32 * tile.warps * 16 // itemsize) == 0

@@ -69,7 +69,7 @@ class QueryKeySite(nn.Module):
         self, qkv: Tensor, rotary: Tensor | None, query_norm: PreNorm | None, key_norm: PreNorm | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, (heads + 2·kv_heads)·head_width] -> q [B, T, heads, head_width], k and v [B, T, kv_heads, head_width]."""
-        if self.impl == NormImpl.compiled:
+        if self.impl == NormImpl.compiled and (rotary is not None or query_norm is not None):
             norms = () if query_norm is None or key_norm is None else (query_norm.as_function(qkv), key_norm.as_function(qkv))
             return compiled_alone(query_key_site)(qkv, rotary, self.heads, self.kv_heads, norms)
         if self.impl != NormImpl.fused or (rotary is None and query_norm is None):

@@ -8,15 +8,13 @@ from benchmarks import losses
 def test_it_records_every_case_and_prints_a_line_for_each(tmp_path, capsys):
     given = ["--device", "cpu", "--quick", "--rounds", "2", "--provider", "ours", "torch", "--output", str(tmp_path)]
     losses.main(given)
-    printed = capsys.readouterr().out
+    assert len(capsys.readouterr().out.splitlines()) >= 5
     records = json.loads((tmp_path / "losses.json").read_text())["records"]
     assert {(r["case"], r["direction"]) for r in records} == {
         *(((case, direction)) for case in ("softmax", "log_softmax") for direction in ("forward", "backward")),
         ("cross_entropy", "both"),
     }
     assert all(r["us"] > 0 and r["share"] > 0 and "error" not in r for r in records) and len(records) == 10
-    losses.main(["--plot-only", "--output", str(tmp_path)])
-    assert capsys.readouterr().out in printed
 
 
 def test_a_wrong_gradient_is_a_failure_of_its_library(tmp_path, monkeypatch):

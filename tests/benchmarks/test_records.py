@@ -76,7 +76,7 @@ def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_th
     said = capsys.readouterr().out
     assert all(f"python {record.words}" in said for record in RECORDS) and "minutes in all" in said
     from ablate import variants_of
-    from benchmarks import host, memory, norms
+    from benchmarks import host, memory, norms, rotary
 
     monkeypatch.setattr("ablate.machine.inspect", lambda _: __import__("configs").machine.Machine("cuda"))
     for record in RECORDS:
@@ -84,8 +84,8 @@ def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_th
         if record.is_ablation:
             assert variants_of(words[1:])
         else:
-            program = {"benchmarks.host": host, "benchmarks.memory": memory, "benchmarks.norms": norms}[words[1]]
-            assert program.options_of(words[2:])
+            programs = {f"benchmarks.{name.__name__.split('.')[1]}": name for name in (host, memory, norms, rotary)}
+            assert programs[words[1]].options_of(words[2:])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     """
     of = Inputs(*dtypes)
     rows = (of.x, of.residual, of.x1)
-    weights = (of.weight, of.bias, of.weight1, of.bias1)
+    weights = [getattr(of, name) for name in Weights._fields]
     work = Work(
         vector=_vector(*rows, options.out_dtype, options.residual_dtype),
         row_bytes=_bytes(*rows),
@@ -118,8 +118,7 @@ def backward_call(
     tile = backward_tile(N, work, facts)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
-    wanted = Weights(options.dweight_dtype, options.dbias_dtype, options.dweight1_dtype, options.dbias1_dtype)
-    wanted = Weights(*[dtype is not None for dtype in wanted])
+    wanted = Weights(*[getattr(options, f"d{name}_dtype") is not None for name in Weights._fields])
     variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
     numbers = _dropout_numbers(options)
     start = Launcher(

@@ -167,8 +167,7 @@ def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
 
 
 def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    asked = {name: getattr(options, f"{name}_dtype", None) is not None for name in Gradients._fields}
-    asked |= {"drowscale": inputs.x is not None, "drowscale1": inputs.x1 is not None}
+    asked = {name: getattr(options, f"{name}_dtype") is not None for name in Gradients._fields}
     return Gradients(**_named(asked, norm_backward(*encode(inputs, options))))
 
 

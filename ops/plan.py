@@ -24,7 +24,7 @@ from .checks import (
     function_name,
 )
 from .kernels import runs_kernels
-from .records import Inputs, Options, Outputs
+from .records import OPERANDS, ROWS, ROWSCALES, WEIGHTS, Inputs, Options, Outputs, dtypes_of
 from .reference import Norm
 from .torch_state import differentiated_by_func
 
@@ -40,20 +40,6 @@ class Request(NamedTuple):
     residual_in_fp32: bool
     return_dropout_mask: bool
     out_dtype: torch.dtype | None
-
-
-class Operands(NamedTuple):
-    """The tensors as callers give them, but for the seed."""
-
-    x: Tensor
-    residual: Tensor | None
-    x1: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    weight1: Tensor | None
-    bias1: Tensor | None
-    rowscale: Tensor | None
-    rowscale1: Tensor | None
 
 
 class Plan(NamedTuple):
@@ -74,7 +60,7 @@ _plans: OrderedDict[tuple, Plan] = OrderedDict()
 
 
 def plan_of(operands: tuple, request: tuple) -> Plan:
-    """Of an eager call (`torch_state.is_eager`). operands, request: the fields of Operands and Request.
+    """Of an eager call (`torch_state.is_eager`). operands, request: `records.OPERANDS` and the fields of Request.
 
     Raises:
         ValueError, TypeError: as `make_plan`.
@@ -99,40 +85,38 @@ def plan_of(operands: tuple, request: tuple) -> Plan:
 
 
 def _key(operands: tuple, request: tuple) -> tuple:
-    x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1 = operands
-    shape = x.shape
+    shape = operands[0].shape
     return (
-        request, tuple(map(type, request)),  # 1.0 is equal to True, which the checks may accept
-        shape[-1:], x.dtype, x.device,
-        None if residual is None else (residual.dtype, residual.device, residual.shape == shape),
-        None if x1 is None else (x1.dtype, x1.device, x1.shape == shape),
-        None if weight is None else (weight.dtype, weight.device, weight.shape),
-        None if bias is None else (bias.dtype, bias.device, bias.shape),
-        None if weight1 is None else (weight1.dtype, weight1.device, weight1.shape),
-        None if bias1 is None else (bias1.dtype, bias1.device, bias1.shape),
-        None if rowscale is None else (rowscale.dtype, rowscale.device, _fits_rows(rowscale, shape[:-1])),
-        None if rowscale1 is None else (rowscale1.dtype, rowscale1.device, _fits_rows(rowscale1, shape[:-1])),
+        request, tuple(map(type, request)), shape[-1:],  # 1.0 is equal to True, which the checks may accept
+        *[None if t is None else (t.dtype, t.device, fits(t, shape)) for t, fits in zip(operands, _FITS, strict=True)],
     )  # fmt: skip
 
 
-def _fits_rows(rowscale: Tensor, rows: torch.Size) -> bool:
+def _fits_rows(rowscale: Tensor, shape: torch.Size) -> bool:
+    rows = shape[:-1]
     return rowscale.shape == rows or rowscale.shape == (rows.numel(),)
 
 
+# What the key has of each operand's shape, so that the number of rows is no part of it.
+_FITS = [
+    _fits_rows if name in ROWSCALES else (lambda t, shape: t.shape == shape) if name in ROWS else lambda t, shape: t.shape
+    for name in OPERANDS
+]
+
+
 def make_plan(given: tuple, wanted: tuple) -> Plan:
-    """given, wanted: the fields of Operands and Request.
+    """given, wanted: `records.OPERANDS` and the fields of Request.
 
     Raises:
         ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
     """
-    operands, request = Operands(*given), Request(*wanted)
+    operands, request = Inputs(*given, None), Request(*wanted)
     x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
     name = function_name(request.norm)
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
     dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
     check_input(name, x, dtypes)
-    weights = {field: getattr(operands, field) for field in ("weight", "bias", "weight1", "bias1")}
-    check_weights(name, x, dtypes, **weights)
+    check_weights(name, x, dtypes, **{field: getattr(operands, field) for field in WEIGHTS})
     check_like_input(name, x, dtypes, residual=residual, x1=x1)
     if rowscale is not None or rowscale1 is not None:
         rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
@@ -176,13 +160,13 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     return Plan(
         name=name,
         kernels=kernels,
-        dtypes=(*[None if t is None else t.dtype for t in operands], torch.int64 if drops else None),
+        dtypes=(*dtypes_of(operands)[:-1], torch.int64 if drops else None),
         run=_only_eager,
         run_training=_only_eager,
         inference=inference,
         training=training,
         drops=drops,
-        returns_y1=weights["weight1"] is not None or weights["bias1"] is not None,
+        returns_y1=operands.weight1 is not None or operands.bias1 is not None,
         r_is_x=r_is_x,
     )
 

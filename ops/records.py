@@ -64,10 +64,12 @@ class BackwardOptions(NamedTuple):
     dropout_p: float
     norm: int
     zero_centered_weight: bool
-    # Of the gradients; None: not wanted.
+    # Of each of Gradients, in the same order; None: not wanted.
     dz_dtype: torch.dtype | None
     dx_dtype: torch.dtype | None
     dx1_dtype: torch.dtype | None
+    drowscale_dtype: torch.dtype | None
+    drowscale1_dtype: torch.dtype | None
     dweight_dtype: torch.dtype | None
     dbias_dtype: torch.dtype | None
     dweight1_dtype: torch.dtype | None
@@ -75,7 +77,7 @@ class BackwardOptions(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Each has the dtype that BackwardOptions says, or that of its row scale."""
+    """Each has the dtype that BackwardOptions says."""
 
     dz: Tensor | None  # shape of r; the gradient of every input that nothing scales
     dx: Tensor | None  # shape of r
@@ -86,6 +88,16 @@ class Gradients(NamedTuple):
     dbias: Tensor | None
     dweight1: Tensor | None
     dbias1: Tensor | None
+
+
+# What the shape of an input is compared with; a field that is in none of these has the shape (N,).
+ROWS = ("x", "residual", "x1")
+ROWSCALES = ("rowscale", "rowscale1")
+OPERANDS = Inputs._fields[:-1]  # all but the seed
+WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES))
+
+_SHAPED_LIKE = {"dz": "r", "dx": "r", "dx1": "r", "drowscale": "rowscale", "drowscale1": "rowscale1"}  # others: (N,)
+_LIKE = [None if name not in _SHAPED_LIKE else BackwardInputs._fields.index(_SHAPED_LIKE[name]) for name in Gradients._fields]
 
 
 def dtypes_of(record: Inputs | BackwardInputs) -> tuple[torch.dtype | None, ...]:
@@ -107,17 +119,11 @@ def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: 
 
 def empty_gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
     r = inputs.r
-    N = r.shape[-1]
     return Gradients(
-        None if options.dz_dtype is None else _empty(r, options.dz_dtype),
-        None if options.dx_dtype is None else _empty(r, options.dx_dtype),
-        None if options.dx1_dtype is None else _empty(r, options.dx1_dtype),
-        None if inputs.x is None or inputs.rowscale is None else _empty(inputs.rowscale, inputs.rowscale.dtype),
-        None if inputs.x1 is None or inputs.rowscale1 is None else _empty(inputs.rowscale1, inputs.rowscale1.dtype),
-        None if options.dweight_dtype is None else r.new_empty(N, dtype=options.dweight_dtype),
-        None if options.dbias_dtype is None else r.new_empty(N, dtype=options.dbias_dtype),
-        None if options.dweight1_dtype is None else r.new_empty(N, dtype=options.dweight1_dtype),
-        None if options.dbias1_dtype is None else r.new_empty(N, dtype=options.dbias1_dtype),
+        *[
+            None if dtype is None else r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(inputs[like], dtype)
+            for like, dtype in zip(_LIKE, options[-len(_LIKE) :], strict=True)
+        ]
     )
 
 

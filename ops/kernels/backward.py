@@ -1,14 +1,16 @@
 """The backward kernel of the norm."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..records import BackwardInputs, Gradients
 from .dropout import drop
 from .exchange import collect, publish
-from .norms import centres, norm_gradient, normalised
+from .norms import centres, load_stats, norm_gradient, normalised
 from .nvidia import widen
 from .rows import (
     Place,
@@ -18,37 +20,18 @@ from .rows import (
     blocks,
     load_rows,
     load_scale,
-    load_stats,
     load_weights,
     offsets,
     place,
     prefetch_tile,
     zero_outside,
 )
-from .weight_gradients import add_products, add_stored_partials, store_partials, zero_sums
+from .weight_gradients import WeightGradients, add_products, add_stored_partials, store_partials, zero_sums
 
-
-class Pointers(NamedTuple):
-    """Tensors of M rows of N, but for the weights [N] and what is said; absent ones are None."""
-
-    dy: tl.tensor
-    dy1: tl.tensor
-    dr: tl.tensor  # gradient of the residual stream as an output
-    r: tl.tensor
-    x: tl.tensor  # there where drowscale is wanted
-    x1: tl.tensor
-    weight: tl.tensor
-    weight1: tl.tensor
-    rowscale: tl.tensor  # [M]
-    rowscale1: tl.tensor
-    stats: tl.tensor  # fp32 [M, statistics]: rstd, and the mean if the norm centres
-    dz: tl.tensor  # the gradient of every input that nothing scales
-    dx: tl.tensor
-    dx1: tl.tensor
-    drowscale: tl.tensor  # [M]
-    drowscale1: tl.tensor
-    partials: tl.tensor  # fp32 [groups of programs, weight gradients wanted, N]
-    board: tl.tensor  # of split rows, see `exchange`
+# The tensors, as the records have them; absent ones are None. partials: fp32 [groups of programs, weight gradients wanted, N];
+# board: of split rows, see `exchange`.
+_of_rows = [name for name in Gradients._fields if name not in WeightGradients._fields]
+Pointers = namedtuple("Pointers", (*BackwardInputs._fields[:-1], *_of_rows, "partials", "board"))
 
 
 class Numbers(NamedTuple):
@@ -100,12 +83,12 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
             b_r = load_rows(p.r, at, VARIANT)
             b_dy = load_rows(p.dy, at, VARIANT)
             b_dy1 = load_rows(p.dy1, at, VARIANT)
-            b_rstd, b_mean = load_stats(p.stats, at, VARIANT)
+            b_rstd, b_mean = load_stats(p, at, VARIANT)
             b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT)
             b_sums = add_products(b_sums, b_dy, b_dy1, b_xhat)
             b_g = weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT)
             b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT)
-            b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT)
+            b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT)
         b_ds, b_ds1 = store_input_gradients(p, seed, n, b_dz, at, VARIANT)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
     store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
@@ -124,10 +107,10 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
         b_ds = tl.zeros([VARIANT.ROWS], tl.float32)
         b_ds1 = tl.zeros([VARIANT.ROWS], tl.float32)
         if p.dy is not None or p.dy1 is not None:
-            b_rstd, b_mean = load_stats(p.stats, at, VARIANT)
+            b_rstd, b_mean = load_stats(p, at, VARIANT)
             for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
                 here = Place(at.rows, at.m_row, first_col)
-                b_g, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
+                b_g, _, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
                 b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT)
                 b_c1 += b_block_c1
                 b_c2 += b_block_c2
@@ -135,11 +118,11 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
             here = Place(at.rows, at.m_row, first_col)
             b_dz = load_rows(p.dr, here, VARIANT)
             if p.dy is not None or p.dy1 is not None:
-                b_g, b_xhat, b_dy, b_dy1 = load_upstream(p, b_mean, b_rstd, here, VARIANT)
+                b_g, b_r, b_xhat, b_dy, b_dy1 = load_upstream(p, b_mean, b_rstd, here, VARIANT)
                 b_sums = add_products(zero_sums(VARIANT), b_dy, b_dy1, b_xhat)
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
                 store_partials(p, b_sums, tl.program_id(0), here, VARIANT)
-                b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT)
+                b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT)
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, n, b_dz, here, VARIANT)
             b_ds += b_block_ds
             b_ds1 += b_block_ds1
@@ -173,7 +156,7 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
             prefetch_slice(p, group + (turn + VARIANT.STAGES - 1) * groups, groups, first_col, n.M, VARIANT)
         b_r = load_rows(p.r, at, VARIANT)
         b_dy = load_rows(p.dy, at, VARIANT)
-        b_rstd, b_mean = load_stats(p.stats, at, VARIANT)
+        b_rstd, b_mean = load_stats(p, at, VARIANT)
         b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT)
         b_sums = add_products(b_sums, b_dy, (), b_xhat)
         b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), VARIANT), b_xhat, VARIANT)
@@ -184,24 +167,25 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
         b_waiting_r = b_r[0].to(p.r.dtype.element_ty)
         b_waiting_dy = b_dy[0].to(p.dy.dtype.element_ty)
         b_dz = load_rows(p.dr, before, VARIANT)
-        b_rstd, b_mean = load_stats(p.stats, before, VARIANT)
+        b_rstd, b_mean = load_stats(p, before, VARIANT)
         b_c1, b_c2 = collect(p.board, group, turn - 1, VARIANT)
         b_g = weighted(b_dy_before, b_weight, (), (), VARIANT)
         b_xhat = normalised_rows(b_r_before, b_mean, b_rstd, before, VARIANT)
-        b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT)
+        b_dz = through_norm(b_dz, b_g, b_r_before, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT)
         store_input_gradients(p, seed, n, b_dz, before, VARIANT)
     store_partials(p, b_sums, group, place(0, first_col, n.M, VARIANT), VARIANT)
 
 
 @triton.jit
 def load_upstream(p, b_mean, b_rstd, at, VARIANT: tl.constexpr):
-    """g, x̂, dy and dy1 of a block."""
-    b_xhat = normalised_rows(load_rows(p.r, at, VARIANT), b_mean, b_rstd, at, VARIANT)
+    """g, r, x̂, dy and dy1 of a block."""
+    b_r = load_rows(p.r, at, VARIANT)
+    b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT)
     b_dy = load_rows(p.dy, at, VARIANT)
     b_dy1 = load_rows(p.dy1, at, VARIANT)
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
     b_weight1 = load_weights(p.weight1, at, VARIANT, VARIANT.OFFSET)
-    return weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT), b_xhat, b_dy, b_dy1
+    return weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT), b_r, b_xhat, b_dy, b_dy1
 
 
 @triton.jit
@@ -256,13 +240,13 @@ def row_sums(b_g, b_xhat, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def through_norm(b_dr, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT: tl.constexpr):
+def through_norm(b_dr, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT: tl.constexpr):
     """dz = dr + the gradient through the norm; b_c1, b_c2: sums over the columns, as of `row_sums`."""
     b_dz = ()
     b_c1 *= b_rstd * (1.0 / VARIANT.N)
     b_c2 *= b_rstd * (1.0 / VARIANT.N)
     for i in tl.static_range(blocks(VARIANT)):
-        b = norm_gradient(b_g[i], b_xhat[i], b_c1, b_c2, b_rstd, VARIANT.NORM)
+        b = norm_gradient(b_g[i], b_r[i], b_xhat[i], b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM)
         if len(b_dr) > 0:
             b += b_dr[i]
         b_dz += (b,)

@@ -1,13 +1,15 @@
 """The forward kernel of the norm."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from ..records import OPERANDS, Outputs
 from .dropout import drop
-from .norms import centres, deviation, inverse, normalised, spread
+from .norms import centres, deviation, normalised, spread, statistic, store_stats
 from .nvidia import keep_order, widen
 from .rows import (
     Place,
@@ -23,29 +25,11 @@ from .rows import (
     place,
     prefetch_tile,
     row_sum,
-    store_stats,
     zero_outside,
 )
 
-
-class Pointers(NamedTuple):
-    """Tensors of M rows of N, but for the weights and biases [N] and what is said; absent ones are None."""
-
-    x: tl.tensor
-    residual: tl.tensor
-    x1: tl.tensor
-    weight: tl.tensor
-    bias: tl.tensor
-    weight1: tl.tensor
-    bias1: tl.tensor
-    rowscale: tl.tensor  # [M]
-    rowscale1: tl.tensor
-    y: tl.tensor
-    r: tl.tensor
-    y1: tl.tensor
-    mask: tl.tensor  # bool
-    mask1: tl.tensor
-    stats: tl.tensor  # fp32 [M, statistics]: rstd, and the mean if the norm centres
+# The tensors, as the records have them; absent ones are None.
+Pointers = namedtuple("Pointers", (*OPERANDS, *Outputs._fields))
 
 
 class Numbers(NamedTuple):
@@ -91,7 +75,7 @@ def norm_forward_kernel(p, p_seed, M, eps, threshold, scale, distance, VARIANT: 
     b_spread = row_sum(b_terms)
     if VARIANT.LOOPED:
         b_spread, b_mean = add_rest(p, seed, n, at, b_spread, b_mean, VARIANT)
-    b_rstd = inverse(b_spread, VARIANT.N, n.eps, VARIANT.NORM)
+    b_rstd, b_mean = statistic(p, b_spread, b_mean, n.eps, VARIANT)
     # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
     for i in tl.static_range(blocks(VARIANT)):
         if not VARIANT.EARLY_WEIGHTS:
@@ -102,7 +86,7 @@ def norm_forward_kernel(p, p_seed, M, eps, threshold, scale, distance, VARIANT: 
             here = Place(at.rows, at.m_row, first_col)
             b_rest = residual_stream(p, seed, n, here, VARIANT, p.r, p.mask, p.mask1)
             store_outputs(p, b_rest[0], block_weights(p, 0, here, VARIANT), b_mean, b_rstd, 0, here, VARIANT)
-    store_stats(p.stats, b_rstd, b_mean, at, VARIANT)
+    store_stats(p, b_rstd, b_mean, at, VARIANT)
 
 
 @triton.jit

@@ -50,6 +50,12 @@ def inverse(b_spread, N, eps, NORM: tl.constexpr):
 
 
 @triton.jit
+def statistic(p, b_spread, b_mean, eps, VARIANT: tl.constexpr):
+    """rstd and mean, fp32 [ROWS], from the sum of `spread` over the columns and the mean."""
+    return inverse(b_spread, VARIANT.N, eps, VARIANT.NORM), b_mean
+
+
+@triton.jit
 def normalised(b, b_mean, b_rstd, NORM: tl.constexpr):
     """x̂, fp32 [ROWS, width], of a block of the stream."""
     return deviation(b, b_mean, NORM) * b_rstd[:, None]
@@ -63,9 +69,30 @@ def direction(b_xhat, NORM: tl.constexpr):
 
 
 @triton.jit
-def norm_gradient(b_g, b_xhat, b_c1, b_c2, b_rstd, NORM: tl.constexpr):
-    """The gradient through the norm, fp32 [ROWS, width]; b_c1 = rstd · mean(g · x̂), b_c2 = rstd · mean(g)."""
-    b = b_g * b_rstd[:, None]
+def norm_gradient(b_g, b, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr):
+    """The gradient through the norm of b, fp32 [ROWS, width]; b_c1 = rstd · mean(g · x̂), b_c2 = rstd · mean(g)."""
+    b_gradient = b_g * b_rstd[:, None]
     if centres(NORM):
-        b -= b_c2[:, None]
-    return b - direction(b_xhat, NORM) * b_c1[:, None]
+        b_gradient -= b_c2[:, None]
+    return b_gradient - direction(b_xhat, NORM) * b_c1[:, None]
+
+
+@triton.jit
+def store_stats(p, b_rstd, b_mean, at, VARIANT: tl.constexpr):
+    """rstd, and the mean where the norm centres: fp32 [M, statistics]."""
+    if p.stats is not None:
+        p_row = p.stats + at.rows * statistics(VARIANT.NORM)
+        tl.store(p_row, b_rstd, mask=at.m_row)
+        if centres(VARIANT.NORM):
+            tl.store(p_row + 1, b_mean, mask=at.m_row)
+
+
+@triton.jit
+def load_stats(p, at, VARIANT: tl.constexpr):
+    """rstd and mean, fp32 [ROWS]; the mean is 0 where the norm does not centre."""
+    p_row = p.stats + at.rows * statistics(VARIANT.NORM)
+    b_rstd = tl.load(p_row, mask=at.m_row, other=0.0)
+    b_mean = tl.zeros([VARIANT.ROWS], tl.float32)
+    if centres(VARIANT.NORM):
+        b_mean = tl.load(p_row + 1, mask=at.m_row, other=0.0)
+    return b_rstd, b_mean

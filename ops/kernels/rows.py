@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from . import INTERPRET
-from .norms import centres, statistics
 from .nvidia import prefetch_rows, widen
 
 
@@ -179,27 +178,6 @@ def mean(b_sum, N):
     """
     b_estimate = b_sum * (1.0 / N)
     return tl.fma(tl.fma(-b_estimate, N * 1.0, b_sum), 1.0 / N, b_estimate)
-
-
-@triton.jit
-def store_stats(p_stats, b_rstd, b_mean, at, VARIANT: tl.constexpr):
-    """rstd, and the mean where the norm centres: fp32 [M, statistics]."""
-    if p_stats is not None:
-        p_row = p_stats + at.rows * statistics(VARIANT.NORM)
-        tl.store(p_row, b_rstd, mask=at.m_row)
-        if centres(VARIANT.NORM):
-            tl.store(p_row + 1, b_mean, mask=at.m_row)
-
-
-@triton.jit
-def load_stats(p_stats, at, VARIANT: tl.constexpr):
-    """rstd and mean, fp32 [ROWS]; the mean is 0 where the norm does not centre."""
-    p_row = p_stats + at.rows * statistics(VARIANT.NORM)
-    b_rstd = tl.load(p_row, mask=at.m_row, other=0.0)
-    b_mean = tl.zeros([VARIANT.ROWS], tl.float32)
-    if centres(VARIANT.NORM):
-        b_mean = tl.load(p_row + 1, mask=at.m_row, other=0.0)
-    return b_rstd, b_mean
 
 
 @triton.jit

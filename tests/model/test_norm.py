@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema import NormConfig
+from configs.schema import NormConfig, NormKind
 from model import attention
 from model import norm as switch
 from model.norm import PreNorm
-from ops import Norm
 
 IMPLS = ("fused", "torch")
-KINDS = tuple(kind.name for kind in Norm)  # each can be configured
+KINDS = tuple(NormKind)
 for_both = pytest.mark.parametrize("impl", IMPLS)
 
 

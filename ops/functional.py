@@ -29,6 +29,7 @@ def norm_fn(
     dropout_p: float = 0.0,
     rowscale: Tensor | None = None,
     rowscale1: Tensor | None = None,
+    scalars: Tensor | None = None,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
@@ -42,11 +43,12 @@ def norm_fn(
 
         z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual          in fp32
         r = z rounded to the residual dtype                                                       the new residual stream
-        x̂ = (r − mean(r)) · rstd(r)  (LayerNorm)  or  r · rstd(r)  (RMSNorm)
+        x̂ = (r − mean(r)) · rstd(r)  (LayerNorm)  or  r · rstd(r)  (RMSNorm)  or  tanh(α · r)  (Dynamic Tanh)
         y = x̂ · (weight + offset) + bias,   y1 = x̂ · (weight1 + offset) + bias1
 
     Args:
-        norm: "layernorm" (Ba et al. 2016, biased variance) or "rmsnorm" (Zhang & Sennrich 2019).
+        norm: "layernorm" (Ba et al. 2016, biased variance), "rmsnorm" (Zhang & Sennrich 2019) or "dyt" (Dynamic Tanh,
+            arXiv:2503.10622).
         x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where the PyTorch reference runs.
         weight, bias: (N,); None is 1 and 0.
         residual: shape of x; the residual stream so far, in its own dtype.
@@ -55,6 +57,7 @@ def norm_fn(
         eps: added to the variance.
         dropout_p: in [0, 1), on x and on x1 with independent masks.
         rowscale, rowscale1: one factor for each row, x's leading shape or flat (M,); for stochastic depth.
+        scalars: (1,), α of "dyt", where None is 1; the other norms have none.
         prenorm: also return r.
         residual_in_fp32: keep r in fp32 where no residual says otherwise; else r has x's dtype.
         zero_centered_weight: offset is 1 instead of 0, for weight and weight1.
@@ -79,7 +82,7 @@ def norm_fn(
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
     # Plain tuples, as records cost an eager call some µs.
-    operands = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
+    operands = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1, scalars)
     request = (
         norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
         return_dropout_mask, out_dtype,

@@ -49,7 +49,7 @@ def _places(target: type, *names: str) -> Callable[[tuple], tuple]:
 
 
 _forward_pointers = _places(forward_kernels.Pointers, *Inputs._fields, *Outputs._fields)
-_in_backward = (*BackwardInputs._fields, *Gradients._fields, "partials", "board")
+_in_backward = (*BackwardInputs._fields, *Gradients._fields, "partials", "scalar_partials", "board")
 _backward_pointers = _places(backward_kernels.Pointers, *_in_backward)
 _finish_pointers = _places(WeightGradients, *_in_backward)
 
@@ -105,14 +105,16 @@ def backward_call(
     """`backward` of these options for rows of N, with all worked out that follows. dtypes: of the inputs, None for an absent
     one."""
     of = BackwardInputs(*dtypes)
+    norm = Norm(options.norm)
     rows = (of.dy, of.dy1, of.dr, of.r, of.x, of.x1)
     written = (options.dz_dtype, options.dx_dtype, options.dx1_dtype)
     work = Work(
         vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
-        weights=(2 if Norm(options.norm).centres else 1) * (1 if of.dy1 is None else 2),
+        weights=(1 if norm == Norm.rmsnorm else 2) * (1 if of.dy1 is None else 2),
         written_bytes=_bytes(*written),
-        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None,
+        # The sums over a row that its programs would exchange are those of one norm with a statistic.
+        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)
@@ -153,10 +155,15 @@ def backward_call(
         if split:
             words = groups * RING.value * turn_words(tile.slices)
             board = torch.full((words,), -1, dtype=torch.int64, device=device)
-        tensors = (*inputs, *gradients, partials, board, None)
+        scalar_partials = None
+        if gradients.dscalars is not None:
+            scalar_partials = r.new_zeros(groups, norm.scalars, dtype=torch.float32)
+        tensors = (*inputs, *gradients, partials, scalar_partials, board, None)
         start(groups * tile.slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers, variant)
         if sums:
             finish(sums * -(-N // block_n), _finish_pointers(tensors), groups, N, block_p, block_n, facts.since_sm_90)
+        if gradients.dscalars is not None and scalar_partials is not None:
+            gradients.dscalars.copy_(scalar_partials.sum(0))
         return gradients
 
     return run

@@ -118,6 +118,10 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     check_input(name, x, dtypes)
     check_weights(name, x, dtypes, **{field: getattr(operands, field) for field in WEIGHTS})
     check_like_input(name, x, dtypes, residual=residual, x1=x1)
+    sizes = (request.norm.scalars,)
+    check_operands(
+        name, x, dtypes, (sizes,), lambda: f"{sizes}, the learned scalars of {request.norm.name}", scalars=operands.scalars
+    )
     if rowscale is not None or rowscale1 is not None:
         rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
         check_operands(

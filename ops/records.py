@@ -19,6 +19,7 @@ class Inputs(NamedTuple):
     bias1: Tensor | None
     rowscale: Tensor | None  # M elements, one for each row of x
     rowscale1: Tensor | None
+    scalars: Tensor | None  # (`Norm.scalars`,): learned numbers of the norm
     seed: Tensor | None  # one int64 element; there where dropout_p > 0
 
 
@@ -56,6 +57,7 @@ class BackwardInputs(NamedTuple):
     weight1: Tensor | None
     rowscale: Tensor | None
     rowscale1: Tensor | None
+    scalars: Tensor | None
     stats: Tensor | None
     seed: Tensor | None
 
@@ -70,6 +72,7 @@ class BackwardOptions(NamedTuple):
     dx1_dtype: torch.dtype | None
     drowscale_dtype: torch.dtype | None
     drowscale1_dtype: torch.dtype | None
+    dscalars_dtype: torch.dtype | None
     dweight_dtype: torch.dtype | None
     dbias_dtype: torch.dtype | None
     dweight1_dtype: torch.dtype | None
@@ -84,6 +87,7 @@ class Gradients(NamedTuple):
     dx1: Tensor | None
     drowscale: Tensor | None  # shape of rowscale
     drowscale1: Tensor | None
+    dscalars: Tensor | None  # shape of scalars
     dweight: Tensor | None  # (N,)
     dbias: Tensor | None
     dweight1: Tensor | None
@@ -94,9 +98,10 @@ class Gradients(NamedTuple):
 ROWS = ("x", "residual", "x1")
 ROWSCALES = ("rowscale", "rowscale1")
 OPERANDS = Inputs._fields[:-1]  # all but the seed
-WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES))
+WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES, "scalars"))
 
-_SHAPED_LIKE = {"dz": "r", "dx": "r", "dx1": "r", "drowscale": "rowscale", "drowscale1": "rowscale1"}  # others: (N,)
+# The gradients that have the shape of an input, and of which; the others have the shape (N,).
+_SHAPED_LIKE = {f"d{name}": name for name in (*ROWS, *ROWSCALES, "scalars")} | dict.fromkeys(("dz", "dx", "dx1"), "r")
 _LIKE = [None if name not in _SHAPED_LIKE else BackwardInputs._fields.index(_SHAPED_LIKE[name]) for name in Gradients._fields]
 
 

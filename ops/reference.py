@@ -5,6 +5,7 @@ the same elements as the kernels, bit for bit. It adds and normalises with the o
 the CPU, where nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
@@ -20,6 +21,7 @@ class Norm(IntEnum):
 
     layernorm = 0
     rmsnorm = 1
+    dyt = 2
 
     @property
     def centres(self) -> bool:
@@ -28,21 +30,33 @@ class Norm(IntEnum):
 
     @property
     def statistics(self) -> int:
-        """How many numbers of a row backward gets: rstd, and the mean if the norm centres."""
-        return 2 if self.centres else 1
+        """How many numbers of a row backward gets: rstd, and the mean if the norm centres. A pointwise norm has none."""
+        return 0 if self is Norm.dyt else 2 if self.centres else 1
+
+    @property
+    def scalars(self) -> int:
+        """How many learned numbers it has beside its weight and bias."""
+        return 1 if self is Norm.dyt else 0
 
 
-def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, _: None = None) -> Tensor:
     return F.layer_norm(r, r.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def rms_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, _: None = None) -> Tensor:
     y = F.rms_norm(r, r.shape[-1:], weight, eps)
     return y if bias is None else y + bias
 
 
-# Each takes r (..., N) and weight and bias (N,) in r's dtype, or None for 1 and 0.
-NORMS = {Norm.layernorm: layer_norm, Norm.rmsnorm: rms_norm}
+def dynamic_tanh(r: Tensor, weight: Tensor | None, bias: Tensor | None, _: float, alpha: Tensor | None = None) -> Tensor:
+    """arXiv:2503.10622"""
+    y = torch.tanh(r if alpha is None else alpha * r)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+# Each takes r (..., N), weight and bias (N,) in r's dtype or None for 1 and 0, eps, and the learned scalars or None.
+NORMS: dict[Norm, Callable[..., Tensor]] = {Norm.layernorm: layer_norm, Norm.rmsnorm: rms_norm, Norm.dyt: dynamic_tanh}
 
 
 def norm(inputs: Inputs, options: Options) -> Outputs:
@@ -59,12 +73,14 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
         z = z + inputs.residual.reshape(z.shape).to(compute)
     r = z.to(options.residual_dtype)
 
+    scalars = None if inputs.scalars is None else inputs.scalars.to(compute)
+
     # Normalise what is stored: the statistics come from the rounded sum, as backward and every later reader see it.
     def normalise(weight: Tensor | None, bias: Tensor | None) -> Tensor:
         weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
         if weight is not None and options.zero_centered_weight:
             weight = weight + 1.0
-        return NORMS[Norm(options.norm)](r.to(compute), weight, bias, options.eps).to(options.out_dtype)
+        return NORMS[Norm(options.norm)](r.to(compute), weight, bias, options.eps, scalars).to(options.out_dtype)
 
     y1 = None
     if inputs.weight1 is not None or inputs.bias1 is not None:

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..records import BackwardInputs, Gradients
 from .dropout import drop
 from .exchange import collect, publish
-from .norms import centres, load_stats, norm_gradient, normalised
+from .norms import centres, load_stats, norm_gradient, normalised, pointwise, scalars, slope
 from .nvidia import widen
 from .rows import (
     Place,
@@ -29,9 +29,9 @@ from .rows import (
 from .weight_gradients import WeightGradients, add_products, add_stored_partials, store_partials, zero_sums
 
 # The tensors, as the records have them; absent ones are None. partials: fp32 [groups of programs, weight gradients wanted, N];
-# board: of split rows, see `exchange`.
+# scalar_partials: fp32 [programs, scalars of the norm]; board: of split rows, see `exchange`.
 _of_rows = [name for name in Gradients._fields if name not in WeightGradients._fields]
-Pointers = namedtuple("Pointers", (*BackwardInputs._fields[:-1], *_of_rows, "partials", "board"))
+Pointers = namedtuple("Pointers", (*BackwardInputs._fields[:-1], *_of_rows, "partials", "scalar_partials", "board"))
 
 
 class Numbers(NamedTuple):
@@ -74,6 +74,7 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
     b_weight1 = load_weights(p.weight1, at, VARIANT, VARIANT.OFFSET)
     b_sums = zero_sums(VARIANT)
+    b_scalar_sums = zero_scalar_sums(p, VARIANT)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=VARIANT.STAGES):
         if VARIANT.PREFETCH:
             prefetch_inputs(p, tile + (VARIANT.STAGES - 1) * tl.num_programs(0), n.M, VARIANT)
@@ -87,11 +88,13 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
             b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT)
             b_sums = add_products(b_sums, b_dy, b_dy1, b_xhat)
             b_g = weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT)
+            b_scalar_sums = add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, VARIANT)
             b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT)
             b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT)
         b_ds, b_ds1 = store_input_gradients(p, seed, n, b_dz, at, VARIANT)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
     store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
+    store_scalar_sums(p, b_scalar_sums)
 
 
 @triton.jit
@@ -100,6 +103,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
 
     The partial sums of weight gradients are kept in memory, where each tile adds its own.
     """
+    b_scalar_sums = zero_scalar_sums(p, VARIANT)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=1):
         at = place(tile, 0, n.M, VARIANT)
         b_c1 = tl.zeros([VARIANT.ROWS], tl.float32)
@@ -108,12 +112,13 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
         b_ds1 = tl.zeros([VARIANT.ROWS], tl.float32)
         if p.dy is not None or p.dy1 is not None:
             b_rstd, b_mean = load_stats(p, at, VARIANT)
-            for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
-                here = Place(at.rows, at.m_row, first_col)
-                b_g, _, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
-                b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT)
-                b_c1 += b_block_c1
-                b_c2 += b_block_c2
+            if not pointwise(VARIANT.NORM):
+                for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
+                    here = Place(at.rows, at.m_row, first_col)
+                    b_g, _, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
+                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT)
+                    b_c1 += b_block_c1
+                    b_c2 += b_block_c2
         for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
             b_dz = load_rows(p.dr, here, VARIANT)
@@ -122,6 +127,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
                 b_sums = add_products(zero_sums(VARIANT), b_dy, b_dy1, b_xhat)
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
                 store_partials(p, b_sums, tl.program_id(0), here, VARIANT)
+                b_scalar_sums = add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, VARIANT)
                 b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT)
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, n, b_dz, here, VARIANT)
             b_ds += b_block_ds
@@ -129,6 +135,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
         store_rowscale_gradients(p, b_ds, b_ds1, at)
         # A partial sum may be read back by another thread than wrote it.
         tl.debug_barrier()
+    store_scalar_sums(p, b_scalar_sums)
 
 
 @triton.jit
@@ -231,12 +238,44 @@ def row_sums(b_g, b_xhat, VARIANT: tl.constexpr):
     for i in tl.static_range(1, blocks(VARIANT)):
         b_product += b_g[i] * b_xhat[i]
         b_sum += b_g[i]
-    if centres(VARIANT.NORM):
+    if pointwise(VARIANT.NORM):
+        b_c1 = tl.zeros([VARIANT.ROWS], tl.float32)
+        b_c2 = b_c1
+    elif centres(VARIANT.NORM):
         b_c1, b_c2 = tl.reduce((b_product, b_sum), 1, add_pairs)
     else:
         b_c1 = tl.sum(b_product, 1)
         b_c2 = tl.zeros([VARIANT.ROWS], tl.float32)
     return b_c1, b_c2
+
+
+@triton.jit
+def zero_scalar_sums(p, VARIANT: tl.constexpr):
+    """A block fp32 [ROWS, BLOCK_N] for each scalar of the norm; an empty tuple where their gradient is not wanted."""
+    b_scalar_sums = ()
+    if p.scalar_partials is not None:
+        for _ in tl.static_range(scalars(VARIANT.NORM)):
+            b_scalar_sums += (tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32),)
+    return b_scalar_sums
+
+
+@triton.jit
+def add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, VARIANT: tl.constexpr):
+    """b_scalar_sums and g · slope · r, the gradient of α."""
+    b_new = b_scalar_sums
+    if len(b_scalar_sums) > 0:
+        b_alpha = b_scalar_sums[0]
+        for i in tl.static_range(blocks(VARIANT)):
+            b_alpha += b_g[i] * slope(b_xhat[i], VARIANT.NORM) * b_r[i]
+        b_new = (b_alpha,)
+    return b_new
+
+
+@triton.jit
+def store_scalar_sums(p, b_scalar_sums):
+    for j in tl.static_range(len(b_scalar_sums)):
+        p_sum = p.scalar_partials + tl.program_id(0) * len(b_scalar_sums) + j
+        tl.store(p_sum, tl.sum(tl.sum(b_scalar_sums[j], 1), 0))
 
 
 @triton.jit

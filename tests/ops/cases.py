@@ -107,6 +107,8 @@ def inputs(case: Case, device: torch.device) -> dict[str, Tensor]:
             tensors[f"weight{i}"].data[0] = -1.0 if case.zero_centered else 0.0  # x̂ can't be recovered from y there
         if case.bias:
             tensors[f"bias{i}"] = tensor(n, case.weight or FP32, 0.3)
+    if case.norm.scalars:
+        tensors["scalars"] = tensor(case.norm.scalars, case.weight or FP32, 0.1, 0.5)
     if case.rowscale != "none":
         for i in ("", "1") if case.x1 is not None else ("",):
             tensors[f"rowscale{i}"] = tensor(m, FP32, 0.5, 1.0, grad=case.rowscale == "learned")
@@ -132,8 +134,8 @@ def reference_path():
 
 
 def unfused(
-    norm, x, weight=None, bias=None, residual=None, x1=None, weight1=None, bias1=None, rowscale=None, rowscale1=None, *,
-    eps, dropout_p, prenorm, residual_in_fp32, zero_centered_weight, out_dtype, seed,
+    norm, x, weight=None, bias=None, residual=None, x1=None, weight1=None, bias1=None, rowscale=None, rowscale1=None,
+    scalars=None, *, eps, dropout_p, prenorm, residual_in_fp32, zero_centered_weight, out_dtype, seed,
 ):  # fmt: skip
     """Mask, scale, add and norm as separate operations of PyTorch's, each rounding to the dtypes of the case."""
 
@@ -152,7 +154,7 @@ def unfused(
     def affine(r, w, b):
         w, b = (None if t is None else wide(t) for t in (w, b))
         w = w + 1.0 if w is not None and zero_centered_weight else w
-        return NORMS[norm](wide(r), w, b, eps).to(out_dtype or x.dtype)
+        return NORMS[norm](wide(r), w, b, eps, None if scalars is None else wide(scalars)).to(out_dtype or x.dtype)
 
     dtype = residual.dtype if residual is not None else torch.promote_types(x.dtype, FP32) if residual_in_fp32 else x.dtype
     r = branch(x, rowscale, 0)
@@ -173,7 +175,8 @@ def outputs_and_gradients(fn, tensors: dict[str, Tensor], case: Case, **how) -> 
     results = results if isinstance(results, tuple) else (results,)
     names = ["y", *["y1"] * ("weight1" in tensors or "bias1" in tensors), *["r"] * case.prenorm]
     generator = torch.Generator().manual_seed(7)
-    upstream = [torch.randn(r.shape, generator=generator).to(r) for r in results]
+    # Rounded for the oracle too: a gradient that is one number has no other rows or columns in which errors even out.
+    upstream = [torch.randn(r.shape, generator=generator).to(case.out or case.x).to(r) for r in results]
     torch.autograd.backward(results, upstream)
     found = dict(zip(names, (r.detach() for r in results), strict=True))
     found |= {f"d{name}": t.grad for name, t in tensors.items() if t.requires_grad}

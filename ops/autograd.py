@@ -11,6 +11,7 @@ from torch import Tensor
 from . import operators
 from .checks import function_name
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, dtypes_of
+from .reference import Norm
 from .torch_state import below_autograd, is_eager
 
 # Of Outputs and Inputs, what BackwardInputs has behind the upstream gradients.
@@ -28,10 +29,12 @@ class FusedNorm(torch.autograd.Function):
         outputs = run(inputs)
         adds = inputs.residual is not None or inputs.x1 is not None or options.dropout_p > 0.0 or inputs.rowscale is not None
         kept = [*_kept((*outputs, *inputs))]
-        if not adds:
+        if options.norm == Norm.none and inputs.weight is None and inputs.weight1 is None:
+            kept[_R] = outputs.y  # for its shape; something else keeps it anyway
+        elif not (adds or options.branch):
             kept[_R] = inputs.x
-        # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
-        if inputs.rowscale is None or not inputs.rowscale.requires_grad:
+        # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
+        if not options.branch and (inputs.rowscale is None or not inputs.rowscale.requires_grad):
             kept[_X] = None
         if inputs.rowscale1 is None or not inputs.rowscale1.requires_grad:
             kept[_X1] = None
@@ -89,10 +92,10 @@ def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1:
     """
     of: Any = Inputs(*dtypes)
     need: Any = Inputs(*needs)
-    dropped = options.dropout_p > 0.0
-    # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
-    plain_x = need.x and not dropped and of.rowscale is None
-    plain_x1 = need.x1 and not dropped and of.rowscale1 is None
+    changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
+    # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
+    plain_x = need.x and not changed and of.rowscale is None
+    plain_x1 = need.x1 and not changed and of.rowscale1 is None
     dz_dtype = of.residual if need.residual else of.x if plain_x else of.x1 if plain_x1 else None
     x_takes_dz = plain_x and of.x == dz_dtype
     x1_takes_dz = plain_x1 and of.x1 == dz_dtype

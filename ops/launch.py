@@ -105,22 +105,28 @@ def backward_call(
     """`backward` of these options for rows of N, with all worked out that follows. dtypes: of the inputs, None for an absent
     one."""
     of = BackwardInputs(*dtypes)
-    norm = Norm(options.norm)
-    rows = (of.dy, of.dy1, of.dr, of.r, of.x, of.x1)
+    norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
+    wanted = Weights(*[getattr(options, f"d{name}_dtype") is not None for name in Weights._fields])
+    reads_r = norm != Norm.none or wanted.weight or wanted.weight1
+    rows = (of.dy, of.dy1, of.dr, of.r if reads_r else None, of.x, of.x1)
     written = (options.dz_dtype, options.dx_dtype, options.dx1_dtype)
     work = Work(
         vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
-        weights=(1 if norm == Norm.rmsnorm else 2) * (1 if of.dy1 is None else 2),
+        weights=_sums(norm) * (1 if of.dy1 is None else 2) + (_sums(branch_norm) if options.branch else 0),
         written_bytes=_bytes(*written),
         # The sums over a row that its programs would exchange are those of one norm with a statistic.
-        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
+        splittable=of.dy is not None
+        and of.dy1 is None
+        and of.x is None
+        and of.x1 is None
+        and norm.statistics > 0
+        and options.residual_scale == 1.0,
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
-    wanted = Weights(*[getattr(options, f"d{name}_dtype") is not None for name in Weights._fields])
     variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
     numbers = _dropout_numbers(options)
     start = Launcher(
@@ -138,6 +144,8 @@ def backward_call(
     block_n = max(8, min(256, 4096 // block_p))
     finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=facts.since_sm_90)
     sums = sum(wanted)
+    scalars = norm.scalars * (options.dscalars_dtype is not None)
+    scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
 
     def run(inputs: BackwardInputs) -> Gradients:
         r = inputs.r
@@ -156,14 +164,18 @@ def backward_call(
             words = groups * RING.value * turn_words(tile.slices)
             board = torch.full((words,), -1, dtype=torch.int64, device=device)
         scalar_partials = None
-        if gradients.dscalars is not None:
-            scalar_partials = r.new_zeros(groups, norm.scalars, dtype=torch.float32)
+        if scalars:
+            scalar_partials = r.new_zeros(groups, scalars, dtype=torch.float32)
         tensors = (*inputs, *gradients, partials, scalar_partials, board, None)
         start(groups * tile.slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers, variant)
         if sums:
             finish(sums * -(-N // block_n), _finish_pointers(tensors), groups, N, block_p, block_n, facts.since_sm_90)
-        if gradients.dscalars is not None and scalar_partials is not None:
-            gradients.dscalars.copy_(scalar_partials.sum(0))
+        if scalar_partials is not None:
+            found = scalar_partials.sum(0)
+            if gradients.dscalars is not None:
+                gradients.dscalars.copy_(found[: norm.scalars])
+            if gradients.dbranch_scalars is not None:
+                gradients.dbranch_scalars.copy_(found[-branch_norm.scalars :])
         return gradients
 
     return run
@@ -234,6 +246,9 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
     return Variant(
         N,
         NORM=int(options.norm),
+        BRANCH=options.branch,
+        BRANCH_NORM=int(options.branch_norm),
+        RESIDUAL_SCALE=options.residual_scale,
         DROPOUT=options.dropout_p > 0.0,
         OFFSET=float(options.zero_centered_weight),
         ROWS=tile.rows,
@@ -246,6 +261,11 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
         PREFETCH=tile.prefetch,
         **more,
     )
+
+
+def _sums(norm: Norm) -> int:
+    """Of weight gradients that backward keeps, by the tile's rule: a weight's, and a bias's where the norm mostly has one."""
+    return {Norm.rmsnorm: 1, Norm.none: 0}.get(norm, 2)
 
 
 def _vector(*dtypes: Any) -> int:

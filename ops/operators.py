@@ -136,7 +136,7 @@ def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def without_stats(outputs: Outputs) -> Outputs:
-    return outputs if outputs.stats is None else outputs._replace(stats=None)
+    return outputs._replace(stats=None, branch_stats=None)
 
 
 # Two operators that do nearly the same: one that has autograd code in Python goes through the dispatcher twice at each call,
@@ -162,6 +162,7 @@ def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
         "mask": options.return_mask,
         "mask1": options.return_mask and inputs.x1 is not None,
         "stats": op is norm_forward and options.statistics > 0,
+        "branch_stats": op is norm_forward and options.branch_statistics > 0,
     }
     return Outputs(**_named(asked, op(*encode(inputs, options))))
 

@@ -20,6 +20,7 @@ from .checks import (
     check_input,
     check_like_input,
     check_operands,
+    check_residual_scale,
     check_weights,
     function_name,
 )
@@ -33,6 +34,8 @@ class Request(NamedTuple):
     """The options as callers give them."""
 
     norm: Norm
+    branch_norm: Norm
+    residual_scale: float
     eps: float
     dropout_p: float
     zero_centered_weight: bool
@@ -53,6 +56,7 @@ class Plan(NamedTuple):
     drops: bool
     returns_y1: bool
     r_is_x: bool  # nothing is added to x or changed in it
+    y_is_r: bool  # there is no norm, and y has the dtype of the stream
 
 
 MOST = 4096  # plans that are remembered; the one that was not used for longest goes first
@@ -118,10 +122,9 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     check_input(name, x, dtypes)
     check_weights(name, x, dtypes, **{field: getattr(operands, field) for field in WEIGHTS})
     check_like_input(name, x, dtypes, residual=residual, x1=x1)
-    sizes = (request.norm.scalars,)
-    check_operands(
-        name, x, dtypes, (sizes,), lambda: f"{sizes}, the learned scalars of {request.norm.name}", scalars=operands.scalars
-    )
+    for field, kind in (("scalars", request.norm), ("branch_scalars", request.branch_norm)):
+        scalars, words = (kind.scalars,), f"({kind.scalars},), the learned scalars of {kind.name}"
+        check_operands(name, x, dtypes, (scalars,), lambda words=words: words, **{field: getattr(operands, field)})
     if rowscale is not None or rowscale1 is not None:
         rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
         check_operands(
@@ -130,6 +133,12 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         )  # fmt: skip
     if rowscale1 is not None and x1 is None:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
+    branch = request.branch_norm != Norm.none or operands.branch_weight is not None or operands.branch_bias is not None
+    if branch and x1 is not None:
+        raise ValueError(
+            f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
+        )
+    check_residual_scale(name, request.residual_scale)
     check_dropout_p(name, "dropout_p", request.dropout_p)
     check_eps(name, request.eps)
     check_flags(
@@ -146,21 +155,35 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     elif request.residual_in_fp32:
         residual_dtype = torch.promote_types(x.dtype, torch.float32)
     drops = request.dropout_p > 0.0
-    adds = residual is not None or x1 is not None or drops or rowscale is not None
+    adds = residual is not None or x1 is not None or drops or rowscale is not None or branch
     r_is_x = not adds and residual_dtype == x.dtype
     inference = Options(
         eps=float(request.eps),
         dropout_p=float(request.dropout_p),
         norm=int(request.norm),
+        branch=branch,
+        branch_norm=int(request.branch_norm),
+        residual_scale=1.0 if residual is None else float(request.residual_scale),
         zero_centered_weight=bool(request.zero_centered_weight),
         out_dtype=x.dtype if out_dtype is None else out_dtype,
         residual_dtype=residual_dtype,
         store_residual=bool(request.keeps_residual) and not r_is_x,
         statistics=0,
+        branch_statistics=0,
         return_mask=bool(request.return_dropout_mask) and drops,
     )
+    # Without a norm, y is r, which is written once if it has one dtype, and read by backward for the gradient of a weight only.
+    y_is_r = request.norm == Norm.none and operands.weight is None and operands.bias is None and not r_is_x
+    reads_r = request.norm != Norm.none or operands.weight is not None or operands.weight1 is not None
+    y_is_r = y_is_r and inference.out_dtype == residual_dtype
+    if y_is_r:
+        inference = inference._replace(store_residual=False)
     # Backward normalises r again; where nothing was added it finds the same numbers in x.
-    training = inference._replace(store_residual=inference.store_residual or adds, statistics=request.norm.statistics)
+    training = inference._replace(
+        store_residual=inference.store_residual or (adds and reads_r),
+        statistics=request.norm.statistics,
+        branch_statistics=request.branch_norm.statistics,
+    )
     return Plan(
         name=name,
         kernels=kernels,
@@ -172,6 +195,7 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         drops=drops,
         returns_y1=operands.weight1 is not None or operands.bias1 is not None,
         r_is_x=r_is_x,
+        y_is_r=y_is_r,
     )
 
 

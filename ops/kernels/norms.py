@@ -2,11 +2,11 @@
 
     d  = r − mean(r) if the norm centres, else r          `deviation`
     x̂  = d · rstd,   rstd = f(Σ s(d) / N)                  `normalised`; `spread` is s, `inverse` is f
-    x̂  = tanh(α · r) of a norm that is pointwise           α, the same for all rows, is where rstd is for the others
+    x̂  = φ(α · r + s) of a norm that is pointwise          `slope` is φ′; α and s are where others have rstd and mean
     ∂  : dr = rstd · (g − t(x̂) · mean(g · x̂) − mean(g))    `norm_gradient`; `direction` is t; the last mean only if it centres
 
-LayerNorm: Ba, Kiros & Hinton 2016; RMSNorm: Zhang & Sennrich 2019; Dynamic Tanh: arXiv:2503.10622. `reference.NORMS` has the
-same formulas in PyTorch.
+LayerNorm: Ba, Kiros & Hinton 2016; RMSNorm: Zhang & Sennrich 2019; Dynamic Tanh: arXiv:2503.10622; Derf: arXiv:2512.10938.
+`reference.NORMS` has the same formulas in PyTorch.
 """
 
 import triton
@@ -17,6 +17,8 @@ from ..reference import Norm
 LAYERNORM = tl.constexpr(Norm.layernorm.value)
 RMSNORM = tl.constexpr(Norm.rmsnorm.value)
 DYT = tl.constexpr(Norm.dyt.value)
+DERF = tl.constexpr(Norm.derf.value)
+NONE = tl.constexpr(Norm.none.value)
 
 
 @triton.constexpr_function
@@ -33,7 +35,7 @@ def statistics(NORM):
 
 @triton.constexpr_function
 def pointwise(NORM):
-    """Whether x̂ of an element depends on that element alone. Then b_rstd is the factor α of all rows."""
+    """Whether x̂ of an element depends on that element alone. Then b_rstd and b_mean are α and s, the same for all rows."""
     return Norm(NORM).statistics == 0
 
 
@@ -54,7 +56,7 @@ def deviation(b, b_mean, NORM: tl.constexpr):
 @triton.jit
 def spread(b_deviation, NORM: tl.constexpr):
     """The terms of the statistic, fp32 [ROWS, width]."""
-    tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM or pointwise(NORM), "unknown norm")
+    tl.static_assert(NORM == LAYERNORM or NORM == RMSNORM, "unknown norm")
     return b_deviation * b_deviation
 
 
@@ -65,30 +67,28 @@ def inverse(b_spread, N, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def statistic(p, b_spread, b_mean, eps, VARIANT: tl.constexpr):
-    """rstd and mean, fp32 [ROWS], from the sum of `spread` over the columns and the mean."""
-    if pointwise(VARIANT.NORM):
-        b_rstd = load_factor(p.scalars, VARIANT)
-    else:
-        b_rstd = inverse(b_spread, VARIANT.N, eps, VARIANT.NORM)
-    return b_rstd, b_mean
-
-
-@triton.jit
-def load_factor(p_scalars, VARIANT: tl.constexpr):
-    """α of a pointwise norm, fp32 [ROWS]."""
-    b_factor = tl.full([VARIANT.ROWS], 1.0, tl.float32)
+def load_scalars(p_scalars, NORM: tl.constexpr, ROWS: tl.constexpr):
+    """α and s of a pointwise norm, fp32 [ROWS] twice; 1 and 0 where there are none."""
+    b_alpha = tl.full([ROWS], 1.0, tl.float32)
+    b_shift = tl.zeros([ROWS], tl.float32)
     if p_scalars is not None:
-        b_factor *= tl.load(p_scalars).to(tl.float32)
-    return b_factor
+        b_alpha *= tl.load(p_scalars).to(tl.float32)
+        if scalars(NORM) > 1:
+            b_shift += tl.load(p_scalars + 1).to(tl.float32)
+    return b_alpha, b_shift
 
 
 @triton.jit
 def normalised(b, b_mean, b_rstd, NORM: tl.constexpr):
     """x̂, fp32 [ROWS, width], of a block of the stream."""
-    b_xhat = deviation(b, b_mean, NORM) * b_rstd[:, None]
-    if NORM == DYT:
-        b_xhat = tanh(b_xhat)
+    if NORM == NONE:
+        b_xhat = b
+    elif NORM == DYT:
+        b_xhat = tanh(b * b_rstd[:, None])
+    elif NORM == DERF:
+        b_xhat = tl.erf(b * b_rstd[:, None] + b_mean[:, None])
+    else:
+        b_xhat = deviation(b, b_mean, NORM) * b_rstd[:, None]
     return b_xhat
 
 
@@ -102,10 +102,15 @@ def tanh(b):
 
 
 @triton.jit
-def slope(b_xhat, NORM: tl.constexpr):
-    """The derivative of a pointwise norm, by α · r: fp32 [ROWS, width]."""
-    tl.static_assert(NORM == DYT, "unknown norm")
-    return 1.0 - b_xhat * b_xhat
+def slope(b, b_xhat, b_mean, b_rstd, NORM: tl.constexpr):
+    """The derivative of a pointwise norm by α · r + s: fp32 [ROWS, width]."""
+    tl.static_assert(NORM == DYT or NORM == DERF, "unknown norm")
+    if NORM == DYT:
+        b_slope = 1.0 - b_xhat * b_xhat
+    else:
+        b_argument = b * b_rstd[:, None] + b_mean[:, None]
+        b_slope = 1.1283791670955126 * tl.exp(-b_argument * b_argument)  # 2/√π
+    return b_slope
 
 
 @triton.jit
@@ -118,35 +123,38 @@ def direction(b_xhat, NORM: tl.constexpr):
 @triton.jit
 def norm_gradient(b_g, b, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr):
     """The gradient through the norm of b, fp32 [ROWS, width]; b_c1 = rstd · mean(g · x̂), b_c2 = rstd · mean(g)."""
-    b_gradient = b_g * b_rstd[:, None]
-    if centres(NORM):
-        b_gradient -= b_c2[:, None]
-    if pointwise(NORM):
-        b_gradient *= slope(b_xhat, NORM)
+    if NORM == NONE:
+        b_gradient = b_g
     else:
-        b_gradient -= direction(b_xhat, NORM) * b_c1[:, None]
+        b_gradient = b_g * b_rstd[:, None]
+        if centres(NORM):
+            b_gradient -= b_c2[:, None]
+        if pointwise(NORM):
+            b_gradient *= slope(b, b_xhat, b_mean, b_rstd, NORM)
+        else:
+            b_gradient -= direction(b_xhat, NORM) * b_c1[:, None]
     return b_gradient
 
 
 @triton.jit
-def store_stats(p, b_rstd, b_mean, at, VARIANT: tl.constexpr):
+def store_stats(p_stats, b_rstd, b_mean, at, NORM: tl.constexpr):
     """rstd, and the mean where the norm centres: fp32 [M, statistics]."""
-    if p.stats is not None:
-        p_row = p.stats + at.rows * statistics(VARIANT.NORM)
+    if p_stats is not None:
+        p_row = p_stats + at.rows * statistics(NORM)
         tl.store(p_row, b_rstd, mask=at.m_row)
-        if centres(VARIANT.NORM):
+        if centres(NORM):
             tl.store(p_row + 1, b_mean, mask=at.m_row)
 
 
 @triton.jit
-def load_stats(p, at, VARIANT: tl.constexpr):
-    """rstd and mean, fp32 [ROWS]; the mean is 0 where the norm does not centre."""
-    b_mean = tl.zeros([VARIANT.ROWS], tl.float32)
-    if pointwise(VARIANT.NORM):
-        b_rstd = load_factor(p.scalars, VARIANT)
+def load_stats(p_stats, p_scalars, at, NORM: tl.constexpr, ROWS: tl.constexpr):
+    """rstd and mean, fp32 [ROWS]; the mean is 0 where the norm does not centre. α and s of a pointwise norm."""
+    if pointwise(NORM):
+        b_rstd, b_mean = load_scalars(p_scalars, NORM, ROWS)
     else:
-        p_row = p.stats + at.rows * statistics(VARIANT.NORM)
+        p_row = p_stats + at.rows * statistics(NORM)
         b_rstd = tl.load(p_row, mask=at.m_row, other=0.0)
-        if centres(VARIANT.NORM):
+        b_mean = tl.zeros([ROWS], tl.float32)
+        if centres(NORM):
             b_mean = tl.load(p_row + 1, mask=at.m_row, other=0.0)
     return b_rstd, b_mean

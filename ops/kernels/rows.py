@@ -18,12 +18,14 @@ from .nvidia import prefetch_rows, widen
 
 
 class Weights(NamedTuple):
-    """One thing for each weight of a norm: those of y, then those of y1."""
+    """One thing for each weight of a norm: those of y, those of y1, those of the branch norm."""
 
     weight: Any
     bias: Any
     weight1: Any
     bias1: Any
+    branch_weight: Any
+    branch_bias: Any
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,11 @@ class Variant:
 
     N: int  # columns in a row
     NORM: int  # a value of `reference.Norm`
+    BRANCH: bool  # x goes through a norm of its own
+    BRANCH_NORM: int
+    RESIDUAL_SCALE: float
     DROPOUT: bool
-    OFFSET: float  # added to weight and weight1: 1.0 where they are zero-centred
+    OFFSET: float  # added to the weights: 1.0 where they are zero-centred
     STREAM_DTYPE: Any  # Triton's dtype of the residual stream r
     ROWS: int  # in a tile
     BLOCK_N: int  # columns in a block, a power of two
@@ -154,6 +159,32 @@ def load_weight(p, i: tl.constexpr, at, VARIANT: tl.constexpr, OFFSET: tl.conste
             b += OFFSET
         b_weight = (b,)
     return b_weight
+
+
+@triton.jit
+def block_of(b_row, i: tl.constexpr):
+    """Block i alone, in a tuple; an empty tuple where there is none."""
+    b = ()
+    if len(b_row) > 0:
+        b = (b_row[i],)
+    return b
+
+
+@triton.jit
+def affine(b, b_weight, b_bias):
+    """b · weight + bias; an empty tuple is 1 and 0."""
+    if len(b_weight) > 0:
+        b = b * b_weight[0]
+    if len(b_bias) > 0:
+        b = b + b_bias[0]
+    return b
+
+
+@triton.jit
+def scaled_residual(b, VARIANT: tl.constexpr):
+    if VARIANT.RESIDUAL_SCALE != 1.0:
+        b = b * VARIANT.RESIDUAL_SCALE
+    return b
 
 
 @triton.jit

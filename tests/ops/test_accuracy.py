@@ -35,6 +35,20 @@ def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
     assert_as_accurate_as_pytorch(case, device)
 
 
+SITES = covering(
+    shape=SHAPES, branch=list(Norm), norm=list(Norm), rowscale=["none", "fixed", "learned"], x=[BF16, FP32],
+    residual=[FP32, BF16, None], bias=[False, True], dropout_p=[0.0, 0.1], weight=[FP32, None, BF16], out=[None, FP32],
+    residual_scale=[1.0, 1.7], prenorm=[True, False], second=[False, True],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", SITES, ids=lambda chosen: "-".join(map(str, chosen.values())).replace("torch.", ""))
+def test_a_branch_with_a_norm_is_as_accurate_as_pytorch(chosen, device, use_tile):
+    case = Case(**{name: value for name, value in chosen.items() if name != "shape"}, n=72)
+    use_tile(tile_for(case.n, chosen["shape"]))
+    assert_as_accurate_as_pytorch(case, device)
+
+
 @pytest.mark.parametrize("case", pairwise(**MORE | {"n": [40, 2, 31, 1000, 2304], "m": [5, 1, 9]}), ids=describe)
 def test_the_rules_own_tiles_are_as_accurate_as_pytorch(case, device):
     assert_as_accurate_as_pytorch(case, device)

@@ -265,7 +265,7 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
 
 def _sums(norm: Norm) -> int:
     """Of weight gradients that backward keeps, by the tile's rule: a weight's, and a bias's where the norm mostly has one."""
-    return {Norm.rmsnorm: 1, Norm.none: 0}.get(norm, 2)
+    return {Norm.rmsnorm: 1, Norm.none: 1}.get(norm, 2)
 
 
 def _vector(*dtypes: Any) -> int:

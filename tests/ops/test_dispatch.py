@@ -14,8 +14,9 @@ from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
 HOW = Options(
-    eps=1e-5, dropout_p=0.25, norm=int(Norm.layernorm), zero_centered_weight=False, out_dtype=BF16, residual_dtype=FP32,
-    store_residual=True, statistics=2, return_mask=True,
+    eps=1e-5, dropout_p=0.25, norm=int(Norm.layernorm), branch=False, branch_norm=int(Norm.none), residual_scale=1.0,
+    zero_centered_weight=False, out_dtype=BF16, residual_dtype=FP32,
+    store_residual=True, statistics=2, branch_statistics=0, return_mask=True,
 )  # fmt: skip
 PLAIN = HOW._replace(
     dropout_p=0.0, norm=int(Norm.rmsnorm), out_dtype=FP32, store_residual=False, statistics=1, return_mask=False
@@ -26,6 +27,8 @@ CASES = [
     Case(residual=None, residual_in_fp32=True, weight=BF16, dropout_p=0.2),
     Case(x=FP16, residual=BF16, x1=BF16, second=True, rowscale="learned", dropout_p=0.2, zero_centered=True, out=FP32),
     Case(x=FP32, weight=None, bias=False, rowscale="fixed"),
+    Case(norm=Norm.rmsnorm, branch=Norm.layernorm, rowscale="learned", dropout_p=0.2, residual_scale=1.5),
+    Case(norm=Norm.none, branch=Norm.derf, weight=None, bias=False, residual=BF16),  # y is r
 ]
 
 

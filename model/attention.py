@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import ModelConfig, NormConfig, NormImpl
+from configs.schema import ModelConfig, NormConfig, NormImpl, Placement
 from model.norm import Affine, How, PreNorm, compiled_alone, norm_rows
 from ops import rotary_qkv_fn
 
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
         self.query_norm, self.key_norm = None, None
         if cfg.qk_norm:
-            norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind)
+            norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind, placement=Placement.pre)
             self.query_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
             self.key_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
         self.query_key_norm = QueryKeySite(norm, self.heads, self.kv_heads)
@@ -80,6 +80,7 @@ class QueryKeySite(nn.Module):
         return rotary_qkv_fn(
             qkv, cos, sin, self.heads, self.kv_heads, norm=query_norm.kind, eps=query_norm.eps,
             q_weight=query_norm.weight, q_bias=query_norm.bias, k_weight=key_norm.weight, k_bias=key_norm.bias,
+            zero_centered_weight=query_norm.zero_centered,
         )  # fmt: skip
 
 

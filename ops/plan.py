@@ -114,7 +114,7 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     Raises:
         ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
     """
-    operands, request = Inputs(*given, None), Request(*wanted)
+    operands, request = Inputs._make((*given, None)), Request(*wanted)
     x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
     name = function_name(request.norm)
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()

@@ -3,7 +3,7 @@
 The operators take records flattened, in the order of their fields; `operators` makes the schemas from the annotations.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -150,13 +150,14 @@ def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: 
 
 
 def empty_gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    r = inputs.r
-    return Gradients(
-        *[
-            None if dtype is None else r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(inputs[like], dtype)
-            for like, dtype in zip(_LIKE, options[-len(_LIKE) :], strict=True)
-        ]
-    )
+    r, dtypes = inputs.r, options[-len(_LIKE) :]
+
+    def empty(like: int | None, dtype: Any) -> Tensor | None:
+        if dtype is None:
+            return None
+        return r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(cast(Tensor, inputs[like]), dtype)
+
+    return Gradients(*map(empty, _LIKE, dtypes))
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:

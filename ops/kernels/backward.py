@@ -35,7 +35,7 @@ from .weight_gradients import WeightGradients, add_products, add_stored_partials
 # The tensors, as the records have them; absent ones are None. partials: fp32 [groups of programs, weight gradients wanted, N];
 # scalar_partials: fp32 [programs, scalars of the norm]; board: of split rows, see `exchange`.
 _of_rows = [name for name in Gradients._fields if name not in WeightGradients._fields]
-Pointers = namedtuple("Pointers", (*BackwardInputs._fields[:-1], *_of_rows, "partials", "scalar_partials", "board"))
+Pointers = namedtuple("Pointers", (*BackwardInputs._fields[:-1], *_of_rows, "partials", "scalar_partials", "board"))  # type: ignore[misc]
 
 
 class Numbers(NamedTuple):

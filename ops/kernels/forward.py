@@ -32,7 +32,7 @@ from .rows import (
 )
 
 # The tensors, as the records have them; absent ones are None.
-Pointers = namedtuple("Pointers", (*OPERANDS, *Outputs._fields))
+Pointers = namedtuple("Pointers", (*OPERANDS, *Outputs._fields))  # type: ignore[misc]
 
 
 class Numbers(NamedTuple):

@@ -18,6 +18,11 @@ def site(impl="torch", kind="layernorm", width=16, masks="shared", eps=1e-5, **o
     return PreNorm(width, NormConfig(impl=impl, kind=kind, eps=eps, dropout_masks=masks), **options)
 
 
+def qk_kind(kind):
+    """Queries and keys have no pointwise norms."""
+    return kind if kind in ("layernorm", "rmsnorm") else "rmsnorm"
+
+
 def loss_and_gradients(model, batch, **kwargs) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(2)  # attention dropout is PyTorch's under both implementations
     loss = model(*batch, **kwargs)
@@ -31,7 +36,7 @@ def loss_and_gradients(model, batch, **kwargs) -> tuple[float, dict[str, torch.T
 @pytest.mark.parametrize("block", ["sequential", "parallel"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_and_torch_with_shared_masks_agree(build, batch, kind, block, rates, residual_dtype, autocast):
-    options = {"block": block, "residual_dtype": residual_dtype, "norm_kind": kind} | rates
+    options = {"block": block, "residual_dtype": residual_dtype, "norm_kind": kind, "qk_norm_kind": qk_kind(kind)} | rates
     models = [build(**options, norm_impl=impl, qk_norm=True, norm_dropout_masks="shared") for impl in IMPLS]
     models[1].load_state_dict(models[0].state_dict())  # a checkpoint of one loads in the other
     seeds = torch.arange(models[0].dropout_sites)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import ModelConfig, NormConfig, NormImpl, Placement
+from configs.schema import ModelConfig, NormConfig, NormImpl
 from model.norm import Affine, How, PreNorm, compiled_alone, norm_rows
 from ops import rotary_qkv_fn
 
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
         self.query_norm, self.key_norm = None, None
         if cfg.qk_norm:
-            norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind, placement=Placement.pre)
+            norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind)
             self.query_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
             self.key_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
         self.query_key_norm = QueryKeySite(norm, self.heads, self.kv_heads)

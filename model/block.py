@@ -92,6 +92,7 @@ def norm_site(
         cfg.width,
         norm,
         norms=norms_of_site(norm.placement, first=adds[0] is not None and adds[0] < 0, last=not prenorm),
+        y_is_stream=prenorm and norm.placement == Placement.post,
         residual_scale=(2 * cfg.layers) ** 0.25 if cfg.residual_scale == ResidualScale.deepnorm else 1.0,
         bias=cfg.bias,
         dropout=cfg.dropout,

@@ -8,7 +8,7 @@ new stream:
     y = N(r) · weight + bias,   y1 = N(r) · weight1 + bias1                  y1 only at parallel sites
 
 `norm.placement` says which of N and B, the norm of the branch, a site has (`norms_of_site`). Where N stands after the add
-(norm.placement=post), y is the stream.
+(norm.placement=post), y is the stream too.
 
 `norm.impl=fused` computes this in one kernel. `torch` uses PyTorch's operators, and `compiled` is that same code under
 torch.compile, alone. `model.libraries` has the norms of other libraries. Parameters, their names and their initial values do
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import DropoutMasks, NormConfig, NormImpl, NormKind, NormWeight, Placement
+from configs.schema import DropoutMasks, NormConfig, NormImpl, NormKind, NormWeight
 from model import libraries
 from ops import Norm, norm_fn, seeded_dropout
 from ops.reference import NORMS
@@ -91,6 +91,7 @@ class PreNorm(nn.Module):
         prenorm: return the new residual stream too. The final norm does not need it.
         residual_in_fp32: a stream that starts here is fp32, else it has x's dtype. A stream that is passed in keeps its dtype.
         norms: whether there is a norm of the stream, and one of the branch.
+        y_is_stream: return y twice, in the stream's dtype, instead of y and r.
         residual_scale: factor of the residual.
     """
 
@@ -106,6 +107,7 @@ class PreNorm(nn.Module):
         prenorm: bool = True,
         residual_in_fp32: bool = False,
         norms: tuple[bool, bool] = (True, False),
+        y_is_stream: bool = False,
         residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class PreNorm(nn.Module):
         self.dropout, self.drop_path, self.prenorm, self.residual_in_fp32 = dropout, drop_path, prenorm, residual_in_fp32
         self.parallel = parallel
         self.residual_scale, self.zero_centered = residual_scale, norm.weight == NormWeight.zero_centered
-        self.y_is_stream = norm.placement == Placement.post and prenorm
+        self.y_is_stream = y_is_stream
 
         def parameter(value: float, exists: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.full((width,), value)) if exists else None

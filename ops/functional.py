@@ -82,6 +82,8 @@ def norm_fn(
     Returns:
         y [, y1] [, r] [, mask, mask1]: y alone, or a tuple in this order.
 
+    With norm="none", no weight and one dtype, y and r are one tensor.
+
     Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
     runs, which has them all.
 

@@ -165,7 +165,7 @@ def backward_call(
             board = torch.full((words,), -1, dtype=torch.int64, device=device)
         scalar_partials = None
         if scalars:
-            scalar_partials = r.new_zeros(groups, scalars, dtype=torch.float32)
+            scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32)
         tensors = (*inputs, *gradients, partials, scalar_partials, board, None)
         start(groups * tile.slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers, variant)
         if sums:

@@ -49,6 +49,17 @@ def test_a_branch_with_a_norm_is_as_accurate_as_pytorch(chosen, device, use_tile
     assert_as_accurate_as_pytorch(case, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [BF16, FP32])
+@pytest.mark.parametrize("norms", [("rmsnorm", "rmsnorm"), ("none", "rmsnorm"), ("layernorm", "layernorm"), ("derf", "dyt")])
+@pytest.mark.parametrize("n", [31, 640, 768, 1000, 2304, 4096, 4608, 5376, 8192, 12288, 40000])
+def test_a_branch_with_a_norm_is_as_accurate_as_pytorch_at_real_widths(n, norms, residual, device):
+    norm, branch = (Norm[name] for name in norms)
+    for rowscale, dropout_p in (("none", 0.0), ("learned", 0.1)):
+        case = Case(norm=norm, branch=branch, residual=residual, rowscale=rowscale, dropout_p=dropout_p, m=1030, n=n)
+        assert_as_accurate_as_pytorch(case, device)
+
+
 @pytest.mark.parametrize("case", pairwise(**MORE | {"n": [40, 2, 31, 1000, 2304], "m": [5, 1, 9]}), ids=describe)
 def test_the_rules_own_tiles_are_as_accurate_as_pytorch(case, device):
     assert_as_accurate_as_pytorch(case, device)

@@ -113,15 +113,11 @@ def backward_call(
     work = Work(
         vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
-        weights=_sums(norm) * (1 if of.dy1 is None else 2) + (_sums(branch_norm) if options.branch else 0),
+        weights=(_sums(norm) if reads_r else 0) * (1 if of.dy1 is None else 2) + (_sums(branch_norm) if options.branch else 0),
         written_bytes=_bytes(*written),
+        branch=options.branch,
         # The sums over a row that its programs would exchange are those of one norm with a statistic.
-        splittable=of.dy is not None
-        and of.dy1 is None
-        and of.x is None
-        and of.x1 is None
-        and norm.statistics > 0
-        and options.residual_scale == 1.0,
+        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)

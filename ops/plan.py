@@ -25,7 +25,7 @@ from .checks import (
     function_name,
 )
 from .kernels import runs_kernels
-from .records import OPERANDS, ROWS, ROWSCALES, WEIGHTS, Inputs, Options, Outputs, dtypes_of
+from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of
 from .reference import Norm
 from .torch_state import differentiated_by_func
 
@@ -92,20 +92,19 @@ def _key(operands: tuple, request: tuple) -> tuple:
     shape = operands[0].shape
     return (
         request, tuple(map(type, request)), shape[-1:],  # 1.0 is equal to True, which the checks may accept
-        *[None if t is None else (t.dtype, t.device, fits(t, shape)) for t, fits in zip(operands, _FITS, strict=True)],
+        *[None if t is None else (t.dtype, t.device, t.shape == shape) for t in operands[:_WEIGHTS]],
+        *[None if t is None else (t.dtype, t.device, t.shape) for t in operands[_WEIGHTS:_ROWSCALES]],
+        *[None if t is None else (t.dtype, t.device, _fits_rows(t, shape[:-1])) for t in operands[_ROWSCALES:_SCALARS]],
+        *[None if t is None else (t.dtype, t.device, t.shape) for t in operands[_SCALARS:]],
     )  # fmt: skip
 
 
-def _fits_rows(rowscale: Tensor, shape: torch.Size) -> bool:
-    rows = shape[:-1]
+# Where they begin in `records.OPERANDS`.
+_WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
+
+
+def _fits_rows(rowscale: Tensor, rows: torch.Size) -> bool:
     return rowscale.shape == rows or rowscale.shape == (rows.numel(),)
-
-
-# What the key has of each operand's shape, so that the number of rows is no part of it.
-_FITS = [
-    _fits_rows if name in ROWSCALES else (lambda t, shape: t.shape == shape) if name in ROWS else lambda t, shape: t.shape
-    for name in OPERANDS
-]
 
 
 def make_plan(given: tuple, wanted: tuple) -> Plan:

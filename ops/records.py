@@ -115,7 +115,7 @@ class Gradients(NamedTuple):
     dbranch_bias: Tensor | None
 
 
-# What the shape of an input is compared with; a field that is in none of these has the shape (N,).
+# The inputs by their shapes: that of x, one element for each row of x, the scalars of a norm; those of WEIGHTS have (N,).
 ROWS = ("x", "residual", "x1")
 ROWSCALES = ("rowscale", "rowscale1")
 SCALARS = ("scalars", "branch_scalars")
@@ -150,14 +150,12 @@ def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: 
 
 
 def empty_gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    r, dtypes = inputs.r, options[-len(_LIKE) :]
-
-    def empty(like: int | None, dtype: Any) -> Tensor | None:
-        if dtype is None:
-            return None
-        return r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(cast(Tensor, inputs[like]), dtype)
-
-    return Gradients(*map(empty, _LIKE, dtypes))
+    r, tensors, dtypes = inputs.r, cast(Any, inputs), cast(Any, options[-len(_LIKE) :])
+    gradients = [  # without a function for each, which would cost an eager call 1 µs
+        None if dtype is None else r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(tensors[like], dtype)
+        for like, dtype in zip(_LIKE, dtypes, strict=True)
+    ]
+    return Gradients(*gradients)
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:

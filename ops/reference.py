@@ -89,6 +89,8 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
 
     x = inputs.x
     if options.branch:
+        if inputs.rowscale is not None and not inputs.rowscale.requires_grad:
+            x = torch.where(inputs.rowscale.reshape(*shape[:-1], 1) == 0.0, 0.0, x)
         x = normalised(options.branch_norm, x, inputs.branch_weight, inputs.branch_bias, inputs.branch_scalars)
     z, mask = _branch(x, inputs.rowscale, inputs.seed, options.dropout_p, 0, compute)
     mask1 = None

@@ -40,6 +40,13 @@ SITES = covering(
     residual=[FP32, BF16, None], bias=[False, True], dropout_p=[0.0, 0.1], weight=[FP32, None, BF16], out=[None, FP32],
     residual_scale=[1.0, 1.7], prenorm=[True, False], second=[False, True],
 )  # fmt: skip
+# Past the row's end a branch without a weight would be no zero, which only a mean of the stream meets.
+SITES += [
+    {"shape": shape, "branch": branch, "norm": Norm.layernorm, "weight": None, "bias": bias}
+    for shape in SHAPES
+    for branch, bias in ((Norm.layernorm, False), (Norm.derf, True))
+]
+SITES += [{"shape": shape, "branch": None, "norm": Norm.rmsnorm, "residual_scale": 1.7} for shape in SHAPES]
 
 
 @pytest.mark.parametrize("chosen", SITES, ids=lambda chosen: "-".join(map(str, chosen.values())).replace("torch.", ""))

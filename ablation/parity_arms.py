@@ -102,9 +102,12 @@ def reorder(model: nn.Module) -> None:
         site._norm = partial(_reordered, site._norm)
 
 
-def _reordered(norm: Normalise, r: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def _reordered(
+    norm: Normalise, r: Tensor, weight: Tensor | None, bias: Tensor | None, how: How, scalars: Tensor | None = None
+) -> Tensor:
     def in_order(rows: Tensor, order: Tensor) -> Tensor:
-        return norm(rows, weight.index_select(0, order), None if bias is None else bias.index_select(0, order), how)
+        weights = [None if t is None else t.index_select(0, order) for t in (weight, bias)]
+        return norm(rows, *weights, how, scalars)
 
     return in_another_order(in_order, r)
 

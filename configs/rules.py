@@ -113,6 +113,7 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. Change one of them, or use null."
 
+    yield from _placement(cfg)
     if cfg.loss.chunks > 1 and cfg.loss.impl is not schema.LossImpl.fused:
         yield f"loss.chunks={cfg.loss.chunks} needs loss.impl=fused; here loss.impl={cfg.loss.impl}. Change one of them."
 
@@ -157,6 +158,27 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if train.precision is schema.Precision.fp16 and machine.device != "cuda":
         yield f"train.precision=fp16 needs a CUDA device; this run is on {machine.device}. Use train.precision=fp32 or bf16."
+
+
+def _placement(cfg: Config) -> Iterator[str]:
+    """What a combination of norms, their places and scales can't mean."""
+    model, norm, statistical = cfg.model, cfg.norm, (schema.NormKind.layernorm, schema.NormKind.rmsnorm)
+    placed = f"norm.placement={norm.placement}"
+    if norm.placement is not schema.Placement.pre and model.block is schema.BlockLayout.parallel:
+        yield f"{placed} is for sequential blocks. Use norm.placement=pre or model.block=sequential."
+    if model.residual_scale is schema.ResidualScale.deepnorm and norm.placement is not schema.Placement.post:
+        yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
+    if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
+        yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
+    if norm.impl in LIBRARIES:
+        for name, value, theirs in (
+            ("norm.placement", norm.placement, schema.Placement.pre),
+            ("norm.weight", norm.weight, schema.NormWeight.ones),
+        ):
+            if value is not theirs:
+                yield f"norm.impl={norm.impl} has {name}={theirs} alone, not {value}. Use norm.impl=fused, torch or compiled."
+        if norm.kind not in statistical:
+            yield f"norm.impl={norm.impl} has no {norm.kind} here. Use norm.impl=fused, torch or compiled."
 
 
 # ---- other libraries' norms --------------------------------------------------------------------------------------------------

@@ -68,6 +68,21 @@ class NormImpl(Choice):
 class NormKind(Choice):
     layernorm = "layernorm", "(x - mean) / standard deviation"
     rmsnorm = "rmsnorm", "x / root mean square"
+    dyt = "dyt", "tanh(α x), Dynamic Tanh, with a learned α (arXiv:2503.10622)"
+    derf = "derf", "erf(α x + s), with learned α and s (arXiv:2512.10938)"
+
+
+class NormWeight(Choice):
+    ones = "ones", "starts as ones"
+    zero_centered = "zero_centered", "stored as its difference from one, so weight decay pulls it to one; as in Gemma"
+    none = "none", "no weight and no bias"
+
+
+class Placement(Choice):
+    pre = "pre", "before each sublayer: r = r + f(N(r)), as in GPT-2"
+    post = "post", "after each add: r = N(r + f(r)), as in the first transformer; there is no norm before the first sublayer"
+    inside = "inside", "of what each sublayer returns: r = r + N(f(r)), and before the head; as in OLMo 2"
+    sandwich = "sandwich", "both: r = r + N(f(N(r))), as in Gemma 2 and 3"
 
 
 class DropoutMasks(Choice):
@@ -77,7 +92,7 @@ class DropoutMasks(Choice):
 
 @dataclass
 class NormConfig:
-    """Which operator runs at the norm sites; changes nothing else about the model."""
+    """Which norm, where, and which operator computes it. impl and dropout_masks change nothing about the model."""
 
     impl: NormImpl = key(
         NormImpl.fused,
@@ -86,6 +101,9 @@ class NormConfig:
         not_in_ablate="is what ablate.py compares. Use ablate.arms=[torch,compiled,fused].",
     )
     kind: NormKind = key(NormKind.layernorm, "which norm it computes", affects="weights")
+    placement: Placement = key(Placement.pre, "where norms stand; all but pre need sequential blocks", affects="weights")
+    weight: NormWeight = key(NormWeight.ones, "the norms' weights", affects="weights")
+    alpha: float = key(0.5, "kind=dyt or derf: α at the start; both papers start at 0.5", affects="results", above=0)
     eps: float = key(1e-5, "added to the variance or the mean square before the root", affects="weights", above=0)
     dropout_masks: DropoutMasks = key(DropoutMasks.native, "where norm.impl=torch takes dropout masks from", affects="speed")
 
@@ -103,6 +121,14 @@ class Positions(Choice):
 class BlockLayout(Choice):
     sequential = "sequential", "attention, then MLP: two norm sites a block"
     parallel = "parallel", "attention and MLP side by side: one norm site a block, with two weights"
+
+
+class EmbeddingScale(Choice):
+    sqrt_width = "sqrt_width", "√width, as in the first transformer and in Gemma"
+
+
+class ResidualScale(Choice):
+    deepnorm = "deepnorm", "r = N(α r + f(r)) with α = (2·layers)^¼, and that paper's initial values (arXiv:2203.00555)"
 
 
 class ResidualDtype(Choice):
@@ -134,6 +160,8 @@ class ModelConfig:
     qk_norm: bool = key(False, "normalise queries and keys per head, before rotary positions", affects="weights")
     qk_norm_kind: NormKind | None = key(None, "qk_norm=true: which norm; null: as norm.kind", affects="weights")
     block: BlockLayout = key(BlockLayout.sequential, "order of attention and MLP", affects="weights")
+    embedding_scale: EmbeddingScale | None = key(None, "factor of the embeddings; null: 1", affects="weights")
+    residual_scale: ResidualScale | None = key(None, "factor of the stream at each add; null: 1", affects="weights")
     residual_dtype: ResidualDtype = key(ResidualDtype.fp32, "dtype of the residual stream", affects="results")
 
     @property

@@ -80,6 +80,7 @@ class QueryKeySite(nn.Module):
         return rotary_qkv_fn(
             qkv, cos, sin, self.heads, self.kv_heads, norm=query_norm.kind, eps=query_norm.eps,
             q_weight=query_norm.weight, q_bias=query_norm.bias, k_weight=key_norm.weight, k_bias=key_norm.bias,
+            zero_centered_weight=query_norm.zero_centered,
         )  # fmt: skip
 
 

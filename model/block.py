@@ -13,6 +13,10 @@ A block takes two tensors: the residual stream, and the output of the last subla
 stream. The first site takes the embeddings as the output of a sublayer, and no stream. After the last block, the final norm
 adds the last output. The results are those of the textbook order.
 
+The norm of the picture is that of `norm.placement=pre`. The other placements of a sequential block are the same sites with
+other norms in them (`norms_of_site`): inside and sandwich normalise a sublayer's output before it is added, and where norms
+stand after the add (post) y is the stream.
+
 A parallel block (GPT-J, PaLM) has one site. Attention and MLP read the same stream through two norm weights. The next site adds
 both outputs: x of attention and x1 of the MLP.
 """
@@ -21,7 +25,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from configs.schema import ModelConfig, NormConfig, ResidualDtype
+from configs.schema import ModelConfig, NormConfig, Placement, ResidualDtype, ResidualScale
 from model.attention import Attention
 from model.mlp import MLP
 from model.norm import PreNorm
@@ -69,6 +73,12 @@ class ParallelBlock(nn.Module):
         return self.attention(y, rotary), self.mlp(y1), residual
 
 
+def norms_of_site(placement: Placement, first: bool, last: bool) -> tuple[bool, bool]:
+    """Whether a site normalises the stream, and what it adds to it. The first site adds embeddings, the last feeds the head."""
+    of_stream = {Placement.post: not first, Placement.inside: last}.get(placement, True)
+    return of_stream, placement in (Placement.inside, Placement.sandwich) and not first
+
+
 def norm_site(
     cfg: ModelConfig, norm: NormConfig, adds: tuple[int, int | None], parallel: bool = False, prenorm: bool = True
 ) -> PreNorm:
@@ -81,6 +91,9 @@ def norm_site(
     return PreNorm(
         cfg.width,
         norm,
+        norms=norms_of_site(norm.placement, first=adds[0] is not None and adds[0] < 0, last=not prenorm),
+        y_is_stream=prenorm and norm.placement == Placement.post,
+        residual_scale=(2 * cfg.layers) ** 0.25 if cfg.residual_scale == ResidualScale.deepnorm else 1.0,
         bias=cfg.bias,
         dropout=cfg.dropout,
         drop_path=(x, x1),

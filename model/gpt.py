@@ -8,7 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from configs.schema import BlockLayout, DropoutMasks, LossConfig, ModelConfig, NormConfig, NormImpl, Positions, ResidualDtype
+from configs.schema import (
+    BlockLayout,
+    DropoutMasks,
+    EmbeddingScale,
+    LossConfig,
+    ModelConfig,
+    NormConfig,
+    NormImpl,
+    Positions,
+    ResidualDtype,
+    ResidualScale,
+)
 from model.attention import rotary_table
 from model.block import ParallelBlock, SequentialBlock, norm_site
 from model.loss import next_token_loss, softcapped
@@ -98,6 +109,8 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, width]. Their dropout happens at the first norm site."""
         x = self.embedding(tokens)
+        if self.cfg.embedding_scale == EmbeddingScale.sqrt_width:
+            x = x * math.sqrt(self.cfg.width)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
         if self.cfg.residual_dtype == ResidualDtype.compute:
@@ -118,7 +131,9 @@ class GPT(nn.Module):
     def initialize(self) -> None:
         """GPT-2's initialisation: normal(0, 0.02), and 1/√(2·layers) of it for the projections that feed the residual stream.
 
-        Norms start with ones and zeros and draw nothing, so that the draws are the same for every norm.
+        With DeepNorm that of its paper (arXiv:2203.00555, table 2, decoder only): Xavier's normal distribution, with gain 1 for
+        queries and keys and (8·layers)^-¼ for all else that feeds the stream. Norms start with ones and zeros and draw nothing,
+        so that the draws are the same for every norm.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -128,6 +143,15 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 weight.mul_(1 / math.sqrt(2 * self.cfg.layers))
+        if self.cfg.residual_scale == ResidualScale.deepnorm:
+            gain, rows = (8 * self.cfg.layers) ** -0.25, [self.cfg.heads, *[self.cfg.kv_heads or self.cfg.heads] * 2]
+            for name, weight in self.blocks.named_parameters():
+                if name.endswith("qkv.weight"):
+                    parts = weight.split([heads * self.cfg.width // self.cfg.heads for heads in rows])
+                    for part, of_values in zip(parts, (1.0, 1.0, gain), strict=True):
+                        nn.init.xavier_normal_(part, of_values)
+                elif weight.ndim == 2:
+                    nn.init.xavier_normal_(weight, gain)
 
     @torch.no_grad()
     def generate(

@@ -47,6 +47,7 @@ def liger(inputs: Inputs, affine: Affine, how: How) -> Outputs:
             apply = _function("liger_kernel.ops.rms_norm", "LigerRMSNormFunction.apply")
             y = apply(stream, affine.weight, how.eps, 0.0, "llama", False)
         else:
+            assert affine.weight is not None  # configs.rules
             bias = torch.zeros_like(affine.weight) if affine.bias is None else affine.bias
             y = _function("liger_kernel.ops.layer_norm", "LigerLayerNormFunction.apply")(stream, affine.weight, bias, how.eps)
     y = y.to(how.out_dtype)

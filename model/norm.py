@@ -3,9 +3,12 @@
 A norm site takes the output of the previous sublayer and the residual stream. It returns the input of the next sublayer and the
 new stream:
 
-    z = dropout(x · rowscale) + dropout(x1 · rowscale1) + residual      x1: the MLP's output where it runs beside attention
-    r = z in the residual dtype                                         the new residual stream
-    y = norm(r) · weight + bias,   y1 = norm(r) · weight1 + bias1       y1 only at parallel sites
+    z = dropout(B(x) · rowscale) + dropout(x1 · rowscale1) + a · residual    x1: the MLP's output where it runs beside attention
+    r = z in the residual dtype                                              the new residual stream
+    y = N(r) · weight + bias,   y1 = N(r) · weight1 + bias1                  y1 only at parallel sites
+
+`norm.placement` says which of N and B, the norm of the branch, a site has (`norms_of_site`). Where N stands after the add
+(norm.placement=post), y is the stream too.
 
 `norm.impl=fused` computes this in one kernel. `torch` uses PyTorch's operators, and `compiled` is that same code under
 torch.compile, alone. `model.libraries` has the norms of other libraries. Parameters, their names and their initial values do
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import DropoutMasks, NormConfig, NormImpl
+from configs.schema import DropoutMasks, NormConfig, NormImpl, NormKind, NormWeight
 from model import libraries
 from ops import Norm, norm_fn, seeded_dropout
 from ops.reference import NORMS
@@ -38,16 +41,26 @@ class Inputs(NamedTuple):
 
 
 class Affine(NamedTuple):
-    weight: Tensor
+    """The parameters of a site."""
+
+    weight: Tensor | None
     bias: Tensor | None
     weight1: Tensor | None
     bias1: Tensor | None
+    scalars: Tensor | None
+    branch_weight: Tensor | None
+    branch_bias: Tensor | None
+    branch_scalars: Tensor | None
 
 
 class How(NamedTuple):
     """What a norm site does, apart from its tensors."""
 
     kind: Norm
+    branch_kind: Norm
+    parallel: bool  # there is y1
+    zero_centered: bool
+    residual_scale: float
     eps: float
     dropout: float  # 0 in evaluation
     shared_masks: bool
@@ -57,7 +70,7 @@ class How(NamedTuple):
 
 
 Drop = Callable[[Tensor, Tensor | None, Tensor | None, int, How], Tensor]
-Normalise = Callable[[Tensor, Tensor, Tensor | None, How], Tensor]
+Normalise = Callable[..., Tensor]  # of the arguments of `normalise`
 Outputs = Tensor | tuple[Tensor, ...]
 
 
@@ -65,17 +78,21 @@ class PreNorm(nn.Module):
     """One norm site: dropout, drop path, residual add and norm.
 
     `weight` and `bias` are named and shaped [width] as in torch.nn.LayerNorm and torch.nn.RMSNorm (which has no bias); a
-    parallel site also has `weight1` and `bias1`.
+    parallel site also has `weight1` and `bias1`, and the norm of the branch `branch_weight` and `branch_bias`. `scalars` and
+    `branch_scalars` are α of Dynamic Tanh, α and s of Derf.
 
     Args:
         width: of the normalised (last) dimension.
         norm: implementation, kind and eps.
-        bias: whether a LayerNorm has a bias. Other norms never have one.
+        bias: whether a LayerNorm, Dynamic Tanh or Derf has a bias. RMSNorm never has one.
         dropout: probability of dropping an element of x and x1 in training.
         drop_path: probabilities of dropping a whole sample of x and of x1 in training.
         parallel: a second pair of weights, and a second output y1 for them.
         prenorm: return the new residual stream too. The final norm does not need it.
         residual_in_fp32: a stream that starts here is fp32, else it has x's dtype. A stream that is passed in keeps its dtype.
+        norms: whether there is a norm of the stream, and one of the branch.
+        y_is_stream: return y twice, in the stream's dtype, instead of y and r.
+        residual_scale: factor of the residual.
     """
 
     def __init__(
@@ -89,19 +106,36 @@ class PreNorm(nn.Module):
         parallel: bool = False,
         prenorm: bool = True,
         residual_in_fp32: bool = False,
+        norms: tuple[bool, bool] = (True, False),
+        y_is_stream: bool = False,
+        residual_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.width, self.impl, self.kind, self.eps, self.masks = width, norm.impl, Norm[norm.kind], norm.eps, norm.dropout_masks
+        self.kind, self.branch_kind = (Norm[norm.kind] if there else Norm.none for there in norms)
+        self.width, self.impl, self.eps, self.masks = width, norm.impl, norm.eps, norm.dropout_masks
         self.dropout, self.drop_path, self.prenorm, self.residual_in_fp32 = dropout, drop_path, prenorm, residual_in_fp32
-        bias = bias and self.kind == Norm.layernorm
+        self.parallel = parallel
+        self.residual_scale, self.zero_centered = residual_scale, norm.weight == NormWeight.zero_centered
+        self.y_is_stream = y_is_stream
 
-        def parameter(exists: bool, value: float) -> nn.Parameter | None:
+        def parameter(value: float, exists: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.full((width,), value)) if exists else None
 
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = parameter(bias, 0.0)
-        self.weight1 = parameter(parallel, 1.0)
-        self.bias1 = parameter(parallel and bias, 0.0)
+        def scalars(kind: Norm) -> nn.Parameter | None:
+            start = [norm.alpha, 0.0][: kind.scalars]
+            return nn.Parameter(torch.tensor(start)) if start else None
+
+        weight = norm.weight != NormWeight.none
+        bias = bias and weight and norm.kind != NormKind.rmsnorm
+        one = 0.0 if self.zero_centered else 1.0
+        self.weight = parameter(one, weight and norms[0])
+        self.bias = parameter(0.0, bias and norms[0])
+        self.weight1 = parameter(one, weight and parallel)
+        self.bias1 = parameter(0.0, bias and parallel)
+        self.scalars = scalars(self.kind)
+        self.branch_weight = parameter(one, weight and norms[1])
+        self.branch_bias = parameter(0.0, bias and norms[1])
+        self.branch_scalars = scalars(self.branch_kind)
         self._drop: Drop = drop  # of norm.impl=torch; parity tests exchange them
         self._norm: Normalise = normalise
 
@@ -123,43 +157,35 @@ class PreNorm(nn.Module):
         dropout = self.dropout if self.training else 0.0
         rowscale = self._rowscale(x, self.drop_path[0], seed, stream=2)
         rowscale1 = self._rowscale(x1, self.drop_path[1], seed, stream=3)
-        if self.impl == NormImpl.fused:
-            return self._fused(x, residual, x1, rowscale, rowscale1, dropout, seed)
         if residual is not None:
             stream_dtype = residual.dtype
         else:
             stream_dtype = torch.float32 if self.residual_in_fp32 and x.dtype != torch.float64 else x.dtype
         shared = self.masks == DropoutMasks.shared
-        how = How(self.kind, self.eps, dropout, shared, self.prenorm, stream_dtype, activation_dtype(x))
+        how = self._how(dropout, shared, self.prenorm, stream_dtype, activation_dtype(x))
+        if self.y_is_stream:
+            how = how._replace(prenorm=False, out_dtype=stream_dtype)
         inputs = Inputs(x, residual, x1, rowscale, rowscale1, seed)
-        affine = Affine(self.weight, self.bias, self.weight1, self.bias1)
-        if self.impl == NormImpl.torch:
-            return torch_site(inputs, affine, how, self._drop, self._norm)
-        if self.impl == NormImpl.compiled:
-            return compiled_alone(torch_site)(inputs, affine, how)
-        return libraries.SITES[self.impl](inputs, affine, how)
+        affine = self._affine()
+        if self.impl == NormImpl.fused:
+            outputs = fused_site(inputs, affine, how)
+        elif self.impl == NormImpl.torch:
+            outputs = torch_site(inputs, affine, how, self._drop, self._norm)
+        elif self.impl == NormImpl.compiled:
+            outputs = compiled_alone(torch_site)(inputs, affine, how)
+        else:
+            outputs = libraries.SITES[self.impl](inputs, affine, how)
+        return (outputs, outputs) if self.y_is_stream and isinstance(outputs, Tensor) else outputs
 
     def as_function(self, x: Tensor) -> tuple[Affine, How]:
         """What `norm_rows` takes to normalise as this module does, in evaluation or of a site without dropout."""
-        how = How(self.kind, self.eps, 0.0, False, False, x.dtype, activation_dtype(x))
-        return Affine(self.weight, self.bias, self.weight1, self.bias1), how
+        return self._affine(), self._how(0.0, False, False, x.dtype, activation_dtype(x))
 
-    def _fused(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        x1: Tensor | None,
-        rowscale: Tensor | None,
-        rowscale1: Tensor | None,
-        dropout: float,
-        seed: Tensor | None,
-    ) -> Tensor | tuple[Tensor, ...]:
-        outputs = norm_fn(
-            self.kind, x, self.weight, self.bias, residual=residual, x1=x1, weight1=self.weight1, bias1=self.bias1,
-            eps=self.eps, dropout_p=dropout, rowscale=rowscale, rowscale1=rowscale1,
-            prenorm=self.prenorm, residual_in_fp32=self.residual_in_fp32, out_dtype=activation_dtype(x), seed=seed,
-        )  # fmt: skip
-        return cast("Tensor | tuple[Tensor, ...]", outputs)  # only masks can be None, and none are asked for
+    def _how(self, *more: Any) -> How:
+        return How(self.kind, self.branch_kind, self.parallel, self.zero_centered, self.residual_scale, self.eps, *more)
+
+    def _affine(self) -> Affine:
+        return Affine(*[getattr(self, name) for name in Affine._fields])
 
     def _rowscale(self, x: Tensor | None, p: float, seed: Tensor | None, stream: int) -> Tensor | None:
         """Drop path's factor for each position of x [B, T, width]: 0 or 1/(1-p), with one draw per sample; [B, T] fp32.
@@ -187,26 +213,47 @@ def drop(x: Tensor, rowscale: Tensor | None, seed: Tensor | None, stream: int, h
     return F.dropout(x, how.dropout)
 
 
-def normalise(r: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+def normalise(r: Tensor, weight: Tensor | None, bias: Tensor | None, how: How, scalars: Tensor | None = None) -> Tensor:
     # The stream may be bf16 while the weights are fp32. Autocast converts the inputs of F.layer_norm to fp32, but
     # not everywhere those of F.rms_norm, which would then run many small kernels. This converts both.
-    dtype = torch.promote_types(r.dtype, weight.dtype)
-    bias = None if bias is None else bias.to(dtype)
-    return NORMS[how.kind](r.to(dtype), weight.to(dtype), bias, how.eps)
+    dtype = r.dtype if weight is None else torch.promote_types(r.dtype, weight.dtype)
+    weight, bias, scalars = (None if t is None else t.to(dtype) for t in (weight, bias, scalars))
+    if weight is not None and how.zero_centered:
+        weight = 1.0 + weight
+    return NORMS[how.kind](r.to(dtype), weight, bias, how.eps, scalars)
+
+
+def fused_site(inputs: Inputs, affine: Affine, how: How) -> Outputs:
+    """The site in one kernel."""
+    outputs = norm_fn(
+        how.kind, inputs.x, residual=inputs.residual, x1=inputs.x1, rowscale=inputs.rowscale, rowscale1=inputs.rowscale1,
+        **affine._asdict(), branch_norm=how.branch_kind, zero_centered_weight=how.zero_centered,
+        residual_scale=how.residual_scale, eps=how.eps, dropout_p=how.dropout, prenorm=how.prenorm,
+        residual_in_fp32=how.stream_dtype == torch.float32, out_dtype=how.out_dtype, seed=inputs.seed,
+    )  # fmt: skip
+    return cast(Outputs, outputs)  # only masks can be None, and none are asked for
 
 
 def torch_site(inputs: Inputs, affine: Affine, how: How, drop: Drop = drop, norm: Normalise = normalise) -> Outputs:
     """The site in PyTorch's operators: F.dropout, +, F.layer_norm or F.rms_norm, as people write them."""
-    z = drop(inputs.x, inputs.rowscale, inputs.seed, 0, how)
-    if inputs.residual is not None:
-        z = inputs.residual + z
+    x, residual = inputs.x, inputs.residual
+    if how.branch_kind != Norm.none:
+        branch = affine.branch_weight, affine.branch_bias, how._replace(kind=how.branch_kind), affine.branch_scalars
+        x = norm(x, *branch).to(x.dtype)
+    z = drop(x, inputs.rowscale, inputs.seed, 0, how)
+    if residual is not None:
+        z = (residual if how.residual_scale == 1.0 else how.residual_scale * residual) + z
     if inputs.x1 is not None:
         z = z + drop(inputs.x1, inputs.rowscale1, inputs.seed, 1, how)
     stream = z.to(how.stream_dtype)
 
-    outputs = [norm(stream, affine.weight, affine.bias, how).to(how.out_dtype)]
-    if affine.weight1 is not None:
-        outputs.append(norm(stream, affine.weight1, affine.bias1, how).to(how.out_dtype))
+    def normed(weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = stream if how.kind == Norm.none else norm(stream, weight, bias, how, affine.scalars)
+        return y.to(how.out_dtype)
+
+    outputs = [normed(affine.weight, affine.bias)]
+    if how.parallel:
+        outputs.append(normed(affine.weight1, affine.bias1))
     if how.prenorm:
         outputs.append(stream)
     return tuple(outputs) if len(outputs) > 1 else outputs[0]

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from . import operators
 from .checks import function_name
-from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, dtypes_of
+from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, dtypes_of
+from .reference import Norm
 from .torch_state import below_autograd, is_eager
+
+# Of Outputs and Inputs, what BackwardInputs has behind the upstream gradients.
+_KEPT = BackwardInputs._fields[3:]
+_kept = itemgetter(*[(*Outputs._fields, *Inputs._fields).index(name) for name in _KEPT])
+_R, _X, _X1 = (_KEPT.index(name) for name in ("r", "x", "x1"))
 
 
 class FusedNorm(torch.autograd.Function):
@@ -22,13 +28,17 @@ class FusedNorm(torch.autograd.Function):
         inputs = Inputs(*tensors)
         outputs = run(inputs)
         adds = inputs.residual is not None or inputs.x1 is not None or options.dropout_p > 0.0 or inputs.rowscale is not None
-        # drowscale = Σ dropout(dz) · x is the only gradient that looks at x itself.
-        ctx.save_for_backward(  # BackwardInputs, but for the upstream gradients
-            outputs.r if adds else inputs.x,
-            inputs.x if inputs.rowscale is not None and inputs.rowscale.requires_grad else None,
-            inputs.x1 if inputs.rowscale1 is not None and inputs.rowscale1.requires_grad else None,
-            inputs.weight, inputs.weight1, inputs.rowscale, inputs.rowscale1, outputs.stats, inputs.seed,
-        )  # fmt: skip
+        kept = [*_kept((*outputs, *inputs))]
+        if options.norm == Norm.none and inputs.weight is None and inputs.weight1 is None:
+            kept[_R] = outputs.y  # for its shape; something else keeps it anyway
+        elif not (adds or options.branch):
+            kept[_R] = inputs.x
+        # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
+        if not options.branch and (inputs.rowscale is None or not inputs.rowscale.requires_grad):
+            kept[_X] = None
+        if inputs.rowscale1 is None or not inputs.rowscale1.requires_grad:
+            kept[_X1] = None
+        ctx.save_for_backward(*kept)
         ctx.call = options, dtypes
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
@@ -82,29 +92,25 @@ def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1:
     """
     of: Any = Inputs(*dtypes)
     need: Any = Inputs(*needs)
-    dropped = options.dropout_p > 0.0
-    # Inputs that nothing scales share one gradient, dz, if they also share a dtype.
-    plain_x = need.x and not dropped and of.rowscale is None
-    plain_x1 = need.x1 and not dropped and of.rowscale1 is None
+    changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
+    # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
+    plain_x = need.x and not changed and of.rowscale is None
+    plain_x1 = need.x1 and not changed and of.rowscale1 is None
     dz_dtype = of.residual if need.residual else of.x if plain_x else of.x1 if plain_x1 else None
     x_takes_dz = plain_x and of.x == dz_dtype
     x1_takes_dz = plain_x1 and of.x1 == dz_dtype
-    wanted = BackwardOptions(
-        options.dropout_p,
-        options.norm,
-        options.zero_centered_weight,
-        dz_dtype=dz_dtype,
-        dx_dtype=of.x if need.x and not x_takes_dz else None,
-        dx1_dtype=of.x1 if need.x1 and not x1_takes_dz else None,
-        dweight_dtype=of.weight if need.weight and has_dy else None,
-        dbias_dtype=of.bias if need.bias and has_dy else None,
-        dweight1_dtype=of.weight1 if need.weight1 and has_dy1 else None,
-        dbias1_dtype=of.bias1 if need.bias1 and has_dy1 else None,
-    )
-    takes = {name: f"d{name}" for name in Inputs._fields if f"d{name}" in Gradients._fields}
+    wanted = {name: need_it for name, need_it in need._asdict().items() if f"d{name}" in Gradients._fields}
+    wanted |= {"x": need.x and not x_takes_dz, "x1": need.x1 and not x1_takes_dz}
+    reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), has_dy1)
+    dtypes_of_gradients: dict[str, Any] = {
+        f"d{name}_dtype": getattr(of, name) if is_wanted and reached.get(name, True) else None
+        for name, is_wanted in wanted.items()
+    }
+    same: dict[str, Any] = {name: value for name, value in options._asdict().items() if name in BackwardOptions._fields}
+    takes = {name: f"d{name}" for name in wanted}
     takes |= {name: "dz" for name, shares in (("x", x_takes_dz), ("x1", x1_takes_dz), ("residual", need.residual)) if shares}
     pick = itemgetter(*[[*Gradients._fields, None].index(takes.get(name)) for name in Inputs._fields])
-    return Job(wanted, lambda gradients: pick((*gradients, None)))
+    return Job(BackwardOptions(**same, dz_dtype=dz_dtype, **dtypes_of_gradients), lambda gradients: pick((*gradients, None)))
 
 
 def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

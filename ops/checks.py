@@ -2,6 +2,7 @@
 accepted.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -23,11 +24,11 @@ def function_name(norm: int) -> str:
     return _FUNCTIONS.get(norm, "norm_fn")
 
 
-def as_norm(norm: Any) -> Norm:
+def as_norm(norm: Any, argument: str = "norm") -> Norm:
     try:
         return Norm[norm] if isinstance(norm, str) else Norm(norm)
     except (KeyError, ValueError):
-        raise ValueError(f"norm_fn: norm is {norm!r}, accepted: {', '.join(kind.name for kind in Norm)}") from None
+        raise ValueError(f"norm_fn: {argument} is {norm!r}, accepted: {', '.join(kind.name for kind in Norm)}") from None
 
 
 def check_input(name: str, x: Tensor, accepted: Sequence[torch.dtype]) -> None:
@@ -98,6 +99,11 @@ def check_dropout_p(name: str, argument: str, p: float) -> None:
 def check_eps(name: str, eps: float) -> None:
     if not _is_real(eps) or not eps >= 0.0:
         raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps!r}")
+
+
+def check_residual_scale(name: str, scale: float) -> None:
+    if not _is_real(scale) or not abs(scale) < math.inf:
+        raise ValueError(f"{name}: residual_scale must be a finite number, got {scale!r}")
 
 
 def _is_real(number: object) -> bool:

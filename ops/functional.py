@@ -29,6 +29,12 @@ def norm_fn(
     dropout_p: float = 0.0,
     rowscale: Tensor | None = None,
     rowscale1: Tensor | None = None,
+    scalars: Tensor | None = None,
+    branch_norm: Norm | str | None = None,
+    branch_weight: Tensor | None = None,
+    branch_bias: Tensor | None = None,
+    branch_scalars: Tensor | None = None,
+    residual_scale: float = 1.0,
     prenorm: bool = False,
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
@@ -40,24 +46,34 @@ def norm_fn(
 ) -> Tensor | tuple[Tensor | None, ...]:
     """Dropout → add → norm in one kernel.
 
-        z = dropout(x · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual          in fp32
-        r = z rounded to the residual dtype                                                       the new residual stream
-        x̂ = (r − mean(r)) · rstd(r)  (LayerNorm)  or  r · rstd(r)  (RMSNorm)
+        z = dropout(B(x) · rowscale[:, None]) + dropout(x1 · rowscale1[:, None]) + residual_scale · residual       in fp32
+        r = z rounded to the residual dtype                                                     the new residual stream
+        x̂ = (r − mean(r)) · rstd(r)  layernorm      r · rstd(r)  rmsnorm      r  none
+            tanh(α · r)              dyt            erf(α · r + s)  derf
         y = x̂ · (weight + offset) + bias,   y1 = x̂ · (weight1 + offset) + bias1
 
+    B is x itself or, with branch_norm, branch_weight or branch_bias, a norm of x with parameters of its own: the sandwich of
+    Gemma 2 and 3 (r = r + N₁(f(N₂ r))), and with norm="none" that of OLMo 2 (r = r + N₁(f(r))). A branch_weight alone is
+    LayerScale (arXiv:2103.17239).
+
     Args:
-        norm: "layernorm" (Ba et al. 2016, biased variance) or "rmsnorm" (Zhang & Sennrich 2019).
+        norm: "layernorm" (Ba et al. 2016, biased variance), "rmsnorm" (Zhang & Sennrich 2019), "dyt" (Dynamic Tanh,
+            arXiv:2503.10622), "derf" (arXiv:2512.10938) or "none".
         x: (..., N), bf16, fp16 or fp32 in any mix with the others; fp64 too where the PyTorch reference runs.
         weight, bias: (N,); None is 1 and 0.
         residual: shape of x; the residual stream so far, in its own dtype.
         x1: shape of x; a second branch added to the stream (parallel attention and MLP).
         weight1, bias1: (N,); a second affine map of the same x̂. The output y1 is there when either is given.
-        eps: added to the variance.
+        eps: added to the variance or the mean square, of the branch too.
         dropout_p: in [0, 1), on x and on x1 with independent masks.
         rowscale, rowscale1: one factor for each row, x's leading shape or flat (M,); for stochastic depth.
+        scalars: (1,), α of "dyt", or (2,), α and s of "derf"; None is 1 and 0. The other norms have none.
+        branch_norm: like norm, of x alone and before the add; its rows are normalised as they are read, in fp32.
+        branch_weight, branch_bias, branch_scalars: of that norm. With x1 there is no branch norm.
+        residual_scale: a constant factor of the residual (DeepNorm, arXiv:2203.00555).
         prenorm: also return r.
         residual_in_fp32: keep r in fp32 where no residual says otherwise; else r has x's dtype.
-        zero_centered_weight: offset is 1 instead of 0, for weight and weight1.
+        zero_centered_weight: offset is 1 instead of 0, for weight, weight1 and branch_weight.
         return_dropout_mask: also return the bool masks of what was kept, x's and x1's (None without x1).
         out_dtype: of y and y1; by default x's dtype, or that of `out`.
         out, residual_out: buffers of x's shape for y and r; written to and returned. residual_out may be `residual` itself.
@@ -65,6 +81,8 @@ def norm_fn(
 
     Returns:
         y [, y1] [, r] [, mask, mask1]: y alone, or a tuple in this order.
+
+    With norm="none", no weight and one dtype, y and r are one tensor.
 
     Gradients of gradients are refused on the kernels. Under torch.func's derivatives (grad, jvp, hessian) the PyTorch reference
     runs, which has them all.
@@ -74,15 +92,21 @@ def norm_fn(
     """
     if type(norm) is not Norm:
         norm = checks.as_norm(norm)
+    if branch_norm is None:
+        branch_norm = Norm.none
+    elif type(branch_norm) is not Norm:
+        branch_norm = checks.as_norm(branch_norm, "branch_norm")
     if prenorm is not True and prenorm is not False:
         checks.check_flags(checks.function_name(norm), prenorm=prenorm)
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
     # Plain tuples, as records cost an eager call some µs.
-    operands = (x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1)
+    operands = (
+        x, residual, x1, weight, bias, weight1, bias1, branch_weight, branch_bias, rowscale, rowscale1, scalars, branch_scalars,
+    )  # fmt: skip
     request = (
-        norm, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None, residual_in_fp32,
-        return_dropout_mask, out_dtype,
+        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None,
+        residual_in_fp32, return_dropout_mask, out_dtype,
     )  # fmt: skip
     eager = is_eager((*operands, out, residual_out, seed if isinstance(seed, Tensor) else None))
     plan = plan_of(operands, request) if eager else make_plan(operands, request)
@@ -101,7 +125,8 @@ def norm_fn(
     else:
         outputs = reference.norm(Inputs(*operands, seed), plan.inference)
 
-    y, r = outputs[0], outputs[1] if outputs[1] is not None else x
+    y = outputs[0]
+    r = outputs[1] if outputs[1] is not None else y if plan.y_is_r else x
     if not plan.returns_y1 and not return_dropout_mask:
         return (y, r) if prenorm else y
     y1, mask, mask1, *_ = (*outputs[2:], None, None, None)
@@ -246,7 +271,8 @@ def _into_buffers(
     if plan.r_is_x and out is not None:  # which may be x
         outputs = outputs._replace(r=inputs.x.clone())
     if residual_out is not None:
-        outputs = outputs._replace(r=residual_out.copy_(inputs.x if outputs.r is None else outputs.r))
+        r = outputs.r if outputs.r is not None else outputs.y if plan.y_is_r else inputs.x
+        outputs = outputs._replace(r=residual_out.copy_(r))
     return outputs if out is None else outputs._replace(y=out.copy_(outputs.y))
 
 

@@ -49,7 +49,7 @@ def _places(target: type, *names: str) -> Callable[[tuple], tuple]:
 
 
 _forward_pointers = _places(forward_kernels.Pointers, *Inputs._fields, *Outputs._fields)
-_in_backward = (*BackwardInputs._fields, *Gradients._fields, "partials", "board")
+_in_backward = (*BackwardInputs._fields, *Gradients._fields, "partials", "scalar_partials", "board")
 _backward_pointers = _places(backward_kernels.Pointers, *_in_backward)
 _finish_pointers = _places(WeightGradients, *_in_backward)
 
@@ -68,7 +68,7 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     """
     of = Inputs(*dtypes)
     rows = (of.x, of.residual, of.x1)
-    weights = (of.weight, of.bias, of.weight1, of.bias1)
+    weights = [getattr(of, name) for name in Weights._fields]
     work = Work(
         vector=_vector(*rows, options.out_dtype, options.residual_dtype),
         row_bytes=_bytes(*rows),
@@ -105,21 +105,24 @@ def backward_call(
     """`backward` of these options for rows of N, with all worked out that follows. dtypes: of the inputs, None for an absent
     one."""
     of = BackwardInputs(*dtypes)
-    rows = (of.dy, of.dy1, of.dr, of.r, of.x, of.x1)
+    norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
+    wanted = Weights(*[getattr(options, f"d{name}_dtype") is not None for name in Weights._fields])
+    reads_r = norm != Norm.none or wanted.weight or wanted.weight1
+    rows = (of.dy, of.dy1, of.dr, of.r if reads_r else None, of.x, of.x1)
     written = (options.dz_dtype, options.dx_dtype, options.dx1_dtype)
     work = Work(
         vector=_vector(*rows, *written),
         row_bytes=_bytes(*rows),
-        weights=(2 if Norm(options.norm).centres else 1) * (1 if of.dy1 is None else 2),
+        weights=(_sums(norm) if reads_r else 0) * (1 if of.dy1 is None else 2) + (_sums(branch_norm) if options.branch else 0),
         written_bytes=_bytes(*written),
-        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None,
+        branch=options.branch,
+        # The sums over a row that its programs would exchange are those of one norm with a statistic.
+        splittable=of.dy is not None and of.dy1 is None and of.x is None and of.x1 is None and norm.statistics > 0,
     )
     facts = device_facts(device)
     tile = backward_tile(N, work, facts)
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
-    wanted = Weights(options.dweight_dtype, options.dbias_dtype, options.dweight1_dtype, options.dbias1_dtype)
-    wanted = Weights(*[dtype is not None for dtype in wanted])
     variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
     numbers = _dropout_numbers(options)
     start = Launcher(
@@ -137,6 +140,8 @@ def backward_call(
     block_n = max(8, min(256, 4096 // block_p))
     finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=facts.since_sm_90)
     sums = sum(wanted)
+    scalars = norm.scalars * (options.dscalars_dtype is not None)
+    scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
 
     def run(inputs: BackwardInputs) -> Gradients:
         r = inputs.r
@@ -154,10 +159,19 @@ def backward_call(
         if split:
             words = groups * RING.value * turn_words(tile.slices)
             board = torch.full((words,), -1, dtype=torch.int64, device=device)
-        tensors = (*inputs, *gradients, partials, board, None)
+        scalar_partials = None
+        if scalars:
+            scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32)
+        tensors = (*inputs, *gradients, partials, scalar_partials, board, None)
         start(groups * tile.slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers, variant)
         if sums:
             finish(sums * -(-N // block_n), _finish_pointers(tensors), groups, N, block_p, block_n, facts.since_sm_90)
+        if scalar_partials is not None:
+            found = scalar_partials.sum(0)
+            if gradients.dscalars is not None:
+                gradients.dscalars.copy_(found[: norm.scalars])
+            if gradients.dbranch_scalars is not None:
+                gradients.dbranch_scalars.copy_(found[-branch_norm.scalars :])
         return gradients
 
     return run
@@ -228,6 +242,9 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
     return Variant(
         N,
         NORM=int(options.norm),
+        BRANCH=options.branch,
+        BRANCH_NORM=int(options.branch_norm),
+        RESIDUAL_SCALE=options.residual_scale,
         DROPOUT=options.dropout_p > 0.0,
         OFFSET=float(options.zero_centered_weight),
         ROWS=tile.rows,
@@ -240,6 +257,11 @@ def _variant(N: int, options: Options | BackwardOptions, work: Work, tile: Tile,
         PREFETCH=tile.prefetch,
         **more,
     )
+
+
+def _sums(norm: Norm) -> int:
+    """Of weight gradients that backward keeps, by the tile's rule: a weight's, and a bias's where the norm mostly has one."""
+    return {Norm.rmsnorm: 1, Norm.none: 1}.get(norm, 2)
 
 
 def _vector(*dtypes: Any) -> int:

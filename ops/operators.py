@@ -136,7 +136,7 @@ def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def without_stats(outputs: Outputs) -> Outputs:
-    return outputs if outputs.stats is None else outputs._replace(stats=None)
+    return outputs._replace(stats=None, branch_stats=None)
 
 
 # Two operators that do nearly the same: one that has autograd code in Python goes through the dispatcher twice at each call,
@@ -162,13 +162,13 @@ def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
         "mask": options.return_mask,
         "mask1": options.return_mask and inputs.x1 is not None,
         "stats": op is norm_forward and options.statistics > 0,
+        "branch_stats": op is norm_forward and options.branch_statistics > 0,
     }
     return Outputs(**_named(asked, op(*encode(inputs, options))))
 
 
 def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    asked = {name: getattr(options, f"{name}_dtype", None) is not None for name in Gradients._fields}
-    asked |= {"drowscale": inputs.x is not None, "drowscale1": inputs.x1 is not None}
+    asked = {name: getattr(options, f"{name}_dtype") is not None for name in Gradients._fields}
     return Gradients(**_named(asked, norm_backward(*encode(inputs, options))))
 
 

@@ -20,11 +20,12 @@ from .checks import (
     check_input,
     check_like_input,
     check_operands,
+    check_residual_scale,
     check_weights,
     function_name,
 )
 from .kernels import runs_kernels
-from .records import Inputs, Options, Outputs
+from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of
 from .reference import Norm
 from .torch_state import differentiated_by_func
 
@@ -33,6 +34,8 @@ class Request(NamedTuple):
     """The options as callers give them."""
 
     norm: Norm
+    branch_norm: Norm
+    residual_scale: float
     eps: float
     dropout_p: float
     zero_centered_weight: bool
@@ -40,20 +43,6 @@ class Request(NamedTuple):
     residual_in_fp32: bool
     return_dropout_mask: bool
     out_dtype: torch.dtype | None
-
-
-class Operands(NamedTuple):
-    """The tensors as callers give them, but for the seed."""
-
-    x: Tensor
-    residual: Tensor | None
-    x1: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    weight1: Tensor | None
-    bias1: Tensor | None
-    rowscale: Tensor | None
-    rowscale1: Tensor | None
 
 
 class Plan(NamedTuple):
@@ -67,6 +56,7 @@ class Plan(NamedTuple):
     drops: bool
     returns_y1: bool
     r_is_x: bool  # nothing is added to x or changed in it
+    y_is_r: bool  # there is no norm, and y has the dtype of the stream
 
 
 MOST = 4096  # plans that are remembered; the one that was not used for longest goes first
@@ -74,7 +64,7 @@ _plans: OrderedDict[tuple, Plan] = OrderedDict()
 
 
 def plan_of(operands: tuple, request: tuple) -> Plan:
-    """Of an eager call (`torch_state.is_eager`). operands, request: the fields of Operands and Request.
+    """Of an eager call (`torch_state.is_eager`). operands, request: `records.OPERANDS` and the fields of Request.
 
     Raises:
         ValueError, TypeError: as `make_plan`.
@@ -99,20 +89,18 @@ def plan_of(operands: tuple, request: tuple) -> Plan:
 
 
 def _key(operands: tuple, request: tuple) -> tuple:
-    x, residual, x1, weight, bias, weight1, bias1, rowscale, rowscale1 = operands
-    shape = x.shape
+    shape = operands[0].shape
     return (
-        request, tuple(map(type, request)),  # 1.0 is equal to True, which the checks may accept
-        shape[-1:], x.dtype, x.device,
-        None if residual is None else (residual.dtype, residual.device, residual.shape == shape),
-        None if x1 is None else (x1.dtype, x1.device, x1.shape == shape),
-        None if weight is None else (weight.dtype, weight.device, weight.shape),
-        None if bias is None else (bias.dtype, bias.device, bias.shape),
-        None if weight1 is None else (weight1.dtype, weight1.device, weight1.shape),
-        None if bias1 is None else (bias1.dtype, bias1.device, bias1.shape),
-        None if rowscale is None else (rowscale.dtype, rowscale.device, _fits_rows(rowscale, shape[:-1])),
-        None if rowscale1 is None else (rowscale1.dtype, rowscale1.device, _fits_rows(rowscale1, shape[:-1])),
+        request, tuple(map(type, request)), shape[-1:],  # 1.0 is equal to True, which the checks may accept
+        *[None if t is None else (t.dtype, t.device, t.shape == shape) for t in operands[:_WEIGHTS]],
+        *[None if t is None else (t.dtype, t.device, t.shape) for t in operands[_WEIGHTS:_ROWSCALES]],
+        *[None if t is None else (t.dtype, t.device, _fits_rows(t, shape[:-1])) for t in operands[_ROWSCALES:_SCALARS]],
+        *[None if t is None else (t.dtype, t.device, t.shape) for t in operands[_SCALARS:]],
     )  # fmt: skip
+
+
+# Where they begin in `records.OPERANDS`.
+_WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
 
 
 def _fits_rows(rowscale: Tensor, rows: torch.Size) -> bool:
@@ -120,20 +108,22 @@ def _fits_rows(rowscale: Tensor, rows: torch.Size) -> bool:
 
 
 def make_plan(given: tuple, wanted: tuple) -> Plan:
-    """given, wanted: the fields of Operands and Request.
+    """given, wanted: `records.OPERANDS` and the fields of Request.
 
     Raises:
         ValueError, TypeError: as `norm_fn` documents, for all but buffers and seed.
     """
-    operands, request = Operands(*given), Request(*wanted)
+    operands, request = Inputs._make((*given, None)), Request(*wanted)
     x, residual, x1, rowscale, rowscale1 = operands.x, operands.residual, operands.x1, operands.rowscale, operands.rowscale1
     name = function_name(request.norm)
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
     dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
     check_input(name, x, dtypes)
-    weights = {field: getattr(operands, field) for field in ("weight", "bias", "weight1", "bias1")}
-    check_weights(name, x, dtypes, **weights)
+    check_weights(name, x, dtypes, **{field: getattr(operands, field) for field in WEIGHTS})
     check_like_input(name, x, dtypes, residual=residual, x1=x1)
+    for field, kind in (("scalars", request.norm), ("branch_scalars", request.branch_norm)):
+        scalars, words = (kind.scalars,), f"({kind.scalars},), the learned scalars of {kind.name}"
+        check_operands(name, x, dtypes, (scalars,), lambda words=words: words, **{field: getattr(operands, field)})
     if rowscale is not None or rowscale1 is not None:
         rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
         check_operands(
@@ -142,6 +132,12 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         )  # fmt: skip
     if rowscale1 is not None and x1 is None:
         raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
+    branch = request.branch_norm != Norm.none or operands.branch_weight is not None or operands.branch_bias is not None
+    if branch and x1 is not None:
+        raise ValueError(
+            f"{name}: x1 was given with a norm of the branch x (branch_norm, branch_weight, branch_bias); leave one out"
+        )
+    check_residual_scale(name, request.residual_scale)
     check_dropout_p(name, "dropout_p", request.dropout_p)
     check_eps(name, request.eps)
     check_flags(
@@ -158,32 +154,47 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     elif request.residual_in_fp32:
         residual_dtype = torch.promote_types(x.dtype, torch.float32)
     drops = request.dropout_p > 0.0
-    adds = residual is not None or x1 is not None or drops or rowscale is not None
+    adds = residual is not None or x1 is not None or drops or rowscale is not None or branch
     r_is_x = not adds and residual_dtype == x.dtype
     inference = Options(
         eps=float(request.eps),
         dropout_p=float(request.dropout_p),
         norm=int(request.norm),
+        branch=branch,
+        branch_norm=int(request.branch_norm),
+        residual_scale=1.0 if residual is None else float(request.residual_scale),
         zero_centered_weight=bool(request.zero_centered_weight),
         out_dtype=x.dtype if out_dtype is None else out_dtype,
         residual_dtype=residual_dtype,
         store_residual=bool(request.keeps_residual) and not r_is_x,
         statistics=0,
+        branch_statistics=0,
         return_mask=bool(request.return_dropout_mask) and drops,
     )
+    # Without a norm, y is r, which is written once if it has one dtype, and read by backward for the gradient of a weight only.
+    y_is_r = request.norm == Norm.none and operands.weight is None and operands.bias is None and not r_is_x
+    reads_r = request.norm != Norm.none or operands.weight is not None or operands.weight1 is not None
+    y_is_r = y_is_r and inference.out_dtype == residual_dtype
+    if y_is_r:
+        inference = inference._replace(store_residual=False)
     # Backward normalises r again; where nothing was added it finds the same numbers in x.
-    training = inference._replace(store_residual=inference.store_residual or adds, statistics=request.norm.statistics)
+    training = inference._replace(
+        store_residual=inference.store_residual or (adds and reads_r),
+        statistics=request.norm.statistics,
+        branch_statistics=request.branch_norm.statistics,
+    )
     return Plan(
         name=name,
         kernels=kernels,
-        dtypes=(*[None if t is None else t.dtype for t in operands], torch.int64 if drops else None),
+        dtypes=(*dtypes_of(operands)[:-1], torch.int64 if drops else None),
         run=_only_eager,
         run_training=_only_eager,
         inference=inference,
         training=training,
         drops=drops,
-        returns_y1=weights["weight1"] is not None or weights["bias1"] is not None,
+        returns_y1=operands.weight1 is not None or operands.bias1 is not None,
         r_is_x=r_is_x,
+        y_is_r=y_is_r,
     )
 
 

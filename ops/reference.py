@@ -5,7 +5,9 @@ the same elements as the kernels, bit for bit. It adds and normalises with the o
 the CPU, where nothing is fused, a model with the fused norms and one with PyTorch's go through the same numbers.
 """
 
+from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,9 @@ class Norm(IntEnum):
 
     layernorm = 0
     rmsnorm = 1
+    dyt = 2
+    derf = 3
+    none = 4
 
     @property
     def centres(self) -> bool:
@@ -28,21 +33,47 @@ class Norm(IntEnum):
 
     @property
     def statistics(self) -> int:
-        """How many numbers of a row backward gets: rstd, and the mean if the norm centres."""
-        return 2 if self.centres else 1
+        """How many numbers of a row backward gets: rstd, and the mean if the norm centres. A pointwise norm has none."""
+        return {Norm.layernorm: 2, Norm.rmsnorm: 1}.get(self, 0)
+
+    @property
+    def scalars(self) -> int:
+        """How many learned numbers it has beside its weight and bias."""
+        return {Norm.dyt: 1, Norm.derf: 2}.get(self, 0)
 
 
-def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def layer_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, _: None = None) -> Tensor:
     return F.layer_norm(r, r.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def rms_norm(r: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, _: None = None) -> Tensor:
     y = F.rms_norm(r, r.shape[-1:], weight, eps)
     return y if bias is None else y + bias
 
 
-# Each takes r (..., N) and weight and bias (N,) in r's dtype, or None for 1 and 0.
-NORMS = {Norm.layernorm: layer_norm, Norm.rmsnorm: rms_norm}
+def dynamic_tanh(r: Tensor, weight: Tensor | None, bias: Tensor | None, _: float, alpha: Tensor | None = None) -> Tensor:
+    """arXiv:2503.10622"""
+    return affine(torch.tanh(r if alpha is None else alpha * r), weight, bias)
+
+
+def dynamic_erf(r: Tensor, weight: Tensor | None, bias: Tensor | None, _: float, scalars: Tensor | None = None) -> Tensor:
+    """arXiv:2512.10938"""
+    return affine(torch.erf(r if scalars is None else scalars[0] * r + scalars[1]), weight, bias)
+
+
+def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
+# Each takes r (..., N), weight and bias (N,) in r's dtype or None for 1 and 0, eps, and the learned scalars or None.
+NORMS: dict[Norm, Callable[..., Tensor]] = {
+    Norm.layernorm: layer_norm,
+    Norm.rmsnorm: rms_norm,
+    Norm.dyt: dynamic_tanh,
+    Norm.derf: dynamic_erf,
+    Norm.none: affine,
+}
 
 
 def norm(inputs: Inputs, options: Options) -> Outputs:
@@ -50,21 +81,30 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
     shape = inputs.x.shape
     compute = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in inputs) else torch.float32
 
-    z, mask = _branch(inputs.x, inputs.rowscale, inputs.seed, options.dropout_p, 0, compute)
+    def normalised(norm: int, t: Tensor, weight: Tensor | None, bias: Tensor | None, scalars: Tensor | None) -> Tensor:
+        weight, bias, scalars = (None if p is None else p.to(compute) for p in (weight, bias, scalars))
+        if weight is not None and options.zero_centered_weight:
+            weight = weight + 1.0
+        return NORMS[Norm(norm)](t.to(compute), weight, bias, options.eps, scalars)
+
+    x = inputs.x
+    if options.branch:
+        if inputs.rowscale is not None and not inputs.rowscale.requires_grad:
+            x = torch.where(inputs.rowscale.reshape(*shape[:-1], 1) == 0.0, 0.0, x)
+        x = normalised(options.branch_norm, x, inputs.branch_weight, inputs.branch_bias, inputs.branch_scalars)
+    z, mask = _branch(x, inputs.rowscale, inputs.seed, options.dropout_p, 0, compute)
     mask1 = None
     if inputs.x1 is not None:
         z1, mask1 = _branch(inputs.x1, inputs.rowscale1, inputs.seed, options.dropout_p, 1, compute)
         z = z + z1
     if inputs.residual is not None:
-        z = z + inputs.residual.reshape(z.shape).to(compute)
+        residual = inputs.residual.reshape(z.shape).to(compute)
+        z = z + (residual if options.residual_scale == 1.0 else residual * options.residual_scale)
     r = z.to(options.residual_dtype)
 
     # Normalise what is stored: the statistics come from the rounded sum, as backward and every later reader see it.
     def normalise(weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        weight, bias = (None if t is None else t.to(compute) for t in (weight, bias))
-        if weight is not None and options.zero_centered_weight:
-            weight = weight + 1.0
-        return NORMS[Norm(options.norm)](r.to(compute), weight, bias, options.eps).to(options.out_dtype)
+        return normalised(options.norm, r, weight, bias, inputs.scalars).to(options.out_dtype)
 
     y1 = None
     if inputs.weight1 is not None or inputs.bias1 is not None:

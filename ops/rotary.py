@@ -158,10 +158,12 @@ def _heads(name: str, heads: Any, kv_heads: Any) -> tuple[int, int]:
 
 
 def _as_norm(name: str, norm: Any) -> Norm:
+    accepted = [kind for kind in Norm if kind.statistics]
     try:
-        return Norm[norm] if isinstance(norm, str) else Norm(norm)
+        found = Norm[norm] if isinstance(norm, str) else Norm(norm)
+        return accepted[accepted.index(found)]
     except (KeyError, ValueError):
-        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in Norm)}") from None
+        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in accepted)}") from None
 
 
 def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: int, accepted: tuple[torch.dtype, ...]) -> None:

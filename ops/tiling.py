@@ -41,6 +41,7 @@ class Work:
     written_bytes: int = 0  # backward: written for each element
     drops: bool = False  # forward: with dropout
     splittable: bool = True  # backward: a row has no sums but those of one norm
+    branch: bool = False  # backward: x has a norm of its own, so that a second weight and x̂ take registers
 
 
 class Device(NamedTuple):
@@ -120,7 +121,8 @@ def _backward_warps(n: int, work: Work) -> int:
     def padded(warps: int) -> int:
         return -(-n // (32 * work.vector * warps)) * 32 * work.vector * warps
 
-    warps = 4 if n <= 512 * work.vector and n * work.weights <= 8192 else 8
+    # Two RMSNorms of 4096 columns on four warps would spill 200 bytes a thread.
+    warps = 4 if n <= 512 * work.vector and n * work.weights <= (6144 if work.branch else 8192) else 8
     if 3 * padded(warps) <= 4 * n:
         return warps
     return min((w for w in (warps, warps // 2, warps // 4) if padded(w) <= 1024 * w), key=padded)

@@ -1,54 +1,41 @@
 """The backward kernel of the norm."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..records import BackwardInputs, Gradients
+from ..reference import Norm
 from .dropout import drop
 from .exchange import collect, publish
-from .norms import centres, norm_gradient, normalised
+from .norms import centres, load_stats, norm_gradient, normalised, pointwise, scalars, slope
 from .nvidia import widen
 from .rows import (
     Place,
     add_pairs,
+    affine,
     block_mask,
     block_start,
     blocks,
     load_rows,
     load_scale,
-    load_stats,
+    load_weight,
     load_weights,
     offsets,
     place,
     prefetch_tile,
+    scaled_residual,
     zero_outside,
 )
-from .weight_gradients import add_products, add_stored_partials, store_partials, zero_sums
+from .weight_gradients import WeightGradients, add_products, add_stored_partials, store_partials, zero_sums
 
-
-class Pointers(NamedTuple):
-    """Tensors of M rows of N, but for the weights [N] and what is said; absent ones are None."""
-
-    dy: tl.tensor
-    dy1: tl.tensor
-    dr: tl.tensor  # gradient of the residual stream as an output
-    r: tl.tensor
-    x: tl.tensor  # there where drowscale is wanted
-    x1: tl.tensor
-    weight: tl.tensor
-    weight1: tl.tensor
-    rowscale: tl.tensor  # [M]
-    rowscale1: tl.tensor
-    stats: tl.tensor  # fp32 [M, statistics]: rstd, and the mean if the norm centres
-    dz: tl.tensor  # the gradient of every input that nothing scales
-    dx: tl.tensor
-    dx1: tl.tensor
-    drowscale: tl.tensor  # [M]
-    drowscale1: tl.tensor
-    partials: tl.tensor  # fp32 [groups of programs, weight gradients wanted, N]
-    board: tl.tensor  # of split rows, see `exchange`
+# The tensors, as the records have them; absent ones are None. partials: fp32 [groups of programs, weight gradients wanted, N];
+# scalar_partials: fp32 [programs, scalars of the norm]; board: of split rows, see `exchange`.
+_of_rows = [name for name in Gradients._fields if name not in WeightGradients._fields]
+Pointers = namedtuple("Pointers", (*BackwardInputs._fields[:-1], *_of_rows, "partials", "scalar_partials", "board"))  # type: ignore[misc]
 
 
 class Numbers(NamedTuple):
@@ -90,7 +77,10 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
     at = place(0, 0, n.M, VARIANT)
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
     b_weight1 = load_weights(p.weight1, at, VARIANT, VARIANT.OFFSET)
+    b_branch_weight = load_weights(p.branch_weight, at, VARIANT, VARIANT.OFFSET)
     b_sums = zero_sums(VARIANT)
+    b_scalar_sums = zero_scalar_sums(p.dscalars, VARIANT.NORM, VARIANT)
+    b_branch_scalar_sums = zero_scalar_sums(p.dbranch_scalars, VARIANT.BRANCH_NORM, VARIANT)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=VARIANT.STAGES):
         if VARIANT.PREFETCH:
             prefetch_inputs(p, tile + (VARIANT.STAGES - 1) * tl.num_programs(0), n.M, VARIANT)
@@ -100,52 +90,106 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
             b_r = load_rows(p.r, at, VARIANT)
             b_dy = load_rows(p.dy, at, VARIANT)
             b_dy1 = load_rows(p.dy1, at, VARIANT)
-            b_rstd, b_mean = load_stats(p.stats, at, VARIANT)
-            b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT)
-            b_sums = add_products(b_sums, b_dy, b_dy1, b_xhat)
+            b_rstd, b_mean = load_stats(p.stats, p.scalars, at, VARIANT.NORM, VARIANT.ROWS)
+            b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
+            b_sums = add_products(add_products(b_sums, 0, b_dy, b_xhat), 2, b_dy1, b_xhat)
             b_g = weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT)
-            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT)
-            b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT)
+            b_scalar_sums = add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.NORM, VARIANT)
+            b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
         b_ds, b_ds1 = store_input_gradients(p, seed, n, b_dz, at, VARIANT)
+        if VARIANT.BRANCH:
+            b_x = load_rows(p.x, at, VARIANT)
+            b_rstd, b_mean = load_stats(p.branch_stats, p.branch_scalars, at, VARIANT.BRANCH_NORM, VARIANT.ROWS)
+            b_db, b_xhat, b_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT)
+            b_sums = add_products(b_sums, 4, b_db, b_xhat)
+            b_g = weighted(b_db, b_branch_weight, (), (), VARIANT)
+            b_branch_scalar_sums = add_scalar_products(
+                b_branch_scalar_sums, b_g, b_x, b_xhat, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT
+            )
+            b_c1, b_c2 = row_sums(b_g, b_xhat, VARIANT.BRANCH_NORM, VARIANT)
+            store_through_branch(p, b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, at, VARIANT)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
     store_partials(p, b_sums, tl.program_id(0), place(0, 0, n.M, VARIANT), VARIANT)
+    store_scalar_sums(p, b_scalar_sums, b_branch_scalar_sums)
 
 
 @triton.jit
 def looped_rows(p, seed, n, VARIANT: tl.constexpr):
-    """Rows that are read twice, a block at a time: once for their sums, once for their gradients.
+    """Rows that are read twice, a block at a time: once for their sums, once for their gradients. They are read a third time
+    where the norm of the branch has sums, as these follow from dz.
 
     The partial sums of weight gradients are kept in memory, where each tile adds its own.
     """
+    b_scalar_sums = zero_scalar_sums(p.dscalars, VARIANT.NORM, VARIANT)
+    b_branch_scalar_sums = zero_scalar_sums(p.dbranch_scalars, VARIANT.BRANCH_NORM, VARIANT)
     for tile in tl.range(tl.program_id(0), n.tiles, tl.num_programs(0), num_stages=1):
         at = place(tile, 0, n.M, VARIANT)
         b_c1 = tl.zeros([VARIANT.ROWS], tl.float32)
         b_c2 = tl.zeros([VARIANT.ROWS], tl.float32)
         b_ds = tl.zeros([VARIANT.ROWS], tl.float32)
         b_ds1 = tl.zeros([VARIANT.ROWS], tl.float32)
+        b_rstd = b_c1
+        b_mean = b_c1
+        b_rstd_x = b_c1
+        b_mean_x = b_c1
+        b_branch_c1 = b_c1
+        b_branch_c2 = b_c1
+        if VARIANT.BRANCH:
+            b_rstd_x, b_mean_x = load_stats(p.branch_stats, p.branch_scalars, at, VARIANT.BRANCH_NORM, VARIANT.ROWS)
         if p.dy is not None or p.dy1 is not None:
-            b_rstd, b_mean = load_stats(p.stats, at, VARIANT)
-            for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
-                here = Place(at.rows, at.m_row, first_col)
-                b_g, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
-                b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT)
-                b_c1 += b_block_c1
-                b_c2 += b_block_c2
+            b_rstd, b_mean = load_stats(p.stats, p.scalars, at, VARIANT.NORM, VARIANT.ROWS)
+            if not pointwise(VARIANT.NORM):
+                for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
+                    here = Place(at.rows, at.m_row, first_col)
+                    b_g, _, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
+                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT.NORM, VARIANT)
+                    b_c1 += b_block_c1
+                    b_c2 += b_block_c2
         for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
             b_dz = load_rows(p.dr, here, VARIANT)
             if p.dy is not None or p.dy1 is not None:
-                b_g, b_xhat, b_dy, b_dy1 = load_upstream(p, b_mean, b_rstd, here, VARIANT)
-                b_sums = add_products(zero_sums(VARIANT), b_dy, b_dy1, b_xhat)
+                b_g, b_r, b_xhat, b_dy, b_dy1 = load_upstream(p, b_mean, b_rstd, here, VARIANT)
+                b_sums = add_products(add_products(zero_sums(VARIANT), 0, b_dy, b_xhat), 2, b_dy1, b_xhat)
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
-                store_partials(p, b_sums, tl.program_id(0), here, VARIANT)
-                b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT)
+                store_partials(p, b_sums, tl.program_id(0), here, VARIANT, 0, 3)
+                b_scalar_sums = add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+                b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, n, b_dz, here, VARIANT)
+            if VARIANT.BRANCH:
+                b_x = load_rows(p.x, here, VARIANT)
+                b_db, b_xhat, b_block_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
+                b_sums = add_products(zero_sums(VARIANT), 4, b_db, b_xhat)
+                b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
+                store_partials(p, b_sums, tl.program_id(0), here, VARIANT, 4, 5)
+                b_g = weighted(b_db, load_weights(p.branch_weight, here, VARIANT, VARIANT.OFFSET), (), (), VARIANT)
+                b_branch_scalar_sums = add_scalar_products(
+                    b_branch_scalar_sums, b_g, b_x, b_xhat, b_mean_x, b_rstd_x, VARIANT.BRANCH_NORM, VARIANT
+                )
+                if pointwise(VARIANT.BRANCH_NORM):
+                    store_through_branch(p, b_g, b_x, b_xhat, b_branch_c1, b_branch_c2, b_mean_x, b_rstd_x, here, VARIANT)
+                else:
+                    b_block_c1, b_block_c2 = row_sums(b_g, b_xhat, VARIANT.BRANCH_NORM, VARIANT)
+                    b_branch_c1 += b_block_c1
+                    b_branch_c2 += b_block_c2
             b_ds += b_block_ds
             b_ds1 += b_block_ds1
+        if VARIANT.BRANCH and not pointwise(VARIANT.BRANCH_NORM) and p.dx is not None:
+            for first_col in tl.range(0, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
+                here = Place(at.rows, at.m_row, first_col)
+                b_dz = load_rows(p.dr, here, VARIANT)
+                if p.dy is not None or p.dy1 is not None:
+                    b_g, b_r, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
+                    b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
+                b_x = load_rows(p.x, here, VARIANT)
+                b_db, b_xhat, _ = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
+                b_g = weighted(b_db, load_weights(p.branch_weight, here, VARIANT, VARIANT.OFFSET), (), (), VARIANT)
+                store_through_branch(p, b_g, b_x, b_xhat, b_branch_c1, b_branch_c2, b_mean_x, b_rstd_x, here, VARIANT)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
         # A partial sum may be read back by another thread than wrote it.
         tl.debug_barrier()
+    store_scalar_sums(p, b_scalar_sums, b_branch_scalar_sums)
 
 
 @triton.jit
@@ -173,10 +217,10 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
             prefetch_slice(p, group + (turn + VARIANT.STAGES - 1) * groups, groups, first_col, n.M, VARIANT)
         b_r = load_rows(p.r, at, VARIANT)
         b_dy = load_rows(p.dy, at, VARIANT)
-        b_rstd, b_mean = load_stats(p.stats, at, VARIANT)
-        b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT)
-        b_sums = add_products(b_sums, b_dy, (), b_xhat)
-        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), VARIANT), b_xhat, VARIANT)
+        b_rstd, b_mean = load_stats(p.stats, p.scalars, at, VARIANT.NORM, VARIANT.ROWS)
+        b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
+        b_sums = add_products(b_sums, 0, b_dy, b_xhat)
+        b_c1, b_c2 = row_sums(weighted(b_dy, b_weight, (), (), VARIANT), b_xhat, VARIANT.NORM, VARIANT)
         publish(p.board, group, turn, slice_id, b_c1, b_c2, VARIANT)
 
         b_r_before = (widen(b_waiting_r),)
@@ -184,33 +228,34 @@ def split_rows(p, seed, n, VARIANT: tl.constexpr):
         b_waiting_r = b_r[0].to(p.r.dtype.element_ty)
         b_waiting_dy = b_dy[0].to(p.dy.dtype.element_ty)
         b_dz = load_rows(p.dr, before, VARIANT)
-        b_rstd, b_mean = load_stats(p.stats, before, VARIANT)
+        b_rstd, b_mean = load_stats(p.stats, p.scalars, before, VARIANT.NORM, VARIANT.ROWS)
         b_c1, b_c2 = collect(p.board, group, turn - 1, VARIANT)
         b_g = weighted(b_dy_before, b_weight, (), (), VARIANT)
-        b_xhat = normalised_rows(b_r_before, b_mean, b_rstd, before, VARIANT)
-        b_dz = through_norm(b_dz, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT)
+        b_xhat = normalised_rows(b_r_before, b_mean, b_rstd, before, VARIANT.NORM, VARIANT)
+        b_dz = through_norm(b_dz, b_g, b_r_before, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
         store_input_gradients(p, seed, n, b_dz, before, VARIANT)
     store_partials(p, b_sums, group, place(0, first_col, n.M, VARIANT), VARIANT)
 
 
 @triton.jit
 def load_upstream(p, b_mean, b_rstd, at, VARIANT: tl.constexpr):
-    """g, x̂, dy and dy1 of a block."""
-    b_xhat = normalised_rows(load_rows(p.r, at, VARIANT), b_mean, b_rstd, at, VARIANT)
+    """g, r, x̂, dy and dy1 of a block."""
+    b_r = load_rows(p.r, at, VARIANT)
+    b_xhat = normalised_rows(b_r, b_mean, b_rstd, at, VARIANT.NORM, VARIANT)
     b_dy = load_rows(p.dy, at, VARIANT)
     b_dy1 = load_rows(p.dy1, at, VARIANT)
     b_weight = load_weights(p.weight, at, VARIANT, VARIANT.OFFSET)
     b_weight1 = load_weights(p.weight1, at, VARIANT, VARIANT.OFFSET)
-    return weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT), b_xhat, b_dy, b_dy1
+    return weighted(b_dy, b_weight, b_dy1, b_weight1, VARIANT), b_r, b_xhat, b_dy, b_dy1
 
 
 @triton.jit
-def normalised_rows(b_r, b_mean, b_rstd, at, VARIANT: tl.constexpr):
+def normalised_rows(b_r, b_mean, b_rstd, at, NORM: tl.constexpr, VARIANT: tl.constexpr):
     """x̂, zero past the row's end."""
     b_xhat = ()
     for i in tl.static_range(blocks(VARIANT)):
-        b = normalised(b_r[i], b_mean, b_rstd, VARIANT.NORM)
-        if centres(VARIANT.NORM):
+        b = normalised(b_r[i], b_mean, b_rstd, NORM)
+        if centres(NORM):
             b = zero_outside(b, i, at, VARIANT)
         b_xhat += (b,)
     return b_xhat
@@ -240,14 +285,17 @@ def scaled(b_row, b_weight, i: tl.constexpr):
 
 
 @triton.jit
-def row_sums(b_g, b_xhat, VARIANT: tl.constexpr):
+def row_sums(b_g, b_xhat, NORM: tl.constexpr, VARIANT: tl.constexpr):
     """fp32 [ROWS] twice: the sums over the columns of g · x̂ and of g (0 where the norm does not centre), in one reduction."""
     b_product = b_g[0] * b_xhat[0]
     b_sum = b_g[0]
     for i in tl.static_range(1, blocks(VARIANT)):
         b_product += b_g[i] * b_xhat[i]
         b_sum += b_g[i]
-    if centres(VARIANT.NORM):
+    if pointwise(NORM):
+        b_c1 = tl.zeros([VARIANT.ROWS], tl.float32)
+        b_c2 = b_c1
+    elif centres(NORM):
         b_c1, b_c2 = tl.reduce((b_product, b_sum), 1, add_pairs)
     else:
         b_c1 = tl.sum(b_product, 1)
@@ -256,13 +304,51 @@ def row_sums(b_g, b_xhat, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def through_norm(b_dr, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT: tl.constexpr):
+def zero_scalar_sums(p_dscalars, NORM: tl.constexpr, VARIANT: tl.constexpr):
+    """A block fp32 [ROWS, BLOCK_N] for each scalar of the norm; an empty tuple where their gradient is not wanted."""
+    b_scalar_sums = ()
+    if p_dscalars is not None:
+        for _ in tl.static_range(scalars(NORM)):
+            b_scalar_sums += (tl.zeros([VARIANT.ROWS, VARIANT.BLOCK_N], tl.float32),)
+    return b_scalar_sums
+
+
+@triton.jit
+def add_scalar_products(b_scalar_sums, b_g, b_r, b_xhat, b_mean, b_rstd, NORM: tl.constexpr, VARIANT: tl.constexpr):
+    """b_scalar_sums and g · slope · r, the gradient of α, and g · slope, that of s."""
+    b_new = b_scalar_sums
+    if len(b_scalar_sums) > 0:
+        b_alpha = b_scalar_sums[0]
+        b_shift = ()
+        if len(b_scalar_sums) > 1:
+            b_shift = (b_scalar_sums[1],)
+        for i in tl.static_range(blocks(VARIANT)):
+            b = b_g[i] * slope(b_r[i], b_xhat[i], b_mean, b_rstd, NORM)
+            b_alpha += b * b_r[i]
+            if len(b_shift) > 0:
+                b_shift = (b_shift[0] + b,)
+        b_new = (b_alpha,) + b_shift  # noqa: RUF005
+    return b_new
+
+
+@triton.jit
+def store_scalar_sums(p, b_scalar_sums, b_branch_scalar_sums):
+    BEFORE: tl.constexpr = len(b_scalar_sums)
+    ALL: tl.constexpr = BEFORE + len(b_branch_scalar_sums)
+    for j in tl.static_range(ALL):
+        p_sum = p.scalar_partials + tl.program_id(0) * ALL + j
+        b_sum = b_scalar_sums[j] if j < BEFORE else b_branch_scalar_sums[j - BEFORE]
+        tl.store(p_sum, tl.sum(tl.sum(b_sum, 1), 0))
+
+
+@triton.jit
+def through_norm(b_dr, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, NORM: tl.constexpr, VARIANT: tl.constexpr):
     """dz = dr + the gradient through the norm; b_c1, b_c2: sums over the columns, as of `row_sums`."""
     b_dz = ()
     b_c1 *= b_rstd * (1.0 / VARIANT.N)
     b_c2 *= b_rstd * (1.0 / VARIANT.N)
     for i in tl.static_range(blocks(VARIANT)):
-        b = norm_gradient(b_g[i], b_xhat[i], b_c1, b_c2, b_rstd, VARIANT.NORM)
+        b = norm_gradient(b_g[i], b_r[i], b_xhat[i], b_c1, b_c2, b_mean, b_rstd, NORM)
         if len(b_dr) > 0:
             b += b_dr[i]
         b_dz += (b,)
@@ -271,11 +357,14 @@ def through_norm(b_dr, b_g, b_xhat, b_c1, b_c2, b_rstd, VARIANT: tl.constexpr):
 
 @triton.jit
 def store_input_gradients(p, seed, n, b_dz, at, VARIANT: tl.constexpr):
-    """Stores dz, dx, dx1 where wanted; returns these columns' part of drowscale and drowscale1, fp32 [ROWS]."""
+    """Stores dz, dx, dx1 where wanted, but not dx of a branch with a norm; returns these columns' part of drowscale and
+    drowscale1, fp32 [ROWS]."""
     if p.dz is not None:
         for i in tl.static_range(blocks(VARIANT)):
-            tl.store(p.dz + offsets(i, at, VARIANT), b_dz[i], mask=block_mask(i, at, VARIANT))
-    b_ds = store_branch_gradient(p.dx, p.drowscale, p.x, p.rowscale, seed, n, b_dz, at, VARIANT, 0)
+            tl.store(p.dz + offsets(i, at, VARIANT), scaled_residual(b_dz[i], VARIANT), mask=block_mask(i, at, VARIANT))
+    b_ds = tl.zeros([VARIANT.ROWS], tl.float32)
+    if not VARIANT.BRANCH:
+        b_ds = store_branch_gradient(p.dx, p.drowscale, p.x, p.rowscale, seed, n, b_dz, at, VARIANT, 0)
     b_ds1 = store_branch_gradient(p.dx1, p.drowscale1, p.x1, p.rowscale1, seed, n, b_dz, at, VARIANT, 1)
     return b_ds, b_ds1
 
@@ -301,6 +390,43 @@ def store_branch_gradient(p_dx, p_drowscale, p_x, p_rowscale, seed, n, b_dz, at,
 
 
 @triton.jit
+def branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT: tl.constexpr):
+    """Of the branch norm: the gradient of its output, dropout(dz) · rowscale; its x̂; and these columns' part of drowscale."""
+    b_scale = load_scale(p.rowscale, at)
+    b_xhat = normalised_rows(b_x, b_mean, b_rstd, at, VARIANT.BRANCH_NORM, VARIANT)
+    b_ds = tl.zeros([VARIANT.ROWS], tl.float32)
+    b_db = ()
+    b_kept = ()
+    for i in tl.static_range(blocks(VARIANT)):
+        b = zero_outside(b_dz[i], i, at, VARIANT)
+        b_hat = b_xhat[i]
+        if VARIANT.DROPOUT:
+            b = drop(b, seed, None, at, block_start(i, at, VARIANT), block_mask(i, at, VARIANT), n, 0, VARIANT)
+        if p.drowscale is not None:
+            weight = load_weight(p.branch_weight, i, at, VARIANT, VARIANT.OFFSET)
+            b_ds += tl.sum(b * affine(b_hat, weight, load_weight(p.branch_bias, i, at, VARIANT)), 1)
+        if b_scale is not None:
+            b = tl.where((b_scale != 0.0)[:, None], b * b_scale[:, None], 0.0)
+            b_hat = tl.where((b_scale != 0.0)[:, None], b_hat, 0.0)
+        b_db += (b,)
+        b_kept += (b_hat,)
+    return b_db, b_kept, b_ds
+
+
+@triton.jit
+def store_through_branch(p, b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, at, VARIANT: tl.constexpr):
+    """Stores dx, the gradient of g through the branch norm."""
+    if p.dx is not None:
+        b_scale = load_scale(p.rowscale, at)
+        b_dx = through_norm((), b_g, b_x, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.BRANCH_NORM, VARIANT)
+        for i in tl.static_range(blocks(VARIANT)):
+            b = b_dx[i]
+            if b_scale is not None:
+                b = tl.where((b_scale != 0.0)[:, None], b, 0.0)
+            tl.store(p.dx + offsets(i, at, VARIANT), b, mask=block_mask(i, at, VARIANT))
+
+
+@triton.jit
 def store_rowscale_gradients(p, b_ds, b_ds1, at):
     if p.drowscale is not None:
         tl.store(p.drowscale + at.rows, b_ds, mask=at.m_row)
@@ -313,9 +439,18 @@ def prefetch_inputs(p, tile, M, VARIANT: tl.constexpr):
     """Brings the rows of a tile into L2."""
     prefetch_tile(p.dr, tile, 0, VARIANT.N, M, VARIANT)
     if p.dy is not None or p.dy1 is not None:
-        prefetch_tile(p.r, tile, 0, VARIANT.N, M, VARIANT)
+        if reads_r(VARIANT.NORM, VARIANT.WANTED):
+            prefetch_tile(p.r, tile, 0, VARIANT.N, M, VARIANT)
         prefetch_tile(p.dy, tile, 0, VARIANT.N, M, VARIANT)
         prefetch_tile(p.dy1, tile, 0, VARIANT.N, M, VARIANT)
+    if VARIANT.BRANCH:
+        prefetch_tile(p.x, tile, 0, VARIANT.N, M, VARIANT)
+
+
+@triton.constexpr_function
+def reads_r(NORM, WANTED):
+    """Whether a gradient depends on r: without a norm, that of a weight alone does."""
+    return Norm(NORM) != Norm.none or WANTED.weight or WANTED.weight1
 
 
 @triton.jit

@@ -286,8 +286,8 @@ def turn_back(
             b_c1, b_c2 = row_sums(b_a * b_xa + b_b * b_xb, b_a + b_b, HOW)
             b_c1 *= b_rstd * (1.0 / HOW.D)
             b_c2 *= b_rstd * (1.0 / HOW.D)
-            b_a = norm_gradient(b_a, b_xa, b_c1, b_c2, b_rstd, HOW.NORM)
-            b_b = norm_gradient(b_b, b_xb, b_c1, b_c2, b_rstd, HOW.NORM)
+            b_a = norm_gradient(b_a, b_xa, b_xa, b_c1, b_c2, b_rstd, b_rstd, HOW.NORM)
+            b_b = norm_gradient(b_b, b_xb, b_xb, b_c1, b_c2, b_rstd, b_rstd, HOW.NORM)
         o_out = (rows.sequence * T + rows.tokens) * o_token + rows.heads * HOW.D
         store_pairs(p_dx, o_out, rows.m, b_a, b_b, HOW)
     if HOW.WANTED[0]:

@@ -14,17 +14,18 @@ import triton
 import triton.language as tl
 
 from . import INTERPRET
-from .norms import centres, statistics
 from .nvidia import prefetch_rows, widen
 
 
 class Weights(NamedTuple):
-    """One thing for each weight of a norm: those of y, then those of y1."""
+    """One thing for each weight of a norm: those of y, those of y1, those of the branch norm."""
 
     weight: Any
     bias: Any
     weight1: Any
     bias1: Any
+    branch_weight: Any
+    branch_bias: Any
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,11 @@ class Variant:
 
     N: int  # columns in a row
     NORM: int  # a value of `reference.Norm`
+    BRANCH: bool  # x goes through a norm of its own
+    BRANCH_NORM: int
+    RESIDUAL_SCALE: float
     DROPOUT: bool
-    OFFSET: float  # added to weight and weight1: 1.0 where they are zero-centred
+    OFFSET: float  # added to the weights: 1.0 where they are zero-centred
     STREAM_DTYPE: Any  # Triton's dtype of the residual stream r
     ROWS: int  # in a tile
     BLOCK_N: int  # columns in a block, a power of two
@@ -158,6 +162,32 @@ def load_weight(p, i: tl.constexpr, at, VARIANT: tl.constexpr, OFFSET: tl.conste
 
 
 @triton.jit
+def block_of(b_row, i: tl.constexpr):
+    """Block i alone, in a tuple; an empty tuple where there is none."""
+    b = ()
+    if len(b_row) > 0:
+        b = (b_row[i],)
+    return b
+
+
+@triton.jit
+def affine(b, b_weight, b_bias):
+    """b · weight + bias; an empty tuple is 1 and 0."""
+    if len(b_weight) > 0:
+        b = b * b_weight[0]
+    if len(b_bias) > 0:
+        b = b + b_bias[0]
+    return b
+
+
+@triton.jit
+def scaled_residual(b, VARIANT: tl.constexpr):
+    if VARIANT.RESIDUAL_SCALE != 1.0:
+        b = b * VARIANT.RESIDUAL_SCALE
+    return b
+
+
+@triton.jit
 def row_sum(b_row):
     """fp32 [ROWS]: the sum over the columns of all blocks. Blocks are added first, so that one reduction is enough."""
     b = b_row[0]
@@ -179,27 +209,6 @@ def mean(b_sum, N):
     """
     b_estimate = b_sum * (1.0 / N)
     return tl.fma(tl.fma(-b_estimate, N * 1.0, b_sum), 1.0 / N, b_estimate)
-
-
-@triton.jit
-def store_stats(p_stats, b_rstd, b_mean, at, VARIANT: tl.constexpr):
-    """rstd, and the mean where the norm centres: fp32 [M, statistics]."""
-    if p_stats is not None:
-        p_row = p_stats + at.rows * statistics(VARIANT.NORM)
-        tl.store(p_row, b_rstd, mask=at.m_row)
-        if centres(VARIANT.NORM):
-            tl.store(p_row + 1, b_mean, mask=at.m_row)
-
-
-@triton.jit
-def load_stats(p_stats, at, VARIANT: tl.constexpr):
-    """rstd and mean, fp32 [ROWS]; the mean is 0 where the norm does not centre."""
-    p_row = p_stats + at.rows * statistics(VARIANT.NORM)
-    b_rstd = tl.load(p_row, mask=at.m_row, other=0.0)
-    b_mean = tl.zeros([VARIANT.ROWS], tl.float32)
-    if centres(VARIANT.NORM):
-        b_mean = tl.load(p_row + 1, mask=at.m_row, other=0.0)
-    return b_rstd, b_mean
 
 
 @triton.jit

@@ -19,15 +19,17 @@ class WeightGradients(NamedTuple):
     dbias: tl.tensor
     dweight1: tl.tensor
     dbias1: tl.tensor
+    dbranch_weight: tl.tensor
+    dbranch_bias: tl.tensor
 
 
-# Sums are a tuple of four tuples of blocks, in the order of `rows.Weights`; an empty tuple where the gradient is not wanted.
+# Sums are a tuple of six tuples of blocks, in the order of `rows.Weights`; an empty tuple where the gradient is not wanted.
 # Without names, as loops of Triton 3.6 carry none.
 @triton.jit
 def zero_sums(VARIANT: tl.constexpr):
     """fp32 blocks [ROWS, BLOCK_N]; the rows of a tile are added up at the end."""
     b_sums = ()
-    for j in tl.static_range(4):
+    for j in tl.static_range(6):
         b_row = ()
         if VARIANT.WANTED[j]:
             for _ in tl.static_range(blocks(VARIANT)):
@@ -37,24 +39,26 @@ def zero_sums(VARIANT: tl.constexpr):
 
 
 @triton.jit
-def add_products(b_sums, b_dy, b_dy1, b_xhat):
-    """b_sums and dy · x̂, dy, dy1 · x̂, dy1."""
+def add_products(b_sums, FIRST: tl.constexpr, b_dy, b_xhat):
+    """b_sums, with dy · x̂ added to that of number FIRST, a weight, and dy to the next, its bias."""
     b_new = ()
-    for j in tl.static_range(4):
+    for j in tl.static_range(6):
         b_row = ()
         for i in tl.static_range(len(b_sums[j])):
-            b = b_dy[i] if j < 2 else b_dy1[i]
-            if j % 2 == 0:
-                b = b * b_xhat[i]
-            b_row += (b_sums[j][i] + b,)
+            b = b_sums[j][i]
+            if j == FIRST:
+                b += b_dy[i] * b_xhat[i]
+            if j == FIRST + 1:
+                b += b_dy[i]
+            b_row += (b,)
         b_new += (b_row,)
     return b_new
 
 
 @triton.jit
-def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr):
-    """Stores the sums over the rows of a tile as the partial sums of a group of programs."""
-    for j in tl.static_range(4):
+def store_partials(p, b_sums, group, at, VARIANT: tl.constexpr, FIRST: tl.constexpr = 0, LAST: tl.constexpr = 5):
+    """Stores the sums FIRST to LAST over the rows of a tile as the partial sums of a group of programs."""
+    for j in tl.static_range(FIRST, LAST + 1):
         for i in tl.static_range(len(b_sums[j])):
             cols = block_cols(i, at, VARIANT)
             tl.store(partial_sum(p, group, j, VARIANT) + cols, tl.sum(b_sums[j][i], 0), mask=cols < VARIANT.N)
@@ -66,7 +70,7 @@ def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
     cols = block_cols(0, at, VARIANT)[None, :]
     m = (tl.arange(0, VARIANT.ROWS) == 0)[:, None] & (cols < VARIANT.N) & stored
     b_new = ()
-    for j in tl.static_range(4):
+    for j in tl.static_range(6):
         b_row = ()
         for i in tl.static_range(len(b_sums[j])):
             p_sum = partial_sum(p, tl.program_id(0), j, VARIANT) + cols
@@ -78,7 +82,7 @@ def add_stored_partials(p, b_sums, stored, at, VARIANT: tl.constexpr):
 @triton.jit
 def partial_sum(p, group, j: tl.constexpr, VARIANT: tl.constexpr):
     """Where a group of programs keeps its sum of weight gradient j."""
-    before = group.to(tl.int64) * wanted_before(4, VARIANT.WANTED) + wanted_before(j, VARIANT.WANTED)
+    before = group.to(tl.int64) * wanted_before(6, VARIANT.WANTED) + wanted_before(j, VARIANT.WANTED)
     return p.partials + before * VARIANT.N
 
 
@@ -95,7 +99,10 @@ def finish_weight_gradients_kernel(
     """p: WeightGradients. Adds up the partial sums; a program for each block of columns of each gradient that is wanted."""
     if EARLY_START:
         gdc_wait()
-    WANTED: tl.constexpr = (p.dweight is not None, p.dbias is not None, p.dweight1 is not None, p.dbias1 is not None)
+    WANTED: tl.constexpr = (
+        p.dweight is not None, p.dbias is not None, p.dweight1 is not None, p.dbias1 is not None,
+        p.dbranch_weight is not None, p.dbranch_bias is not None,
+    )  # fmt: skip
     column_blocks = tl.cdiv(N, BLOCK_N)
     which = tl.program_id(0) // column_blocks
     cols = tl.program_id(0) % column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -103,10 +110,10 @@ def finish_weight_gradients_kernel(
     for first in tl.range(0, groups, BLOCK_P):
         rows = first + tl.arange(0, BLOCK_P)
         m = (rows < groups)[:, None] & (cols < N)[None, :]
-        p_sums = p.partials + (rows.to(tl.int64)[:, None] * wanted_before(4, WANTED) + which) * N
+        p_sums = p.partials + (rows.to(tl.int64)[:, None] * wanted_before(6, WANTED) + which) * N
         b_sum += tl.load(p_sums + cols[None, :], mask=m, other=0.0)
     b = tl.sum(b_sum, 0)
-    for j in tl.static_range(4):
+    for j in tl.static_range(6):
         if WANTED[j]:  # a constant, unlike `which`
             if which == wanted_before(j, WANTED):
                 tl.store(p[j + 1] + cols, b, mask=cols < N)

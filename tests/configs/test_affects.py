@@ -77,8 +77,8 @@ def test_ablate_refuses_the_keys_that_say_so():
     assert {"norm.impl", "resume"} <= keys.not_in_ablate().keys()
 
 
-def test_every_kind_of_norm_in_the_schema_is_one_of_the_ops_and_the_reverse():
-    assert [kind.value for kind in NormKind] == [norm.name for norm in Norm]
+def test_every_kind_of_norm_in_the_schema_is_one_of_the_ops():
+    assert {kind.value for kind in NormKind} <= {norm.name for norm in Norm}
 
 
 def test_every_weight_key_but_the_expressed_ones_is_one_value_in_a_layout():

@@ -13,12 +13,12 @@ from tests.runs import CPU
 
 # overrides, and a part of the message; {…} in overrides is one override
 NAMES = """
-norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? Keys of norm: norm.impl, norm.kind, norm.eps,
+norm.imp=torch                  norm.imp: no such key. Did you mean norm.impl? Keys of norm: norm.impl, norm.kind,
 +norm.fusd=1                    norm.fusd: no such key. Keys of norm: norm.impl,
 steps=10                        steps: no such key. Did you mean train.steps?
 optm.lr=1                       optm.lr: no such key. Did you mean optim.lr?
 modl=gpt2                       modl: no such key. Did you mean model?
-model=gtp2                      model=gtp2: no such option. Did you mean model=gpt2? Options of model: gpt2, gpt2_large,
+model=gtp2                      model=gtp2: no such option. Did you mean model=gpt2? Options of model: gemma, gpt2, gpt2_large,
 data=text,shakespeare           To sweep over it, add --multirun to your command line
 norm.impl=fused,torch           To sweep over it, add --multirun to your command line
 optim={lrr: 1}                  optim.lrr: no such key. Did you mean optim.lr?
@@ -59,6 +59,11 @@ model.heads=3                   model.heads=3 does not divide model.width=128.
 model.kv_heads=3                model.kv_heads=3 does not divide model.heads=4.
 model.positions=rotary model.width=12                         needs an even head width; model.width / model.heads is 3.
 train.batch_size=10 train.accumulation=4                      train.batch_size=10 can't be cut into equal micro-batches by
+norm.placement=inside model.block=parallel                    norm.placement=inside is for sequential blocks.
+model.residual_scale=deepnorm   model.residual_scale=deepnorm is for norms after the add; here norm.placement=pre.
+norm.kind=derf model.qk_norm=true                             model.qk_norm=true has no derf for queries and keys.
+norm.impl=liger norm.placement=sandwich                       norm.impl=liger has norm.placement=pre alone, not sandwich.
+norm.impl=liger norm.kind=dyt                                 norm.impl=liger has no dyt here.
 model.dropout=1                 model.dropout=1.0: must be at least 0 and less than 1.
 optim.warmup_steps=20 train.steps=10                          optim.warmup_steps=20 is more than train.steps=10
 optim.min_lr=1                  optim.min_lr=1 is more than optim.lr=0.004

@@ -1,24 +1,36 @@
 """The reordered block computes what the textbook one does, also where backward computes it again (train.recompute)."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from configs.schema import ModelConfig
+from configs.schema import ModelConfig, NormKind
 from model import GPT
 from model.mlp import MLP, mlp_width
 from model.norm import PreNorm
 
 
 def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """x = x + sublayer(norm(x)), on the model's parameters; either norm, GELU, learned positions, biases, tied head."""
+    """x = x + sublayer(norm(x)), or as norm.placement says, on the model's parameters; any norm, GELU, learned positions,
+    biases, tied head."""
     p, T = dict(model.named_parameters()), tokens.shape[1]
+    placement, offset = model.norm.placement, 1.0 * (model.norm.weight == "zero_centered")
+    alpha = (2 * model.cfg.layers) ** 0.25 if model.cfg.residual_scale else 1.0
 
-    def norm(x, name, suffix=""):
-        weight, bias = p[f"{name}.weight{suffix}"], p.get(f"{name}.bias{suffix}")
-        if model.norm.kind == "rmsnorm":
-            return F.rms_norm(x, x.shape[-1:], weight, model.norm.eps)
-        return F.layer_norm(x, x.shape[-1:], weight, bias, model.norm.eps)
+    def norm(x, name, suffix="", branch=""):
+        weight, bias = p.get(f"{name}.{branch}weight{suffix}"), p.get(f"{name}.{branch}bias{suffix}")
+        scalars = p.get(f"{name}.{branch}scalars")
+        if model.norm.kind == "dyt":
+            x = torch.tanh(scalars * x)
+        elif model.norm.kind == "derf":
+            x = torch.erf(scalars[0] * x + scalars[1])
+        else:
+            x = x - x.mean(-1, keepdim=True) if model.norm.kind == "layernorm" else x
+            x = x / (x.square().mean(-1, keepdim=True) + model.norm.eps).sqrt()
+        x = x if weight is None else x * (weight + offset)
+        return x if bias is None else x + bias
 
     def linear(x, name):
         return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
@@ -33,23 +45,41 @@ def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
     def mlp(x, name):
         return linear(F.gelu(linear(x, f"{name}.up"), approximate="tanh"), f"{name}.down")
 
-    x = p["embedding.weight"][tokens] + p["positions.weight"][:T]
+    def after(x, f, before, behind):
+        if placement == "pre":
+            return x + f(norm(x, before))
+        if placement == "post":
+            return norm(alpha * x + f(x), behind)
+        return x + norm(f(norm(x, before) if placement == "sandwich" else x), behind, branch="branch_")
+
+    x = p["embedding.weight"][tokens] * (model.cfg.width**0.5 if model.cfg.embedding_scale else 1.0)
+    x = x + p["positions.weight"][:T]
     for layer in range(model.cfg.layers):
         block = f"blocks.{layer}"
+        following = f"blocks.{layer + 1}.attention_norm" if layer + 1 < model.cfg.layers else "final_norm"
         if model.cfg.block == "parallel":
             y, y1 = norm(x, f"{block}.norm"), norm(x, f"{block}.norm", "1")
             x = x + attention(y, f"{block}.attention") + mlp(y1, f"{block}.mlp")
         else:
-            x = x + attention(norm(x, f"{block}.attention_norm"), f"{block}.attention")
-            x = x + mlp(norm(x, f"{block}.mlp_norm"), f"{block}.mlp")
-    return norm(x, "final_norm") @ p["embedding.weight"].T
+            attend, transform = partial(attention, name=f"{block}.attention"), partial(mlp, name=f"{block}.mlp")
+            x = after(x, attend, f"{block}.attention_norm", f"{block}.mlp_norm")
+            x = after(x, transform, f"{block}.mlp_norm", following)
+    return (x if placement == "post" else norm(x, "final_norm")) @ p["embedding.weight"].T
 
 
 @pytest.mark.parametrize("impl", ["fused", "torch"])
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-@pytest.mark.parametrize("block", ["sequential", "parallel"])
-def test_logits_equal_the_textbook_order(build, batch, block, kind, impl):
-    model = build(layers=3, block=block, norm_kind=kind, norm_impl=impl, norm_eps=0.1)
+@pytest.mark.parametrize("kind", NormKind)
+@pytest.mark.parametrize(
+    ("options", "weight"),
+    [
+        ({}, "ones"), ({"block": "parallel"}, "ones"), ({"norm_placement": "post"}, "ones"),
+        ({"norm_placement": "post", "residual_scale": "deepnorm"}, "zero_centered"), ({"norm_placement": "inside"}, "ones"),
+        ({"norm_placement": "inside"}, "none"), ({"norm_placement": "sandwich"}, "ones"),
+        ({"norm_placement": "sandwich", "embedding_scale": "sqrt_width"}, "zero_centered"),
+    ],
+)  # fmt: skip
+def test_logits_equal_the_textbook_order(build, batch, options, weight, kind, impl):
+    model = build(layers=3, norm_kind=kind, norm_impl=impl, norm_eps=0.1, norm_weight=weight, **options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)  # so that no bias is 0, and no weight 1
@@ -100,3 +130,40 @@ def test_the_width_of_an_mlp_is_four_times_the_models_or_of_swiglu_two_thirds_of
     given = [{}, {"activation": "swiglu"}, {"activation": "swiglu", "width": 100}, {"activation": "swiglu", "mlp_width": 40}]
     configs = [ModelConfig(**{"width": 96} | options) for options in given]
     assert [mlp_width(cfg) for cfg in configs] == [MLP(cfg).down.in_features for cfg in configs] == [384, 256, 320, 40]
+
+
+@pytest.mark.parametrize("impl", ["torch", "compiled"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("residual_dtype", ["fp32", "compute"])
+@pytest.mark.parametrize("placement", ["post", "inside", "sandwich"])
+def test_placements_train_alike_in_every_implementation(build, batch, placement, residual_dtype, autocast, impl, monkeypatch):
+    """Dropout and drop path with shared masks; a checkpoint of one loads in the other."""
+    monkeypatch.setattr("model.norm.compiled_alone", lambda function: function)
+    options = {
+        "norm_placement": placement,
+        "residual_dtype": residual_dtype,
+        "norm_kind": "rmsnorm",
+        "dropout": 0.2,
+        "drop_path": 0.5,
+    }
+    models = [build(**options, attention_dropout=0.0, norm_impl=i, norm_dropout_masks="shared") for i in ("fused", impl)]
+    models[1].load_state_dict(models[0].state_dict())
+    seeds, found = torch.arange(models[0].dropout_sites), []
+    for model in models:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(*batch, seeds=seeds)
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
+    assert found[0][0] == pytest.approx(found[1][0], abs=2**-6 if autocast else 1e-5)
+    assert all(gradient is not None for gradient in found[0][1].values())
+    if not autocast:
+        torch.testing.assert_close(*(gradients for _, gradients in found), atol=2e-6, rtol=1e-4)
+
+
+def test_deepnorm_starts_as_its_paper_says(build):
+    model = build(layers=4, width=256, norm_placement="post", residual_scale="deepnorm")
+    assert model.final_norm.residual_scale == pytest.approx(8**0.25)
+    attention = model.blocks[1].attention
+    deviations = [part.std().item() for part in (*attention.qkv.weight.chunk(3), attention.out.weight)]
+    gain = 32**-0.25
+    assert deviations == [pytest.approx(g / 256**0.5, rel=0.03) for g in (1, 1, gain, gain)]  # Xavier: √(2 / (256 + 256))

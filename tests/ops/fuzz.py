@@ -90,6 +90,9 @@ def _right(name: str, draw: random.Random, device: torch.device, lead: tuple[int
         "linear_weight": lambda: tensor((6, n)),
         "linear_bias": lambda: some((None, tensor((6,)))),
         "norm": lambda: some([kind for norm in ops.Norm for kind in (norm, norm.name)]),
+        "branch_norm": lambda: some((None, *ops.Norm, *[norm.name for norm in ops.Norm])),
+        "scalars": lambda: some((None, tensor((1,)), tensor((2,)))),
+        "residual_scale": lambda: some((1.0, 0.5, 2)),
         "p": lambda: some((0.0, 0.1, 0.9999999)),
         "eps": lambda: some((0.0, 1e-5, 1)),
         "seed": lambda: some((0, -1, 1 << 80, torch.tensor([draw.getrandbits(62)], device=device))),
@@ -100,6 +103,7 @@ def _right(name: str, draw: random.Random, device: torch.device, lead: tuple[int
         "dtype": lambda: some(DTYPES),
     }
     alike = {"residual": "x", "residual_out": "out", "bias": "weight", "norm_weight": "weight", "norm_bias": "weight"}
+    alike |= {"branch_weight": "weight", "branch_bias": "weight", "branch_scalars": "scalars"}
     alike |= {"dropout_p": "p", "rows": "size", "cols": "size", "hidden_size": "size"}
     name = name.removesuffix("1")
     return values.get(alike.get(name, name), lambda: draw.random() < 0.5)()  # the rest are flags

@@ -47,6 +47,17 @@ PLAIN = [
     for r in (None, FP32)
     for w in (BF16, FP32)
 ]
+# With a norm of the branch: Gemma's and OLMo's site, and what backward holds most sums of.
+BRANCHES = [
+    *[
+        Case(norm=Norm.rmsnorm, branch=Norm.rmsnorm, residual=r, bias=False, n=n, m=3)
+        for r in (BF16, FP32)
+        for n in (768, 5376)
+    ],
+    Case(norm=Norm.none, branch=Norm.rmsnorm, dropout_p=0.1, bias=False, n=2304, m=3),
+    *[Case(branch=Norm.layernorm, rowscale="learned", residual_scale=1.5, n=n, m=3) for n in (2304, 5376)],
+    Case(norm=Norm.derf, branch=Norm.dyt, n=4096, m=3),
+]
 # Between them all that Triton may make of an integer: 1, a multiple of 16, another.
 OTHER_ROWS = [Case(x=BF16, residual=BF16, dropout_p=p, n=2304, m=m) for m, p in [(64, 0.25), (1, 0.25), (35, 0.4)]]
 
@@ -54,7 +65,7 @@ OTHER_ROWS = [Case(x=BF16, residual=BF16, dropout_p=p, n=2304, m=m) for m, p in 
 def chosen_cases(everything: bool, widths: list[int]) -> list[Case]:
     if not everything:
         drawn = [Case(**chosen, n=n, m=3) for chosen, n in zip(covering(**OPTIONS), cycle(WIDTHS), strict=False)]
-        return [case for case in (*drawn, *OTHER_ROWS) if not widths or case.n in widths]
+        return [case for case in (*drawn, *BRANCHES, *OTHER_ROWS) if not widths or case.n in widths]
     drawn = [Case(**chosen) for chosen in covering(**OPTIONS | {"x": [BF16, FP32, FP16]})]
     return [replace(case, n=n, m=3) for n in widths or ALL_WIDTHS for case in (*PLAIN, *drawn)]
 

@@ -35,6 +35,38 @@ def test_every_tile_is_as_accurate_as_pytorch(chosen, device, use_tile):
     assert_as_accurate_as_pytorch(case, device)
 
 
+SITES = covering(
+    shape=SHAPES, branch=list(Norm), norm=list(Norm), rowscale=["none", "fixed", "learned"], x=[BF16, FP32],
+    residual=[FP32, BF16, None], bias=[False, True], dropout_p=[0.0, 0.1], weight=[FP32, None, BF16], out=[None, FP32],
+    residual_scale=[1.0, 1.7], prenorm=[True, False], second=[False, True],
+)  # fmt: skip
+# Past the row's end a branch without a weight would be no zero, which only a mean of the stream meets.
+SITES += [
+    {"shape": shape, "branch": branch, "norm": Norm.layernorm, "weight": None, "bias": bias}
+    for shape in SHAPES
+    for branch, bias in ((Norm.layernorm, False), (Norm.derf, True))
+]
+SITES += [{"shape": shape, "branch": None, "norm": Norm.rmsnorm, "residual_scale": 1.7} for shape in SHAPES]
+
+
+@pytest.mark.parametrize("chosen", SITES, ids=lambda chosen: "-".join(map(str, chosen.values())).replace("torch.", ""))
+def test_a_branch_with_a_norm_is_as_accurate_as_pytorch(chosen, device, use_tile):
+    case = Case(**{name: value for name, value in chosen.items() if name != "shape"}, n=72)
+    use_tile(tile_for(case.n, chosen["shape"]))
+    assert_as_accurate_as_pytorch(case, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [BF16, FP32])
+@pytest.mark.parametrize("norms", [("rmsnorm", "rmsnorm"), ("none", "rmsnorm"), ("layernorm", "layernorm"), ("derf", "dyt")])
+@pytest.mark.parametrize("n", [31, 640, 768, 1000, 2304, 4096, 4608, 5376, 8192, 12288, 40000])
+def test_a_branch_with_a_norm_is_as_accurate_as_pytorch_at_real_widths(n, norms, residual, device):
+    norm, branch = (Norm[name] for name in norms)
+    for rowscale, dropout_p in (("none", 0.0), ("learned", 0.1)):
+        case = Case(norm=norm, branch=branch, residual=residual, rowscale=rowscale, dropout_p=dropout_p, m=1030, n=n)
+        assert_as_accurate_as_pytorch(case, device)
+
+
 @pytest.mark.parametrize("case", pairwise(**MORE | {"n": [40, 2, 31, 1000, 2304], "m": [5, 1, 9]}), ids=describe)
 def test_the_rules_own_tiles_are_as_accurate_as_pytorch(case, device):
     assert_as_accurate_as_pytorch(case, device)

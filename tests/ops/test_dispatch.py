@@ -13,14 +13,22 @@ from ops.records import BackwardInputs, BackwardOptions, Inputs, Options
 
 from .cases import BF16, FP16, FP32, Case, Seen, describe, inputs, leaves, outputs_and_gradients
 
-HOW = Options(1e-5, 0.25, int(Norm.layernorm), False, BF16, FP32, store_residual=True, statistics=2, return_mask=True)
-PLAIN = Options(1e-5, 0.0, int(Norm.rmsnorm), False, FP32, FP32, store_residual=False, statistics=1, return_mask=False)
+HOW = Options(
+    eps=1e-5, dropout_p=0.25, norm=int(Norm.layernorm), branch=False, branch_norm=int(Norm.none), residual_scale=1.0,
+    zero_centered_weight=False, out_dtype=BF16, residual_dtype=FP32,
+    store_residual=True, statistics=2, branch_statistics=0, return_mask=True,
+)  # fmt: skip
+PLAIN = HOW._replace(
+    dropout_p=0.0, norm=int(Norm.rmsnorm), out_dtype=FP32, store_residual=False, statistics=1, return_mask=False
+)
 CASES = [
     *[Case(norm=norm, residual=None, bias=False, prenorm=False) for norm in Norm],
     Case(),
     Case(residual=None, residual_in_fp32=True, weight=BF16, dropout_p=0.2),
     Case(x=FP16, residual=BF16, x1=BF16, second=True, rowscale="learned", dropout_p=0.2, zero_centered=True, out=FP32),
     Case(x=FP32, weight=None, bias=False, rowscale="fixed"),
+    Case(norm=Norm.rmsnorm, branch=Norm.layernorm, rowscale="learned", dropout_p=0.2, residual_scale=1.5),
+    Case(norm=Norm.none, branch=Norm.derf, weight=None, bias=False, residual=BF16),  # y is r
 ]
 
 
@@ -101,15 +109,19 @@ def test_opcheck(name, device):
     case = Case(x1=FP32, second=True, rowscale="learned", m=4, n=24)
     tensors = {key: t.detach().requires_grad_(name == "norm") for key, t in inputs(case, device).items()}
     seed, stats = torch.tensor([3], device=device), torch.rand(8, device=device)
-    given = Inputs(**tensors, seed=seed)
-    x, residual, x1, w, _, w1, _, scale, scale1, _ = given
-    how = BackwardOptions(0.25, int(Norm.layernorm), False, FP32, BF16, FP32, FP32, FP32, None, BF16)
-    backward = BackwardInputs(x, x1, residual, residual, x, x1, w, w1, scale, scale1, stats, seed)
+    given = Inputs(**dict.fromkeys(Inputs._fields) | tensors | {"seed": seed})
+    plain = Inputs(**dict.fromkeys(Inputs._fields) | {"x": given.residual})
+    dtypes = {f"d{name}_dtype": FP32 for name in ("z", *Inputs._fields) if getattr(given, name, seed) is not None}
+    dtypes = {field: dtypes.get(field) for field in BackwardOptions._fields if field.endswith("_dtype")}
+    dtypes |= {"dx_dtype": BF16, "dweight1_dtype": None}
+    how = BackwardOptions(**{field: getattr(HOW, field, None) for field in BackwardOptions._fields} | dtypes)
+    upstream = {"dy": given.x, "dy1": given.x1, "dr": given.residual, "r": given.residual, "stats": stats}
+    backward = BackwardInputs(**{field: getattr(given, field, None) for field in BackwardInputs._fields} | upstream)
     calls = {
         "norm_backward": [operators.encode(backward, how)],
-        "dropout": [(residual, seed, 0.25, 1)],
+        "dropout": [(given.residual, seed, 0.25, 1)],
         "dropout_mask": [(seed, 4, 24, 0.25, 0)],
-    }.get(name, [operators.encode(given, HOW), operators.encode(given._make([residual, *[None] * 9]), PLAIN)])
+    }.get(name, [operators.encode(given, HOW), operators.encode(plain, PLAIN)])
     for arguments in calls:
         library.opcheck(getattr(getattr(torch.ops, operators.NAMESPACE), name).default, arguments)
 

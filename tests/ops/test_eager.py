@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ops
 from ops import launch, layer_norm_fn, norm_fn, operators, plan, rms_norm_fn, torch_state
+from ops.records import Inputs
 
 from . import cases
 from .cases import BF16, FP32, Seen, describe, equal, inputs, leaves, outputs_and_gradients, unaligned
@@ -156,7 +157,8 @@ def test_a_new_number_of_rows_makes_nothing_new(device):
         x = torch.rand(rows, 16, device=device)
         if rows % 100 == 0:
             assert equal((rms_norm_fn(x, w, None),), (torch.cat([rms_norm_fn(row, w, None)[None] for row in x]),))
-        plan.plan_of((x, None, None, w, *[None] * 5), (ops.Norm.rmsnorm, 1e-6, 0.0, False, False, False, False, None))
+        operands = Inputs(x, *[None] * (len(Inputs._fields) - 1))._replace(weight=w)[:-1]
+        plan.plan_of(operands, (ops.Norm.rmsnorm, ops.Norm.none, 1.0, 1e-6, 0.0, False, False, False, False, None))
     assert len(plan._plans) == plans and launch.forward_call.cache_info().misses == calls
 
 

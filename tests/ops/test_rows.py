@@ -54,7 +54,7 @@ def test_rows_of_nan_stay_among_themselves(norm, shape, device, use_tile):
     x[3] = torch.tensor(-1, device=device, dtype=torch.int32).view(FP32)
     y = norm_fn(norm, x.requires_grad_())
     (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
-    for t in (y, dx):
+    for t in (y, dx) if norm != Norm.none else (y,):
         assert t.isnan().all(1).nonzero().tolist() == [[3]] and t.isnan().any(1).sum() == 1
 
 

@@ -25,7 +25,7 @@ def way(request, use_tile):
         yield
 
 
-def site(device, poison, norm=Norm.layernorm, branches=1, learned=False, dropout_p=0.0):
+def site(device, poison, norm=Norm.layernorm, branches=1, learned=False, dropout_p=0.0, branch_norm=None):
     """Inputs whose dropped rows hold `poison`, and what comes of them: outputs, then gradients by the input's name."""
     generator = torch.Generator().manual_seed(0)
 
@@ -33,22 +33,30 @@ def site(device, poison, norm=Norm.layernorm, branches=1, learned=False, dropout
         return (torch.randn(shape, generator=generator) + shift).to(device).requires_grad_()
 
     tensors = {"x": tensor(M, N), "residual": tensor(M, N), "weight": tensor(N), "bias": tensor(N)}
+    if branch_norm is not None:
+        tensors |= {"branch_weight": tensor(N), "branch_bias": tensor(N)}
     if branches == 2:
         tensors["x1"] = tensor(M, N)
     for name, branch, dropped in (("rowscale", "x", DROPPED), ("rowscale1", "x1", DROPPED1))[:branches]:
         with torch.no_grad():
             tensors[branch][dropped.to(device)] = poison
             tensors[name] = tensor(M, shift=3.0).masked_fill_(dropped.to(device), 0.0).requires_grad_(learned)
-    y, r = norm_fn(norm, **tensors, prenorm=True, seed=SEED, dropout_p=dropout_p)
+    y, r = norm_fn(norm, **tensors, prenorm=True, seed=SEED, dropout_p=dropout_p, branch_norm=branch_norm)
     wanted = {name: t for name, t in tensors.items() if t.requires_grad}
     upstream = [torch.randn(M, N, generator=generator).to(device) for _ in range(2)]
     gradients = torch.autograd.grad((y, r), list(wanted.values()), upstream)
     return tensors, {"y": y, "r": r} | {f"d{name}": g for name, g in zip(wanted, gradients, strict=True)}
 
 
-@pytest.mark.parametrize(("norm", "branches", "dropout_p"), [(Norm.layernorm, 1, 0.0), (Norm.rmsnorm, 2, P)])
-def test_what_a_dropped_row_holds_reaches_nothing(norm, branches, dropout_p, way, device):
-    how = {"norm": norm, "branches": branches, "dropout_p": dropout_p}
+@pytest.mark.parametrize(
+    ("norm", "branches", "dropout_p", "branch_norm"),
+    [
+        (Norm.layernorm, 1, 0.0, None), (Norm.rmsnorm, 2, P, None), (Norm.rmsnorm, 1, P, Norm.layernorm),
+        (Norm.none, 1, 0.0, Norm.rmsnorm), (Norm.layernorm, 1, 0.0, Norm.derf),
+    ],
+)  # fmt: skip
+def test_what_a_dropped_row_holds_reaches_nothing(norm, branches, dropout_p, branch_norm, way, device):
+    how = {"norm": norm, "branches": branches, "dropout_p": dropout_p, "branch_norm": branch_norm}
     found, expected = (site(device, poison, **how)[1] for poison in (torch.nan, 0.0))
     with reference_path():
         reference = site(device, 0.0, **how)[1]

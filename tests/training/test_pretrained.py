@@ -96,6 +96,8 @@ def test_parts_with_an_index_16_bit_weights_and_a_shorter_context_are_read(tmp_p
         (gpt2, "norm.kind=rmsnorm", {"activation_function": "relu"}, ["norm.kind=rmsnorm, the layout", "activation_function"]),
         (llama, "model.rotary_base=10.0", {"num_key_value_heads": 4}, ["kv_heads=2: it has 4.", "base=10.0: it has 500"]),
         (llama, "", {"rope_parameters": {"rope_type": "llama3"}, "head_dim": 16}, ["head_dim in its", "rope_type in its"]),
+        (gpt2, "norm.placement=sandwich norm.weight=none", {}, ["norm.placement=sandwich, the layout", "norm.weight=none"]),
+        (gpt2, "model.embedding_scale=sqrt_width", {}, ["model.embedding_scale=sqrt_width, the layout has null"]),
         (gpt2, "", {"model_type": "bert"}, ["of type bert; known are gpt2 and llama"]),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ablation.arms import Arm
 from ablation.records import Masks
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype
-from model.norm import PreNorm
+from model.norm import NormSite
 
 ELEMENTS = 1 << 20  # of a mask, about
 LEVEL = 1e-4
@@ -29,7 +29,7 @@ def check_masks(arm: Arm, compiled: bool) -> Masks | None:
     if not cfg.model.dropout or arm.other is not None or shared:
         return None
     width, fp32 = cfg.model.width, cfg.model.residual_dtype is ResidualDtype.fp32
-    site = PreNorm(width, cfg.norm, bias=cfg.model.bias, dropout=cfg.model.dropout, residual_in_fp32=fp32).to(device)
+    site = NormSite(width, cfg.norm, bias=cfg.model.bias, dropout=cfg.model.dropout, residual_in_fp32=fp32).to(device)
     x = torch.ones(1, max(2, ELEMENTS // width), width, device=device, dtype=arm.precision.dtype)
     stream = torch.zeros_like(x, dtype=torch.float32 if fp32 else x.dtype)
 

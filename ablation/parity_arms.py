@@ -21,7 +21,7 @@ from configs.schema import DropoutMasks, ResidualDtype
 from data import Tokenizer
 from measure.comparison import TORCH
 from model.attention import QueryKeySite
-from model.norm import How, Normalise, PreNorm
+from model.norm import How, Normalise, NormSite
 from ops import seeded_dropout
 from training.precision import Precision
 
@@ -77,8 +77,8 @@ def unclipped_gradients(arm: Arm) -> Iterator[dict[str, Tensor]]:
             hook.remove()
 
 
-def norm_sites(model: nn.Module) -> dict[str, PreNorm]:
-    return {name: site for name, site in model.named_modules() if isinstance(site, PreNorm)}
+def norm_sites(model: nn.Module) -> dict[str, NormSite]:
+    return {name: site for name, site in model.named_modules() if isinstance(site, NormSite)}
 
 
 def row_sites(model: nn.Module) -> dict[str, nn.Module]:

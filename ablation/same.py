@@ -15,7 +15,7 @@ from ablation.arms import SWITCH, Arm
 from configs import to_dict
 from configs.schema import NormImpl
 from model.attention import QueryKeySite
-from model.norm import PreNorm
+from model.norm import NormSite
 from training.precision import Precision
 
 Operator = tuple[str, tuple[Any, ...]]
@@ -92,7 +92,7 @@ def operators_elsewhere(model: nn.Module, precision: Precision, context: int) ->
     tokens are fake ones, and of the CPU, whatever the model's device, so that no kernel is compiled for it.
     """
     recorder = _Recorder()
-    sites = [module for module in model.modules() if isinstance(module, PreNorm | QueryKeySite)]
+    sites = [module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)]
     hooks = [site.register_forward_pre_hook(recorder.enter) for site in sites]
     hooks += [site.register_forward_hook(recorder.leave) for site in sites]
     impls = [site.impl for site in sites]

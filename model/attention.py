@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig, NormConfig, NormImpl
-from model.norm import Affine, How, PreNorm, compiled_alone, norm_rows
+from model.norm import Affine, How, NormSite, compiled_alone, norm_rows
 from ops import rotary_qkv_fn
 
 Normed = Callable[[Tensor], Tensor]
@@ -31,8 +31,8 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = None, None
         if cfg.qk_norm:
             norm = replace(norm, kind=cfg.qk_norm_kind or norm.kind)
-            self.query_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
-            self.key_norm = PreNorm(self.head_width, norm, bias=cfg.bias, prenorm=False)
+            self.query_norm = NormSite(self.head_width, norm, bias=cfg.bias, prenorm=False)
+            self.key_norm = NormSite(self.head_width, norm, bias=cfg.bias, prenorm=False)
         self.query_key_norm = QueryKeySite(norm, self.heads, self.kv_heads)
 
     def forward(self, x: Tensor, rotary: Tensor | None = None) -> Tensor:
@@ -66,7 +66,7 @@ class QueryKeySite(nn.Module):
         self.impl, self.heads, self.kv_heads = norm.impl, heads, kv_heads
 
     def forward(
-        self, qkv: Tensor, rotary: Tensor | None, query_norm: PreNorm | None, key_norm: PreNorm | None
+        self, qkv: Tensor, rotary: Tensor | None, query_norm: NormSite | None, key_norm: NormSite | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, (heads + 2·kv_heads)·head_width] -> q [B, T, heads, head_width], k and v [B, T, kv_heads, head_width]."""
         if self.impl == NormImpl.compiled and (rotary is not None or query_norm is not None):

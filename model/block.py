@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig, NormConfig, Placement, ResidualDtype, ResidualScale
 from model.attention import Attention
 from model.mlp import MLP
-from model.norm import PreNorm
+from model.norm import NormSite
 
 
 class SequentialBlock(nn.Module):
@@ -81,14 +81,14 @@ def norms_of_site(placement: Placement, first: bool, last: bool) -> tuple[bool, 
 
 def norm_site(
     cfg: ModelConfig, norm: NormConfig, adds: tuple[int, int | None], parallel: bool = False, prenorm: bool = True
-) -> PreNorm:
+) -> NormSite:
     """The norm site that adds the outputs of the sublayers `adds` (x, x1) to the stream. A negative number is the embeddings.
 
     Sublayers are attention and MLP of each block, 0 … 2·layers-1. Drop path rises linearly along them from 0 to model.drop_path
     (stochastic depth, arXiv:1603.09382). It never drops the embeddings.
     """
     x, x1 = (0.0 if s is None or s < 0 else cfg.drop_path * s / (2 * cfg.layers - 1) for s in adds)
-    return PreNorm(
+    return NormSite(
         cfg.width,
         norm,
         norms=norms_of_site(norm.placement, first=adds[0] is not None and adds[0] < 0, last=not prenorm),

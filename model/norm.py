@@ -30,7 +30,7 @@ from ops.reference import NORMS
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call of a norm site; see PreNorm.forward. Row scales are [...] fp32, of drop path."""
+    """The tensors of one call of a norm site; see NormSite.forward. Row scales are [...] fp32, of drop path."""
 
     x: Tensor
     residual: Tensor | None
@@ -74,7 +74,7 @@ Normalise = Callable[..., Tensor]  # of the arguments of `normalise`
 Outputs = Tensor | tuple[Tensor, ...]
 
 
-class PreNorm(nn.Module):
+class NormSite(nn.Module):
     """One norm site: dropout, drop path, residual add and norm.
 
     `weight` and `bias` are named and shaped [width] as in torch.nn.LayerNorm and torch.nn.RMSNorm (which has no bias); a

@@ -29,7 +29,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from model.attention import QueryKeySite
-from model.norm import PreNorm
+from model.norm import NormSite
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
@@ -239,7 +239,7 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     hooks = []
-    for site in () if model is None else (module for module in model.modules() if isinstance(module, PreNorm | QueryKeySite)):
+    for site in () if model is None else (module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)):
         hooks += [site.register_forward_pre_hook(enter), site.register_forward_hook(leave, always_call=True)]
     try:
         yield

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from configs.schema import ModelConfig, NormKind
 from model import GPT
 from model.mlp import MLP, mlp_width
-from model.norm import PreNorm
+from model.norm import NormSite
 
 
 def textbook_logits(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_logits_equal_the_textbook_order(build, batch, options, weight, kind, im
 )
 def test_dropout_is_at_every_site_and_drop_path_rises_linearly_over_the_sublayers(build, block, rates):
     model = build(layers=2, block=block, drop_path=0.3, dropout=0.5)
-    sites = [module for module in model.modules() if isinstance(module, PreNorm)]
+    sites = [module for module in model.modules() if isinstance(module, NormSite)]
     assert [site.drop_path for site in sites] == [(pytest.approx(x), pytest.approx(x1)) for x, x1 in rates]
     assert [site.dropout for site in sites] == [0.5] * model.dropout_sites
 

@@ -7,15 +7,15 @@ from torch import nn
 from configs.schema import NormConfig, NormKind
 from model import attention
 from model import norm as switch
-from model.norm import PreNorm
+from model.norm import NormSite
 
 IMPLS = ("fused", "torch")
 KINDS = tuple(NormKind)
 for_both = pytest.mark.parametrize("impl", IMPLS)
 
 
-def site(impl="torch", kind="layernorm", width=16, masks="shared", eps=1e-5, **options) -> PreNorm:
-    return PreNorm(width, NormConfig(impl=impl, kind=kind, eps=eps, dropout_masks=masks), **options)
+def site(impl="torch", kind="layernorm", width=16, masks="shared", eps=1e-5, **options) -> NormSite:
+    return NormSite(width, NormConfig(impl=impl, kind=kind, eps=eps, dropout_masks=masks), **options)
 
 
 def qk_kind(kind):

@@ -249,12 +249,12 @@ def copy_gb_per_s(device: torch.device) -> float:
 def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
     """The sizes of a step. A smaller vocabulary and a smaller batch give the norms a larger share of the time."""
     with torch.device("meta"), command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size)
+        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
     return (
         f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
         + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
-        + f" All arms have loss.impl={cfg.loss.impl}."
+        + f" All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have loss.impl={cfg.loss.impl}."
     )
 
 

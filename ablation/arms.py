@@ -107,7 +107,7 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
     """
     if cfg.init_from:
         with torch.device("meta"):  # where nothing is drawn
-            model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size)
+            model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss)
         pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
 
 

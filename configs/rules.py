@@ -170,15 +170,6 @@ def _placement(cfg: Config) -> Iterator[str]:
         yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
     if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
         yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
-    if norm.impl in LIBRARIES:
-        for name, value, theirs in (
-            ("norm.placement", norm.placement, schema.Placement.pre),
-            ("norm.weight", norm.weight, schema.NormWeight.ones),
-        ):
-            if value is not theirs:
-                yield f"norm.impl={norm.impl} has {name}={theirs} alone, not {value}. Use norm.impl=fused, torch or compiled."
-        if norm.kind not in statistical:
-            yield f"norm.impl={norm.impl} has no {norm.kind} here. Use norm.impl=fused, torch or compiled."
 
 
 # ---- other libraries' norms --------------------------------------------------------------------------------------------------
@@ -198,6 +189,14 @@ def refused_by_library(cfg: Config, machine: Machine) -> Iterator[str]:
         return
     package, name = LIBRARIES[impl]
     this = f"norm.impl={impl}"
+    for key, value, theirs in (
+        ("norm.placement", cfg.norm.placement, schema.Placement.pre),
+        ("norm.weight", cfg.norm.weight, schema.NormWeight.ones),
+    ):
+        if value is not theirs:
+            yield f"{this} has {key}={theirs} alone, not {value}. Use norm.impl=fused, torch or compiled."
+    if cfg.norm.kind not in (schema.NormKind.layernorm, schema.NormKind.rmsnorm):
+        yield f"{this} has no {cfg.norm.kind} here. Use norm.impl=fused, torch or compiled."
     if not is_installed(package):
         yield f"{this} needs the package {name}, which is not installed. Install it, or use norm.impl=fused, torch or compiled."
     if machine.device != "cuda":

@@ -133,7 +133,7 @@ def linear_cross_entropy_fn(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if transformed_by_func():  # which wants plain operations
+    if transformed_by_func() or hidden.device.type not in ("cpu", "cuda", "meta"):  # no operator there
         losses = reference.losses(F.linear(rows.to(dtype), weight.to(dtype)), targets, options)
         return reference.reduced(losses, targets, options)
     return linear_op(rows, weight, targets, chunks, dtype, False, False, *options)[0]

@@ -82,12 +82,10 @@ def finish(losses: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tenso
     return reduced(losses, scale, options), scale
 
 
-def loss_and_gradient(
-    logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None = None, tile: LossTile | None = None
-) -> Tensor:
+def loss_and_gradient(logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None = None) -> Tensor:
     """The losses, fp32 [M]; logits [M, V] become scale · dloss/dlogits. scale: fp32 [1]; empty or None for 1."""
     scale = None if scale is None or scale.numel() == 0 else scale
-    return _start(logits, logits, targets, None, scale, options, tile or loss_tile(logits.shape[1], logits.itemsize))
+    return _start(logits, logits, targets, None, scale, options, loss_tile(logits.shape[1], logits.itemsize))
 
 
 def gradient(

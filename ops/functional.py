@@ -263,7 +263,8 @@ def _into_buffers(
     options = plan.inference
     checks.check_buffers(plan.name, out, residual_out, inputs.x, options.out_dtype, options.residual_dtype)
     if plan.kernels and eager and not _trains(inputs, out, residual_out):
-        outputs = operators.launches().forward(inputs, options._replace(store_residual=prenorm), out, residual_out)
+        options = options._replace(store_residual=prenorm or residual_out is not None)
+        outputs = operators.launches().forward(inputs, options, out, residual_out)
         torch.autograd.graph.increment_version([buffer for buffer in (out, residual_out) if buffer is not None])
         return outputs
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.

@@ -128,7 +128,7 @@ def _run(
     zero_centered_weight: bool, interleaved: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """shape: [..., T]."""
-    kind = -1 if norm is None else int(norm if type(norm) is Norm else _as_norm(name, norm))
+    kind = -1 if norm is None else int(_as_norm(name, norm))
     check_eps(name, eps)
     check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
     options = Options(heads, kv_heads, kind, float(eps), bool(zero_centered_weight), bool(interleaved))

@@ -80,7 +80,7 @@ def prepare(inputs: Inputs, options: Options) -> ForwardLaunch:
     found = _FOUND.get(key := _like(inputs, options))
     if found is None:
         if len(_FOUND) >= MOST:
-            _FOUND.clear()
+            del _FOUND[next(iter(_FOUND))]  # the oldest
         device, described = inputs.x.device, _described(inputs)
         kernel = _forward_launch(options, device, *described)
         copies = kernel is None

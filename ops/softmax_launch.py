@@ -46,7 +46,7 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
     return SoftmaxTile(rows, block_n, warps, distance=max(1, MB * vector // (16 * rows * N)) if ahead else 0)
 
 
-def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool, tile: SoftmaxTile | None = None) -> Tensor:
+def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
     """x: contiguous or with rows that lie apart; mask: expanded to x's shape."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
@@ -58,7 +58,7 @@ def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool, tile: Softm
     if mask is not None:
         mask, mask_rows, mask_cols = rows_of_mask(mask)
     vector = 16 // x.itemsize
-    tile = tile or softmax_tile(N, vector, False, facts.since_sm_90)
+    tile = softmax_tile(N, vector, False, facts.since_sm_90)
     how = kernels.SoftmaxVariant(
         N, log, tile.rows, tile.block_n, vector, tile.looped, False, mask_cols, PREFETCH=tile.distance > 0
     )
@@ -69,7 +69,7 @@ def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool, tile: Softm
     return y
 
 
-def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool, tile: SoftmaxTile | None = None) -> Tensor:
+def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool) -> Tensor:
     """hides: a boolean mask was there."""
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if y.numel() == 0:
@@ -78,7 +78,7 @@ def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool
     y, dy = y.reshape(-1, N).contiguous(), dy.reshape(-1, N).contiguous()
     facts = device_facts(y.device)
     vector = 16 // max(y.itemsize, dy.itemsize)
-    tile = tile or softmax_tile(N, vector, True, facts.since_sm_90)
+    tile = softmax_tile(N, vector, True, facts.since_sm_90)
     how = kernels.SoftmaxVariant(
         N, log, tile.rows, tile.block_n, vector, tile.looped, hides and log, PREFETCH=tile.distance > 0
     )

@@ -1,7 +1,7 @@
-"""What PyTorch does to operator calls at the moment. All names of torch that it does not promise are here.
+"""What PyTorch does to operator calls at the moment.
 
-The short way past the dispatcher is for calls that nobody watches. Where one of these names is missing, no call takes it: all
-go through the dispatcher, which is slower and gives the same bits.
+The short way past the dispatcher is for calls that nobody watches. Where a name of torch is missing that only this question
+needs, no call takes the short way: all go through the dispatcher, which is slower and gives the same bits.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,19 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd
+from torch.autograd import forward_ad
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
 try:
-    from torch._C import (
-        _are_functorch_transforms_active,
-        _AutoDispatchBelowAutograd,
-        _get_tracing_state,
-        _len_torch_dispatch_stack,
-        _len_torch_function_stack,
-    )
-    from torch.autograd import forward_ad
+    from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 
     _KNOWN = forward_ad._current_level < 0
 except (AttributeError, ImportError):
@@ -54,7 +49,7 @@ def is_eager(tensors: Iterable[Any]) -> bool:
 
 def has_tangents() -> bool:
     """Whether forward-mode differentiation is on; the norm has no formula for it, and autograd must be there to say so."""
-    return forward_ad._current_level >= 0
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def below_autograd(op: Callable, *arguments: Any, **named: Any) -> Any:

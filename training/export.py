@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from configs import Config, ConfigError, keys
-from configs.schema import Activation, ModelConfig, NormConfig, NormKind, Positions
+from configs.schema import Activation, LossConfig, ModelConfig, NormConfig, NormKind, Positions
 from data import Tokenizer
 from model.mlp import mlp_width
 from training import checkpoint, storage
@@ -50,12 +50,12 @@ EXPRESSED = {f"model.{name}" for name in ("layers", "heads", "kv_heads", "width"
 EXPRESSED |= {"model.bias", "model.tie_embeddings", "model.rotary_base", "norm.eps"}
 
 
-def unsupported(layout: str, cfg: ModelConfig, norm: NormConfig) -> list[str]:
+def unsupported(layout: str, cfg: ModelConfig, norm: NormConfig, loss: LossConfig) -> list[str]:
     """The keys of a config that the layout can't express; empty if it can hold the model.
 
     A key that affects the weights and that no layout is known to express has to have its default.
     """
-    ours, default = Config(model=replace(cfg, kv_heads=cfg.kv_heads or cfg.heads), norm=norm), Config()
+    ours, default = Config(model=replace(cfg, kv_heads=cfg.kv_heads or cfg.heads), norm=norm, loss=loss), Config()
     only: dict[str, Any] = {
         "model.positions": Positions.learned if layout == GPT2 else Positions.rotary,
         "model.activation": Activation.gelu if layout == GPT2 else Activation.swiglu,
@@ -216,7 +216,7 @@ def export(path: Path, layout: str, output: Path) -> None:
     """
     stored = checkpoint.read(path)
     cfg, tokenizer = stored.cfg, Tokenizer.load(stored.path / checkpoint.TOKENIZER)
-    if wrong := unsupported(layout, cfg.model, cfg.norm):
+    if wrong := unsupported(layout, cfg.model, cfg.norm, cfg.loss):
         raise ConfigError(f"{path} can't be written in the layout {layout}:\n" + "\n".join(f"{line}." for line in wrong))
     tensors = to_layout(stored.model(), layout, cfg, tokenizer.vocab_size)
     end = tokenizer.end_of_text

@@ -56,7 +56,7 @@ def load(model: GPT, source: str, tokenizer: Tokenizer) -> None:
 def _of_run(model: GPT, source: str, folder: Path, tokenizer: Tokenizer) -> None:
     try:
         stored = checkpoint.read(folder)
-        ours = Config(model=model.cfg, norm=model.norm)
+        ours = Config(model=model.cfg, norm=model.norm, loss=model.loss)
         if wrong := _differences(ours, stored.cfg, model.tokenizer_vocab_size):
             raise ConfigError("another model than this run's:\n" + "\n".join(wrong))
         if stored.tokenizer != tokenizer.to_json():
@@ -96,7 +96,7 @@ def _of_layout(model: GPT, source: str) -> None:
         layout = theirs["model_type"]
         if layout not in export.FORMATS:
             raise ConfigError(f"init_from={source} is a model of type {layout}; known are {' and '.join(export.FORMATS)}.")
-        wrong = [f"{line}." for line in export.unsupported(layout, model.cfg, model.norm)]
+        wrong = [f"{line}." for line in export.unsupported(layout, model.cfg, model.norm, model.loss)]
         wrong += export.differences(layout, theirs, model.cfg, model.norm)
         if wrong:
             raise ConfigError(f"init_from={source} is another model than this run's:\n" + "\n".join(wrong))

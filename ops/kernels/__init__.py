@@ -2,7 +2,7 @@
 
 Read `forward` first, then `backward`; `norms` has the formulas that both share.
 
-Names: `p.` pointers, `n.` numbers, `HOW.` constants of the compiled variant (`rows.Variant`); `b_` a block in registers, `m_` a
+Names: `p.` pointers, `n.` numbers, `VARIANT.` or `HOW.` constants of the compiled variant; `b_` a block in registers, `m_` a
 mask. An absent pointer is None and a constant, so `if p.x1 is not None` costs nothing when the kernel runs. All arithmetic is
 fp32.
 """

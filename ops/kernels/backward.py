@@ -101,7 +101,7 @@ def whole_rows(p, seed, n, VARIANT: tl.constexpr):
         if VARIANT.BRANCH:
             b_x = load_rows(p.x, at, VARIANT)
             b_rstd, b_mean = load_stats(p.branch_stats, p.branch_scalars, at, VARIANT.BRANCH_NORM, VARIANT.ROWS)
-            b_db, b_xhat, b_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT)
+            b_db, b_xhat, b_x, b_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT)
             b_sums = add_products(b_sums, 4, b_db, b_xhat)
             b_g = weighted(b_db, b_branch_weight, (), (), VARIANT)
             b_branch_scalar_sums = add_scalar_products(
@@ -159,7 +159,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
             b_block_ds, b_block_ds1 = store_input_gradients(p, seed, n, b_dz, here, VARIANT)
             if VARIANT.BRANCH:
                 b_x = load_rows(p.x, here, VARIANT)
-                b_db, b_xhat, b_block_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
+                b_db, b_xhat, b_x, b_block_ds = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
                 b_sums = add_products(zero_sums(VARIANT), 4, b_db, b_xhat)
                 b_sums = add_stored_partials(p, b_sums, tile != tl.program_id(0), here, VARIANT)
                 store_partials(p, b_sums, tl.program_id(0), here, VARIANT, 4, 5)
@@ -183,7 +183,7 @@ def looped_rows(p, seed, n, VARIANT: tl.constexpr):
                     b_g, b_r, b_xhat, _, _ = load_upstream(p, b_mean, b_rstd, here, VARIANT)
                     b_dz = through_norm(b_dz, b_g, b_r, b_xhat, b_c1, b_c2, b_mean, b_rstd, VARIANT.NORM, VARIANT)
                 b_x = load_rows(p.x, here, VARIANT)
-                b_db, b_xhat, _ = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
+                b_db, b_xhat, b_x, _ = branch_upstream(p, seed, n, b_dz, b_x, b_mean_x, b_rstd_x, here, VARIANT)
                 b_g = weighted(b_db, load_weights(p.branch_weight, here, VARIANT, VARIANT.OFFSET), (), (), VARIANT)
                 store_through_branch(p, b_g, b_x, b_xhat, b_branch_c1, b_branch_c2, b_mean_x, b_rstd_x, here, VARIANT)
         store_rowscale_gradients(p, b_ds, b_ds1, at)
@@ -391,15 +391,20 @@ def store_branch_gradient(p_dx, p_drowscale, p_x, p_rowscale, seed, n, b_dz, at,
 
 @triton.jit
 def branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT: tl.constexpr):
-    """Of the branch norm: the gradient of its output, dropout(dz) · rowscale; its x̂; and these columns' part of drowscale."""
+    """Of the branch norm: the gradient of its output, dropout(dz) · rowscale; its x̂; its x; and these columns' part of drowscale.
+
+    Of a row whose scale is 0 x and x̂ are 0, whatever it holds.
+    """
     b_scale = load_scale(p.rowscale, at)
     b_xhat = normalised_rows(b_x, b_mean, b_rstd, at, VARIANT.BRANCH_NORM, VARIANT)
     b_ds = tl.zeros([VARIANT.ROWS], tl.float32)
     b_db = ()
     b_kept = ()
+    b_x_kept = ()
     for i in tl.static_range(blocks(VARIANT)):
         b = zero_outside(b_dz[i], i, at, VARIANT)
         b_hat = b_xhat[i]
+        b_read = b_x[i]
         if VARIANT.DROPOUT:
             b = drop(b, seed, None, at, block_start(i, at, VARIANT), block_mask(i, at, VARIANT), n, 0, VARIANT)
         if p.drowscale is not None:
@@ -408,9 +413,11 @@ def branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT: tl.const
         if b_scale is not None:
             b = tl.where((b_scale != 0.0)[:, None], b * b_scale[:, None], 0.0)
             b_hat = tl.where((b_scale != 0.0)[:, None], b_hat, 0.0)
+            b_read = tl.where((b_scale != 0.0)[:, None], b_read, 0.0)
         b_db += (b,)
         b_kept += (b_hat,)
-    return b_db, b_kept, b_ds
+        b_x_kept += (b_read,)
+    return b_db, b_kept, b_x_kept, b_ds
 
 
 @triton.jit

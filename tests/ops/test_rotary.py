@@ -398,6 +398,7 @@ def test_fake_tensors_have_the_shapes(device):
         ({"positions": torch.zeros(3, dtype=torch.int64)}, r"positions has shape \(3,\), expected \(2, 5\) or what expands"),
         ({"cos": None, "sin": None, "positions": torch.zeros(5).int()}, r"positions were given without cos and sin"),
         ({"norm": "batchnorm"}, r"norm is 'batchnorm', accepted: None, layernorm, rmsnorm"),
+        ({"norm": Norm.dyt}, r"norm is .*dyt.*, accepted: None, layernorm, rmsnorm"),
         ({"norm": None}, r"q_weight was given without a norm"),
         ({"q_weight": torch.zeros(3)}, r"q_weight has shape \(3,\), expected \(16,\), or \(3, 16\) by head"),
         ({"k_weight": torch.zeros(1, 16)}, r"all by head, or none is"),

@@ -35,6 +35,8 @@ def site(device, poison, norm=Norm.layernorm, branches=1, learned=False, dropout
     tensors = {"x": tensor(M, N), "residual": tensor(M, N), "weight": tensor(N), "bias": tensor(N)}
     if branch_norm is not None:
         tensors |= {"branch_weight": tensor(N), "branch_bias": tensor(N)}
+        if branch_norm.scalars:
+            tensors["branch_scalars"] = tensor(branch_norm.scalars, shift=1.0)
     if branches == 2:
         tensors["x1"] = tensor(M, N)
     for name, branch, dropped in (("rowscale", "x", DROPPED), ("rowscale1", "x1", DROPPED1))[:branches]:
@@ -52,7 +54,7 @@ def site(device, poison, norm=Norm.layernorm, branches=1, learned=False, dropout
     ("norm", "branches", "dropout_p", "branch_norm"),
     [
         (Norm.layernorm, 1, 0.0, None), (Norm.rmsnorm, 2, P, None), (Norm.rmsnorm, 1, P, Norm.layernorm),
-        (Norm.none, 1, 0.0, Norm.rmsnorm), (Norm.layernorm, 1, 0.0, Norm.derf),
+        (Norm.none, 1, 0.0, Norm.rmsnorm), (Norm.layernorm, 1, 0.0, Norm.derf), (Norm.rmsnorm, 1, P, Norm.dyt),
     ],
 )  # fmt: skip
 def test_what_a_dropped_row_holds_reaches_nothing(norm, branches, dropout_p, branch_norm, way, device):

@@ -391,7 +391,7 @@ def store_branch_gradient(p_dx, p_drowscale, p_x, p_rowscale, seed, n, b_dz, at,
 
 @triton.jit
 def branch_upstream(p, seed, n, b_dz, b_x, b_mean, b_rstd, at, VARIANT: tl.constexpr):
-    """Of the branch norm: the gradient of its output, dropout(dz) · rowscale; its x̂; its x; and these columns' part of drowscale.
+    """Of the branch norm: the gradient of its output, dropout(dz) · rowscale; its x̂ and x; these columns' part of drowscale.
 
     Of a row whose scale is 0 x and x̂ are 0, whatever it holds.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import ops
-from configs.schema import DropoutMasks, NormImpl
+from configs.schema import DropoutMasks, NormImpl, NormWeight, Placement
 from data import Batches, Corpus
 from model import GPT
 from training import storage
@@ -64,6 +64,8 @@ def facts(
     compiled = ""
     if cfg.train.compile:
         compiled = ", compiled" + ("" if cfg.train.compile_mode == "default" else f" ({cfg.train.compile_mode})")
+    placed = "" if cfg.norm.placement is Placement.pre else f", {cfg.norm.placement}"
+    placed += "" if cfg.norm.weight is NormWeight.ones else f", weight {cfg.norm.weight}"
     pieces = f", in {cfg.train.accumulation} micro-batches" if cfg.train.accumulation > 1 else ""
     begins = f", with the weights of {cfg.init_from}" if cfg.init_from and not origin.stored else ""
     ranks = {"ranks": f"{world.size} × this device, {'fsdp' if is_sharded(model) else 'ddp'}"} if world.store else {}
@@ -71,7 +73,7 @@ def facts(
         "device": f"{device.type}, {hardware}",
         **ranks,
         "precision": str(precision) + compiled + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
-        "norms": f"{cfg.norm.impl} {cfg.norm.kind}: {norms}{masks}",
+        "norms": f"{cfg.norm.impl} {cfg.norm.kind}{placed}: {norms}{masks}",
         "loss": f"{cfg.loss.impl}" + (f", {cfg.loss.chunks} chunks" if cfg.loss.chunks > 1 else ""),
         "model": f"{sizes['parameters']:,} parameters, {cfg.model.size}" + begins,
         "vocabulary": f"{sizes['vocabulary']:,} ({cfg.tokenizer.kind}), {sizes['train_bytes_per_token']:.2f} bytes a token",

@@ -114,6 +114,7 @@ def test_the_compiled_model_learns_the_same(tiny, tmp_path, monkeypatch):
     [
         (["model.layers=1"], ["parameters, 1 layer × 32\n", "PyTorch reference of the fused op (no kernel on this CPU)"]),
         (["norm.impl=torch", "train.precision=bf16"], ["PyTorch's own operators", "bf16"]),
+        (["norm.placement=sandwich", "norm.weight=none"], ["fused layernorm, sandwich, weight none: "]),
     ],
 )
 def test_the_table_of_facts_counts_and_warns(tiny, tmp_path, capsys, overrides, said):

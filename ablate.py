@@ -37,7 +37,7 @@ from ablation.records import Ablation, Attribution, Cell
 from ablation.same import check_same
 from configs import Config, ConfigError, command_line, keys, machine, rules
 from configs.rules import NANOGPT
-from configs.schema import DropoutMasks, NormImpl
+from configs.schema import DropoutMasks, NormImpl, Placement
 from data import Batches, Corpus, load_corpus
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
 from measure.progress import progress
@@ -255,6 +255,7 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
         + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
         + f" All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have loss.impl={cfg.loss.impl}."
+        + ("" if cfg.norm.placement is Placement.pre else " The Amdahl limit counts the bytes of norm.placement=pre.")
     )
 
 

@@ -294,3 +294,11 @@ def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_a
     for key in ("norm.placement=sandwich", "norm.weight=zero_centered", "norm.kind=dyt"):
         with pytest.raises(ablate.ConfigError, match=f"liger can't take part.*{key.split('=')[1]}"):
             ablate.variants_of([*tiny, "ablate.arms=[torch,liger,flash_attn,fused]", "norm.kind=rmsnorm", key])
+
+
+def test_a_report_says_whose_bytes_the_amdahl_limit_counts(tiny):
+    def said(*more):
+        (variant,) = ablate.variants_of([*tiny, *more])
+        return ablate.described(variant.cfg, ablate.corpus_of(variant.cfg), "fp32")
+
+    assert "Amdahl" not in said() and said("norm.placement=sandwich").endswith("counts the bytes of norm.placement=pre.")

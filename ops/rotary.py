@@ -21,6 +21,9 @@ from .reference import NORMS, Norm
 from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
 from .torch_state import is_eager, transformed_by_func
 
+# Dynamo of torch 2.11 can't trace a loop over an Enum class.
+_NORMS = [kind for kind in Norm if kind.statistics]
+
 
 def rotary_qkv_fn(
     qkv: Tensor,
@@ -158,12 +161,11 @@ def _heads(name: str, heads: Any, kv_heads: Any) -> tuple[int, int]:
 
 
 def _as_norm(name: str, norm: Any) -> Norm:
-    accepted = [kind for kind in Norm if kind.statistics]
     try:
         found = Norm[norm] if isinstance(norm, str) else Norm(norm)
-        return accepted[accepted.index(found)]
+        return _NORMS[_NORMS.index(found)]
     except (KeyError, ValueError):
-        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in accepted)}") from None
+        raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in _NORMS)}") from None
 
 
 def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: int, accepted: tuple[torch.dtype, ...]) -> None:

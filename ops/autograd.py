@@ -54,11 +54,11 @@ class FusedNorm(torch.autograd.Function):
             return (None,) * (3 + len(Inputs._fields))
         options, dtypes = ctx.call
         inputs = BackwardInputs(dy, dy1, dr, *ctx.saved_tensors)
-        job = job_of(options, dtypes, ctx.needs_input_grad[3:], dy is not None, dy1 is not None)
+        job = job_of(options, dtypes, ctx.needs_input_grad[3:], dy is not None, dy1 is not None, dr is not None)
         if not torch.is_grad_enabled():
-            return None, None, None, *job.gradients_of_inputs(_gradients(inputs, job.options))
+            return None, None, None, *job.gradients_of_inputs(inputs)
         with torch.no_grad():
-            gradients = job.gradients_of_inputs(_gradients(inputs, job.options))
+            gradients = job.gradients_of_inputs(inputs)
         return None, None, None, *refuse_second_order(function_name(options.norm), gradients)
 
 
@@ -81,22 +81,26 @@ def _gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
 
 class Job(NamedTuple):
     options: BackwardOptions
-    gradients_of_inputs: Callable[[Gradients], tuple[Tensor | None, ...]]  # in the order of Inputs
+    gradients_of_inputs: Callable[[BackwardInputs], tuple[Tensor | None, ...]]  # in the order of Inputs
 
 
 @lru_cache(maxsize=1024)
-def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool) -> Job:
+def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bool) -> Job:
     """What backward computes, and which input gets which of its results.
 
     dtypes: of Inputs; needs: which of their gradients autograd asks for.
     """
     of: Any = Inputs(*dtypes)
     need: Any = Inputs(*needs)
+    # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
+    dz_is_upstream = options.norm == Norm.none and of.weight is None and of.bias is None and not has_dy1 and has_dy != has_dr
+    upstream_dtype = options.out_dtype if has_dy else options.residual_dtype
+    passes = dz_is_upstream and need.residual and upstream_dtype == of.residual and options.residual_scale == 1.0
     changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
     # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
     plain_x = need.x and not changed and of.rowscale is None
     plain_x1 = need.x1 and not changed and of.rowscale1 is None
-    dz_dtype = of.residual if need.residual else of.x if plain_x else of.x1 if plain_x1 else None
+    dz_dtype = of.residual if need.residual and not passes else of.x if plain_x else of.x1 if plain_x1 else None
     x_takes_dz = plain_x and of.x == dz_dtype
     x1_takes_dz = plain_x1 and of.x1 == dz_dtype
     wanted = {name: need_it for name, need_it in need._asdict().items() if f"d{name}" in Gradients._fields}
@@ -109,8 +113,12 @@ def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1:
     same: dict[str, Any] = {name: value for name, value in options._asdict().items() if name in BackwardOptions._fields}
     takes = {name: f"d{name}" for name in wanted}
     takes |= {name: "dz" for name, shares in (("x", x_takes_dz), ("x1", x1_takes_dz), ("residual", need.residual)) if shares}
-    pick = itemgetter(*[[*Gradients._fields, None].index(takes.get(name)) for name in Inputs._fields])
-    return Job(BackwardOptions(**same, dz_dtype=dz_dtype, **dtypes_of_gradients), lambda gradients: pick((*gradients, None)))
+    if passes:
+        takes["residual"] = "dy" if has_dy else "dr"
+    results = (*Gradients._fields, "dy", "dr", None)
+    pick = itemgetter(*[results.index(takes.get(name)) for name in Inputs._fields])
+    computed = BackwardOptions(**same, dz_dtype=dz_dtype, **dtypes_of_gradients)
+    return Job(computed, lambda inputs: pick((*_gradients(inputs, computed), inputs.dy, inputs.dr, None)))
 
 
 def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -36,6 +36,32 @@ def test_frozen_weights_and_unused_outputs_skip_their_part_of_backward(device, m
     torch.testing.assert_close(found, torch.autograd.grad(y.sin().sum() + r.cos().sum(), (x, w, b)))
 
 
+@pytest.mark.parametrize("stream", [BF16, FP32])
+def test_without_a_norm_of_the_sum_the_residual_takes_the_upstream_gradient_and_nothing_is_written_for_it(
+    stream, device, monkeypatch
+):
+    calls, original = [], launch.backward
+    monkeypatch.setattr(launch, "backward", lambda *records: calls.append(records) or original(*records))
+    x, w, residual = (torch.randn(s, device=device) for s in ((4, 32), (32,), (4, 32)))
+    x, residual = x.bfloat16().requires_grad_(), residual.to(stream).requires_grad_()
+    w.requires_grad_()
+
+    def gradients(scale):
+        _, r = norm_fn("none", x, residual=residual, branch_norm="rmsnorm", branch_weight=w, prenorm=True, residual_scale=scale)
+        assert r.dtype == stream
+        return torch.autograd.grad(r.sin().sum(), (x, w, residual)), calls.pop()[1].dz_dtype, r
+
+    (dx, dw, dresidual), written, r = gradients(1.0)
+    assert written is None
+    torch.testing.assert_close(dresidual, r.detach().cos(), rtol=0, atol=0)
+    (_, _, scaled), written, r = gradients(0.5)
+    assert written == stream
+    torch.testing.assert_close(scaled, 0.5 * r.detach().cos())
+    wide = x.detach().float().requires_grad_()
+    expected = torch.autograd.grad((F.rms_norm(wide, (32,), w, 1e-6) + residual).sin().sum(), (wide, w))
+    torch.testing.assert_close((dx.float(), dw), expected, rtol=0.05, atol=0.05)
+
+
 def test_a_mean_that_overflows_with_rstd_leaves_no_nan(device):
     x = torch.full((2, 17), 1e30, device=device, requires_grad=True)
     layer_norm_fn(x, None, None, eps=1e-20).sum().backward()

@@ -1,7 +1,7 @@
 """The gradients: what backward keeps, and which input gets which result."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -12,54 +12,71 @@ from . import operators
 from .checks import function_name
 from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, dtypes_of
 from .reference import Norm
-from .torch_state import below_autograd, is_eager
+from .torch_state import below_autograd, is_eager, kinds_of
 
 # Of Outputs and Inputs, what BackwardInputs has behind the upstream gradients.
 _KEPT = BackwardInputs._fields[3:]
-_kept = itemgetter(*[(*Outputs._fields, *Inputs._fields).index(name) for name in _KEPT])
-_R, _X, _X1 = (_KEPT.index(name) for name in ("r", "x", "x1"))
+_NAMES = (*Outputs._fields, *Inputs._fields)
+
+
+class Training(NamedTuple):
+    """A call that is differentiated: all that follows from its options and dtypes."""
+
+    run: Callable[[Inputs], Outputs]
+    options: Options
+    dtypes: tuple[torch.dtype | None, ...]  # of Inputs
+    kept: Callable[[tuple], tuple]  # of (*Outputs, *Inputs, None), what is kept for backward
+    jobs: dict[tuple, "Job"]  # those that were needed so far
+
+
+def training_of(run: Callable[[Inputs], Outputs], options: Options, dtypes: tuple, requires_grad: tuple[bool, ...]) -> Training:
+    """dtypes: of Inputs; requires_grad: whether rowscale and rowscale1 do."""
+    of: Any = Inputs(*dtypes)
+    adds = of.residual is not None or of.x1 is not None or options.dropout_p > 0.0 or of.rowscale is not None
+    places: dict[str, int | None] = {name: _NAMES.index(name) for name in _KEPT}
+    if options.norm == Norm.none and of.weight is None and of.weight1 is None:
+        places["r"] = _NAMES.index("y")  # for its shape; something else keeps it anyway
+    elif not (adds or options.branch):
+        places["r"] = _NAMES.index("x")
+    # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
+    if not options.branch and not requires_grad[0]:
+        places["x"] = None
+    if not requires_grad[1]:
+        places["x1"] = None
+    return Training(run, options, dtypes, itemgetter(*[-1 if at is None else at for at in places.values()]), {})
 
 
 class FusedNorm(torch.autograd.Function):
-    """The outputs of run(inputs), but for the statistics, as functions of Inputs. dtypes: of Inputs."""
+    """The outputs of a call, but for the statistics, as functions of Inputs."""
 
     @staticmethod
-    def forward(ctx, run, options, dtypes, *tensors):
-        inputs = Inputs(*tensors)
-        outputs = run(inputs)
-        adds = inputs.residual is not None or inputs.x1 is not None or options.dropout_p > 0.0 or inputs.rowscale is not None
-        kept = [*_kept((*outputs, *inputs))]
-        if options.norm == Norm.none and inputs.weight is None and inputs.weight1 is None:
-            kept[_R] = outputs.y  # for its shape; something else keeps it anyway
-        elif not (adds or options.branch):
-            kept[_R] = inputs.x
-        # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
-        if not options.branch and (inputs.rowscale is None or not inputs.rowscale.requires_grad):
-            kept[_X] = None
-        if inputs.rowscale1 is None or not inputs.rowscale1.requires_grad:
-            kept[_X1] = None
-        ctx.save_for_backward(*kept)
-        ctx.call = options, dtypes
+    def forward(ctx, call: Training, *tensors):
+        outputs = call.run(Inputs(*tensors))
+        ctx.save_for_backward(*call.kept((*outputs, *tensors, None)))
+        ctx.call = call
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
-        if options.return_mask:
+        if outputs.mask is not None:
             ctx.mark_non_differentiable(*[t for t in (outputs.mask, outputs.mask1) if t is not None])
-        if outputs.y1 is None and outputs.mask is None:
+        elif outputs.y1 is None:
             return outputs.y, outputs.r
         return outputs.y, outputs.r, outputs.y1, outputs.mask, outputs.mask1
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):
         if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
-            return (None,) * (3 + len(Inputs._fields))
-        options, dtypes = ctx.call
+            return (None,) * (1 + len(Inputs._fields))
+        call, needs = ctx.call, ctx.needs_input_grad[1:]
+        key = (needs, dy is None, dy1 is None, dr is None)
+        job = call.jobs.get(key)
+        if job is None:
+            job = call.jobs[key] = job_of(call.options, call.dtypes, needs, dy is not None, dy1 is not None, dr is not None)
         inputs = BackwardInputs(dy, dy1, dr, *ctx.saved_tensors)
-        job = job_of(options, dtypes, ctx.needs_input_grad[3:], dy is not None, dy1 is not None, dr is not None)
         if not torch.is_grad_enabled():
-            return None, None, None, *job.gradients_of_inputs(inputs)
+            return None, *job.gradients_of_inputs(inputs)
         with torch.no_grad():
             gradients = job.gradients_of_inputs(inputs)
-        return None, None, None, *refuse_second_order(function_name(options.norm), gradients)
+        return None, *refuse_second_order(function_name(call.options.norm), gradients)
 
 
 # In eager code: without the Python code of `apply`, which is for functorch and takes longer than the launch.
@@ -69,13 +86,26 @@ apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).ap
 def _operator_with_gradients(*call: Any) -> list[Tensor]:
     inputs, options = operators.decode(Inputs, Options, *call)
     run = partial(below_autograd, operators.norm_of, operators.norm_forward, options=options)
-    return operators.present(FusedNorm.apply(run, options, dtypes_of(inputs), *inputs))
+    training = training_of(run, options, dtypes_of(inputs), scales_require_grad(inputs))
+    return operators.present(FusedNorm.apply(training, *inputs))
 
 
-def _gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
+def scales_require_grad(inputs: Inputs) -> tuple[bool, bool]:
+    """Whether rowscale and rowscale1 require a gradient."""
+    rowscale, rowscale1 = inputs.rowscale, inputs.rowscale1
+    return rowscale is not None and rowscale.requires_grad, rowscale1 is not None and rowscale1.requires_grad
+
+
+def _gradients(inputs: BackwardInputs, options: BackwardOptions, runs: dict[tuple, Callable]) -> Gradients:
+    """runs: `launch.backward_call` of these options, by the kinds of inputs."""
     # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
-    if is_eager(inputs):
-        return operators.launches().backward(inputs, options)
+    if is_eager(()) and (kinds := kinds_of(inputs)) is not None:
+        r = inputs.r
+        key = kinds, r.shape[-1]
+        run = runs.get(key)
+        if run is None:
+            run = runs[key] = operators.launches().backward_call(options, r.shape[-1], r.device, dtypes_of(inputs))
+        return run(inputs)
     return operators.norm_backward_of(inputs, options)
 
 
@@ -84,7 +114,6 @@ class Job(NamedTuple):
     gradients_of_inputs: Callable[[BackwardInputs], tuple[Tensor | None, ...]]  # in the order of Inputs
 
 
-@lru_cache(maxsize=1024)
 def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bool) -> Job:
     """What backward computes, and which input gets which of its results.
 
@@ -118,7 +147,8 @@ def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1:
     results = (*Gradients._fields, "dy", "dr", None)
     pick = itemgetter(*[results.index(takes.get(name)) for name in Inputs._fields])
     computed = BackwardOptions(**same, dz_dtype=dz_dtype, **dtypes_of_gradients)
-    return Job(computed, lambda inputs: pick((*_gradients(inputs, computed), inputs.dy, inputs.dr, None)))
+    runs: dict[tuple, Callable] = {}
+    return Job(computed, lambda inputs: pick((*_gradients(inputs, computed, runs), inputs.dy, inputs.dr, None)))
 
 
 def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

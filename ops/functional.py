@@ -108,8 +108,11 @@ def norm_fn(
         norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None,
         residual_in_fp32, return_dropout_mask, out_dtype,
     )  # fmt: skip
-    eager = is_eager((*operands, out, residual_out, seed if isinstance(seed, Tensor) else None))
-    plan = plan_of(operands, request) if eager else make_plan(operands, request)
+    others = (out, residual_out, seed if isinstance(seed, Tensor) else None)
+    plan = plan_of(operands, request) if is_eager(others) else None
+    eager = plan is not None
+    if plan is None:
+        plan = make_plan(operands, request)
     if seed is not None:
         checks.check_seed(plan.name, seed, x.device)
     if not plan.drops:
@@ -251,7 +254,7 @@ def _run_kernels(inputs: Inputs, plan: Plan, eager: bool) -> tuple:
     training = _trains(inputs)
     if eager:
         if training:
-            return apply_eager(plan.run_training, plan.training, plan.dtypes, *inputs)
+            return apply_eager(plan.trained, *inputs)
         return plan.run(inputs)
     return operators.norm_of(operators.norm, inputs, plan.training if training else plan.inference)
 

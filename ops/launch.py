@@ -34,6 +34,7 @@ from .records import (
     dtypes_of,
     empty_gradients,
     empty_outputs,
+    wanted_by,
 )
 from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
@@ -80,14 +81,14 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     tile = forward_tile(N, work, facts)
     early = facts.since_sm_90
     variant = _variant(N, options, work, tile, STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype], EARLY_START=early)
-    numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs)
+    numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs, variant)
     start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early)
     rows_of_tile = tile.rows
 
     def run(inputs: Inputs, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
         M = inputs.x.numel() // N
-        outputs = empty_outputs(inputs, options, y, r)
-        start(-(-M // rows_of_tile), _forward_pointers((*inputs, *outputs, None)), inputs.seed, M, *numbers, variant)
+        outputs = empty_outputs(inputs, options, M, y, r)
+        start(-(-M // rows_of_tile), _forward_pointers((*inputs, *outputs, None)), inputs.seed, M, *numbers)
         return outputs
 
     return run
@@ -124,7 +125,6 @@ def backward_call(
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
-    numbers = _dropout_numbers(options)
     start = Launcher(
         norm_backward_kernel,
         backward_kernels.Pointers,
@@ -143,29 +143,34 @@ def backward_call(
     scalars = norm.scalars * (options.dscalars_dtype is not None)
     scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
 
+    numbers = (*_dropout_numbers(options), variant)
+    gradients_wanted = wanted_by(options)
+    finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
+    rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
+
     def run(inputs: BackwardInputs) -> Gradients:
         r = inputs.r
         M = r.numel() // N
-        gradients = empty_gradients(inputs, options)
+        gradients = empty_gradients(inputs, gradients_wanted)
         if M == 0:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.zero_()  # those of weights have elements
             return gradients
-        tiles = -(-M // tile.rows)
+        tiles = -(-M // rows_of_tile)
         groups = min(tiles, most_groups)
-        partials = r.new_empty(groups * sums * N, dtype=torch.float32) if sums else None
+        partials = r.new_empty(groups * sums_N, dtype=torch.float32) if sums else None
         board = None
         if split:
-            words = groups * RING.value * turn_words(tile.slices)
+            words = groups * RING.value * turn_words(slices)
             board = torch.full((words,), -1, dtype=torch.int64, device=device)
         scalar_partials = None
         if scalars:
             scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32)
         tensors = (*inputs, *gradients, partials, scalar_partials, board, None)
-        start(groups * tile.slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers, variant)
+        start(groups * slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers)
         if sums:
-            finish(sums * -(-N // block_n), _finish_pointers(tensors), groups, N, block_p, block_n, facts.since_sm_90)
+            finish(finish_blocks, _finish_pointers(tensors), groups, N, *finish_numbers)
         if scalar_partials is not None:
             found = scalar_partials.sum(0)
             if gradients.dscalars is not None:
@@ -190,6 +195,8 @@ class Launcher:
         self.kernel, self.record = kernel, record
         self.options = {name: value for name, value in options.items() if value}
         self.index = device.index if device.type == "cuda" else None
+        self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
+        self.current_stream: Callable = driver.active.get_current_stream if self.index is not None else int
         self.compiled: CompiledKernel | None = None
         self.there: Callable[[tuple], tuple]  # the tensors that are not None
         self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
@@ -203,21 +210,19 @@ class Launcher:
         if programs == 0:
             return
         # Triton launches on the current device, which need not be the tensors'.
-        if self.index is not None and self.index != torch.cuda.current_device():
+        if self.may_be_elsewhere and self.index != torch.cuda.current_device():
             with torch.cuda.device(self.index):
                 return self(programs, tensors, *rest)
-        there = self.there(tensors) if self.compiled is not None else [t for t in tensors if t is not None]
-        contiguous = all(map(Tensor.is_contiguous, there))
         compiled = self.compiled
-        if compiled is not None and contiguous and not observed():
+        if compiled is not None and not observed():
+            there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
-            if reduce(or_, pointers) % 16 == 0:
-                stream = driver.active.get_current_stream(self.index)
+            if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, there)):
+                stream = self.current_stream(self.index)
                 started = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks
                 compiled.run(programs, 1, 1, stream, *started, self.places((*pointers, None)), *rest)
                 return
-        if not contiguous:
-            tensors = tuple([None if t is None else t.contiguous() for t in tensors])
+        tensors = tuple([None if t is None else t.contiguous() for t in tensors])
         compiled = self.kernel[(programs,)](self.record(*tensors), *rest, **self.options)
         if isinstance(compiled, CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
             present = [i for i, t in enumerate(tensors) if t is not None]

@@ -19,7 +19,17 @@ import torch
 from torch import Tensor, library
 from torch.autograd import forward_ad
 
-from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, empty_gradients, empty_outputs
+from .records import (
+    BackwardInputs,
+    BackwardOptions,
+    Gradients,
+    Inputs,
+    Options,
+    Outputs,
+    empty_gradients,
+    empty_outputs,
+    wanted_by,
+)
 from .torch_state import below_autograd, has_tangents
 
 # Derived from the package's name, so that a copy of this folder in another tree registers operators of its own.
@@ -149,8 +159,10 @@ norm = record_operator(
 )  # fmt: skip
 norm_forward = record_operator("norm_forward", Inputs, Options, lambda *call: launches().forward(*call), empty_outputs)
 norm_backward = record_operator(
-    "norm_backward", BackwardInputs, BackwardOptions, lambda *call: launches().backward(*call), empty_gradients
-)
+    "norm_backward", BackwardInputs, BackwardOptions,
+    lambda *call: launches().backward(*call),
+    lambda inputs, options: empty_gradients(inputs, wanted_by(options)),
+)  # fmt: skip
 
 
 def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:

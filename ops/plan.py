@@ -5,12 +5,13 @@ The number of rows is no part of it, so a batch of another length costs what the
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import operators
+from .autograd import Training, scales_require_grad, training_of
 from .checks import (
     KERNEL_DTYPES,
     REFERENCE_DTYPES,
@@ -27,7 +28,7 @@ from .checks import (
 from .kernels import runs_kernels
 from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of
 from .reference import Norm
-from .torch_state import differentiated_by_func
+from .torch_state import differentiated_by_func, is_plain
 
 
 class Request(NamedTuple):
@@ -49,8 +50,8 @@ class Plan(NamedTuple):
     name: str  # of the public function, for messages
     kernels: bool  # whether the call goes through the kernels; else through `reference`
     dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    run: Callable[..., Outputs]  # of Inputs, in inference; for eager calls on kernels
-    run_training: Callable[..., Outputs]
+    run: Callable[[Inputs], Outputs]  # in inference; this and `trained` are for eager calls on kernels
+    trained: Training | None
     inference: Options
     training: Options  # the same, and keep what backward needs
     drops: bool
@@ -63,14 +64,18 @@ MOST = 4096  # plans that are remembered; the one that was not used for longest 
 _plans: OrderedDict[tuple, Plan] = OrderedDict()
 
 
-def plan_of(operands: tuple, request: tuple) -> Plan:
-    """Of an eager call (`torch_state.is_eager`). operands, request: `records.OPERANDS` and the fields of Request.
+def plan_of(operands: tuple, request: tuple) -> Plan | None:
+    """Of a call that nobody watches (`torch_state.is_eager`); None where a tensor is not plain.
+
+    operands, request: `records.OPERANDS` and the fields of Request.
 
     Raises:
         ValueError, TypeError: as `make_plan`.
     """
+    key = _key(operands, request)
+    if key is None:
+        return None
     try:
-        key = _key(operands, request)
         plan = _plans[key]
         _plans.move_to_end(key)
         return plan
@@ -81,30 +86,35 @@ def plan_of(operands: tuple, request: tuple) -> Plan:
     if plan.kernels:
         x, call = operands[0], operators.launches().forward_call
         run, run_training = (call(options, x.shape[-1], x.device, plan.dtypes) for options in (plan.inference, plan.training))
-        plan = plan._replace(run=run, run_training=run_training)
+        requires_grad = scales_require_grad(Inputs._make((*operands, None)))
+        plan = plan._replace(run=run, trained=training_of(run_training, plan.training, plan.dtypes, requires_grad))
     _plans[key] = plan
     while len(_plans) > MOST:
         _plans.popitem(last=False)
     return plan
 
 
-def _key(operands: tuple, request: tuple) -> tuple:
-    shape = operands[0].shape
-    return (
-        request, tuple(map(type, request)), shape[-1:],  # 1.0 is equal to True, which the checks may accept
-        *[None if t is None else (t.dtype, t.device, t.shape == shape) for t in operands[:_WEIGHTS]],
-        *[None if t is None else (t.dtype, t.device, t.shape) for t in operands[_WEIGHTS:_ROWSCALES]],
-        *[None if t is None else (t.dtype, t.device, _fits_rows(t, shape[:-1])) for t in operands[_ROWSCALES:_SCALARS]],
-        *[None if t is None else (t.dtype, t.device, t.shape) for t in operands[_SCALARS:]],
-    )  # fmt: skip
+def _key(operands: tuple, request: tuple) -> tuple | None:
+    """Of what is there, in one pass over the operands, as an eager call pays for each look at a tensor."""
+    key: list[Any] = [request, *map(type, request)]  # 1.0 is equal to True, which the checks may accept
+    rows = None
+    for field, t in enumerate(operands):
+        if t is not None:
+            if not is_plain(t):
+                return None
+            shape: Any = t.shape
+            if rows is None:  # x
+                rows, shape = shape, shape[-1:]
+            elif field < _WEIGHTS:
+                shape = shape == rows
+            elif _ROWSCALES <= field < _SCALARS:
+                shape = shape == rows[:-1] or shape == (rows[:-1].numel(),), t.requires_grad
+            key += field, t.dtype, t.device, shape
+    return tuple(key)
 
 
 # Where they begin in `records.OPERANDS`.
 _WEIGHTS, _ROWSCALES, _SCALARS = (OPERANDS.index(names[0]) for names in (WEIGHTS, ROWSCALES, SCALARS))
-
-
-def _fits_rows(rowscale: Tensor, rows: torch.Size) -> bool:
-    return rowscale.shape == rows or rowscale.shape == (rows.numel(),)
 
 
 def make_plan(given: tuple, wanted: tuple) -> Plan:
@@ -188,7 +198,7 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         kernels=kernels,
         dtypes=(*dtypes_of(operands)[:-1], torch.int64 if drops else None),
         run=_only_eager,
-        run_training=_only_eager,
+        trained=None,
         inference=inference,
         training=training,
         drops=drops,

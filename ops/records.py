@@ -131,31 +131,40 @@ def dtypes_of(record: Inputs | BackwardInputs) -> tuple[torch.dtype | None, ...]
     return tuple([None if t is None else t.dtype for t in record])
 
 
-def empty_outputs(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
-    """y, r: these instead of empty ones."""
+def empty_outputs(
+    inputs: Inputs, options: Options, rows: int | None = None, y: Tensor | None = None, r: Tensor | None = None
+) -> Outputs:
+    """rows: of x, worked out if None; y, r: these instead of empty ones."""
     x = inputs.x
-
-    def empty_stats(numbers: int) -> Tensor | None:
-        return x.new_empty(x.numel() // x.shape[-1] * numbers, dtype=torch.float32) if numbers else None
-
+    if rows is None:
+        rows = x.numel() // x.shape[-1]
+    stats, branch_stats = options.statistics, options.branch_statistics
     return Outputs(
         _empty(x, options.out_dtype) if y is None else y,
         _empty(x, options.residual_dtype) if options.store_residual and r is None else r,
         _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
         _empty(x, torch.bool) if options.return_mask else None,
         _empty(x, torch.bool) if options.return_mask and inputs.x1 is not None else None,
-        empty_stats(options.statistics),
-        empty_stats(options.branch_statistics),
+        x.new_empty(rows * stats, dtype=torch.float32) if stats else None,
+        x.new_empty(rows * branch_stats, dtype=torch.float32) if branch_stats else None,
     )
 
 
-def empty_gradients(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    r, tensors, dtypes = inputs.r, cast(Any, inputs), cast(Any, options[-len(_LIKE) :])
-    gradients = [  # without a function for each, which would cost an eager call 1 µs
-        None if dtype is None else r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(tensors[like], dtype)
-        for like, dtype in zip(_LIKE, dtypes, strict=True)
-    ]
-    return Gradients(*gradients)
+Wanted = list[tuple[int, int | None, torch.dtype]]
+
+
+def empty_gradients(inputs: BackwardInputs, wanted: Wanted) -> Gradients:
+    r = inputs.r
+    gradients: list[Tensor | None] = [None] * len(_LIKE)
+    for place, like, dtype in wanted:
+        gradients[place] = r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(cast(Tensor, inputs[like]), dtype)
+    return Gradients._make(gradients)
+
+
+def wanted_by(options: BackwardOptions) -> Wanted:
+    """Of each gradient that is wanted: its place, that of the input with its shape, and its dtype."""
+    dtypes = cast(Any, options[-len(_LIKE) :])
+    return [(place, like, dtype) for place, (like, dtype) in enumerate(zip(_LIKE, dtypes, strict=True)) if dtype is not None]
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:

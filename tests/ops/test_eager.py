@@ -176,7 +176,7 @@ def test_plans_do_not_fill_memory_and_the_least_recently_used_goes_first(device,
     x = {n: torch.rand(3, n, device=device) for n in (16, 24, 32)}
     for n in (16, 24, 16, 32):
         rms_norm_fn(x[n], None, None)
-    assert [key[2] for key in plan._plans] == [(16,), (32,)]
+    assert [(16,) in key for key in plan._plans] == [True, False] and (32,) in [*plan._plans][1]
 
 
 def test_an_operator_without_autograd_code_warns_each_time_that_gradients_are_asked_for(given):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ops import Norm, launch, layer_norm_fn, norm_fn, rms_norm_fn
+from ops import Norm, launch, layer_norm_fn, norm_fn, plan, rms_norm_fn
 
 from .cases import BF16, FP32, equal, leaves, shapes, unaligned
 
@@ -18,10 +18,21 @@ def test_bias1_without_bias_or_weight1(zero_centered, device):
     torch.testing.assert_close(b1.grad, torch.full_like(b1, 5.0))
 
 
+def recorded(monkeypatch):
+    """The inputs and options of each backward from now on."""
+    calls, original = [], launch.backward_call
+    plan.forget()  # plans keep what they have called before
+    monkeypatch.setattr(
+        launch,
+        "backward_call",
+        lambda options, *rest: lambda given: calls.append((given, options)) or original(options, *rest)(given),
+    )
+    return calls
+
+
 def test_frozen_weights_and_unused_outputs_skip_their_part_of_backward(device, monkeypatch):
     """Traps: a residual output that nobody used is made up as zeros; dw is computed for frozen weights, or never."""
-    calls, original = [], launch.backward
-    monkeypatch.setattr(launch, "backward", lambda *records: calls.append(records) or original(*records))
+    calls = recorded(monkeypatch)
     for trained in (False, True):
         x, w, b = leaves(device, (4, 32), (32,), (32,))
         layer_norm_fn(x, w.requires_grad_(trained), b, x, prenorm=True)[0].sin().sum().backward()
@@ -40,8 +51,7 @@ def test_frozen_weights_and_unused_outputs_skip_their_part_of_backward(device, m
 def test_without_a_norm_of_the_sum_the_residual_takes_the_upstream_gradient_and_nothing_is_written_for_it(
     stream, device, monkeypatch
 ):
-    calls, original = [], launch.backward
-    monkeypatch.setattr(launch, "backward", lambda *records: calls.append(records) or original(*records))
+    calls = recorded(monkeypatch)
     x, w, residual = (torch.randn(s, device=device) for s in ((4, 32), (32,), (4, 32)))
     x, residual = x.bfloat16().requires_grad_(), residual.to(stream).requires_grad_()
     w.requires_grad_()

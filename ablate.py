@@ -138,9 +138,15 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                 for mode in variant.modes:
                     bar.set_description(label(variant.overrides, mode))
                     free_memory(device)
-                    found.cells.append(measure(variant, mode, precision, corpus, bar.update))
-                    done += 1
+                    cell, stop = measure(variant, mode, precision, corpus, bar.update)
+                    found.cells.append(cell)
+                    if stop:
+                        cycles = len(cell.arms[TORCH].blocks_ms) // 2
+                        found.notes.append(f"{label(variant.overrides, mode)} was stopped after {cycles} cycles.")
+                    done += not stop
                     keep(found, folder, began, done, parts)
+                    if stop:
+                        raise stop
                 if tested := variant.tested:
                     bar.set_description(label(variant.overrides, "parity"))
                     free_memory(device)
@@ -167,19 +173,22 @@ def unless_empty(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, done: Callable[[], object]) -> Cell:
-    """The cell of a variant, eager or compiled."""
+def measure(
+    variant: Variant, mode: str, precision: Precision, corpus: Corpus, done: Callable[[], object]
+) -> tuple[Cell, BaseException | None]:
+    """The cell of a variant, eager or compiled, and what stopped it early: None, or the exception to raise."""
     cfg, device = variant.cfg, precision.device
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
     check_same([arm for arm in arms.values() if arm.other is None])
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
-    times, failed = timing.time_arms(arms, batches, done, may_fail)
+    times, failed, stop = timing.time_arms(arms, batches, done, may_fail)
     if NANOGPT in times and not cfg.model.dropout:
         nanogpt.check_first_loss({name: of.first_loss for name, of in times.items()}, precision.dtype)
     arms = {name: arms[name] for name in times}
     left_out = {**variant.refused, **failed}
+    masked = [arm for name, arm in arms.items() if name != AGAIN and not stop]
     if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
         left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
     cell = Cell(
@@ -191,11 +200,11 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, d
         pairs=compare_all({name: of.blocks_ms for name, of in times.items()}),
         verdict="",
         left_out=left_out,
-        masks=[masks for name, arm in arms.items() if name != AGAIN and (masks := check_masks(arm, compiled=mode == COMPILED))],
+        masks=[masks for arm in masked if (masks := check_masks(arm, compiled=mode == COMPILED))],
     )
     cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
-    if not on_gpu(device):
-        return cell
+    if stop or not on_gpu(device):
+        return cell, stop
     kernels = {}
     for name, arm in arms.items():
         kernels[name] = profiled(arm, batches, mode)
@@ -204,7 +213,7 @@ def measure(variant: Variant, mode: str, precision: Precision, corpus: Corpus, d
     for name in [*gpu, *reversed(gpu)]:  # heat that gathers meanwhile is nobody's
         gpu[name].append(gpu_state_during(step_of(arms[name], batches), device))
     counted = {name: replace(of, launches=launches(kernels[name])) for name, of in times.items()}
-    return replace(cell, arms=counted, gpu=gpu, attribution=attribution_of(cell, kernels, cfg, precision))
+    return replace(cell, arms=counted, gpu=gpu, attribution=attribution_of(cell, kernels, cfg, precision)), None
 
 
 def attribution_of(cell: Cell, kernels: dict[str, list[KernelTime]], cfg: Config, precision: Precision) -> Attribution:
@@ -373,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is not None and (folder / "report.md").is_file():
             print(f"stopped; report so far: {relative(folder)}/report.md", file=sys.stderr)
         else:
-            print("stopped before the first cell was measured", file=sys.stderr)
+            print("stopped before six cycles of the first cell were measured, which an interval needs", file=sys.stderr)
         return exit_code(stop)
     show(report.table(found))
     show(f"report: {relative(folder)}/report.md")

@@ -22,9 +22,11 @@ class ArmTimes:
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
     positions: list[int]  # of each block: how many counted blocks, of all arms, ran before it
-    forward_ms: float  # medians of a window of its own, since marks inside a step cost time
-    backward_ms: float
-    optimizer_ms: float
+    forward_ms: (
+        float | None
+    )  # medians of a window of its own, since marks inside a step cost time; None if it was stopped before
+    backward_ms: float | None
+    optimizer_ms: float | None
     peak_gb: float | None  # GiB; None but on CUDA, and with CUDA graphs, whose memory the allocator does not tell
     launches: int | None  # kernels a step; None but on CUDA
     first_loss: float = math.nan  # of its first step, nats per token

@@ -252,9 +252,9 @@ def _split(cells: Sequence[Cell]) -> str:
     rows = _rows(
         cells,
         lambda cell: [
-            [name, *(number(ms) for ms in (arm.forward_ms, arm.backward_ms, arm.optimizer_ms))]
+            [name, *(number(ms) for ms in (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) if ms is not None)]
             for name, arm in cell.arms.items()
-            if name != AGAIN
+            if name != AGAIN and arm.forward_ms is not None
         ],
     )
     note = "Medians of short windows of their own: marks inside a step cost time, so the parts need not add up to the step."

@@ -25,6 +25,7 @@ from ablation.records import ArmTimes
 from data import Batches
 from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, block_length, block_orders, memory_orders, positions_of, run_blocks
+from measure.statistics import LEAST_SAMPLES
 from measure.timing import allocated_gb, describe, free_memory
 from training.clock import PartClock, StepClock
 from training.step import makes_cuda_graphs
@@ -34,15 +35,17 @@ SPLIT_STEPS = 5  # steps of a window that times forward, backward and optimizer 
 
 def time_arms(
     arms: Mapping[str, Arm], batches: Batches, done: Callable[[], object], may_fail: Collection[str] = ()
-) -> tuple[dict[str, ArmTimes], dict[str, str]]:
+) -> tuple[dict[str, ArmTimes], dict[str, str], BaseException | None]:
     """Times arms that have not taken a step, `torch` among them.
+
+    Ctrl-C or a signal ends it early. What there is then is kept if an interval can be made of it.
 
     Args:
         done: called after each warm-up and each block, `calls_of(arms, cycles)` times in all.
         may_fail: arms that are left out if their warm-up fails.
 
     Returns:
-        The times, and why arms are left out.
+        The times, why arms are left out, and what ended it early: None, or the exception to raise.
     """
     cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
     plan, arms, failed = cfg.ablate, dict(arms), {}
@@ -88,9 +91,17 @@ def time_arms(
             move(ours, places, orders[cycle])
 
     names = list(arms)
-    blocks = run_blocks(block, names, plan.cycles, cfg.seed, before_cycle=before_cycle)
+    blocks: dict[str, list[list[float]]] = {}
+    stop: BaseException | None = None
+    try:
+        run_blocks(block, names, plan.cycles, cfg.seed, before_cycle=before_cycle, blocks=blocks)
+    except (KeyboardInterrupt, SystemExit) as error:
+        whole = min(len(of) // 2 for of in blocks.values())
+        if whole < LEAST_SAMPLES:
+            raise
+        blocks, stop = {name: of[: 2 * whole] for name, of in blocks.items()}, error
     splits: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for name in chain.from_iterable(block_orders(names, 1, cfg.seed)):
+    for name in chain.from_iterable(block_orders(names, 0 if stop else 1, cfg.seed)):
         starts[name].restore(arms[name])
         parts = PartClock(device)
         run(arms[name], batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts=parts)
@@ -102,15 +113,15 @@ def time_arms(
         split = {part: median(times) for part, times in splits[name].items()}
         found[name] = ArmTimes(
             blocks_ms=blocks[name],
-            positions=positions_of(name, names, plan.cycles, cfg.seed),
-            forward_ms=split["forward"],
-            backward_ms=split["backward"],
-            optimizer_ms=split["optimizer"],
+            positions=positions_of(name, names, plan.cycles, cfg.seed)[: len(blocks[name])],
+            forward_ms=split.get("forward"),
+            backward_ms=split.get("backward"),
+            optimizer_ms=split.get("optimizer"),
             peak_gb=max(peaks[name], default=None),
             launches=None,  # a profiler would tell
             first_loss=first[name],
         )
-    return found, failed
+    return found, failed, stop
 
 
 def calls_of(arms: int, cycles: int) -> int:

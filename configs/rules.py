@@ -170,6 +170,8 @@ def _placement(cfg: Config) -> Iterator[str]:
         yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
     if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
         yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
+    if norm.alpha != Config().norm.alpha and norm.kind in statistical:
+        yield f"norm.alpha is read only with norm.kind=dyt or derf; here norm.kind={norm.kind}. Leave it out."
 
 
 # ---- other libraries' norms --------------------------------------------------------------------------------------------------

@@ -24,13 +24,16 @@ def run_blocks(
     cycles: int,
     seed: int,
     before_cycle: Callable[[int], None] = lambda cycle: None,
+    blocks: dict[str, list[list[float]]] | None = None,
 ) -> dict[str, list[list[float]]]:
     """The step times that block(name, cycle) returned, by name, in the order in which the blocks ran.
 
+    blocks: an empty dict that gets them as they end, for who keeps what there was when something stopped it.
     Cycle 0 is not counted: it brings clocks and caches to where they stay. It has the order of the last cycle, so that the
     counted cycles begin a round.
     """
-    blocks: dict[str, list[list[float]]] = {name: [] for name in names}
+    blocks = {} if blocks is None else blocks
+    blocks |= {name: [] for name in names}
     counted = list(block_orders(names, cycles, seed))
     with no_garbage_collection():
         for cycle, order in enumerate([*counted[-1:], *counted]):

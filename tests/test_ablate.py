@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch):
 def measured(monkeypatch):
     """Replaces the measurement of a cell."""
     monkeypatch.setattr(
-        ablate, "measure", lambda *_: results.cell({}, "eager", 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED])
+        ablate, "measure", lambda *_: (results.cell({}, "eager", 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED]), None)
     )
 
 
@@ -149,11 +149,31 @@ def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measu
     swept = [*tiny, TIMES, "model.dropout=0.0,0.1"]
     assert ablate.main(swept) == 130
     assert list((tmp_path / "runs").iterdir()) == []
-    assert "stopped before the first cell was measured" in capsys.readouterr().err
+    assert "stopped before six cycles of the first cell were measured" in capsys.readouterr().err
     assert ablate.main(swept) == 143
     assert len(ablations[-1].cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
+
+
+def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, ablations):
+    blocks = iter(range(3 * (1 + 2 * 7)))
+
+    def times(arms, batches, done, may_fail):
+        def stopping():
+            if next(blocks, None) is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            done()
+
+        return time_arms(arms, batches, stopping, may_fail)
+
+    time_arms = ablate.timing.time_arms
+    monkeypatch.setattr(ablate.timing, "time_arms", times)
+    assert ablate.main([*tiny, "ablate.cycles=9"]) == 143
+    (cell,) = ablations[-1].cells
+    assert len(cell.arms[FUSED].blocks_ms) == 12 and "fused" in cell.verdict
+    text = (here() / "report.md").read_text(encoding="utf-8")
+    assert "NOT FINISHED (0 of 2 parts)" in text.splitlines()[0] and "was stopped after 6 cycles" in " ".join(text.split())
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys, ablations):

@@ -111,7 +111,7 @@ def runs(monkeypatch):
 
 def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, runs):
     done = []
-    found, failed = timing.time_arms(arms, BATCHES, lambda: done.append(1))
+    found, failed, _ = timing.time_arms(arms, BATCHES, lambda: done.append(1))
     blocks = [run for run in runs if run[2] == 1 + 2]
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
@@ -204,7 +204,7 @@ def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_i
     monkeypatch.setattr("ablation.arms.training_step", training_step)
     for name in ("StepClock", "PartClock"):
         monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: gpu.clock))
-    times, _ = timing.time_arms(arms, BATCHES * 4, lambda: None)
+    times, *_ = timing.time_arms(arms, BATCHES * 4, lambda: None)
     pairs = compare_all({name: of.blocks_ms for name, of in times.items()})
     control = pairs[TORCH][AGAIN]
     for base in (TORCH, "compiled"):
@@ -213,12 +213,31 @@ def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_i
     assert not is_different(pairs[TORCH]["compiled"], control)
 
 
+@pytest.mark.parametrize("cycles", [5, 6])
+def test_a_stop_keeps_the_whole_cycles_if_an_interval_can_be_made_of_them(cycles, arms):
+    for arm in arms.values():
+        arm.cfg.ablate.cycles = 8
+    calls = iter(range(len(ARMS) * (1 + 2 * (1 + cycles)) + 1))  # and one block of the next cycle
+
+    def done():
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+
+    if cycles < 6:
+        with pytest.raises(KeyboardInterrupt):
+            timing.time_arms(arms, BATCHES * 2, done)
+        return
+    times, _, stop = timing.time_arms(arms, BATCHES * 2, done)
+    assert isinstance(stop, KeyboardInterrupt)
+    assert all(len(of.blocks_ms) == len(of.positions) == 2 * cycles and of.forward_ms is None for of in times.values())
+
+
 def test_an_arm_that_may_fail_is_left_out_with_its_reason_and_another_one_ends_the_ablation(arms):
     def fails(*_):
         raise RuntimeError("no kernel for this width")
 
     arms[FUSED].other = fails
-    times, failed = timing.time_arms(arms, BATCHES, lambda: None, may_fail={FUSED})
+    times, failed, _ = timing.time_arms(arms, BATCHES, lambda: None, may_fail={FUSED})
     assert list(times) == [TORCH, AGAIN] and failed == {FUSED: "RuntimeError: no kernel for this width"}
     with pytest.raises(RuntimeError, match="no kernel"):
         timing.time_arms(arms, BATCHES, lambda: None)

@@ -31,13 +31,13 @@ import configs
 import ops
 from ablation import nanogpt, parity, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_initial_weights, load_initial_weights, switched
-from ablation.gpu_time import attribute, norm_bytes
+from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.masks import check_masks
 from ablation.records import Ablation, Attribution, Cell
 from ablation.same import check_same
 from configs import Config, ConfigError, command_line, keys, machine, rules
 from configs.rules import NANOGPT
-from configs.schema import DropoutMasks, NormImpl, Placement
+from configs.schema import DropoutMasks, NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
 from measure.progress import progress
@@ -55,12 +55,14 @@ from training.tracking import settle
 
 EAGER, COMPILED = "eager", "compiled"
 OUT_OF_MEMORY = 3  # exit code
-SWEPT = "The configuration below is the first of those that were swept; norm.impl and train.compile are set by ablate.py."
+SWEPT = (
+    "The configuration below is the first of those that were swept; what is compared and train.compile are set by ablate.py."
+)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the swept configurations, whose arms differ in norm.impl alone."""
+    """One of the swept configurations, whose arms differ in norm.impl alone, or in loss.impl."""
 
     cfg: Config
     overrides: dict[str, str]  # the swept keys
@@ -68,7 +70,7 @@ class Variant:
 
     @property
     def modes(self) -> list[str]:
-        # norm.impl=compiled is torch in a model that is compiled whole
+        # compiled is torch in a model that is compiled whole, the norms and the loss alike
         return [EAGER, COMPILED] if self.cfg.train.compile and self.subject != NormImpl.compiled else [EAGER]
 
     @property
@@ -87,7 +89,12 @@ class Variant:
 
     @property
     def tested(self) -> list[str]:
-        """The arms that have a parity test: eager ones that can take the shared dropout masks."""
+        """The arms that have a parity test: eager ones that can take the shared dropout masks.
+
+        The error that it allows is that of norm sites whose sums are taken in another order, so a loss has none.
+        """
+        if self.cfg.ablate.switch is not Switch.norm:
+            return []
         found = []
         for arm in self.arms(EAGER)[2:]:
             if arm != NANOGPT:
@@ -213,17 +220,22 @@ def measure(
     for name in [*gpu, *reversed(gpu)]:  # heat that gathers meanwhile is nobody's
         gpu[name].append(gpu_state_during(step_of(arms[name], batches), device))
     counted = {name: replace(of, launches=launches(kernels[name])) for name, of in times.items()}
-    return replace(cell, arms=counted, gpu=gpu, attribution=attribution_of(cell, kernels, cfg, precision)), None
+    vocabulary = vocabulary_of(cfg, corpus)
+    return replace(cell, arms=counted, gpu=gpu, attribution=attribution_of(cell, kernels, cfg, precision, vocabulary)), None
 
 
-def attribution_of(cell: Cell, kernels: dict[str, list[KernelTime]], cfg: Config, precision: Precision) -> Attribution:
+def attribution_of(
+    cell: Cell, kernels: dict[str, list[KernelTime]], cfg: Config, precision: Precision, vocabulary: int
+) -> Attribution:
+    of_norms = cfg.ablate.switch is Switch.norm
     steps = {base: statistics.median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents}
     found = attribute(
         {name: shares(of) for name, of in kernels.items()},
         steps,
         cell.subject,
-        norm_bytes(cfg, precision),
+        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, vocabulary),
         copy_gb_per_s(precision.device),
+        "norm" if of_norms else "loss",
     )
     return replace(found, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN})
 
@@ -263,7 +275,8 @@ def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
         f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
         f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
         + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
-        + f" All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have loss.impl={cfg.loss.impl}."
+        + f" Compared: {cfg.ablate.switch.key}. All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have "
+        + (f"loss.impl={cfg.loss.impl}." if cfg.ablate.switch is Switch.norm else f"norm.impl={cfg.norm.impl}.")
         + ("" if cfg.norm.placement is Placement.pre else " The Amdahl limit counts the bytes of norm.placement=pre.")
     )
 
@@ -326,7 +339,8 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         cfg = configs.compose_only(job)
         on = machine.inspect(cfg.device)
         # As the arms will have it, whatever the config says.
-        cfg.norm.impl, cfg.train.compile = NormImpl.torch, on.device == "cuda"
+        cfg = switched(cfg, TORCH)
+        cfg.train.compile = on.device == "cuda"
         if cfg.ablate.compile is not None:
             cfg.train.compile = cfg.ablate.compile
         rules.check(cfg, on)
@@ -407,7 +421,8 @@ def help_text() -> str:
     return (
         f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"
-        f"{refused}\nThe report goes into a new folder: runs/TIME_ablation/, or folder=PATH."
+        f"{refused}  {'the impl of ablate.switch':<33}  is what ablate.py compares. Use ablate.arms.\n\n"
+        "The report goes into a new folder: runs/TIME_ablation/, or folder=PATH."
     )
 
 

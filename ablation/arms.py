@@ -4,13 +4,12 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from configs import Config
-from configs.schema import DropoutMasks, NormImpl
+from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
 from data import Tokenizer
 from measure.comparison import AGAIN, TORCH
 from model import GPT
@@ -20,8 +19,7 @@ from training.checkpoint import TrainState
 from training.precision import Precision
 from training.step import training_step
 
-# The key whose values the arms differ in.
-SWITCH, VALUES = "norm.impl", NormImpl
+VALUES = {Switch.norm: NormImpl, Switch.loss: LossImpl}
 Mark = Callable[[str], None]
 Step = Callable[[tuple[Tensor, Tensor], int, Mark], Tensor]  # of a batch and its number; returns the loss, on the device
 
@@ -49,10 +47,9 @@ class Arm:
 
 
 def switched(cfg: Config, arm: str) -> Config:
-    """A copy of cfg for an arm: the value of SWITCH that it is named after."""
+    """A copy of cfg for an arm: with the implementation that it is named after."""
     cfg = copy.deepcopy(cfg)
-    section, _, key = SWITCH.rpartition(".")
-    setattr(attrgetter(section)(cfg), key, VALUES(TORCH if arm == AGAIN else arm))
+    getattr(cfg, cfg.ablate.switch).impl = VALUES[cfg.ablate.switch](TORCH if arm == AGAIN else arm)
     return cfg
 
 
@@ -70,7 +67,7 @@ def build_arm(
     """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone.
 
     Args:
-        value: of SWITCH, if it is not the arm's name.
+        value: the implementation, if it is not the arm's name.
         masks: where dropout masks come from; None: as cfg says.
         like: a fresh arm of this seed and model, whose initial values are copied: drawing those of GPT-2 takes a CPU seconds.
 

@@ -90,7 +90,8 @@ def _waits(idle: Mapping[str, float]) -> str:
 def _limit(found: Attribution, cell: Cell) -> str:
     """The Amdahl limit over each base, and the part of it that the subject reaches."""
     least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
-    norms = {name: norm_ms(shares) for name, shares in found.shares.items() if name != AGAIN}
+    norms = {name: ms_of(found.group, shares) for name, shares in found.shares.items() if name != AGAIN}
+    sites, kernel = {"norm": ("The norm sites of a step", "norm"), "loss": ("The loss of a step", "loss")}[found.group]
     taken = ", ".join(
         f"{number(ms)} ms under {name} ({100 * least / ms:.0f} % of copy bandwidth)" if ms else f"nothing under {name}"
         for name, ms in norms.items()
@@ -100,9 +101,9 @@ def _limit(found: Attribution, cell: Cell) -> str:
         for base, limit in found.limits.items()
     )
     return (
-        f"The norm sites of a step must move {found.norm_bytes / 1e9:.2f} GB, which takes {number(least)} ms at the "
-        f"{found.copy_gb_per_s:,.0f} GB/s that a copy reached here. They take {taken}. Amdahl limit: no norm kernel makes this "
-        f"step more than {limits}, unless the step is CPU-bound, where fewer launches may save more."
+        f"{sites} must move {found.norm_bytes / 1e9:.2f} GB, which takes {number(least)} ms at the "
+        f"{found.copy_gb_per_s:,.0f} GB/s that a copy reached here. In a profile: {taken}. Amdahl limit: no {kernel} kernel "
+        f"makes this step more than {limits}, unless the step is CPU-bound, where fewer launches may save more."
     )
 
 
@@ -175,14 +176,24 @@ def norm_bytes(cfg: Config, precision: Precision) -> int:
     return cfg.train.batch_size * model.context * per_token
 
 
-def norm_ms(shares: Sequence[Share]) -> float:
-    return next((share.ms for share in shares if share.group == "norm"), 0.0)
+def loss_bytes(cfg: Config, precision: Precision, vocabulary: int) -> int:
+    """The fewest bytes that the loss must move: each logit is read once, and its gradient is written once."""
+    return cfg.train.batch_size * cfg.model.context * vocabulary * 2 * precision.dtype.itemsize
+
+
+def ms_of(group: str, shares: Sequence[Share]) -> float:
+    return next((share.ms for share in shares if share.group == group), 0.0)
 
 
 def attribute(
-    shares: dict[str, list[Share]], steps_ms: Mapping[str, float], subject: str, norm_bytes: int, copy_gb_per_s: float
+    shares: dict[str, list[Share]],
+    steps_ms: Mapping[str, float],
+    subject: str,
+    norm_bytes: int,
+    copy_gb_per_s: float,
+    group: str = "norm",
 ) -> Attribution:
-    """What norm kernels can gain over each base by its profile, and how much of that the subject gains.
+    """What norm kernels can gain over each base by its profile, and how much of that the subject gains. So for another group.
 
     With t the step and n its norm sites, both of the base, and m the time in which the sites' bytes pass at copy bandwidth:
 
@@ -207,9 +218,9 @@ def attribute(
     least = norm_bytes / copy_gb_per_s / 1e6
     limits, realised = {}, {}
     for base, step_ms in steps_ms.items():
-        norm = norm_ms(shares[base])
+        norm = ms_of(group, shares[base])
         gain = max(0.0, norm - least)
         # A profiled step is slower than one that is not, and may spend more on norms than that takes; no step beats its sites.
         limits[base] = max(1.0, step_ms / max(step_ms - gain, least)) if gain else 1.0
-        realised[base] = (norm - norm_ms(shares[subject])) / gain if gain else 0.0
-    return Attribution(shares, norm_bytes, copy_gb_per_s, limits, realised)
+        realised[base] = (norm - ms_of(group, shares[subject])) / gain if gain else 0.0
+    return Attribution(shares, norm_bytes, copy_gb_per_s, limits, realised, group=group)

@@ -225,7 +225,7 @@ def _comparisons(cells: Sequence[Cell]) -> str:
         "of each cycle's difference and ratio. They may differ from the ratio of the medians, in sign too if cycles scatter."
     )
     rule = (
-        "The A/A control, torch again, is a second arm with torch's norms in the same schedule. It shows what the protocol "
+        "The A/A control, torch again, is a second arm of torch in the same schedule. It shows what the protocol "
         "measures where there is no difference. The report claims a difference of two arms only if their interval leaves out 1 "
         "and their median is further from 1 than both ends of A/A's interval."
     )

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ablation.arms import SWITCH, Arm
+from ablation.arms import Arm
 from configs import to_dict
 from configs.schema import NormImpl
 from model.attention import QueryKeySite
@@ -56,8 +56,7 @@ def check_same_weights(arms: Sequence[Arm]) -> None:
 
 def _config(arm: Arm) -> dict:
     plain = to_dict(arm.cfg)
-    section, _, key = SWITCH.rpartition(".")
-    del plain[section][key]
+    del plain[arm.cfg.ablate.switch]["impl"]
     return plain
 
 

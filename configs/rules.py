@@ -32,13 +32,18 @@ def check(cfg: Config, machine: Machine) -> None:
 def check_ablation(overrides: Sequence[str]) -> None:
     """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
-    taken = [f"{text}: {key} {why}" for text, key in given if (why := keys.not_in_ablate().get(key))]
+    switch = next((text.partition("=")[2] for text, key in reversed(given) if key == "ablate.switch"), schema.Switch.norm)
+    refused = keys.not_in_ablate() | {
+        f"{switch}.impl": f"is what ablate.py compares. Use ablate.arms={keys.shown(Config().ablate.arms)}."
+    }
+    taken = [f"{text}: {key} {refused[key]}" for text, key in given if key in refused]
     _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
 
 
 def check_arms(cfg: Config) -> None:
     """Raises ConfigError: ablate.arms are not what `python ablate.py` can compare."""
-    arms, known = cfg.ablate.arms, [*schema.NormImpl, NANOGPT]
+    switch, arms = cfg.ablate.switch, cfg.ablate.arms
+    known = [*(schema.NormImpl if switch is schema.Switch.norm else schema.LossImpl), NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:
         near = keys.nearest(unknown[0], known)
@@ -46,8 +51,8 @@ def check_arms(cfg: Config) -> None:
         raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
     if len(set(arms)) < len(arms):
         raise ConfigError(f"{given}: an arm comes twice. Name each once; torch is timed twice by itself.")
-    if schema.NormImpl.torch not in arms or not set(arms) - {schema.NormImpl.torch, NANOGPT}:
-        raise ConfigError(f"{given}: needs torch, the control, and another value of norm.impl to compare with it.")
+    if "torch" not in arms or not set(arms) - {"torch", NANOGPT}:
+        raise ConfigError(f"{given}: needs torch, the control, and another value of {switch.key} to compare with it.")
     if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
         raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 

@@ -94,12 +94,7 @@ class DropoutMasks(Choice):
 class NormConfig:
     """Which norm, where, and which operator computes it. impl and dropout_masks change nothing about the model."""
 
-    impl: NormImpl = key(
-        NormImpl.fused,
-        "the operator for dropout, residual add and norm",
-        affects="speed",
-        not_in_ablate="is what ablate.py compares. Use ablate.arms=[torch,compiled,fused].",
-    )
+    impl: NormImpl = key(NormImpl.fused, "the operator for dropout, residual add and norm", affects="speed")
     kind: NormKind = key(NormKind.layernorm, "which norm it computes", affects="weights")
     placement: Placement = key(Placement.pre, "where norms stand; all but pre need sequential blocks", affects="weights")
     weight: NormWeight = key(NormWeight.ones, "the norms' weights", affects="weights")
@@ -338,10 +333,20 @@ class LoggingConfig:
     every: int = key(10, "steps between lines of metrics", affects="speed", at_least=1)
 
 
+class Switch(Choice):
+    norm = "norm", "norm.impl, what runs at the norm sites"
+    loss = "loss", "loss.impl, what computes the loss"
+
+    @property
+    def key(self) -> str:
+        return f"{self}.impl"
+
+
 @dataclass
 class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
+    switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", affects="nothing")
     arms: list[str] = key(
         ("torch", "compiled", "fused"), "values of norm.impl, or nanogpt; torch is timed twice (A/A)", affects="nothing"
     )

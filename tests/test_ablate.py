@@ -117,6 +117,8 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
             "ablate.arms=[torch,fuse]",
             "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean fused?",
         ),
+        ("ablate.switch=loss loss.impl=torch", "loss.impl=torch: loss.impl is what ablate.py compares."),
+        ("ablate.switch=loss ablate.arms=[torch,liger]", "liger is none of fused, compiled, torch, nanogpt"),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
         ("ablate.arms=[compiled,fused]", "needs torch, the control"),
         ("ablate.arms=[torch,fused,fused]", "an arm comes twice"),
@@ -131,7 +133,7 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
     ],
 )
 def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, tiny, here, tmp_path, capsys):
-    assert ablate.main([*tiny, override]) == 2
+    assert ablate.main([*tiny, *override.split()]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
@@ -154,6 +156,15 @@ def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measu
     assert len(ablations[-1].cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
+
+
+def test_the_loss_may_be_what_is_compared(tiny, here, ablations):
+    assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == 0
+    found = ablations[-1]
+    (cell,) = found.cells
+    assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and found.config.count("impl: torch") == 2  # of the norm, and the control
+    assert not found.parity and any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
+    assert "Parity was not measured" in (here() / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, ablations):
@@ -201,7 +212,7 @@ def test_help_says_where_the_report_goes_and_lists_the_keys_that_are_refused(cap
     assert "ablate.cycles=12" in text and "at least 6" in text and "train.batch_size" not in text
     assert "runs/TIME_ablation/" in refused and "folder=PATH" in refused
     listed = {line.split()[0] for line in refused.splitlines() if line.startswith("  ")}
-    assert listed >= {"norm.impl", "resume", "train.compile"} and "folder" not in listed
+    assert listed >= {"the", "resume", "train.compile"} and "folder" not in listed
 
 
 def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(

@@ -56,11 +56,12 @@ class FusedNorm(torch.autograd.Function):
         ctx.call = call
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
-        if outputs.mask is not None:
-            ctx.mark_non_differentiable(*[t for t in (outputs.mask, outputs.mask1) if t is not None])
+        if outputs.mask is not None or outputs.rms is not None:
+            observed = (outputs.mask, outputs.mask1, outputs.rms, outputs.peak)
+            ctx.mark_non_differentiable(*[t for t in observed if t is not None])
         elif outputs.y1 is None:
             return outputs.y, outputs.r
-        return outputs.y, outputs.r, outputs.y1, outputs.mask, outputs.mask1
+        return outputs.y, outputs.r, outputs.y1, outputs.mask, outputs.mask1, outputs.rms, outputs.peak
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):

@@ -39,6 +39,7 @@ def norm_fn(
     residual_in_fp32: bool = False,
     zero_centered_weight: bool = False,
     return_dropout_mask: bool = False,
+    return_statistics: bool = False,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -75,12 +76,14 @@ def norm_fn(
         residual_in_fp32: keep r in fp32 where no residual says otherwise; else r has x's dtype.
         zero_centered_weight: offset is 1 instead of 0, for weight, weight1 and branch_weight.
         return_dropout_mask: also return the bool masks of what was kept, x's and x1's (None without x1).
+        return_statistics: also return, of each row of r, the root mean square and the largest magnitude: fp32, x's leading
+            shape, without a gradient. The kernel has the row in registers, so nothing is read for them.
         out_dtype: of y and y1; by default x's dtype, or that of `out`.
         out, residual_out: buffers of x's shape for y and r; written to and returned. residual_out may be `residual` itself.
         seed: fixes the masks: an int or a one-element int64 tensor on x's device. By default drawn from torch's generator.
 
     Returns:
-        y [, y1] [, r] [, mask, mask1]: y alone, or a tuple in this order.
+        y [, y1] [, r] [, mask, mask1] [, rms, peak]: y alone, or a tuple in this order.
 
     With norm="none", no weight and one dtype, y and r are one tensor.
 
@@ -106,7 +109,7 @@ def norm_fn(
     )  # fmt: skip
     request = (
         norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None,
-        residual_in_fp32, return_dropout_mask, out_dtype,
+        residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
     )  # fmt: skip
     others = (out, residual_out, seed if isinstance(seed, Tensor) else None)
     plan = plan_of(operands, request) if is_eager(others) else None
@@ -130,13 +133,14 @@ def norm_fn(
 
     y = outputs[0]
     r = outputs[1] if outputs[1] is not None else y if plan.y_is_r else x
-    if not plan.returns_y1 and not return_dropout_mask:
+    if not plan.returns_y1 and not return_dropout_mask and not return_statistics:
         return (y, r) if prenorm else y
-    y1, mask, mask1, *_ = (*outputs[2:], None, None, None)
+    y1, mask, mask1, rms, peak, *_ = (*outputs[2:], None, None, None, None, None)
     if return_dropout_mask and not plan.drops:
         mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, x1))
     masks = (mask, mask1) if return_dropout_mask else ()
-    results = (y, *[y1] * plan.returns_y1, *[r] * bool(prenorm), *masks)
+    statistics = (rms, peak) if return_statistics else ()
+    results = (y, *[y1] * plan.returns_y1, *[r] * bool(prenorm), *masks, *statistics)
     return results[0] if len(results) == 1 else results
 
 

@@ -173,6 +173,8 @@ def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
         "y1": inputs.weight1 is not None or inputs.bias1 is not None,
         "mask": options.return_mask,
         "mask1": options.return_mask and inputs.x1 is not None,
+        "rms": options.return_statistics,
+        "peak": options.return_statistics,
         "stats": op is norm_forward and options.statistics > 0,
         "branch_stats": op is norm_forward and options.branch_statistics > 0,
     }

@@ -43,6 +43,7 @@ class Request(NamedTuple):
     keeps_residual: bool  # prenorm, or a buffer for it
     residual_in_fp32: bool
     return_dropout_mask: bool
+    return_statistics: bool
     out_dtype: torch.dtype | None
 
 
@@ -152,7 +153,7 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
     check_eps(name, request.eps)
     check_flags(
         name, zero_centered_weight=request.zero_centered_weight, residual_in_fp32=request.residual_in_fp32,
-        return_dropout_mask=request.return_dropout_mask,
+        return_dropout_mask=request.return_dropout_mask, return_statistics=request.return_statistics,
     )  # fmt: skip
     out_dtype = request.out_dtype
     if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype in dtypes):
@@ -180,6 +181,7 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         statistics=0,
         branch_statistics=0,
         return_mask=bool(request.return_dropout_mask) and drops,
+        return_statistics=bool(request.return_statistics),
     )
     # Without a norm, y is r, which is written once if it has one dtype, and read by backward for the gradient of a weight only.
     y_is_r = request.norm == Norm.none and operands.weight is None and operands.bias is None and not r_is_x

@@ -40,6 +40,7 @@ class Options(NamedTuple):
     statistics: int  # numbers of each row that are stored for backward: `Norm.statistics`, or 0
     branch_statistics: int
     return_mask: bool
+    return_statistics: bool
 
 
 class Outputs(NamedTuple):
@@ -48,6 +49,8 @@ class Outputs(NamedTuple):
     y1: Tensor | None = None  # shape of x; there where weight1 or bias1 is
     mask: Tensor | None = None  # bool, shape of x: what was kept of x
     mask1: Tensor | None = None  # and of x1
+    rms: Tensor | None = None  # fp32, x's leading shape: root mean square of each row of r
+    peak: Tensor | None = None  # likewise: largest magnitude
     stats: Tensor | None = None  # fp32, for each row `Norm.statistics` numbers: rstd, and the mean if the norm centres
     branch_stats: Tensor | None = None
 
@@ -145,6 +148,8 @@ def empty_outputs(
         _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
         _empty(x, torch.bool) if options.return_mask else None,
         _empty(x, torch.bool) if options.return_mask and inputs.x1 is not None else None,
+        x.new_empty(x.shape[:-1], dtype=torch.float32) if options.return_statistics else None,
+        x.new_empty(x.shape[:-1], dtype=torch.float32) if options.return_statistics else None,
         x.new_empty(rows * stats, dtype=torch.float32) if stats else None,
         x.new_empty(rows * branch_stats, dtype=torch.float32) if branch_stats else None,
     )

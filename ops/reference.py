@@ -77,7 +77,7 @@ NORMS: dict[Norm, Callable[..., Tensor]] = {
 
 
 def norm(inputs: Inputs, options: Options) -> Outputs:
-    """All but the statistics, for checked inputs; r is there whether or not it is to be stored."""
+    """All but what is kept for backward, for checked inputs; r is there whether or not it is to be stored."""
     shape = inputs.x.shape
     compute = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in inputs) else torch.float32
 
@@ -110,7 +110,14 @@ def norm(inputs: Inputs, options: Options) -> Outputs:
     if inputs.weight1 is not None or inputs.bias1 is not None:
         y1 = normalise(inputs.weight1, inputs.bias1)
     others = [None if t is None else t.view(shape) for t in (r, y1, mask, mask1)]
-    return Outputs(normalise(inputs.weight, inputs.bias).view(shape), *others)
+    statistics = _magnitudes(r.detach().view(shape)) if options.return_statistics else (None, None)
+    return Outputs(normalise(inputs.weight, inputs.bias).view(shape), *others, *statistics)
+
+
+def _magnitudes(r: Tensor) -> tuple[Tensor, Tensor]:
+    """Root mean square and largest magnitude of each row, fp32."""
+    r = r.to(torch.promote_types(r.dtype, torch.float32))
+    return r.square().mean(-1).sqrt().float(), r.abs().amax(-1).float()
 
 
 def _branch(

@@ -83,6 +83,8 @@ def norm_forward_kernel(p, p_seed, M, eps, threshold, scale, distance, VARIANT: 
     if VARIANT.BRANCH:
         store_stats(p.branch_stats, b_rstd_x, b_mean_x, at, VARIANT.BRANCH_NORM)
     b_rstd, b_mean = row_statistics(b_r, p, seed, n, at, b_rstd_x, b_mean_x, VARIANT.NORM, False, VARIANT)
+    if p.rms is not None:
+        b_squares, b_peak = magnitudes(b_r, at, VARIANT)
     # Block by block: the weights of one wait for the stores of the one before, and so take no registers from it.
     for i in tl.static_range(blocks(VARIANT)):
         if not VARIANT.EARLY_WEIGHTS:
@@ -93,6 +95,13 @@ def norm_forward_kernel(p, p_seed, M, eps, threshold, scale, distance, VARIANT: 
             here = Place(at.rows, at.m_row, first_col)
             b_rest, _, _ = residual_stream(p, seed, n, here, b_rstd_x, b_mean_x, (), (), VARIANT, p.r, p.mask, p.mask1)
             store_outputs(p, b_rest[0], block_weights(p, 0, here, VARIANT), b_mean, b_rstd, 0, here, VARIANT)
+            if p.rms is not None:
+                b_more, b_most = magnitudes(b_rest, here, VARIANT)
+                b_squares += b_more
+                b_peak = tl.maximum(b_peak, b_most)
+    if p.rms is not None:
+        tl.store(p.rms + at.rows, tl.sqrt(b_squares / VARIANT.N), mask=at.m_row)
+        tl.store(p.peak + at.rows, b_peak, mask=at.m_row)
     store_stats(p.stats, b_rstd, b_mean, at, VARIANT.NORM)
 
 
@@ -115,6 +124,18 @@ def row_statistics(
             b_spread, b_mean = add_rest(p, seed, n, at, b_spread, b_mean, b_rstd_x, b_mean_x, NORM, OF_X, VARIANT)
         b_rstd = inverse(b_spread, VARIANT.N, n.eps, NORM)
     return b_rstd, b_mean
+
+
+@triton.jit
+def magnitudes(b_row, at, VARIANT: tl.constexpr):
+    """The sum of squares and the largest magnitude of rows, fp32 [ROWS]."""
+    b_squares = ()
+    b_peak = tl.zeros([VARIANT.ROWS], tl.float32)
+    for i in tl.static_range(blocks(VARIANT)):
+        b = zero_outside(b_row[i], i, at, VARIANT)
+        b_squares += (b * b,)
+        b_peak = tl.maximum(b_peak, tl.max(tl.abs(b), 1))
+    return row_sum(b_squares), b_peak
 
 
 @triton.jit

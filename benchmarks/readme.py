@@ -145,7 +145,7 @@ def changed(name: str, environments: dict[str, dict[str, Any]], before: str) -> 
 
     A record without fingerprints is looked up in git by its revision. Where git does not know that, the page keeps its words.
     """
-    what = OF_RECORD.get(name, "kernels")
+    what = OF_RECORD.get(name, "norms")
     now, old = fingerprints()[what], []
     for record, environment in environments.items():
         git = environment.get("git") or {}
@@ -153,9 +153,10 @@ def changed(name: str, environments: dict[str, dict[str, Any]], before: str) -> 
         if then is None:
             return next((line for line in before.splitlines() if line.startswith("Old: ")), "")
         old += [record] if then != now else []
-    of = {"kernels": "kernels have", "ops": "operators have"}.get(what, "code of a training step has")
+    of = {"calls": "operators have", "step": "code of a training step has", "ranks": "code of a training step has"}
+    said = of.get(what, "kernels have")
     which = f" ({', '.join(old)})" if len(environments) > 1 else ""
-    return f"Old: the {of} changed since this was recorded{which}." if old else ""
+    return f"Old: the {said} changed since this was recorded{which}." if old else ""
 
 
 def versions(folder: Path) -> str:

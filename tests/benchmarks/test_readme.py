@@ -109,8 +109,10 @@ def test_a_table_is_old_once_the_sources_of_what_was_measured_differ_and_not_bef
 
     now = readme.fingerprints()
     assert "Old: " not in page(sources=now)
-    assert "Old: " not in page(sources=now | {"step": "another"}), "kernels know nothing of the model"
-    assert "Old: the kernels have changed since this was recorded." in page(sources=now | {"kernels": "another"})
+    assert "Old: " not in page(sources=now | {"step": "another", "rotary": "another"}), (
+        "norms know neither the model nor other kernels"
+    )
+    assert "Old: the kernels have changed since this was recorded." in page(sources=now | {"norms": "another"})
     monkeypatch.setattr(readme, "fingerprint_at", lambda revision, what: {"abc": now[what], "def": "another"}.get(revision))
     assert "Old: " not in page(git={"revision": "abc"}) and "Old: " in (old := page(git={"revision": "def"}))
     assert "Old: " in page(old, git={"revision": "unknown here"}), "where git does not know, the page keeps its words"
@@ -127,8 +129,8 @@ def test_comments_docstrings_and_blank_lines_are_no_change_of_the_sources_and_an
 def test_fingerprints_of_a_revision_are_those_of_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     sources.fingerprint_at.cache_clear()
-    assert sources.fingerprint_at("HEAD", "kernels") is None, "no repository"
-    for name in ("ops/kernels/forward.py", "ops/tiling.py", "model/gpt.py"):
+    assert sources.fingerprint_at("HEAD", "norms") is None, "no repository"
+    for name in ("ops/kernels/forward.py", "ops/kernels/rotary.py", "model/gpt.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     who = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
@@ -139,8 +141,15 @@ def test_fingerprints_of_a_revision_are_those_of_its_files(tmp_path, monkeypatch
     assert all(sources.fingerprint_at("HEAD", what) == found for what, found in first.items())
     (tmp_path / "model/gpt.py").write_text("x = 2\n")
     second = sources.fingerprints()
-    assert second["kernels"] == first["kernels"] and second["step"] != first["step"]
+    assert second["norms"] == first["norms"] and second["step"] != first["step"]
+    (tmp_path / "ops/kernels/rotary.py").write_text("x = 2\n")
+    third = sources.fingerprints()
+    assert [what for what in third if third[what] != second[what]] == ["rotary", "step", "ranks"]
     sources.fingerprint_at.cache_clear()
+
+
+def test_every_file_that_a_record_depends_on_is_there():
+    assert [path for paths in sources.SOURCES.values() for path in paths if not (sources.ROOT / path).exists()] == []
 
 
 def test_versions_of_the_records_are_said_beside_those_that_are_pinned(folder):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import FORWARD, Case, Inputs, Setting, Shape, check_backward, check_forward, make_inputs
+from benchmarks.cases import Case, Inputs, Setting, Shape, make_inputs
 from measure.progress import progress
-from measure.timing import Call, Contender, describe, free_memory, side_stream
+from measure.timing import describe, free_memory, side_stream
 from ops import layer_norm_fn, rms_norm_fn
 
 Function = Callable[[Inputs], tuple[Tensor, ...]]
@@ -230,47 +229,6 @@ def versions(names: list[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = str(getattr(import_module(provider.module.partition(".")[0]), "__version__", "unknown"))
     return found
-
-
-# ---- calls that are timed ---------------------------------------------------------------------------------------------------
-
-
-def contender(
-    name: str, function: Function, case: Case, setting: Setting, direction: str, sets: Sequence[Inputs], overwrites_dy: bool
-) -> Contender:
-    """One direction of a provider's function on all sets of inputs.
-
-    Forward runs with gradients on, as in training: what backward needs is stored.
-    """
-    if direction == FORWARD:
-
-        def build() -> Sequence[Call]:
-            check_forward(case, setting, sets[0], function(sets[0]))
-            return [partial(function, inputs) for inputs in sets]
-
-        return Contender(name, build)
-
-    # A backward that overwrites dy would time the others on numbers that grow or vanish: it gets its own, fresh each turn.
-    own: list[Tensor] = []
-
-    def restore() -> None:
-        for dy, inputs in zip(own, sets, strict=True):
-            dy.copy_(inputs.dy)
-
-    def build_backward() -> Sequence[Call]:
-        own.extend(inputs.dy.clone() if overwrites_dy else inputs.dy for inputs in sets)
-        calls: list[Call] = []
-        for index, (inputs, dy) in enumerate(zip(sets, own, strict=True)):
-            outputs = function(inputs)
-            upstream = (dy, *inputs.upstream[1:])
-            call = partial(torch.autograd.grad, outputs, inputs.leaves, upstream, retain_graph=True, allow_unused=True)
-            if index == 0:
-                factor = check_forward(case, setting, inputs, outputs)
-                check_backward(case, setting, inputs, outputs, call(), factor)
-            calls.append(call)
-        return calls
-
-    return Contender(name, build_backward, restore if overwrites_dy else None)
 
 
 # ---- compiling ahead --------------------------------------------------------------------------------------------------------

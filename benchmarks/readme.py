@@ -34,7 +34,7 @@ from measure.tables import NOTHING, compact_markdown, interval_text, label, mach
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "norms_models": lambda file: report.models_markdown(file["records"]),
+    **dict.fromkeys(report.PICTURED, lambda file: report.shares_markdown(file["records"])),
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling_tables.scaling_markdown,
@@ -219,8 +219,8 @@ def draw(folder: Path) -> list[Path]:
         drawn.append(folder / "lead.png")
     for path in sorted(folder.glob("*.json")):
         file, picture = load(path), path.with_suffix(".png")
-        if path.stem == "norms_models":
-            drawn += [picture] if report.plot_models(file, picture) else []
+        if path.stem in report.PICTURED:
+            drawn += [picture] if report.plot_shares(file, picture) else []
         elif path.stem in ("host", "memory", "scaling"):
             plot = {"host": host.plot, "memory": memory.plot, "scaling": scaling_tables.plot}[path.stem]
             drawn += [found for found in (plot(file, folder),) if found]

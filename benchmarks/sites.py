@@ -20,21 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import command
-from benchmarks.cases import DIRECTIONS, DTYPES, FORWARD, TOLERANCE, WrongResult
-from benchmarks.command import Record
-from benchmarks.norms import record_of
+from benchmarks import bandwidth, command
+from benchmarks.bandwidth import Cell, Task, contender
+from benchmarks.cases import DIRECTIONS, DTYPES, FORWARD, TOLERANCE, near
 from benchmarks.providers import compiled
 from measure import timing
-from measure.progress import progress, show_current
-from measure.tables import aligned
 from ops import Norm, norm_fn
 from ops.reference import NORMS
 
 EPS, DROPOUT = 1e-6, 0.1
 WIDTHS = (768, 1152, 2304, 3584, 4608, 5376)
-CELL = ("case", "direction", "residual_dtype", "weight_dtype", "M", "N")
-ROUNDS = (9, 7)
 
 
 @dataclass(frozen=True)
@@ -175,21 +170,6 @@ PROVIDERS: dict[str, Callable[[Case], Function | None]] = {
 }  # fmt: skip
 
 
-# ---- measurement ------------------------------------------------------------------------------------------------------------
-
-
-def contender(name: str, function: Function, case: Case, direction: str, sets: Sequence[Inputs]) -> timing.Contender:
-    """One direction on all sets. Forward runs with gradients on, as in training: what backward needs is stored."""
-
-    def build() -> Sequence[timing.Call]:
-        check(case, sets[0], function)
-        if direction == FORWARD:
-            return [partial(function, inputs) for inputs in sets]
-        return [partial(torch.autograd.grad, function(i), i.leaves, i.upstream, retain_graph=True) for i in sets]
-
-    return timing.Contender(name, build)
-
-
 CHECKED = 64  # rows
 
 
@@ -213,54 +193,26 @@ def check(case: Case, inputs: Inputs, function: Function) -> None:
     pairs = list(zip(outputs, expected, strict=True))
     gradients = torch.autograd.grad(outputs, small.leaves, small.upstream)
     pairs += zip(gradients, torch.autograd.grad(expected, exact.leaves, exact.upstream), strict=True)
-    for at, (found, right) in enumerate(pairs):
-        error = ((found.double() - right).norm() / right.norm()).item()
-        if not error <= TOLERANCE * (1 if found.dim() == 2 else 10):  # a scalar's gradient is a sum in which most cancels
-            raise WrongResult(f"result {at} is off by {error:.1e} of its norm, at most {TOLERANCE:.0e} is rounding")
+    for at, (found, right) in enumerate(pairs):  # a scalar's gradient is a sum in which most cancels
+        near(f"result {at}", found, right, TOLERANCE if found.dim() == 2 else 10 * TOLERANCE)
 
 
-def measure(
-    name: str, M: int, N: int, stream: str, weights: str, names: Sequence[str], device: torch.device, rounds: int, copy: float
-) -> list[Record]:
-    torch._dynamo.reset()
-    case, found = CASES[name], []
-    functions = {provider: made for provider in names if (made := PROVIDERS[provider](case)) is not None}
-    for direction in DIRECTIONS:
-        bytes_ = minimum_bytes(case, direction, M, N, DTYPES[stream])
-        sets = make_inputs(case, M, N, DTYPES[stream], DTYPES[weights], timing.rotating_sets(bytes_, device), device)
-        contenders = [contender(provider, function, case, direction, sets) for provider, function in functions.items()]
-        outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=True)
-        cell = {"case": name, "direction": direction, "residual_dtype": stream, "weight_dtype": weights, "M": M, "N": N}
-        found += [
-            {**cell, "provider": provider, **record_of(outcome, outcomes.get("ours"), bytes_, copy)}
-            for provider, outcome in outcomes.items()
-        ]
-        del contenders, sets
-        timing.free_memory(device)
-    return found
+def task(name: str, M: int, N: int, stream: str, weights: str) -> Task:
+    case = CASES[name]
 
+    def cell(direction: str) -> Cell:
+        def contenders(functions: dict[str, Function], count: int, device: torch.device) -> list[timing.Contender]:
+            sets = make_inputs(case, M, N, DTYPES[stream], DTYPES[weights], count, device)
+            return [contender(who, of, direction, sets, partial(check, case)) for who, of in functions.items()]
 
-def table(records: Sequence[Record]) -> str:
-    """A row for each cell: our share of copy bandwidth, and every other's time over ours."""
-    cells: dict[tuple[Any, ...], dict[str, Record]] = {}
-    for record in records:
-        cells.setdefault(tuple(record[key] for key in CELL), {})[record["provider"]] = record
-    others = [name for name in PROVIDERS if name != "ours" and any(name in of for of in cells.values())]
-    rows = []
-    for (case, direction, stream, weights, _, N), of in cells.items():
-        mine = of.get("ours", {})
-        row = [case, direction, f"{stream} / {weights}", str(N)]
-        row += [f"{mine['us']:.1f}", f"{mine['share']:.3f}"] if mine.get("us") else ["–", "–"]
-        rows.append(row + [f"{r['times_ours']:.2f}" if (r := of.get(name, {})).get("times_ours") else "–" for name in others])
-    heads = ["case", "direction", "stream / weights", "N", "ours, µs", "share", *(f"{name} / ours" for name in others)]
-    return aligned(heads, rows, left=3)
+        facts = {"case": name, "direction": direction, "residual_dtype": stream, "weight_dtype": weights, "M": M, "N": N}
+        return Cell(facts, minimum_bytes(case, direction, M, N, DTYPES[stream]), contenders)
 
-
-# ---- program ----------------------------------------------------------------------------------------------------------------
+    return Task(lambda provider: PROVIDERS[provider](case), [cell(direction) for direction in DIRECTIONS])
 
 
 def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = command.parser("sites", __doc__.splitlines()[0], ROUNDS)
+    parser = bandwidth.parser("sites", __doc__.splitlines()[0], PROVIDERS)
     parser.add_argument(
         "--case", nargs="+", choices=tuple(CASES), default=list(CASES), metavar="CASE", help=f"of {', '.join(CASES)}"
     )
@@ -272,8 +224,7 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="the stream (both)")
     parser.add_argument("--weights", nargs="+", choices=("bf16", "fp32"), default=["fp32"], help="(fp32)")
     parser.add_argument("--elements", type=command.positive, default=2**26, help="of a tensor (2^26)")
-    parser.add_argument("--provider", nargs="+", choices=tuple(PROVIDERS), metavar="NAME", help=f"of {', '.join(PROVIDERS)}")
-    options = command.parse(parser, argv, ROUNDS)
+    options = command.parse(parser, argv, bandwidth.ROUNDS)
     if options.random and options.width:
         parser.error("--random draws the widths; leave --width out")
     drawn = [64 * n for n in random.Random(options.seed).sample(range(10, 85), min(options.random or 1, 75))]
@@ -281,46 +232,17 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     return parser, options
 
 
-def importable(asked: Sequence[str] | None) -> list[str]:
-    """Those that can be imported. One that was asked for and can't ends the program."""
-    names = list(asked or PROVIDERS)
-    if "liger-kernel" in names:
-        try:
-            import_module("liger_kernel.ops.dyt")
-        except Exception as error:  # without a GPU it fails in other ways than by ImportError
-            print(f"missing: liger-kernel ({type(error).__name__}: {error})".splitlines()[0], file=sys.stderr)
-            if asked:
-                raise SystemExit("--provider: not importable here; see above") from None
-            names.remove("liger-kernel")
-    return names
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
-    device = command.pick_device(parser, options)
-    names = importable(options.provider)
-    results = command.open_results("sites", options, device, names, argv)
-    todo = [
-        (case, width, stream, weights)
+    tasks = [
+        task(case, command.rows_on(options.device, max(1, options.elements // width)), width, stream, weights)
         for case in options.case
         for width in options.width
         for stream in options.residual
         for weights in options.weights
     ]
-    with timing.side_stream(device), progress(len(todo), "sites") as bar:
-        copy = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
-        timing.free_memory(device)
-        for case, width, stream, weights in todo:
-            show_current(bar, f"{case} {width}")
-            rows = command.rows_on(options.device, max(1, options.elements // width))
-            results.add(measure(case, rows, width, stream, weights, names, device, options.rounds, copy))
-            bar.update()
-    records = results.finish()["records"]
-    print(table(records))
-    for record in records:
-        if record.get("error"):
-            print(f"failed: {record['provider']}, {record['case']} {record['direction']}: {record['error']}")
+    bandwidth.run("sites", parser, options, argv, command.importable(options.provider, PROVIDERS), tasks)
 
 
 if __name__ == "__main__":

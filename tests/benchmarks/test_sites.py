@@ -21,7 +21,7 @@ def test_records_have_shares_and_ratios_for_each_case_and_direction(tmp_path, ca
         (case, direction, stream) for case in CASES for direction in ("forward", "backward") for stream in ("bf16", "fp32")
     }
     assert all(r["share"] > 0 for r in records)
-    assert "torch / ours" in capsys.readouterr().out
+    assert "norm+add+norm, fp32 stream, fp32 weights, backward 64×64" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

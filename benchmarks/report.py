@@ -1,4 +1,4 @@
-"""Tables and pictures of the norms' records, and what the kernels are held to; bars for host.py and memory.py."""
+"""Tables and pictures of records with shares of copy bandwidth; bars for host.py and memory.py."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ def label(case: str, residual: str | None = None) -> str:
 
 def rows_label(rows: set[int]) -> str:
     """32768 rows; or with fewer of the wide ones: 32768 rows, 8192 of the widest."""
-    return f"{max(rows)} rows" if len(rows) == 1 else f"{max(rows)} rows, {min(rows)} of the widest"
+    return f"{max(rows)} rows" + (f", {min(rows)} of the widest" if len(rows) > 1 else "")
 
 
 Size = tuple[int, ...]
@@ -36,13 +36,14 @@ def size_of(record: Record) -> Size:
     """What makes a row of a table: a width; of losses rows too; of rotary positions the heads and their width."""
     if "heads" in record:
         return record["heads"], record["kv_heads"], record["D"]
-    return (record["M"], record["N"]) if record["case"] == "cross_entropy" else (record["N"],)
+    return (record["M"], record["N"]) if "dtype" in record else (record["N"],)  # of losses
 
 
 def size_label(size: Size) -> str:
     if len(size) == 3:
         return "{}/{} × {}".format(*size)
-    return " × ".join(map(str, size)) + (f", {MODEL_WIDTHS[size[0]]}" if size[0] in MODEL_WIDTHS else "")
+    model = MODEL_WIDTHS.get(size[0]) if len(size) == 1 else None
+    return " × ".join(map(str, size)) + (f", {model}" if model else "")
 
 
 def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str | None, str | None], dict[Size, dict[str, Record]]]:
@@ -202,15 +203,12 @@ LEVEL = 0.98  # of our time: whoever takes less is ahead
 
 def behind_summary(records: Sequence[Record]) -> str:
     """The cells where another library, or another revision of ours, is faster by its whole interval."""
-    lines = []
-    cells = by_cell(records)
-    for who in ("the fastest other", "before"):
-        found = []
-        for providers in cells:
-            other = providers.get("before") if who == "before" else best_peer(providers)
-            if other and "ours" in providers and (other.get("times_ours_95") or [1, 1])[1] < LEVEL:
-                found.append(f"  {cell_label(other)}: {other['provider']} {ratio(other)}")
-        lines += [f"more than {1 - LEVEL:.0%} behind {who}: {len(found)} of {len(cells)} cells", *found]
+    lines, cells = [], by_cell(records)
+    for who in ("the fastest other", *(["before"] if any("before" in cell for cell in cells) else [])):
+        others = [cell.get("before") if who == "before" else best_peer(cell) for cell in cells if "ours" in cell]
+        behind = [other for other in others if other and (other.get("times_ours_95") or [1, 1])[1] < LEVEL]
+        lines.append(f"more than {1 - LEVEL:.0%} behind {who}: {len(behind)} of {len(cells)} cells")
+        lines += [f"  {cell_label(other)}: {other['provider']} {ratio(other)}" for other in behind]
     return "\n".join(lines)
 
 
@@ -244,8 +242,8 @@ def plot_shares(file: dict[str, Any], path: Path, stream: str = "fp32") -> bool:
     axes.set_ylabel("% of copy bandwidth")
     bare(axes, "y")
     what = f"{label(case)} {direction}".replace("both", "forward and backward")
-    dtypes = f"x in bf16, stream and weights in {stream}" if "residual_dtype" in records[0] else "in bf16"
-    rows = "" if case == "cross_entropy" else f", {rows_label({r['M'] for r in records})}"
+    dtypes = f"x in bf16, stream and weights in {stream}" if "residual_dtype" in records[0] else "bf16"
+    rows = "" if len(sizes[0]) == 2 else f", {rows_label({r['M'] for r in records})}"
     finish(figure, [axes], f"{what}: {dtypes}{rows}", {"environment": file["environment"], "records": records}, path)
     return True
 

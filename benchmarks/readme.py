@@ -9,7 +9,7 @@ python -m benchmarks.readme --check    fails if a table is not what the records 
 
 Words behind the GPU's name choose rows: of `norms_models` widths; of `ablation` and `headline` records, or of a record the
 cells of this override or mode. `headline` has a line for each cell, before → after. `versions` is one sentence on the records
-of a GPU.
+of a GPU. The block of `sites`, `rotary` or `losses` has its picture too, and says so where that is not recorded.
 
 The line under a table names GPU, versions and revision, and says if what was measured has changed since (measure/sources.py).
 """
@@ -38,6 +38,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling_tables.scaling_markdown,
+}
+# Records whose block has the picture in it too, and which a page may name before they are there.
+OWN_PICTURE = {
+    "sites": "norm+add+norm, backward",
+    "rotary": "RMSNorm and rotary positions, backward",
+    "losses": "cross-entropy, forward and backward",
 }
 Cell = dict[str, Any]  # of a report.json
 
@@ -201,13 +207,16 @@ def content(name: str, folder: Path, words: Sequence[str], root: str, before: st
     path = folder / f"{name}.json"
     if name not in TABLES:
         raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and versions")
+    if name in OWN_PICTURE and folder.is_dir() and not path.exists():
+        return [f"Not recorded on {folder.name} yet: `python -m benchmarks.records {name}` records it."]
     if not path.exists():
         raise ResultsError(f"{path} is not there; run python -m benchmarks.records, or remove the marker")
     if words and name != "norms_models":
         raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
     table = report.by_width(file["records"], words) if words else TABLES[name](file)
-    return [table, machine(file["environment"]), changed(name, {name: file["environment"]}, before)]
+    parts = [table, machine(file["environment"]), changed(name, {name: file["environment"]}, before)]
+    return [*parts, f"![{OWN_PICTURE[name]}: % of copy bandwidth]({root}/{name}.png)"] if name in OWN_PICTURE else parts
 
 
 def draw(folder: Path) -> list[Path]:

@@ -24,11 +24,6 @@ def label(case: str, residual: str | None = None) -> str:
     return f"{name}, {residual} stream" if residual else name
 
 
-def rows_label(rows: set[int]) -> str:
-    """32768 rows; or with fewer of the wide ones: 32768 rows, 8192 of the widest."""
-    return f"{max(rows)} rows" + (f", {min(rows)} of the widest" if len(rows) > 1 else "")
-
-
 Size = tuple[int, ...]
 
 
@@ -242,8 +237,9 @@ def plot_shares(file: dict[str, Any], path: Path, stream: str = "fp32") -> bool:
     axes.set_ylabel("% of copy bandwidth")
     bare(axes, "y")
     what = f"{label(case)} {direction}".replace("both", "forward and backward")
-    dtypes = f"x in bf16, stream and weights in {stream}" if "residual_dtype" in records[0] else "bf16"
-    rows = "" if len(sizes[0]) == 2 else f", {rows_label({r['M'] for r in records})}"
+    dtypes = f"x bf16, stream and weights {stream}" if "residual_dtype" in records[0] else "bf16"
+    rows = " to ".join(map(str, dict.fromkeys(f([r["M"] for r in records]) for f in (min, max))))
+    rows = {1: f", {rows} rows", 2: "", 3: f", {rows} tokens"}[len(sizes[0])]
     finish(figure, [axes], f"{what}: {dtypes}{rows}", {"environment": file["environment"], "records": records}, path)
     return True
 

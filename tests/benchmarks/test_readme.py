@@ -70,6 +70,17 @@ def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
         rewritten(marker, folder)
 
 
+def test_a_record_that_a_page_may_name_early_is_a_sentence_until_it_is_there_and_then_a_table_with_its_picture(folder):
+    assert "Not recorded on nvidia-h200 yet: `python -m benchmarks.records sites`" in rewritten("sites nvidia-h200", folder)
+    cell = {"residual": "fp32", "weights": "fp32", "direction": "backward"}
+    file = folder / "nvidia-h200" / "sites.json"
+    write(file, *(norm("norm_add_norm", 2304, name, share, **cell) for name, share in (("ours", 0.9), ("compile", 0.4))))
+    text = rewritten("sites nvidia-h200", folder)
+    assert "| backward, N = | norm+add+norm |" in text and "| 2304, Gemma 2 2B | **90** / 40 compile |" in text
+    assert "![norm+add+norm, backward: % of copy bandwidth](results/nvidia-h200/sites.png)" in text
+    assert folder / "nvidia-h200" / "sites.png" in readme.draw(folder / "nvidia-h200")
+
+
 def recorded(folder, name):
     """The first cell of a record."""
     return json.loads((folder / "nvidia-h200" / "ablation" / name / "report.json").read_text())["cells"][0]

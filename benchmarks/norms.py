@@ -88,7 +88,7 @@ def contenders(
         contender(name, function, direction, sets, check, case.name in PROVIDERS[name].overwrites_dy)
         for name, function in functions.items()
     ]
-    if device.type == "cuda":
+    if device.type == "cuda" and case.plain:
         from benchmarks import kernels  # a kernel: without a GPU there may be no Triton either
 
         found.append(kernels.traffic_contender(case, direction, sets))

@@ -5,17 +5,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
+from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, SITES
 from benchmarks.command import Record, ResultsError
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
 from measure import plots
 from measure.plots import ARMS, DPI, GREY, bare, legend_below, pyplot
 from measure.tables import NOTHING, aligned, compact_markdown, machine
 
-LABELS_OF_CASES = {name: case.label for name, case in CASES.items()} | {
-    "norm_add_norm": "norm+add+norm", "norm_add": "norm+add", "dropout_norm_add": "norm+dropout+add", "ln_add_ln": "LN+add+LN",
-    "add_dyt": "add+DyT", "add_derf": "add+Derf", "rotary": "rotary", "rms_rotary": "RMS+rotary", "ln_rotary": "LN+rotary",
-    "log_softmax": "log-softmax", "cross_entropy": "cross-entropy",
+LABELS_OF_CASES = {name: case.label for name, case in (CASES | SITES).items()} | {
+    "rotary": "rotary", "rms_rotary": "RMS+rotary", "ln_rotary": "LN+rotary",
+    "softmax": "softmax", "log_softmax": "log-softmax", "cross_entropy": "cross-entropy",
 }  # fmt: skip
 
 
@@ -31,7 +30,7 @@ def size_of(record: Record) -> Size:
     """What makes a row of a table: a width; of losses rows too; of rotary positions the heads and their width."""
     if "heads" in record:
         return record["heads"], record["kv_heads"], record["D"]
-    return (record["M"], record["N"]) if "dtype" in record else (record["N"],)  # of losses
+    return (record["M"], record["N"]) if "dtype" in record else (record["N"],)
 
 
 def size_label(size: Size) -> str:

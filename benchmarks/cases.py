@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from ops import Norm
+from ops.reference import NORMS
 
 FORWARD, BACKWARD = DIRECTIONS = ("forward", "backward")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -22,26 +24,45 @@ MAX_ELEMENTS = 2**29
 
 @dataclass(frozen=True)
 class Case:
-    """y = norm(x), or prenorm: r = residual + dropout(x), y = norm(r), both returned."""
+    """y = N(x), or prenorm: r = residual + dropout(B(x)), y = N(r), both returned, or r alone where y is the same."""
 
     name: str
     label: str
-    rms: bool
-    add: bool
-    dropout: bool
+    norm: Norm
+    add: bool = True
+    dropout: bool = False
+    branch: Norm = Norm.none
+
+    @property
+    def rms(self) -> bool:
+        return self.norm == Norm.rmsnorm
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one of the norms that other libraries have."""
+        return self.branch == Norm.none and self.norm in (Norm.layernorm, Norm.rmsnorm)
 
 
-CASES = {
-    case.name: case
-    for case in (
-        Case("ln", "LN", rms=False, add=False, dropout=False),
-        Case("rms", "RMS", rms=True, add=False, dropout=False),
-        Case("add_ln", "add+LN", rms=False, add=True, dropout=False),
-        Case("add_rms", "add+RMS", rms=True, add=True, dropout=False),
-        Case("dropout_add_ln", "dropout+add+LN", rms=False, add=True, dropout=True),
-        Case("dropout_add_rms", "dropout+add+RMS", rms=True, add=True, dropout=True),
-    )
-}
+def _by_name(*cases: Case) -> dict[str, Case]:
+    return {case.name: case for case in cases}
+
+
+CASES = _by_name(
+    Case("ln", "LN", Norm.layernorm, add=False),
+    Case("rms", "RMS", Norm.rmsnorm, add=False),
+    Case("add_ln", "add+LN", Norm.layernorm),
+    Case("add_rms", "add+RMS", Norm.rmsnorm),
+    Case("dropout_add_ln", "dropout+add+LN", Norm.layernorm, dropout=True),
+    Case("dropout_add_rms", "dropout+add+RMS", Norm.rmsnorm, dropout=True),
+)
+SITES = _by_name(
+    Case("norm_add_norm", "norm+add+norm", Norm.rmsnorm, branch=Norm.rmsnorm),
+    Case("norm_add", "norm+add", Norm.none, branch=Norm.rmsnorm),
+    Case("dropout_norm_add", "norm+dropout+add", Norm.none, dropout=True, branch=Norm.rmsnorm),
+    Case("ln_add_ln", "LN+add+LN", Norm.layernorm, branch=Norm.layernorm),
+    Case("add_dyt", "add+DyT", Norm.dyt),
+    Case("add_derf", "add+Derf", Norm.derf),
+)
 
 
 @dataclass(frozen=True)
@@ -55,26 +76,41 @@ class Setting:
     eps: float = 1e-5
 
 
+Parameters = tuple[Tensor | None, Tensor | None, Tensor | None]  # of a norm: weight, bias [width], learned scalars
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """One set of tensors, [rows, width] but for the weights."""
+    """One set of tensors, [rows, width] but for the parameters."""
 
     x: Tensor
     residual: Tensor | None
-    weight: Tensor
-    bias: Tensor | None  # LayerNorm only
-    dy: Tensor
+    of_norm: Parameters
+    of_branch: Parameters
+    dy: Tensor | None  # None where y is r
     dr: Tensor | None  # upstream gradient of the new residual stream
     seed: Tensor  # one int64: for the contender that is handed its dropout seed, as a model hands it out
 
     @property
+    def weight(self) -> Tensor | None:
+        return self.of_norm[0]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.of_norm[1]
+
+    @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors that get gradients, in the order x, residual, weight, bias."""
-        return tuple(t for t in (self.x, self.residual, self.weight, self.bias) if t is not None)
+        """The tensors that get gradients, in the order x, residual, weight, bias, scalars, those of the branch."""
+        return tuple(t for t in (self.x, self.residual, *self.of_norm, *self.of_branch) if t is not None)
 
     @property
     def upstream(self) -> tuple[Tensor, ...]:
-        return (self.dy,) if self.dr is None else (self.dy, self.dr)
+        return tuple(t for t in (self.dy, self.dr) if t is not None)
+
+
+def y_is_r(case: Case, x_bytes: int, residual_bytes: int) -> bool:
+    return case.norm == Norm.none and x_bytes == residual_bytes
 
 
 def capped_rows(rows: int, width: int, most: int = MAX_ELEMENTS) -> int:
@@ -91,18 +127,26 @@ def make_inputs(
     def normal(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype, generator=generator)
 
-    # Near 1 and 0, as in training; exact ones and zeros would hide a forgotten weight from the check of results.
-    weight = (1 + 0.1 * normal((width,), torch.float32)).to(setting.weight_dtype).requires_grad_()
-    bias = None if case.rms else (0.1 * normal((width,), torch.float32)).to(setting.weight_dtype).requires_grad_()
-    shape = (rows, width)
+    def parameters(norm: Norm) -> Parameters:
+        """Near 1 and 0, as in training; exact ones and zeros would hide a forgotten weight from the check of results."""
+        if norm == Norm.none:
+            return None, None, None
+        weight = 1 + 0.1 * normal((width,), torch.float32)
+        bias = None if norm == Norm.rmsnorm else 0.1 * normal((width,), torch.float32)
+        scalars = 0.5 + 0.1 * normal((norm.scalars,), torch.float32) if norm.scalars else None
+        w, b, s = (None if t is None else t.to(setting.weight_dtype).requires_grad_() for t in (weight, bias, scalars))
+        return w, b, s
+
+    of_norm, of_branch, shape = parameters(case.norm), parameters(case.branch), (rows, width)
     residual_dtype = setting.residual_dtype if case.add else None
+    same = residual_dtype is not None and y_is_r(case, setting.x_dtype.itemsize, residual_dtype.itemsize)
     return [
         Inputs(
             x=normal(shape, setting.x_dtype).requires_grad_(),
             residual=None if residual_dtype is None else normal(shape, residual_dtype).requires_grad_(),
-            weight=weight,
-            bias=bias,
-            dy=normal(shape, setting.x_dtype),
+            of_norm=of_norm,
+            of_branch=of_branch,
+            dy=None if same else normal(shape, setting.x_dtype),
             dr=None if residual_dtype is None else normal(shape, residual_dtype),
             seed=torch.full((1,), seed + index, dtype=torch.int64, device=device),
         )
@@ -115,24 +159,23 @@ def minimum_bytes(
 ) -> int:
     """Bytes that any implementation must move: each large tensor read once or written once.
 
-        forward    x, y                            and with a residual stream: residual, r
+        forward    x, y                            and with a residual stream: residual, r; y not where it is r
         backward   dy, r, dx                       without a residual stream (r is x)
-                   dy, r, d residual_out, d residual   with one; dx is the same tensor as d residual where the dtypes are
-                                                   equal and nothing is dropped, otherwise one more
+                   dy, d residual_out, d residual   with one; r where it has a norm, x where the branch has one; dx is the same
+                                                   tensor as d residual where the dtypes are equal, nothing is dropped and
+                                                   the branch has no norm, otherwise one more
 
     x, y, dy and dx take `x_bytes` an element; residual, r and their gradients `residual_bytes`. Weights, their gradients,
     statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
     """
-    if residual_bytes is None:
-        residual_bytes = x_bytes
+    if not case.add:
+        return rows * width * x_bytes * (2 if direction == FORWARD else 3)
+    stream = x_bytes if residual_bytes is None else residual_bytes
+    y, branch = 0 if y_is_r(case, x_bytes, stream) else x_bytes, case.branch != Norm.none
     if direction == FORWARD:
-        per_element = 2 * x_bytes + (2 * residual_bytes if case.add else 0)
-    elif not case.add:
-        per_element = 3 * x_bytes
-    else:
-        separate_dx = case.dropout or residual_bytes != x_bytes
-        per_element = x_bytes + 3 * residual_bytes + (x_bytes if separate_dx else 0)
-    return rows * width * per_element
+        return rows * width * (x_bytes + 2 * stream + y)
+    separate_dx = case.dropout or branch or stream != x_bytes
+    return rows * width * (y + stream * (3 if case.norm != Norm.none else 2) + x_bytes * (branch + separate_dx))
 
 
 @dataclass(frozen=True)
@@ -171,17 +214,19 @@ class WrongResult(ValueError):
 
 def check_forward(case: Case, setting: Setting, inputs: Inputs, outputs: tuple[Tensor, ...]) -> Tensor | None:
     """Returns the factor of dropout, [ROWS, width], or None without a residual stream. Raises WrongResult."""
-    expected = 2 if case.add else 1
+    expected = len(inputs.upstream)
     if len(outputs) != expected:
         raise WrongResult(f"{len(outputs)} outputs, expected {expected}")
-    _same("y", outputs[0], inputs.x)
-    if not case.add:
-        _near("y", outputs[0], _norm(case, setting, inputs, inputs.x[:ROWS].double()))
+    if inputs.dy is not None:
+        _same("y", outputs[0], inputs.x)
+    if inputs.residual is None:
+        near("y", outputs[0], _norm(case.norm, setting, inputs.of_norm, inputs.x.detach()[:ROWS].double()))
         return None
 
-    assert inputs.residual is not None
-    _same("residual stream", outputs[1], inputs.residual)
-    x, residual, r = (t.detach()[:ROWS].double() for t in (inputs.x, inputs.residual, outputs[1]))
+    _same("residual stream", outputs[-1], inputs.residual)
+    x, residual, r = (t.detach()[:ROWS].double() for t in (inputs.x, inputs.residual, outputs[-1]))
+    if case.branch != Norm.none:  # rounded to x's dtype by who computes it apart
+        x = _norm(case.branch, setting, inputs.of_branch, x)
     factor = torch.ones_like(x)
     if case.dropout:
         scale = 1 / (1 - setting.dropout_p)
@@ -193,8 +238,9 @@ def check_forward(case: Case, setting: Setting, inputs: Inputs, outputs: tuple[T
         slack = 6 * (p * (1 - p) / kept.numel()) ** 0.5 + 0.01  # six standard deviations, and p in steps of 1/65536 or coarser
         if abs(dropped - p) > slack:
             raise WrongResult(f"{dropped:.3f} of x was dropped, expected {p} ± {slack:.3f}")
-    _near("residual stream", r, residual + factor.nan_to_num(0) * x)
-    _near("y", outputs[0], _norm(case, setting, inputs, r))
+    near("residual stream", r, residual + factor.nan_to_num(0) * x)
+    if inputs.dy is not None:
+        near("y", outputs[0], _norm(case.norm, setting, inputs.of_norm, r))
     return factor
 
 
@@ -206,27 +252,31 @@ def check_backward(
     gradients: tuple[Tensor | None, ...],
     factor: Tensor | None,
 ) -> None:
-    """Compares the gradients of x and the residual; those of the weights must be finite. Raises WrongResult."""
+    """Compares the gradients of x and the residual; those of the parameters must be finite. Raises WrongResult."""
     for leaf, gradient in zip(inputs.leaves, gradients, strict=True):
         if gradient is None or gradient.shape != leaf.shape or not gradient[:ROWS].isfinite().all():
             raise WrongResult(f"the gradient of an input of shape {tuple(leaf.shape)} is missing, misshapen or not finite")
-    r = (outputs[1] if case.add else inputs.x).detach()[:ROWS].double().requires_grad_()
-    (dz,) = torch.autograd.grad(_norm(case, setting, inputs, r), r, inputs.dy[:ROWS].double())
+    dz = torch.zeros((), dtype=torch.float64, device=inputs.x.device)
+    if inputs.dy is not None:
+        r = (outputs[-1] if case.add else inputs.x).detach()[:ROWS].double().requires_grad_()
+        y = _norm(case.norm, setting, inputs.of_norm, r)
+        (dz,) = torch.autograd.grad(y, r, inputs.dy[:ROWS].double())
     if inputs.dr is not None:
         dz = dz + inputs.dr[:ROWS].double()
-        _near("gradient of the residual", gradients[1], dz)
+        near("gradient of the residual", gradients[1], dz)
     dx = gradients[0]
     if factor is not None and dx is not None:
-        scale = 1 / (1 - setting.dropout_p)
-        dz = dz * torch.where(factor.isnan(), (dx[:ROWS] != 0) * scale, factor)
-    _near("gradient of x", dx, dz)
+        dz = dz * torch.where(factor.isnan(), (dx[:ROWS] != 0) / (1 - setting.dropout_p), factor)
+    if case.branch != Norm.none:
+        x = inputs.x.detach()[:ROWS].double().requires_grad_()
+        (dz,) = torch.autograd.grad(_norm(case.branch, setting, inputs.of_branch, x), x, dz)
+    if not case.dropout or case.branch == Norm.none:  # behind a norm, dx does not tell what forward could not
+        near("gradient of x", dx, dz)
 
 
-def _norm(case: Case, setting: Setting, inputs: Inputs, r: Tensor) -> Tensor:
-    weight = inputs.weight.detach().double()
-    if case.rms or inputs.bias is None:
-        return F.rms_norm(r, weight.shape, weight, setting.eps)
-    return F.layer_norm(r, weight.shape, weight, inputs.bias.detach().double(), setting.eps)
+def _norm(norm: Norm, setting: Setting, parameters: Parameters, r: Tensor) -> Tensor:
+    weight, bias, scalars = (None if t is None else t.detach().double() for t in parameters)
+    return NORMS[norm](r, weight, bias, setting.eps, scalars)
 
 
 def _same(name: str, out: Tensor, like: Tensor) -> None:
@@ -234,9 +284,12 @@ def _same(name: str, out: Tensor, like: Tensor) -> None:
         raise WrongResult(f"{name} is {out.dtype} {tuple(out.shape)}, expected {like.dtype} {tuple(like.shape)}")
 
 
-def _near(name: str, out: Tensor | None, reference: Tensor) -> None:
-    assert out is not None
-    reference = reference.detach()
-    error = ((out.detach()[:ROWS].double() - reference).norm() / reference.norm()).item()
-    if not error <= TOLERANCE:
-        raise WrongResult(f"{name} is off by {error:.1e} of its norm, at most {TOLERANCE:.0e} is rounding")
+def near(name: str, out: Tensor | None, reference: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Compares with a reference, which may be of the first rows alone. Raises WrongResult."""
+    if out is None:
+        raise WrongResult(f"{name} is missing")
+    out, reference = out.detach(), reference.detach().double()
+    out = out if out.shape == reference.shape else out[: len(reference)]
+    error = ((out.double() - reference).norm() / reference.norm()).item()
+    if not error <= tolerance:
+        raise WrongResult(f"{name} is off by {error:.1e} of its norm, at most {tolerance:.0e} is rounding")

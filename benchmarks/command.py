@@ -62,8 +62,8 @@ def rows_on(device: str, rows: int) -> int:
     return rows if device == "cuda" else CPU_ROWS
 
 
-def add_providers(parser: argparse.ArgumentParser) -> None:
-    known = [name for name in providers.PROVIDERS if name != "before"]
+def add_providers(parser: argparse.ArgumentParser, known: Iterable[str] = providers.PROVIDERS) -> None:
+    known = [name for name in known if name != "before"]
     parser.add_argument(
         "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
     )

@@ -14,32 +14,41 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import command, report
-from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, Shape, capped_rows, make_inputs, minimum_bytes
+from benchmarks import bandwidth, command
+from benchmarks.bandwidth import Cell, Task, contender, run
+from benchmarks.cases import (
+    BACKWARD,
+    CASES,
+    DIRECTIONS,
+    MODEL_WIDTHS,
+    Inputs,
+    Shape,
+    capped_rows,
+    check_backward,
+    check_forward,
+    make_inputs,
+    minimum_bytes,
+)
 from benchmarks.command import Record
-from benchmarks.providers import PEERS, PROVIDERS, Function, compile_in_processes, contender, functions_of, load_before
+from benchmarks.providers import PEERS, PROVIDERS, Function, compile_in_processes, functions_of, load_before
 from measure import timing
-from measure.progress import progress, show_current
-
-ROUNDS = (9, 7)  # many cells in little time
 
 
 def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = command.parser("norms", __doc__.splitlines()[0], ROUNDS)
+    parser = bandwidth.parser("norms", __doc__.splitlines()[0])
     add_shape_options(parser)
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, default=list(DIRECTIONS), help="(both)")
     parser.add_argument("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
-    command.add_providers(parser)
     parser.add_argument(
         "--before", type=Path, metavar="PATH", help="folder of another revision's ops/, timed in the same rounds as `before`"
     )
-    options = command.parse(parser, argv, ROUNDS)
+    options = command.parse(parser, argv, bandwidth.ROUNDS)
     settle_shapes(parser, options)
     return parser, options
 
@@ -51,39 +60,42 @@ def providers_of(options: argparse.Namespace) -> list[str]:
     return names if options.before is None else [*names, "before"]
 
 
-def measure_shape(
-    shape: Shape,
-    directions: Sequence[str],
-    functions: dict[str, Function],
-    device: torch.device,
-    rounds: int,
-    copy_gb_per_s: float,
-) -> Iterator[list[Record]]:
-    """The records of each direction in turn."""
-    setting = shape.setting
-    for direction in directions:
-        bytes_ = bytes_of(shape, direction)
-        count = timing.rotating_sets(bytes_, device)
-        sets = make_inputs(shape.case, setting, shape.rows, shape.width, count, device)
-        contenders = [
-            contender(name, function, shape.case, setting, direction, sets, shape.case.name in PROVIDERS[name].overwrites_dy)
-            for name, function in functions.items()
-        ]
-        if device.type == "cuda":
-            from benchmarks import kernels  # a kernel: without a GPU there may be no Triton either
+def task(shape: Shape) -> Task:
+    case, setting = shape.case, shape.setting
 
-            contenders.append(kernels.traffic_contender(shape.case, direction, sets))
-        outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=True)
-        del contenders, sets
-        timing.free_memory(device)
-        cell = cell_of(shape, direction)
-        yield [
-            {**cell, "provider": name, **record_of(outcome, outcomes.get("ours"), bytes_, copy_gb_per_s), "sets": count}
-            for name, outcome in outcomes.items()
-        ]
+    def make(name: str) -> Function | None:
+        return functions_of(case, setting, [name], shape.width).get(name)
+
+    return Task(make, [Cell(facts_of(shape, d), bytes_of(shape, d), partial(contenders, shape, d)) for d in DIRECTIONS])
 
 
-def cell_of(shape: Shape, direction: str) -> Record:
+def contenders(
+    shape: Shape, direction: str, functions: dict[str, Function], count: int, device: torch.device
+) -> list[timing.Contender]:
+    """The functions, and on a GPU the kernel that only moves the tensors."""
+    case, setting = shape.case, shape.setting
+    sets = make_inputs(case, setting, shape.rows, shape.width, count, device)
+
+    def check(inputs: Inputs, function: Function) -> None:
+        outputs = function(inputs)
+        factor = check_forward(case, setting, inputs, outputs)
+        if direction == BACKWARD:
+            upstream = [t.clone() for t in inputs.upstream]  # a backward may overwrite it
+            gradients = torch.autograd.grad(outputs, inputs.leaves, upstream, allow_unused=True)
+            check_backward(case, setting, inputs, outputs, gradients, factor)
+
+    found = [
+        contender(name, function, direction, sets, check, case.name in PROVIDERS[name].overwrites_dy)
+        for name, function in functions.items()
+    ]
+    if device.type == "cuda" and case.plain:
+        from benchmarks import kernels  # a kernel: without a GPU there may be no Triton either
+
+        found.append(kernels.traffic_contender(case, direction, sets))
+    return found
+
+
+def facts_of(shape: Shape, direction: str) -> Record:
     return {
         "case": shape.case.name,
         "direction": direction,
@@ -101,14 +113,6 @@ def bytes_of(shape: Shape, direction: str) -> int:
     return minimum_bytes(shape.case, direction, shape.rows, shape.width, setting.x_dtype.itemsize, residual_bytes)
 
 
-def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int, copy_gb_per_s: float) -> Record:
-    record: Record = {"bytes": bytes_, "copy_gb_per_s": round(copy_gb_per_s, 1), **outcome.record(ours)}
-    if record["us"] is not None:
-        gb_per_s = bytes_ / record["us"] / 1000
-        record |= {"gb_per_s": round(gb_per_s, 1), "share": round(gb_per_s / copy_gb_per_s, 4)}
-    return record
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
@@ -118,27 +122,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             load_before(options.before)
         except ImportError as error:
             parser.error(f"--before: {error}")
-    names = providers_of(options)
-    results = command.open_results("norms", options, device, names, argv, file=options.name)
-    shapes, failures = shapes_of(options), []
+    names, shapes = providers_of(options), shapes_of(options)
     if options.warm:
         compile_in_processes(shapes, names, device, options.warm, options.before)
-    with timing.side_stream(device), progress(len(shapes), "norms") as bar:
-        gigabytes = 2.0 if device.type == "cuda" else 0.01
-        copy_gb_per_s = timing.copy_bandwidth(device, gigabytes)
-        timing.free_memory(device)
-        for shape in shapes:
-            show_current(bar, str(shape))
-            torch._dynamo.reset()
-            functions = functions_of(shape.case, shape.setting, names, shape.width)
-            for records in measure_shape(shape, options.direction, functions, device, options.rounds, copy_gb_per_s):
-                results.add(records)
-                failures += [record for record in records if record.get("error")]
-            bar.update()
-    found = results.finish()["records"]
-    print(report.norms_text(found), report.behind_summary(found), sep="\n\n")
-    for record in failures:
-        print(f"failed: {record['provider']}, {report.cell_label(record)}: {record['error']}")
+    run("norms", parser, options, argv, names, [task(shape) for shape in shapes], options.name)
 
 
 # ---- which shapes -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import FORWARD, Case, Inputs, Setting, Shape, check_backward, check_forward, make_inputs
+from benchmarks.cases import Case, Inputs, Setting, Shape, make_inputs, y_is_r
 from measure.progress import progress
-from measure.timing import Call, Contender, describe, free_memory, side_stream
-from ops import layer_norm_fn, rms_norm_fn
+from measure.timing import describe, free_memory, side_stream
+from ops import Norm, layer_norm_fn, norm_fn, rms_norm_fn
+from ops.reference import NORMS
 
 Function = Callable[[Inputs], tuple[Tensor, ...]]
 BEFORE = "ops_before"  # the module's name
@@ -39,52 +39,69 @@ def _fused_expression(layer_norm: Any, rms_norm: Any, case: Case, setting: Setti
     """A call in the interface that FlashAttention's Triton norms and ours share, of (x, residual, weight, bias)."""
     norm = rms_norm if case.rms else layer_norm
     eps, p, prenorm = setting.eps, setting.dropout_p if case.dropout else 0.0, case.add
-    return lambda x, residual, weight, bias: _outputs(
+    return lambda x, residual, weight, bias, *_: _outputs(
         norm(x, weight, bias, residual=residual, dropout_p=p, prenorm=prenorm, eps=eps)
     )
 
 
-def _fused(layer_norm: Any, rms_norm: Any, case: Case, setting: Setting) -> Function:
-    return _of_inputs(_fused_expression(layer_norm, rms_norm, case, setting))
+def _fused(layer_norm: Any, rms_norm: Any, case: Case, setting: Setting) -> Function | None:
+    return _of_inputs(_fused_expression(layer_norm, rms_norm, case, setting)) if case.plain else None
 
 
 def ours(case: Case, setting: Setting) -> Function:
-    return _fused(layer_norm_fn, rms_norm_fn, case, setting)
+    return _fused(layer_norm_fn, rms_norm_fn, case, setting) or _of_inputs(_site_expression(case, setting))
+
+
+def _site_expression(case: Case, setting: Setting) -> Callable[..., tuple[Tensor, ...]]:
+    eps, p = setting.eps, setting.dropout_p if case.dropout else 0.0
+
+    def expression(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weight, bias, scalars, branch_weight, branch_bias, branch_scalars = parameters
+        found: Any = norm_fn(
+            case.norm, x, weight, bias, residual, eps=eps, dropout_p=p, prenorm=True, scalars=scalars, branch_norm=case.branch,
+            branch_weight=branch_weight, branch_bias=branch_bias, branch_scalars=branch_scalars,
+        )  # fmt: skip
+        return found[-1:] if y_is_r(case, x.itemsize, residual.itemsize) else tuple(found)
+
+    return expression
 
 
 def ours_seeded(case: Case, setting: Setting) -> Function | None:
     """Ours as a model calls it: with a seed, because a model draws the seeds of all sites at once."""
-    if not case.dropout:
+    if not (case.dropout and case.plain):
         return None
     norm, eps, p = rms_norm_fn if case.rms else layer_norm_fn, setting.eps, setting.dropout_p
     return lambda i: _outputs(norm(i.x, i.weight, i.bias, residual=i.residual, dropout_p=p, prenorm=True, eps=eps, seed=i.seed))
 
 
 def torch_expression(case: Case, setting: Setting) -> Callable[..., tuple[Tensor, ...]]:
-    """F.dropout, +, F.layer_norm or F.rms_norm of (x, residual, weight, bias).
+    """F.dropout, +, F.layer_norm or F.rms_norm, as people write them, of x, residual and the parameters of the norms.
 
     With a stream or weights in fp32 the norm runs in fp32 and its output is rounded, which is what autocast makes of it.
     """
     eps, p = setting.eps, setting.dropout_p
+    norm, of_branch = NORMS[case.norm], None if case.branch == Norm.none else NORMS[case.branch]
+    stream = setting.residual_dtype
+    same = stream is not None and y_is_r(case, setting.x_dtype.itemsize, stream.itemsize)
 
-    def norm(r: Tensor, weight: Tensor, bias: Tensor | None, y_dtype: torch.dtype) -> Tensor:
-        dtype = torch.promote_types(r.dtype, weight.dtype)
-        r, weight = r.to(dtype), weight.to(dtype)
-        if case.rms:
-            return F.rms_norm(r, weight.shape, weight, eps).to(y_dtype)
-        return F.layer_norm(r, weight.shape, weight, None if bias is None else bias.to(dtype), eps).to(y_dtype)
+    def normed(norm: Callable[..., Tensor], r: Tensor, parameters: Sequence[Tensor | None], y_dtype: torch.dtype) -> Tensor:
+        weight, bias, scalars = (*parameters, None)[:3]
+        dtype = r.dtype if weight is None else torch.promote_types(r.dtype, weight.dtype)
+        weight, bias, scalars = (None if t is None else t.to(dtype) for t in (weight, bias, scalars))
+        return norm(r.to(dtype), weight, bias, eps, scalars).to(y_dtype)
 
-    def expression(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
+    def expression(x: Tensor, residual: Tensor | None, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         if residual is None:
-            return (norm(x, weight, bias, x.dtype),)
-        r = residual + (F.dropout(x, p) if case.dropout else x)
-        return norm(r, weight, bias, x.dtype), r
+            return (normed(norm, x, parameters[:3], x.dtype),)
+        branch = x if of_branch is None else normed(of_branch, x, parameters[3:], x.dtype)
+        r = residual + (F.dropout(branch, p) if case.dropout else branch)
+        return (r,) if same else (normed(norm, r, parameters[:3], x.dtype), r)
 
     return expression
 
 
 def _of_inputs(expression: Callable[..., tuple[Tensor, ...]]) -> Function:
-    return lambda i: expression(i.x, i.residual, i.weight, i.bias)
+    return lambda i: expression(i.x, i.residual, *i.of_norm, *i.of_branch)
 
 
 def plain_torch(case: Case, setting: Setting) -> Function:
@@ -108,7 +125,7 @@ def ours_compiled(case: Case, setting: Setting) -> Function:
     return _of_inputs(compiled(_fused_expression(layer_norm_fn, rms_norm_fn, case, setting)))
 
 
-def before(case: Case, setting: Setting) -> Function:
+def before(case: Case, setting: Setting) -> Function | None:
     """Another revision of ours, which `load_before` has imported."""
     module = import_module(BEFORE)
     return _fused(module.layer_norm_fn, module.rms_norm_fn, case, setting)
@@ -130,7 +147,7 @@ def load_before(folder: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def flash_attn(case: Case, setting: Setting) -> Function:
+def flash_attn(case: Case, setting: Setting) -> Function | None:
     module = import_module("flash_attn.ops.triton.layer_norm")
     return _fused(module.layer_norm_fn, module.rms_norm_fn, case, setting)
 
@@ -138,6 +155,16 @@ def flash_attn(case: Case, setting: Setting) -> Function:
 def liger(case: Case, setting: Setting) -> Function | None:
     """Its Triton kernels, with their own defaults. No dropout; the stream is kept in x's dtype."""
     eps = setting.eps
+    if case.name == "add_dyt":  # its Dynamic Tanh, after PyTorch's add
+        tanh = import_module("liger_kernel.ops.dyt").LigerDyTFunction.apply
+
+        def function(i: Inputs) -> tuple[Tensor, ...]:
+            weight, bias, alpha = i.of_norm
+            assert i.residual is not None
+            r = i.residual + i.x
+            return tanh(r, alpha, weight, bias).to(i.x.dtype), r
+
+        return function
     if case.name == "ln":
         norm = import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
         return lambda i: (norm.apply(i.x, i.weight, i.bias, eps),)
@@ -230,47 +257,6 @@ def versions(names: list[str]) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = str(getattr(import_module(provider.module.partition(".")[0]), "__version__", "unknown"))
     return found
-
-
-# ---- calls that are timed ---------------------------------------------------------------------------------------------------
-
-
-def contender(
-    name: str, function: Function, case: Case, setting: Setting, direction: str, sets: Sequence[Inputs], overwrites_dy: bool
-) -> Contender:
-    """One direction of a provider's function on all sets of inputs.
-
-    Forward runs with gradients on, as in training: what backward needs is stored.
-    """
-    if direction == FORWARD:
-
-        def build() -> Sequence[Call]:
-            check_forward(case, setting, sets[0], function(sets[0]))
-            return [partial(function, inputs) for inputs in sets]
-
-        return Contender(name, build)
-
-    # A backward that overwrites dy would time the others on numbers that grow or vanish: it gets its own, fresh each turn.
-    own: list[Tensor] = []
-
-    def restore() -> None:
-        for dy, inputs in zip(own, sets, strict=True):
-            dy.copy_(inputs.dy)
-
-    def build_backward() -> Sequence[Call]:
-        own.extend(inputs.dy.clone() if overwrites_dy else inputs.dy for inputs in sets)
-        calls: list[Call] = []
-        for index, (inputs, dy) in enumerate(zip(sets, own, strict=True)):
-            outputs = function(inputs)
-            upstream = (dy, *inputs.upstream[1:])
-            call = partial(torch.autograd.grad, outputs, inputs.leaves, upstream, retain_graph=True, allow_unused=True)
-            if index == 0:
-                factor = check_forward(case, setting, inputs, outputs)
-                check_backward(case, setting, inputs, outputs, call(), factor)
-            calls.append(call)
-        return calls
-
-    return Contender(name, build_backward, restore if overwrites_dy else None)
 
 
 # ---- compiling ahead --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ python -m benchmarks.readme --check    fails if a table is not what the records 
 
 Words behind the GPU's name choose rows: of `norms_models` widths; of `ablation` and `headline` records, or of a record the
 cells of this override or mode. `headline` has a line for each cell, before → after. `versions` is one sentence on the records
-of a GPU.
+of a GPU. The block of `sites`, `rotary` or `losses` has its picture too, and says so where that is not recorded.
 
 The line under a table names GPU, versions and revision, and says if what was measured has changed since (measure/sources.py).
 """
@@ -34,10 +34,16 @@ from measure.tables import NOTHING, compact_markdown, interval_text, label, mach
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "norms_models": lambda file: report.models_markdown(file["records"]),
+    **dict.fromkeys(report.PICTURED, lambda file: report.shares_markdown(file["records"])),
     "host": host.markdown,
     "memory": memory.markdown,
     "scaling": scaling_tables.scaling_markdown,
+}
+# Records whose block has the picture in it too, and which a page may name before they are there.
+OWN_PICTURE = {
+    "sites": "norm+add+norm, backward",
+    "rotary": "RMSNorm and rotary positions, backward",
+    "losses": "cross-entropy, forward and backward",
 }
 Cell = dict[str, Any]  # of a report.json
 
@@ -145,7 +151,7 @@ def changed(name: str, environments: dict[str, dict[str, Any]], before: str) -> 
 
     A record without fingerprints is looked up in git by its revision. Where git does not know that, the page keeps its words.
     """
-    what = OF_RECORD.get(name, "kernels")
+    what = OF_RECORD.get(name, "norms")
     now, old = fingerprints()[what], []
     for record, environment in environments.items():
         git = environment.get("git") or {}
@@ -153,9 +159,10 @@ def changed(name: str, environments: dict[str, dict[str, Any]], before: str) -> 
         if then is None:
             return next((line for line in before.splitlines() if line.startswith("Old: ")), "")
         old += [record] if then != now else []
-    of = {"kernels": "kernels have", "ops": "operators have"}.get(what, "code of a training step has")
+    of = {"calls": "operators have", "step": "code of a training step has", "ranks": "code of a training step has"}
+    said = of.get(what, "kernels have")
     which = f" ({', '.join(old)})" if len(environments) > 1 else ""
-    return f"Old: the {of} changed since this was recorded{which}." if old else ""
+    return f"Old: the {said} changed since this was recorded{which}." if old else ""
 
 
 def versions(folder: Path) -> str:
@@ -200,13 +207,16 @@ def content(name: str, folder: Path, words: Sequence[str], root: str, before: st
     path = folder / f"{name}.json"
     if name not in TABLES:
         raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and versions")
+    if name in OWN_PICTURE and folder.is_dir() and not path.exists():
+        return [f"Not recorded on {folder.name} yet: `python -m benchmarks.records {name}` records it."]
     if not path.exists():
         raise ResultsError(f"{path} is not there; run python -m benchmarks.records, or remove the marker")
     if words and name != "norms_models":
         raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
     file = load(path)
     table = report.by_width(file["records"], words) if words else TABLES[name](file)
-    return [table, machine(file["environment"]), changed(name, {name: file["environment"]}, before)]
+    parts = [table, machine(file["environment"]), changed(name, {name: file["environment"]}, before)]
+    return [*parts, f"![{OWN_PICTURE[name]}: % of copy bandwidth]({root}/{name}.png)"] if name in OWN_PICTURE else parts
 
 
 def draw(folder: Path) -> list[Path]:
@@ -218,8 +228,8 @@ def draw(folder: Path) -> list[Path]:
         drawn.append(folder / "lead.png")
     for path in sorted(folder.glob("*.json")):
         file, picture = load(path), path.with_suffix(".png")
-        if path.stem == "norms_models":
-            drawn += [picture] if report.plot_models(file, picture) else []
+        if path.stem in report.PICTURED:
+            drawn += [picture] if report.plot_shares(file, picture) else []
         elif path.stem in ("host", "memory", "scaling"):
             plot = {"host": host.plot, "memory": memory.plot, "scaling": scaling_tables.plot}[path.stem]
             drawn += [found for found in (plot(file, folder),) if found]

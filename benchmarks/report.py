@@ -1,36 +1,54 @@
-"""Tables and pictures of the norms' records, and what the kernels are held to; bars for host.py and memory.py."""
+"""Tables and pictures of records with shares of copy bandwidth; bars for host.py and memory.py."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS
+from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, SITES
 from benchmarks.command import Record, ResultsError
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
 from measure import plots
 from measure.plots import ARMS, DPI, GREY, bare, legend_below, pyplot
 from measure.tables import NOTHING, aligned, compact_markdown, machine
 
+LABELS_OF_CASES = {name: case.label for name, case in (CASES | SITES).items()} | {
+    "rotary": "rotary", "rms_rotary": "RMS+rotary", "ln_rotary": "LN+rotary",
+    "softmax": "softmax", "log_softmax": "log-softmax", "cross_entropy": "cross-entropy",
+}  # fmt: skip
 
-def label(case: str, residual: str | None) -> str:
-    name = CASES[case].label
+
+def label(case: str, residual: str | None = None) -> str:
+    name = LABELS_OF_CASES.get(case, case)
     return f"{name}, {residual} stream" if residual else name
 
 
-def rows_label(rows: set[int]) -> str:
-    """32768 rows; or with fewer of the wide ones: 32768 rows, 8192 of the widest."""
-    return f"{max(rows)} rows" if len(rows) == 1 else f"{max(rows)} rows, {min(rows)} of the widest"
+Size = tuple[int, ...]
 
 
-def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str | None, str], dict[int, dict[str, Record]]]:
-    """(case, direction, residual dtype, weight dtype) → width → provider → record, in the order of CASES; of one sweep."""
-    found: dict[Any, dict[int, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
+def size_of(record: Record) -> Size:
+    """What makes a row of a table: a width; of losses rows too; of rotary positions the heads and their width."""
+    if "heads" in record:
+        return record["heads"], record["kv_heads"], record["D"]
+    return (record["M"], record["N"]) if "dtype" in record else (record["N"],)
+
+
+def size_label(size: Size) -> str:
+    if len(size) == 3:
+        return "{}/{} × {}".format(*size)
+    model = MODEL_WIDTHS.get(size[0]) if len(size) == 1 else None
+    return " × ".join(map(str, size)) + (f", {model}" if model else "")
+
+
+def grouped(records: Iterable[Record]) -> dict[tuple[str, str, str | None, str | None], dict[Size, dict[str, Record]]]:
+    """(case, direction, stream's dtype, other dtype) → size → provider → record, in the order of the cases; of one sweep."""
+    found: dict[Any, dict[Size, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
     for record in records:
-        group = (record["case"], record["direction"], record["residual_dtype"], record["weight_dtype"])
-        found[group][record["N"]][record["provider"]] = record
-    order = list(CASES)
-    keys = sorted(found, key=lambda g: (DIRECTIONS.index(g[1]), g[3], order.index(g[0]), g[2] or ""))
+        dtype = record.get("weight_dtype") or record.get("dtype")
+        group = (record["case"], record["direction"], record.get("residual_dtype"), dtype)
+        found[group][size_of(record)][record["provider"]] = record
+    order = list(LABELS_OF_CASES)
+    keys = sorted(found, key=lambda g: (g[3] or "", order.index(g[0]) if g[0] in order else -1, g[1] == "backward", g[2] or ""))
     return {key: found[key] for key in keys}
 
 
@@ -54,19 +72,23 @@ def best_peer(providers: dict[str, Record]) -> Record | None:
     return min(peers, key=lambda record: record["us"], default=None)
 
 
+CELL = ("case", "residual_dtype", "weight_dtype", "dtype", "N", "heads", "kv_heads", "D", "M", "direction")
+
+
 def by_cell(records: Iterable[Record]) -> list[dict[str, Record]]:
     """Provider → record, of each comparison in turn."""
     found: dict[tuple[Any, ...], dict[str, Record]] = defaultdict(dict)
     for record in records:
-        cell = tuple(record[name] for name in ("case", "residual_dtype", "weight_dtype", "N", "M", "direction"))
-        found[cell][record["provider"]] = record
+        found[tuple(record.get(name) for name in CELL)][record["provider"]] = record
     return list(found.values())
 
 
 def cell_label(record: Record) -> str:
-    weights = f", {record['weight_dtype']} weights" if record["weight_dtype"] != "bf16" else ""
-    where = f"{record['direction']} {record['M']}×{record['N']}"
-    return f"{label(record['case'], record['residual_dtype'])}{weights}, {where}"
+    weights = f", {record['weight_dtype']} weights" if record.get("weight_dtype", "bf16") != "bf16" else ""
+    dtype = f", {record['dtype']}" if "dtype" in record else ""
+    width = size_label(size_of(record)) if "heads" in record else record["N"]
+    stream = label(record["case"], record.get("residual_dtype"))
+    return f"{stream}{weights}{dtype}, {record['direction']} {record['M']}×{width}"
 
 
 def ratio(record: Record | None) -> str:
@@ -77,7 +99,7 @@ def ratio(record: Record | None) -> str:
     return f"{record['times_ours']:.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
 
 
-def norms_text(records: Sequence[Record]) -> str:
+def shares_text(records: Sequence[Record]) -> str:
     """A line for each cell: shares of copy bandwidth, then how many times as long as ours the fastest other takes."""
     cells = by_cell(records)
     names = [name for name in (TRAFFIC, *PROVIDERS) if any(name in cell for cell in cells)]
@@ -100,37 +122,29 @@ def by_width(records: Sequence[Record], widths: Sequence[str], stream: str = "fp
     most = next(iter(by_rows(records).values()), [])
     cases = {key: found for key, found in grouped(most).items() if key[0] in ("add_ln", "add_rms") and key[2] == stream}
     columns = sorted(cases, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
-    measured = {width for found in cases.values() for width in found}
+    measured = {size[0] for found in cases.values() for size in found}
     if missing := [width for width in widths if width not in map(str, measured)]:
         known = ", ".join(map(str, sorted(measured)))
         raise ResultsError(
             f"no add + norm of width {', '.join(missing)} is recorded with a stream in {stream}; there are {known}"
         )
     rows = [
-        [
-            f"{width}, {MODEL_WIDTHS.get(width, '')}".removesuffix(", "),
-            *(norms_cell(cases[key].get(width, {})) for key in columns),
-        ]
-        for width in map(int, widths)
+        [size_label((width,)), *(norms_cell(cases[key].get((width,), {})) for key in columns)] for width in map(int, widths)
     ]
     return compact_markdown(["hidden size", *(f"{CASES[key[0]].label} {key[1]}" for key in columns)], rows)
 
 
-def models_markdown(records: Sequence[Record], stream: str = "fp32") -> str:
-    """Ours and the best peer, a row for each width and whose it is, a column for each case; of one dtype of the stream."""
+def shares_markdown(records: Sequence[Record], stream: str = "fp32") -> str:
+    """Ours and the best peer, a row for each size, a column for each case; where there is a stream, of one dtype of it."""
     parts = []
-    for direction in DIRECTIONS:
-        cases = grouped(r for r in records if r["direction"] == direction and r["residual_dtype"] == stream)
-        widths = sorted({width for found in cases.values() for width in found})
-        rows = [
-            [
-                f"{n}, {MODEL_WIDTHS[n]}" if n in MODEL_WIDTHS else str(n),
-                *(norms_cell(found.get(n, {})) for found in cases.values()),
-            ]
-            for n in widths
-        ]
+    for direction in (*DIRECTIONS, "both"):
+        cases = grouped(r for r in records if r["direction"] == direction and r.get("residual_dtype") in (None, stream))
+        sizes = sorted({size for found in cases.values() for size in found})
+        rows = [[size_label(size), *(norms_cell(found.get(size, {})) for found in cases.values())] for size in sizes]
         if rows:
-            parts.append(compact_markdown([f"{direction}, N =", *(CASES[case].label for case, *_ in cases)], rows))
+            words = {"both": "forward and backward"}.get(direction, direction)
+            what = {1: "N", 2: "M × N", 3: "heads"}[len(sizes[0])]
+            parts.append(compact_markdown([f"{words}, {what} =", *(label(case) for case, *_ in cases)], rows))
     return "\n\n".join(parts)
 
 
@@ -183,40 +197,49 @@ LEVEL = 0.98  # of our time: whoever takes less is ahead
 
 def behind_summary(records: Sequence[Record]) -> str:
     """The cells where another library, or another revision of ours, is faster by its whole interval."""
-    lines = []
-    cells = by_cell(records)
-    for who in ("the fastest other", "before"):
-        found = []
-        for providers in cells:
-            other = providers.get("before") if who == "before" else best_peer(providers)
-            if other and "ours" in providers and (other.get("times_ours_95") or [1, 1])[1] < LEVEL:
-                found.append(f"  {cell_label(other)}: {other['provider']} {ratio(other)}")
-        lines += [f"more than {1 - LEVEL:.0%} behind {who}: {len(found)} of {len(cells)} cells", *found]
+    lines, cells = [], by_cell(records)
+    for who in ("the fastest other", *(["before"] if any("before" in cell for cell in cells) else [])):
+        others = [cell.get("before") if who == "before" else best_peer(cell) for cell in cells if "ours" in cell]
+        behind = [other for other in others if other and (other.get("times_ours_95") or [1, 1])[1] < LEVEL]
+        lines.append(f"more than {1 - LEVEL:.0%} behind {who}: {len(behind)} of {len(cells)} cells")
+        lines += [f"  {cell_label(other)}: {other['provider']} {ratio(other)}" for other in behind]
     return "\n".join(lines)
 
 
 MAIN_LINES = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of the picture in README
 
 
-def plot_models(file: dict[str, Any], path: Path, case: str = "add_rms", stream: str = "fp32") -> bool:
-    """One panel of the widths of models: backward of a case, five names, % of copy bandwidth; whether there was any."""
-    records = [r for r in file["records"] if (r["case"], r["residual_dtype"], r["direction"]) == (case, stream, "backward")]
-    records = [r for r in records if r.get("us") is not None]
+PICTURED = {  # by record: the case and the direction of its picture
+    "norms_models": ("add_rms", "backward"),
+    "sites": ("norm_add_norm", "backward"),
+    "rotary": ("rms_rotary", "backward"),
+    "losses": ("cross_entropy", "both"),
+}
+
+
+def plot_shares(file: dict[str, Any], path: Path, stream: str = "fp32") -> bool:
+    """One panel of the sizes of a case, five names, % of copy bandwidth; whether there was any. The file's name says which."""
+    case, direction = PICTURED[path.stem]
+    records = [r for r in file["records"] if (r["case"], r["direction"]) == (case, direction) and r.get("us") is not None]
+    records = [r for r in records if r.get("residual_dtype") in (None, stream)]
     if not records:
         return False
     figure, axes = pyplot.subplots(figsize=(7.4, 3.6), dpi=DPI, layout="constrained")
-    widths = sorted({r["N"] for r in records})
+    sizes = sorted({size_of(r) for r in records})
     for name in MAIN_LINES:
-        points = [(widths.index(r["N"]), 100 * r["share"]) for r in records if r["provider"] == name]
+        points = [(sizes.index(size_of(r)), 100 * r["share"]) for r in records if r["provider"] == name]
         if points:
             line(axes, name, sorted(points))
     axes.axhline(100, color=GREY, linewidth=1.0)
     axes.set_ylim(0, 110)
-    axes.set_xticks(range(len(widths)), [f"{n}\n{MODEL_WIDTHS.get(n, '')}".replace(" ", "\n", 1) for n in widths], fontsize=7)
+    axes.set_xticks(range(len(sizes)), [size_label(n).replace(", ", "\n").replace(" ", "\n", 1) for n in sizes], fontsize=7)
     axes.set_ylabel("% of copy bandwidth")
     bare(axes, "y")
-    title = f"{CASES[case].label} backward: x in bf16, stream and weights in {stream}, {rows_label({r['M'] for r in records})}"
-    finish(figure, [axes], title, {"environment": file["environment"], "records": records}, path)
+    what = f"{label(case)} {direction}".replace("both", "forward and backward")
+    dtypes = f"x bf16, stream and weights {stream}" if "residual_dtype" in records[0] else "bf16"
+    rows = " to ".join(map(str, dict.fromkeys(f([r["M"] for r in records]) for f in (min, max))))
+    rows = {1: f", {rows} rows", 2: "", 3: f", {rows} tokens"}[len(sizes[0])]
+    finish(figure, [axes], f"{what}: {dtypes}{rows}", {"environment": file["environment"], "records": records}, path)
     return True
 
 

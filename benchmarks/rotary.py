@@ -16,25 +16,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import command
-from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD, TOLERANCE, WrongResult
-from benchmarks.command import Record
-from benchmarks.norms import record_of
+from benchmarks import bandwidth, command
+from benchmarks.bandwidth import Cell, Task, contender
+from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD, near
+from benchmarks.providers import compiled
 from measure import timing
-from measure.progress import progress, show_current
-from measure.tables import aligned
 from ops import rotary_qkv_fn
 
 EPS, BASE, CONTEXT = 1e-6, 10000.0, 1024
 NORMS = {"rotary": None, "rms_rotary": "rmsnorm", "ln_rotary": "layernorm"}  # of queries and keys, by case
-CELL = ("case", "direction", "M", "heads", "kv_heads", "D")
-ROUNDS = (9, 7)
 
 
 class Shape(NamedTuple):
@@ -130,10 +126,7 @@ def plain_torch(case: str, shape: Shape) -> Function:
 
 
 def torch_compile(case: str, shape: Shape) -> Function:
-    import torch._functorch.config as functorch
-
-    functorch.donated_buffer = False  # a backward that is timed runs many times over one forward
-    return torch.compile(plain_torch(case, shape), dynamic=False, fullgraph=True)
+    return compiled(plain_torch(case, shape))
 
 
 def liger(case: str, shape: Shape) -> Function | None:
@@ -157,27 +150,10 @@ PROVIDERS: dict[str, Callable[[str, Shape], Function | None]] = {
 }  # fmt: skip
 
 
-# ---- measurement ------------------------------------------------------------------------------------------------------------
-
-
-def contender(
-    name: str, function: Function, case: str, shape: Shape, direction: str, sets: Sequence[Inputs]
-) -> timing.Contender:
-    """One direction on all sets. Forward runs with gradients on, as in training: what backward needs is stored."""
-
-    def build() -> Sequence[timing.Call]:
-        check(case, shape, sets[0], function, backward=direction == BACKWARD)
-        if direction == FORWARD:
-            return [partial(function, inputs) for inputs in sets]
-        return [partial(torch.autograd.grad, function(i), i.leaves, i.upstream, retain_graph=True) for i in sets]
-
-    return timing.Contender(name, build)
-
-
 CHECKED = 64  # tokens
 
 
-def check(case: str, shape: Shape, inputs: Inputs, function: Function, backward: bool) -> None:
+def check(case: str, shape: Shape, backward: bool, inputs: Inputs, function: Function) -> None:
     """Compares the first tokens with fp64. Raises WrongResult."""
     first = (slice(0, 1), slice(0, CHECKED))
     qkv = inputs.qkv.detach()[first].double().requires_grad_()
@@ -185,56 +161,25 @@ def check(case: str, shape: Shape, inputs: Inputs, function: Function, backward:
     small = Inputs(qkv, inputs.cos[:CHECKED].double(), inputs.sin[:CHECKED].double(), weights, ())
     expected = plain_torch(case, shape)(small)
     outputs = function(inputs)
-    pairs = dict(zip(("q", "k", "v"), zip((t[first] for t in outputs), expected, strict=True), strict=True))
+    for name, found, right in zip("qkv", outputs, expected, strict=True):
+        near(name, found[first], right)
     if backward:
-        upstream = [t[first].double() for t in inputs.upstream]
         gradients = torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
-        pairs["gradient of qkv"] = (gradients[0][first], torch.autograd.grad(expected, qkv, upstream)[0])
-    for name, (found, right) in pairs.items():
-        error = ((found.double() - right).norm() / right.norm()).item()
-        if not error <= TOLERANCE:
-            raise WrongResult(f"{name} is off by {error:.1e} of its norm, at most {TOLERANCE:.0e} is rounding")
+        right = torch.autograd.grad(expected, qkv, [t[first].double() for t in inputs.upstream])[0]
+        near("gradient of qkv", gradients[0][first], right)
 
 
-def measure(
-    case: str, shape: Shape, tokens: int, names: Sequence[str], device: torch.device, rounds: int, copy_gb_per_s: float
-) -> list[Record]:
-    torch._dynamo.reset()
-    found = []
-    functions = {name: made for name in names if (made := PROVIDERS[name](case, shape)) is not None}
-    for direction in DIRECTIONS:
-        bytes_ = minimum_bytes(case, direction, shape, tokens)
-        sets = make_inputs(case, shape, tokens, timing.rotating_sets(bytes_, device), device)
-        contenders = [contender(name, function, case, shape, direction, sets) for name, function in functions.items()]
-        outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=True)
-        cell = {"case": case, "direction": direction, "M": tokens, **shape._asdict()}
-        found += [
-            {**cell, "provider": name, **record_of(outcome, outcomes.get("ours"), bytes_, copy_gb_per_s)}
-            for name, outcome in outcomes.items()
-        ]
-        del contenders, sets
-        timing.free_memory(device)
-    return found
+def task(case: str, shape: Shape, tokens: int) -> Task:
+    def cell(direction: str) -> Cell:
+        def contenders(functions: dict[str, Function], count: int, device: torch.device) -> list[timing.Contender]:
+            sets = make_inputs(case, shape, tokens, count, device)
+            right = partial(check, case, shape, direction == BACKWARD)
+            return [contender(name, function, direction, sets, right) for name, function in functions.items()]
 
+        facts = {"case": case, "direction": direction, "M": tokens, **shape._asdict()}
+        return Cell(facts, minimum_bytes(case, direction, shape, tokens), contenders)
 
-def table(records: Sequence[Record]) -> str:
-    """A row for each cell: our share of copy bandwidth, and every other's time over ours."""
-    cells: dict[tuple[Any, ...], dict[str, Record]] = {}
-    for record in records:
-        cells.setdefault(tuple(record[key] for key in CELL), {})[record["provider"]] = record
-    others = [name for name in PROVIDERS if name != "ours" and any(name in of for of in cells.values())]
-    rows = []
-    for (case, direction, M, *shape), of in cells.items():
-        mine = of.get("ours", {})
-        row = [case, direction, str(Shape(*shape)), f"{M:,}"]
-        row += [f"{mine['us']:.1f}", f"{mine['share']:.3f}"] if mine.get("us") else ["–", "–"]
-        rows.append(row + [f"{r['times_ours']:.2f}" if (r := of.get(name, {})).get("times_ours") else "–" for name in others])
-    return aligned(
-        ["case", "direction", "heads", "tokens", "ours, µs", "share", *(f"{name} / ours" for name in others)], rows, left=3
-    )
-
-
-# ---- program ----------------------------------------------------------------------------------------------------------------
+    return Task(lambda provider: PROVIDERS[provider](case, shape), [cell(direction) for direction in DIRECTIONS])
 
 
 def shape_of(text: str) -> Shape:
@@ -257,14 +202,13 @@ def random_shapes(seed: int, count: int) -> list[Shape]:
 
 
 def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = command.parser("rotary", __doc__.splitlines()[0], ROUNDS)
+    parser = bandwidth.parser("rotary", __doc__.splitlines()[0], PROVIDERS)
     parser.add_argument("--case", nargs="+", choices=tuple(NORMS), default=["rotary", "rms_rotary"], help="(the first two)")
     parser.add_argument("--heads", nargs="+", type=shape_of, metavar="H/KVxD", help=f"({' '.join(map(str, SHAPES))})")
     parser.add_argument("--random", type=command.positive, metavar="COUNT", help="COUNT shapes drawn at random instead")
     parser.add_argument("--seed", type=int, default=0, help="of --random (%(default)s)")
     parser.add_argument("--tokens", type=command.positive, help=f"(32768, {command.CPU_ROWS} on the CPU)")
-    parser.add_argument("--provider", nargs="+", choices=tuple(PROVIDERS), metavar="NAME", help=f"of {', '.join(PROVIDERS)}")
-    options = command.parse(parser, argv, ROUNDS)
+    options = command.parse(parser, argv, bandwidth.ROUNDS)
     if options.random and options.heads:
         parser.error("--random draws the shapes; leave --heads out")
     options.tokens = options.tokens or command.rows_on(options.device, 32768)
@@ -274,39 +218,11 @@ def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
     return parser, options
 
 
-def importable(asked: Sequence[str] | None) -> list[str]:
-    """Those that can be imported. One that was asked for and can't ends the program."""
-    names = list(asked or PROVIDERS)
-    if "liger-kernel" in names:
-        try:
-            import_module("liger_kernel.ops.rope")
-        except Exception as error:  # without a GPU it fails in other ways than by ImportError
-            print(f"missing: liger-kernel ({type(error).__name__}: {error})".splitlines()[0], file=sys.stderr)
-            if asked:
-                raise SystemExit("--provider: not importable here; see above") from None
-            names.remove("liger-kernel")
-    return names
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     parser, options = options_of(argv)
-    device = command.pick_device(parser, options)
-    names = importable(options.provider)
-    results = command.open_results("rotary", options, device, names, argv)
-    with timing.side_stream(device), progress(len(options.case) * len(options.heads), "rotary") as bar:
-        copy_gb_per_s = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
-        timing.free_memory(device)
-        for case in options.case:
-            for shape in options.heads:
-                show_current(bar, f"{case} {shape}")
-                results.add(measure(case, shape, options.tokens, names, device, options.rounds, copy_gb_per_s))
-                bar.update()
-    records = results.finish()["records"]
-    print(table(records))
-    for record in records:
-        if record.get("error"):
-            print(f"failed: {record['provider']}, {record['case']} {record['direction']}: {record['error']}")
+    tasks = [task(case, shape, options.tokens) for case in options.case for shape in options.heads]
+    bandwidth.run("rotary", parser, options, argv, command.importable(options.provider, PROVIDERS), tasks)
 
 
 if __name__ == "__main__":

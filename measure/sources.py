@@ -1,8 +1,8 @@
 """Which code a record describes: a fingerprint of the sources that what was measured is made of.
 
 A record is old once these sources differ, and not before: comments, docstrings and blank lines don't count, nor does other
-code. Records of kernels depend on the kernels and on the choice of tiles, those of a training step also on the model and the
-step, those of the host's time and of memory on all of ops/.
+code. Records of kernels depend on the files of these kernels and of their tiles, those of the host's time and of memory also on
+what a call of a norm runs through, those of a training step on all kernels, the model and the step.
 """
 
 import ast
@@ -15,15 +15,33 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KERNELS = ("ops/kernels", "ops/tiling.py")
-STEP = (*KERNELS, "model", "training/build.py", "training/step.py", "training/precision.py")
+
+
+def _ops(*names: str) -> tuple[str, ...]:
+    return tuple(f"ops/{name}.py" for name in names)
+
+
+NORMS = _ops(
+    "kernels/backward", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms", "kernels/nvidia",
+    "kernels/rows", "kernels/weight_gradients", "tiling",
+)  # fmt: skip
+ROTARY = _ops("kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary_launch")
+LOSSES = _ops(
+    "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "cross_entropy_launch", "softmax_launch"
+)
+CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
+STEP = ("ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/step.py", "training/precision.py")
 SOURCES: Mapping[str, tuple[str, ...]] = {
-    "kernels": KERNELS,
-    "ops": ("ops",),
+    "norms": NORMS,
+    "rotary": ROTARY,
+    "losses": LOSSES,
+    "calls": (*NORMS, *CALLS),
     "step": STEP,
     "ranks": (*STEP, "training/distributed.py"),
 }
-OF_RECORD = {"host": "ops", "memory": "ops", "ablation": "step", "scaling": "ranks"}  # of all others: kernels
+OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
+    "rotary": "rotary", "losses": "losses", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",
+}  # fmt: skip
 
 
 def fingerprints() -> dict[str, str]:
@@ -43,6 +61,7 @@ def fingerprint_at(revision: str, what: str) -> str | None:
     return _of(SOURCES[what], files)
 
 
+@cache
 def stripped(source: str) -> str:
     """The lines of code, without comments, docstrings and blank lines."""
     lines = source.splitlines()

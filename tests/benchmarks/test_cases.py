@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import cases, kernels, providers
-from benchmarks.cases import BACKWARD, CASES, FORWARD, Setting, WrongResult, check_backward, check_forward, make_inputs
-from benchmarks.providers import PROVIDERS, contender
+from benchmarks.bandwidth import contender
+from benchmarks.cases import BACKWARD, CASES, FORWARD, SITES, Setting, WrongResult, check_backward, check_forward, make_inputs
+from benchmarks.providers import PROVIDERS
 
 CPU, STREAMS = torch.device("cpu"), [torch.bfloat16, torch.float32]
 BF16, FP32 = STREAMS
@@ -23,8 +24,8 @@ def one_set(case, setting, rows=70, width=256, device=CPU):
 
 
 def run(name, provider, setting):
-    inputs = one_set(CASES[name], setting)
-    return inputs, PROVIDERS[provider].make(CASES[name], setting)(inputs)
+    inputs = one_set((CASES | SITES)[name], setting)
+    return inputs, PROVIDERS[provider].make((CASES | SITES)[name], setting)(inputs)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +35,21 @@ def run(name, provider, setting):
         ("add_rms", FORWARD, 2, 8),
         ("dropout_add_ln", FORWARD, 4, 12),
         ("dropout_add_ln", BACKWARD, 2, 5 * 2),
+        ("norm_add_norm", FORWARD, 2, 8),
+        ("norm_add_norm", BACKWARD, 2, 12),
+        ("norm_add_norm", FORWARD, 4, 12),
+        ("norm_add_norm", BACKWARD, 4, 18),
+        ("norm_add", FORWARD, 2, 6),  # y is r
+        ("norm_add", BACKWARD, 2, 8),
+        ("norm_add", FORWARD, 4, 12),
+        ("norm_add", BACKWARD, 4, 14),
+        ("add_dyt", BACKWARD, 2, 8),
+        ("add_dyt", BACKWARD, 4, 16),
         ("add_rms", BACKWARD, 4, 16),  # dx is not the gradient of the residual where the dtypes differ
     ],
 )
 def test_minimum_bytes_are_those_of_the_anchors(case, direction, residual_bytes, per_element):
-    assert cases.minimum_bytes(CASES[case], direction, 32768, 768, 2, residual_bytes) == 32768 * 768 * per_element
+    assert cases.minimum_bytes((CASES | SITES)[case], direction, 32768, 768, 2, residual_bytes) == 32768 * 768 * per_element
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -63,16 +74,18 @@ def test_what_needs_no_kernel_needs_no_triton():
 
 @pytest.mark.parametrize("provider", ["ours", "ours-seeded", "torch"])
 @pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("weights", STREAMS)
-@pytest.mark.parametrize("name", CASES)
-def test_right_results_pass(name, weights, stream, provider):
-    case, setting = CASES[name], Setting(residual_dtype=stream, weight_dtype=weights)
-    if provider == "ours-seeded" and not case.dropout:
-        assert PROVIDERS[provider].make(case, setting) is None
-        return
-    inputs, outputs = run(name, provider, setting)
-    factor = check_forward(case, setting, inputs, outputs)
-    check_backward(case, setting, inputs, outputs, torch.autograd.grad(outputs, inputs.leaves, inputs.upstream), factor)
+@pytest.mark.parametrize("case", (CASES | SITES).values(), ids=lambda case: case.name)
+def test_right_results_pass(case, stream, provider):
+    for weights in STREAMS:
+        setting = Setting(residual_dtype=stream, weight_dtype=weights)
+        function = PROVIDERS[provider].make(case, setting)
+        if provider == "ours-seeded" and not (case.dropout and case.plain):
+            assert function is None
+            continue
+        inputs = one_set(case, setting)
+        outputs = function(inputs)
+        factor = check_forward(case, setting, inputs, outputs)
+        check_backward(case, setting, inputs, outputs, torch.autograd.grad(outputs, inputs.leaves, inputs.upstream), factor)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +117,17 @@ def test_dropout_at_another_rate_and_wrong_or_missing_gradients_are_refused():
             check_backward(case, setting, inputs, outputs, gradients, factor)
 
 
+def test_a_branch_without_its_norm_and_a_gradient_that_went_around_it_are_refused():
+    case, setting = SITES["norm_add_norm"], Setting(residual_dtype=FP32)
+    inputs, outputs = run(case.name, "torch", setting)
+    with pytest.raises(WrongResult, match="residual stream is off"):
+        check_forward(case, setting, inputs, PROVIDERS["torch"].make(CASES["add_rms"], setting)(inputs))
+    factor = check_forward(case, setting, inputs, outputs)
+    gradients = torch.autograd.grad(outputs, inputs.leaves, inputs.upstream)
+    with pytest.raises(WrongResult, match="gradient of x is off"):
+        check_backward(case, setting, inputs, outputs, (gradients[1].bfloat16(), *gradients[1:]), factor)
+
+
 def test_missing_libraries_are_named_with_the_reason(monkeypatch):
     errors = [ImportError("no such module"), RuntimeError("no CUDA device\nfound")]
     monkeypatch.setattr(providers, "import_module", Mock(side_effect=errors))
@@ -130,10 +154,9 @@ def overwriting(inputs):
 
 
 def test_backward_that_overwrites_dy_leaves_the_others_theirs():
-    case, setting = CASES["rms"], Setting()
-    sets = make_inputs(case, setting, 16, 128, 2, CPU)
+    sets = make_inputs(CASES["rms"], Setting(), 16, 128, 2, CPU)
     before = [i.dy.clone() for i in sets]
-    entrant = contender("x", overwriting, case, setting, BACKWARD, sets, overwrites_dy=True)
+    entrant = contender("x", overwriting, BACKWARD, sets, lambda inputs, function: None, overwrites_dy=True)
     calls = entrant.build()
     first, second = (calls[1]()[0].clone() for _ in range(2))
     entrant.before()

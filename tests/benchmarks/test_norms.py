@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import norms, providers
+from benchmarks import bandwidth, norms, providers
 from benchmarks.cases import CASES, MAX_ELEMENTS, MODEL_WIDTHS
 from benchmarks.command import load
 from tests.runs import raising
@@ -125,7 +125,7 @@ def test_a_provider_that_fails_is_told_of_where_warm_compiles_it_and_recorded_be
 @pytest.mark.parametrize(("rounds", "told"), [(5, False), (6, True)])
 def test_a_ratio_over_few_rounds_has_no_interval_to_call_it_faster_by(rounds, told):
     ours, peer = (norms.timing.Outcome(us=[us + 0.01 * i for i in range(rounds)]) for us in (10.0, 12.0))
-    record = norms.record_of(peer, ours, 1000, 4000.0)
+    record = bandwidth.record_of(peer, ours, 1000, 4000.0)
     assert record["times_ours"] == pytest.approx(1.2, abs=0.01) and ("times_ours_95" in record) == told
 
 

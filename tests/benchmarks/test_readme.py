@@ -54,7 +54,10 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
 @pytest.mark.parametrize(
     "marker, message",
     [
-        ("norm nvidia-h200", "no table 'norm'; there are norms_models, host, memory, scaling, ablation, headline and versions"),
+        (
+            "norm nvidia-h200",
+            "no table 'norm'; there are norms_models, sites, rotary, losses, .*, headline and versions",
+        ),
         ("norms_models cpu", r"run python -m benchmarks\.records,"),
         ("norms_models nvidia-h200 1024", "no add . norm of width 1024 is recorded"),
         ("norms_models nvidia-h200 (768)", "not of the form"),
@@ -65,6 +68,17 @@ def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(fo
 def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
     with pytest.raises(ResultsError, match=message):
         rewritten(marker, folder)
+
+
+def test_a_record_that_a_page_may_name_early_is_a_sentence_until_it_is_there_and_then_a_table_with_its_picture(folder):
+    assert "Not recorded on nvidia-h200 yet: `python -m benchmarks.records sites`" in rewritten("sites nvidia-h200", folder)
+    cell = {"residual": "fp32", "weights": "fp32", "direction": "backward"}
+    file = folder / "nvidia-h200" / "sites.json"
+    write(file, *(norm("norm_add_norm", 2304, name, share, **cell) for name, share in (("ours", 0.9), ("compile", 0.4))))
+    text = rewritten("sites nvidia-h200", folder)
+    assert "| backward, N = | norm+add+norm |" in text and "| 2304, Gemma 2 2B | **90** / 40 compile |" in text
+    assert "![norm+add+norm, backward: % of copy bandwidth](results/nvidia-h200/sites.png)" in text
+    assert folder / "nvidia-h200" / "sites.png" in readme.draw(folder / "nvidia-h200")
 
 
 def recorded(folder, name):
@@ -109,8 +123,10 @@ def test_a_table_is_old_once_the_sources_of_what_was_measured_differ_and_not_bef
 
     now = readme.fingerprints()
     assert "Old: " not in page(sources=now)
-    assert "Old: " not in page(sources=now | {"step": "another"}), "kernels know nothing of the model"
-    assert "Old: the kernels have changed since this was recorded." in page(sources=now | {"kernels": "another"})
+    assert "Old: " not in page(sources=now | {"step": "another", "rotary": "another"}), (
+        "norms know neither the model nor other kernels"
+    )
+    assert "Old: the kernels have changed since this was recorded." in page(sources=now | {"norms": "another"})
     monkeypatch.setattr(readme, "fingerprint_at", lambda revision, what: {"abc": now[what], "def": "another"}.get(revision))
     assert "Old: " not in page(git={"revision": "abc"}) and "Old: " in (old := page(git={"revision": "def"}))
     assert "Old: " in page(old, git={"revision": "unknown here"}), "where git does not know, the page keeps its words"
@@ -127,8 +143,8 @@ def test_comments_docstrings_and_blank_lines_are_no_change_of_the_sources_and_an
 def test_fingerprints_of_a_revision_are_those_of_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     sources.fingerprint_at.cache_clear()
-    assert sources.fingerprint_at("HEAD", "kernels") is None, "no repository"
-    for name in ("ops/kernels/forward.py", "ops/tiling.py", "model/gpt.py"):
+    assert sources.fingerprint_at("HEAD", "norms") is None, "no repository"
+    for name in ("ops/kernels/forward.py", "ops/kernels/rotary.py", "model/gpt.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     who = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
@@ -139,8 +155,15 @@ def test_fingerprints_of_a_revision_are_those_of_its_files(tmp_path, monkeypatch
     assert all(sources.fingerprint_at("HEAD", what) == found for what, found in first.items())
     (tmp_path / "model/gpt.py").write_text("x = 2\n")
     second = sources.fingerprints()
-    assert second["kernels"] == first["kernels"] and second["step"] != first["step"]
+    assert second["norms"] == first["norms"] and second["step"] != first["step"]
+    (tmp_path / "ops/kernels/rotary.py").write_text("x = 2\n")
+    third = sources.fingerprints()
+    assert [what for what in third if third[what] != second[what]] == ["rotary", "step", "ranks"]
     sources.fingerprint_at.cache_clear()
+
+
+def test_every_file_that_a_record_depends_on_is_there():
+    assert [path for paths in sources.SOURCES.values() for path in paths if not (sources.ROOT / path).exists()] == []
 
 
 def test_versions_of_the_records_are_said_beside_those_that_are_pinned(folder):

@@ -10,7 +10,7 @@ def file(*records):
 
 
 def test_terminal_table_has_every_provider_the_fastest_and_ratios():
-    lines = report.norms_text([
+    lines = report.shares_text([
         norm("ln", 768, "ours", 0.9), norm("ln", 768, "torch", 0.3), norm("ln", 768, "ours-seeded", 0.95),
         norm("ln", 768, "quack-kernels", 0.6, times_ours=1.52, times_ours_95=[1.5, 1.55]),
         norm("ln", 1024, "ours", 0.8), failed("ln", 1024, "torch"), norm("ln", 1024, "traffic", 0.99),
@@ -31,7 +31,7 @@ def test_models_have_a_row_each_bold_where_ours_is_faster_by_more_than_chance():
         norm("add_ln", 2304, "ours", 0.8, **where), norm("add_rms", 2304, "ours", 0.1, residual="bf16", weights="fp32"),
         norm("add_ln", 2304, "liger-kernel", 0.79, **where, times_ours_95=[0.99, 1.02]),
     ]  # fmt: skip
-    assert report.models_markdown(records).splitlines() == [
+    assert report.shares_markdown(records).splitlines() == [
         "| forward, N = | add+LN | add+RMS |",
         "| --- | ---: | ---: |",
         "| 2304, Gemma 2 2B | 80 / 79 liger | **90** / 50 torch |",
@@ -43,6 +43,8 @@ def test_the_picture_has_one_panel_of_the_widths_of_models_with_five_names(tmp_p
     figures = []
     monkeypatch.setattr(report, "finish", lambda figure, *_: figures.append(figure))
     records = [*sweep(), norm("ln", 1024, "ours", 0.8, m=4096), failed("ln", 4096, "torch", m=4096)]
-    assert report.plot_models(file(*records), tmp_path / "models.png") and not report.plot_models(file(), tmp_path)
+    assert report.plot_shares(file(*records), tmp_path / "norms_models.png") and not report.plot_shares(
+        file(), tmp_path / "norms_models.png"
+    )
     (axes,) = figures[0].axes
     assert [line.get_label() for line in axes.lines[:-1]] == ["fused (ours)", "torch.compile", "flash-attn", "Liger", "quack"]

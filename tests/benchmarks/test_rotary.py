@@ -24,7 +24,7 @@ def test_records_have_shares_and_ratios_for_each_direction(tmp_path, capsys):
     }
     assert all(r["share"] > 0 and (r["heads"], r["kv_heads"], r["D"], r["M"]) == (*SHAPE, 64) for r in records)
     assert all(("times_ours" in r) == (r["provider"] != "ours") for r in records)
-    assert "torch / ours" in capsys.readouterr().out
+    assert "RMS+rotary, backward 64×3/1 × 16" in capsys.readouterr().out
 
 
 def test_minimum_bytes_are_those_of_a_count_by_hand():
@@ -38,21 +38,21 @@ def test_minimum_bytes_are_those_of_a_count_by_hand():
 def test_a_wrong_result_is_found(case):
     (inputs,) = rotary.make_inputs(case, SHAPE, 64, 1, CPU)
     right = rotary.ours(case, SHAPE)
-    rotary.check(case, SHAPE, inputs, right, backward=True)
+    rotary.check(case, SHAPE, True, inputs, right)
 
     def without_turn(i):
         q, _, v = right(i)
         return q, i.qkv.unflatten(-1, (-1, 16))[..., 3:4, :], v
 
     with pytest.raises(WrongResult, match="k is off"):
-        rotary.check(case, SHAPE, inputs, without_turn, backward=False)
+        rotary.check(case, SHAPE, False, inputs, without_turn)
     with pytest.raises(WrongResult, match="gradient of qkv is off"):
         rotary.check(
             case,
             SHAPE,
+            True,
             inputs,
             lambda i: tuple(t.detach() + 0 * sum(leaf.sum() for leaf in i.leaves) for t in right(i)),
-            backward=True,
         )
 
 

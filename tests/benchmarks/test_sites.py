@@ -1,46 +1,20 @@
-"""The benchmark of sites with a norm of the branch, tried on the CPU."""
-
-import json
-
-import pytest
-import torch
+"""python -m benchmarks.sites, tried on the CPU."""
 
 from benchmarks import sites
-from benchmarks.cases import WrongResult
-from benchmarks.sites import CASES
-
-BF16, FP32 = torch.bfloat16, torch.float32
+from benchmarks.cases import SITES
 
 
-def test_records_have_shares_and_ratios_for_each_case_and_direction(tmp_path, capsys):
-    given = ["--device", "cpu", "--width", "64", "--provider", "ours", "torch", "--rounds", "1"]
-    sites.main([*given, "--output", str(tmp_path)])
-    records = json.loads((tmp_path / "sites.json").read_text())["records"]
+def test_records_have_shares_and_ratios_for_each_case_and_direction(recorded):
+    file, printed = recorded(sites, "--device", "cpu", "--width", "64", "--provider", "ours", "torch", "--rounds", "1")
+    records = file["records"]
     assert [r for r in records if r.get("error")] == []
     assert {(r["case"], r["direction"], r["residual_dtype"]) for r in records} == {
-        (case, direction, stream) for case in CASES for direction in ("forward", "backward") for stream in ("bf16", "fp32")
+        (case, direction, stream) for case in SITES for direction in ("forward", "backward") for stream in ("bf16", "fp32")
     }
     assert all(r["share"] > 0 for r in records)
-    assert "torch / ours" in capsys.readouterr().out
+    assert "norm+add+norm, fp32 stream, fp32 weights, backward 64×64" in printed
 
 
-@pytest.mark.parametrize(
-    ("case", "stream", "forward", "backward"),
-    [
-        ("norm_add_norm", BF16, 8, 12), ("norm_add_norm", FP32, 12, 18), ("norm_add", BF16, 6, 8), ("norm_add", FP32, 12, 14),
-        ("add_dyt", BF16, 8, 8), ("add_dyt", FP32, 12, 16),
-    ],
-)  # fmt: skip
-def test_minimum_bytes_are_those_of_a_count_by_hand(case, stream, forward, backward):
-    assert [sites.minimum_bytes(CASES[case], way, 10, 64, stream) // 640 for way in ("forward", "backward")] == [
-        forward,
-        backward,
-    ]
-
-
-def test_a_wrong_result_is_found():
-    (inputs,) = sites.make_inputs(CASES["norm_add_norm"], 8, 64, FP32, FP32, 1, torch.device("cpu"))
-    right = sites.ours(CASES["norm_add_norm"])
-    sites.check(CASES["norm_add_norm"], inputs, right)
-    with pytest.raises(WrongResult):
-        sites.check(CASES["norm_add_norm"], inputs, lambda i: tuple(1.1 * t for t in right(i)))
+def test_random_widths_depend_on_the_seed_alone():
+    first, again, other = (sites.options_of(["--random", "4", "--seed", seed])[1].width for seed in ("1", "1", "2"))
+    assert first == again != other and all(640 <= width <= 5376 and width % 64 == 0 for width in first)

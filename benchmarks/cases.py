@@ -163,7 +163,8 @@ def minimum_bytes(
         backward   dy, r, dx                       without a residual stream (r is x)
                    dy, d residual_out, d residual   with one; r where it has a norm, x where the branch has one; dx is the same
                                                    tensor as d residual where the dtypes are equal, nothing is dropped and
-                                                   the branch has no norm, otherwise one more
+                                                   the branch has no norm, otherwise one more; where y is r, d residual is
+                                                   the one upstream gradient itself
 
     x, y, dy and dx take `x_bytes` an element; residual, r and their gradients `residual_bytes`. Weights, their gradients,
     statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
@@ -175,7 +176,8 @@ def minimum_bytes(
     if direction == FORWARD:
         return rows * width * (x_bytes + 2 * stream + y)
     separate_dx = case.dropout or branch or stream != x_bytes
-    return rows * width * (y + stream * (3 if case.norm != Norm.none else 2) + x_bytes * (branch + separate_dx))
+    of_stream = 3 if case.norm != Norm.none else 2 if y else 1
+    return rows * width * (y + stream * of_stream + x_bytes * (branch + separate_dx))
 
 
 @dataclass(frozen=True)

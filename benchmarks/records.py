@@ -55,7 +55,7 @@ RECORDS = (
     Record(
         "norms_models",
         "-m benchmarks.norms --models --residual fp32 --width 1152 1536 2304 3072 3584 4608 5120 7168 8192 --warm 16",
-        8,
+        7,
     ),
     Record("gpt2_loss", f"{GPT2} model.dropout=0.0 ablate.switch=loss", 4),
     Record("llama_qk_norm", f"{LLAMA} model.dropout=0.0 model.qk_norm=true", 4),

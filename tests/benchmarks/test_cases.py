@@ -40,7 +40,7 @@ def run(name, provider, setting):
         ("norm_add_norm", FORWARD, 4, 12),
         ("norm_add_norm", BACKWARD, 4, 18),
         ("norm_add", FORWARD, 2, 6),  # y is r
-        ("norm_add", BACKWARD, 2, 8),
+        ("norm_add", BACKWARD, 2, 6),
         ("norm_add", FORWARD, 4, 12),
         ("norm_add", BACKWARD, 4, 14),
         ("add_dyt", BACKWARD, 2, 8),

@@ -45,7 +45,7 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, report):
     found, _, rest = (tmp_path / "out" / "report.md").read_text(encoding="utf-8").partition("## Commands")
     assert code == 0 and text == f"{found.rstrip()}\n\nreport: {tmp_path / 'out'}/report.md\n" and NO_KERNEL not in text
     first, second, third = text.splitlines()[:3]
-    assert first.endswith("from 6 finished runs") and third.startswith("Step times are"), "no headline of unpaired times"
+    assert first.endswith("from 6 finished runs") and third.startswith("Step times of runs are unpaired")
     difference = "fused − torch 0.00200 (0.00200 to 0.00200), mean and 95 % t-interval, paired over 3 seeds"
     assert second.startswith(f"Final validation loss: {difference}")
     row = next(line for line in text.splitlines() if line.startswith("| torch1"))

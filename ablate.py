@@ -5,10 +5,11 @@ python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py ablate.arms=[torch,compiled,liger,fused]    another library's norms too, where it is installed
 python ablate.py ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
+python ablate.py … resume=runs/FOLDER                        goes on behind the last cycle of an ablation that was stopped
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
-memory, 130, 143, 129 and 138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep the report of what was measured.
+memory, 130, 143, 129 and 138 by Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which keep all finished cycles.
 """
 
 import shlex
@@ -16,11 +17,12 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
@@ -29,9 +31,10 @@ import torch
 
 import configs
 import ops
-from ablation import nanogpt, parity, records, report, timing, tracking
+from ablation import kept, nanogpt, parity, records, report, timing, tracking
 from ablation.arms import Arm, build_arm, check_initial_weights, load_initial_weights, switched
 from ablation.gpu_time import attribute, loss_bytes, norm_bytes
+from ablation.kept import Cycle, Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Attribution, Cell
 from ablation.same import check_same
@@ -42,7 +45,7 @@ from data import Batches, Corpus, load_corpus
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
 from measure.progress import progress
 from measure.sources import fingerprints
-from measure.tables import label
+from measure.tables import capital, label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
@@ -104,11 +107,11 @@ class Variant:
         return found if self.cfg.ablate.parity_seeds else []
 
 
-def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
+def ablate(variants: Sequence[Variant], command: str, folder: Path, cycles: Kept) -> Ablation:
     """Times every variant and compares its losses.
 
     `folder` gets the report, its data and its pictures, anew after each cell, so that what was measured stays if a later part
-    fails.
+    fails. `cycles` gets each cycle, and may have some.
 
     Raises:
         ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
@@ -133,7 +136,7 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
     found = Ablation(
         cells=[],
         parity=[],
-        environment=environment(device) | {"sources": fingerprints()},
+        environment=facts(device),
         command=command,
         config=(folder / "config.yaml").read_text(encoding="utf-8"),
         kernels=ops.backend_for(device) != "PyTorch reference",
@@ -145,11 +148,11 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
                 for mode in variant.modes:
                     bar.set_description(label(variant.overrides, mode))
                     free_memory(device)
-                    cell, stop = measure(variant, mode, precision, corpus, bar.update)
+                    cell, stop = measure(variant, mode, precision, corpus, cycles, found.notes, bar.update)
                     found.cells.append(cell)
                     if stop:
-                        cycles = len(cell.arms[TORCH].blocks_ms) // 2
-                        found.notes.append(f"{label(variant.overrides, mode)} was stopped after {cycles} cycles.")
+                        whole = len(cell.arms[TORCH].blocks_ms) // 2
+                        found.notes.append(f"{label(variant.overrides, mode)} was stopped after {whole} cycles.")
                     done += not stop
                     keep(found, folder, began, done, parts)
                     if stop:
@@ -165,32 +168,58 @@ def ablate(variants: Sequence[Variant], command: str, folder: Path) -> Ablation:
             found.notes.append("Out of memory.")
             keep(found, folder, began, done, parts)
             raise
+    cycles.remove()  # the report has them
     return found
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    return environment(device) | {"sources": fingerprints()}
 
 
 @contextmanager
 def unless_empty(folder: Path) -> Iterator[None]:
-    """Removes the folder afterwards if it has no report: the data were refused, or no cell was finished."""
+    """Removes the folder afterwards if it has no report and no cycle: the data were refused, or no cycle was finished."""
     try:
         yield
     finally:
-        if not (folder / "report.md").is_file():
+        if not any((folder / name).is_file() for name in ("report.md", kept.FILE)):
             (folder / "config.yaml").unlink(missing_ok=True)
             with suppress(OSError):  # what others put there stays
                 folder.rmdir()
 
 
 def measure(
-    variant: Variant, mode: str, precision: Precision, corpus: Corpus, done: Callable[[], object]
+    variant: Variant,
+    mode: str,
+    precision: Precision,
+    corpus: Corpus,
+    cycles: Kept,
+    notes: list[str],
+    done: Callable[[], object],
 ) -> tuple[Cell, BaseException | None]:
-    """The cell of a variant, eager or compiled, and what stopped it early: None, or the exception to raise."""
+    """The cell of a variant, eager or compiled, and what stopped it early: None, or the exception to raise.
+
+    `notes` gets a sentence if some of its cycles are of an earlier process.
+    """
     cfg, device = variant.cfg, precision.device
     torch.compiler.reset()
     arms = arms_of(variant, mode, precision, corpus)
     check_same([arm for arm in arms.values() if arm.other is None])
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
-    times, failed, stop = timing.time_arms(arms, batches, done, may_fail)
+
+    def earlier(names: Collection[str]) -> list[Cycle]:
+        if found := cycles.of(variant.overrides, mode, names):
+            notes.append(
+                f"{capital(label(variant.overrides, mode))}: {len(found)} of {cfg.ablate.cycles} cycles are of an earlier "
+                "process, which was stopped. The others follow a warm-up and an uncounted cycle of their own."
+            )
+        return found
+
+    def keep(*cycle: Any) -> None:
+        cycles.add(Cycle(variant.overrides, mode, *cycle))
+
+    times, failed, stop = timing.time_arms(arms, batches, done, may_fail, earlier, keep)
     if NANOGPT in times and not cfg.model.dropout:
         nanogpt.check_first_loss({name: of.first_loss for name, of in times.items()}, precision.dtype)
     arms = {name: arms[name] for name in times}
@@ -377,12 +406,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         machine.refuse_ranks("ablate.py")
         variants = variants_of(arguments)
-        wanted = Path(variants[0].cfg.folder or f"runs/{command_line.now()}_ablation")
-        folder = claim(wanted)
-        if folder != wanted:
-            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+        folder, cycles = place(variants)
         with unless_empty(folder):
-            found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder)
+            found = ablate(variants, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
     except ConfigError as error:
         return command_line.refuse(error)
     except StorageError as error:
@@ -393,10 +419,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)
         return OUT_OF_MEMORY
     except (KeyboardInterrupt, Stopped) as stop:
+        told = "stopped before the first cycle was measured"
+        if folder is not None and (folder / kept.FILE).is_file():
+            told = f"stopped; cycles kept: {cycles}. To go on: the same command with resume={relative(folder)}"
         if folder is not None and (folder / "report.md").is_file():
-            print(f"stopped; report so far: {relative(folder)}/report.md", file=sys.stderr)
-        else:
-            print("stopped before six cycles of the first cell were measured, which an interval needs", file=sys.stderr)
+            told += f"\nreport so far: {relative(folder)}/report.md"
+        print(told, file=sys.stderr)
         return exit_code(stop)
     show(report.table(found))
     show(f"report: {relative(folder)}/report.md")
@@ -408,6 +436,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped; the report is whole, W&B does not have all of it", file=sys.stderr)
         return exit_code(stop)
     return 0 if all(one.holds for one in found.parity) else 1
+
+
+def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
+    """The folder of the ablation, and its cycles: a new one, or with `resume` that of an ablation which was stopped.
+
+    Raises:
+        ConfigError: it can't be used.
+    """
+    cfg = variants[0].cfg
+    of = kept.facts_of([(v.overrides, v.cfg) for v in variants], facts(torch.device(machine.inspect(cfg.device).device)))
+    wanted = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
+    if cfg.resume == "auto" and not cfg.folder:
+        raise ConfigError("resume=auto goes on with the ablation in folder=PATH. Name it, or use resume=PATH.")
+    if cfg.resume not in ("never", "auto"):
+        if cfg.folder:
+            raise ConfigError(f"folder={cfg.folder}: with resume=PATH an ablation goes on in PATH. Leave folder out.")
+        return Path(cfg.resume), Kept.read(Path(cfg.resume), of)
+    if cfg.resume == "auto" and (wanted / kept.FILE).is_file():
+        return wanted, Kept.read(wanted, of)
+    folder = claim(wanted)
+    if folder != wanted:
+        show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+    return folder, Kept(folder, of)
 
 
 def exit_code(stop: KeyboardInterrupt | Stopped) -> int:

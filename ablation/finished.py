@@ -6,13 +6,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
 from ablation.finished_runs import FinishedRun, Group, grouped, read_run, run_folders, unfinished
-from ablation.plots import boxes_of, trained
+from ablation.plots import trained
 from configs.schema import DropoutMasks
 from measure.comparison import FUSED, NO_KERNEL, TORCH
-from measure.statistics import Interval, mean_interval, spread
+from measure.statistics import mean_interval, spread
 from measure.tables import (
     NOTHING,
     capital,
@@ -32,7 +32,7 @@ from training.plot import without_sweep_files
 from training.storage import replace_text
 
 LEAST_SEEDS = 3  # that a difference of losses needs for an interval
-STEP_TIMES, COMMANDS = "step_times.png", "## Commands"
+COMMANDS = "## Commands"
 MACHINE = ("gpu.name", "gpu.driver", "cpus", "versions.torch", "versions.triton", "git.revision", "git.dirty")
 
 
@@ -80,19 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_out: Sequence[Path] = ()) -> str:
     """The report of finished runs, as Markdown; `pictures` are the files that belong to the groups."""
     runs = [run for _, of in groups for run in of]
-    found = [(overrides, of, _ratio(of)) for overrides, of in groups]
     top = [
         f"# Losses of fused norms and PyTorch's, from {len(runs)} finished runs",
         f"{_losses(groups)}  ",
-        "Step times are unpaired: whatever else changed from run to run is in their ratio, and no A/A control shows how much. "
-        "So it has a range and no interval, and proves no speed-up: `python ablate.py` measures in pairs.",
+        "Step times of runs are unpaired and prove no speed-up: `python ablate.py` measures in pairs.",
     ]
     if any(run.impl == FUSED and run.environment.get("gpu.name") is None for run in runs):
         top[0] = f"# {NO_KERNEL}"
     parts = ["\n".join(top)]
-    parts += [_group(overrides, of, ratio, picture) for (overrides, of, ratio), picture in zip(found, pictures, strict=True)]
-    if any(run.windows_ms for run in runs):
-        parts.append(f"![Step times: quartiles, 10th and 90th percentile, medians of runs]({STEP_TIMES})")
+    parts += [_group(overrides, of, picture) for (overrides, of), picture in zip(groups, pictures, strict=True)]
     notes = _unlike(runs)
     if left_out:
         notes.append(f"Given too, and left out, being no finished runs: {', '.join(folder.name for folder in left_out)}.")
@@ -110,40 +106,15 @@ def report(groups: Sequence[Group], pictures: Sequence[str], command: str, left_
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _ratio(runs: Sequence[FinishedRun]) -> Interval | None:
-    """Torch's step time over fused's: the ratio of the medians, with the range between the outer tenths of the windows."""
-    torch, fused = ([spread(run.windows_ms) for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED))
-    if not torch or not fused:
-        return None
-    return Interval(
-        median(one.median for one in torch) / median(one.median for one in fused),
-        min(one.p10 for one in torch) / max(one.p90 for one in fused),
-        max(one.p90 for one in torch) / min(one.p10 for one in fused),
-    )
-
-
-def _outcome(ratio: Interval | None) -> str:
-    if ratio is None:
-        return "not timed"
-    words = f"{ratio.median:.3f} × as fast (range {ratio.low:.3f} to {ratio.high:.3f})"
-    return f"no difference found, {words}" if ratio.holds(1) else words
-
-
 def draw(groups: Sequence[Group], folder: Path) -> list[str]:
-    """Draws the losses of each group, and one picture of all step times. Returns the file names of the losses."""
-    timed = [
-        (label(overrides), {i: [run.windows_ms for run in runs if run.impl == i and run.windows_ms] for i in (TORCH, FUSED)})
-        for overrides, runs in groups
-    ]
-    if timed := [(title, {i: parts for i, parts in of.items() if parts}) for title, of in timed if any(of.values())]:
-        boxes_of(timed, "runs", folder / STEP_TIMES)
+    """Draws the losses of each group, and returns the names of the files."""
     names = ["losses.png"] if len(groups) == 1 else [f"losses_{index}.png" for index in range(len(groups))]
     for name, (overrides, runs) in zip(names, groups, strict=True):
-        trained([(run.impl, run.seed, run.val_losses, run.val_loss) for run in runs], label(overrides), folder / name)
+        trained([(run.impl, run.seed, run.val_losses) for run in runs], label(overrides), folder / name)
     return names
 
 
-def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interval | None, picture: str) -> str:
+def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], picture: str) -> str:
     rows = []
     for run in sorted(runs, key=lambda run: (run.impl != TORCH, run.seed)):
         windows = spread(run.windows_ms) if run.windows_ms else None
@@ -153,13 +124,9 @@ def _group(overrides: dict[str, str], runs: Sequence[FinishedRun], ratio: Interv
         rows.append([run.folder.name, run.impl, str(run.seed), *figures, rate, peak, loss(run.val_loss)])
     header = ["run", "norm.impl", "seed", "step ms", "p10", "p90", "tokens/s", "peak GiB", "final val loss"]
     lines = [markdown(header, rows), ""]
-    lines.append(f"- Steps of fused beside those of torch: {_outcome(ratio)}; unpaired.")
     lines.append(wrapped(f"- {_validation(runs)}"))
-    note = (
-        "Step time: median, p10 and p90 over the windows between two lines of metrics, in ms. The range is from torch's least "
-        "p10 over fused's largest p90 to torch's largest p90 over fused's least p10. Loss in nats per token."
-    )
-    words = "Validation loss of every run, how far fused is from torch, and the final losses by seed"
+    note = "Step time: median, p10 and p90 over the windows between two lines of metrics, in ms. Loss in nats per token."
+    words = "Validation loss of every run, and how far fused is from torch"
     lines += ["", wrapped(note), "", f"![{words}]({picture})"]
     return section(capital(label(overrides)), "\n".join(lines))
 

@@ -6,7 +6,6 @@ configure_optimizers(weight_decay, learning_rate, betas, device_type).
 """
 
 import copy
-import hashlib
 import importlib.util
 import io
 import sys
@@ -65,12 +64,6 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def fingerprint(module: ModuleType) -> str:
-    """The first digits of the SHA-256 of its file: which of its many versions was measured."""
-    assert module.__file__ is not None
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
-
-
 def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
     """nanoGPT's model in our sizes, on the CPU, with its own weights.
 
@@ -87,19 +80,11 @@ def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
     if wrong := export.unsupported(export.GPT2, m, cfg.norm, cfg.loss):
         raise ConfigError(f"ours is not nanoGPT's architecture: {'; '.join(wrong)}. Leave these keys out, or ablate.nanogpt.")
-    wanted = {theirs: shapes.pop(mine) for mine, theirs in _names(cfg) if mine in shapes}
+    wanted = {theirs: shapes.pop(mine) for mine, theirs in _names(cfg) if mine in shapes} | shapes
     found = {name: tuple(p.shape) for name, p in peer.named_parameters()}
-    differing = [f"{name}: {wanted.get(name)} wanted, {found.get(name)} found" for name in sorted(wanted.keys() ^ found.keys())]
-    differing += [
-        f"{name}: {wanted[name]} wanted, {found[name]} found"
-        for name in wanted
-        if found.get(name, wanted[name]) != wanted[name]
-    ]
-    differing += [f"{name}: only ours" for name in shapes]
-    if differing:
-        raise ConfigError(
-            f"nanoGPT's parameters are not those of ours: {'; '.join(differing[:4])}{'; …' * (len(differing) > 4)}"
-        )
+    if differing := sorted(set(wanted.items()) ^ set(found.items())):
+        words = "; ".join(f"{name} {shape}" for name, shape in differing[:4])
+        raise ConfigError(f"nanoGPT's parameters are not those of ours: only one of the two has {words}")
     return peer
 
 

@@ -65,18 +65,8 @@ def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step tim
 
 
 def step_times(cells: Sequence[Cell], path: Path, footer: str) -> None:
-    """A panel for each cell: every arm's steps, and its blocks as dots."""
+    """A panel for each cell: by arm a box between quartiles, whiskers p10 to p90; the medians of its blocks as dots."""
     titled = [(label(cell.overrides, cell.mode), {name: arm.blocks_ms for name, arm in cell.arms.items()}) for cell in cells]
-    boxes_of(titled, "blocks", path, footer)
-
-
-def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: str, path: Path, footer: str = "") -> None:
-    """A panel for each title: by arm a box between quartiles, whiskers p10 to p90; the medians of its parts as dots.
-
-    Args:
-        titled: of each arm milliseconds of steps, in parts.
-        dots: what the parts are, in the plural.
-    """
     heights = [0.5 + 0.3 * len(parts) for _, parts in titled]
     figure, panels = _rows(heights)
     for axes, (title, parts) in zip(panels, titled, strict=True):
@@ -98,7 +88,7 @@ def boxes_of(titled: Sequence[tuple[str, dict[str, list[list[float]]]]], dots: s
         axes.set_title(title, loc="left", fontsize=9)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
         _plain(axes, "x")
-    panels[-1].set_xlabel(f"ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots {dots}", fontsize=8)
+    panels[-1].set_xlabel("ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots blocks", fontsize=8)
     finish(figure, "Step time (axes need not begin at 0)", footer, path)
 
 
@@ -201,39 +191,37 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     finish(figure, "Parity: the error beside that of torch's norms summed in another order", footer, path)
 
 
-# Its operator, seed, step and loss of each evaluation, and final loss.
-TrainedRun = tuple[str, int, list[tuple[int, float]], float]
+# Its operator, seed, and step and loss of each evaluation.
+TrainedRun = tuple[str, int, list[tuple[int, float]]]
 
 
 def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
-    """Three panels: the validation loss of every run as it trained; how far fused is above torch, a line for each seed that has
-    both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from the
-    first; and the final losses, a row for each operator, seeds numbered, with the means over the seeds that have both.
+    """Two panels: the validation loss of every run as it trained; and how far fused is above torch, a line for each seed that
+    has both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from
+    the first.
     """
-    figure, (above, between, below) = pyplot.subplots(
-        3, 1, figsize=(WIDTH, 7.2), dpi=DPI, layout="constrained", height_ratios=(3, 2, 1.3)
+    figure, (above, between) = pyplot.subplots(
+        2, 1, figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained", height_ratios=(3, 2), sharex=True
     )
     for at, (impl, width) in enumerate(((TORCH, 2.8), (FUSED, 1.0))):
         style = {"color": ARMS[impl]["color"], "linestyle": ARMS[impl]["linestyle"], "linewidth": width}
-        for index, evaluated in enumerate(evaluated for name, _, evaluated, _ in runs if name == impl):
+        for index, evaluated in enumerate(evaluated for name, _, evaluated in runs if name == impl):
             steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
             above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
     _losses_apart(between, runs)
-    _final_losses(below, runs)
     between.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
     above.set_ylabel("validation loss,\nnats per token", fontsize=9)
     between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
     between.set_xlabel("step")
-    between.sharex(above)
     above.legend(frameon=False, fontsize=8, handlelength=3.2)
-    for axes, grid in ((above, "both"), (between, "both"), (below, "x")):
-        _plain(axes, grid)
+    for axes in (above, between):
+        _plain(axes, "both")
     finish(figure, f"Runs to their end: {title}", "", path)
 
 
 def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
     curves: dict[tuple[str, int], list[dict[int, float]]] = {}
-    for name, seed, evaluated, _ in runs:
+    for name, seed, evaluated in runs:
         curves.setdefault((name, seed), []).append(dict(evaluated))
     means = {
         which: {step: float(np.mean([of[step] for of in made])) for step in _common(made)} for which, made in curves.items()
@@ -257,27 +245,6 @@ def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
         low, high = axes.get_ylim()
         axes.set_ylim(low, high + 0.15 * (high - low))  # room for the legend
         axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
-
-
-def _final_losses(axes: Any, runs: Sequence[TrainedRun]) -> None:
-    finals: dict[str, dict[int, list[float]]] = {TORCH: {}, FUSED: {}}  # by operator and seed; several where made again
-    for name, seed, _, final in runs:
-        finals[name].setdefault(seed, []).append(final)
-    both = finals[TORCH].keys() & finals[FUSED].keys()
-    for at, of in enumerate(finals.values()):
-        mean = np.mean([np.mean(of[seed]) for seed in both or of])
-        axes.plot([mean] * 2, [at - 0.3, at + 0.3], color=GREY, linewidth=1.6)
-        for seed, made in of.items():
-            for index, final in enumerate(made):
-                # What was made again is hollow, its number beneath: it may end where the first did.
-                fill, above = ("white", -10) if index else (INK, 5)
-                axes.plot([final], [at], "o", markersize=3.5, color=INK, markerfacecolor=fill)
-                axes.annotate(str(seed), (final, at), xytext=(0, above), textcoords="offset points", ha="center", fontsize=7)
-    several = any(len(made) > 1 for of in finals.values() for made in of.values())
-    dots = f"dots are seeds{' (hollow: made again)' if several else ''}, lines means of pairs"
-    axes.set_yticks(range(len(finals)), list(finals))
-    axes.set_ylim(len(finals) - 0.4, -0.6)
-    axes.set_xlabel(f"final loss, nats per token: {dots}")
 
 
 def _common(curves: Sequence[dict[int, float]]) -> list[int]:

@@ -30,7 +30,7 @@ from measure.tables import (
     section,
     wrapped,
 )
-from training.storage import replace_text
+from training.storage import as_storage_errors, replace_text
 
 MODES = ("eager", "compiled")
 
@@ -39,7 +39,8 @@ def write(ablation: Ablation, folder: Path) -> Path:
     """Writes report.md and its plots; returns the path of report.md."""
     folder.mkdir(parents=True, exist_ok=True)
     cells = ablation.cells
-    first, rest = _pictures(ablation, folder)
+    with as_storage_errors(folder):
+        first, rest = _pictures(ablation, folder)
     parts = [
         _verdicts(ablation),
         first,

@@ -14,13 +14,14 @@ it fills the queue, which is seldom empty in a training run.
 All blocks of a cell have the same number of steps: ablate.block_steps, or what schedule.block_length says.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from statistics import median
 
 from torch import Tensor
 
 from ablation.arms import Arm, Snapshot, move, places_of
+from ablation.kept import Cycle
 from ablation.records import ArmTimes
 from data import Batches
 from measure.comparison import TORCH
@@ -30,11 +31,18 @@ from measure.timing import allocated_gb, describe, free_memory
 from training.clock import PartClock, StepClock
 from training.step import makes_cuda_graphs
 
+BlocksMs = Mapping[str, list[list[float]]]  # by arm: the steps of its blocks
+Peaks = dict[str, list[float]]  # by arm: GiB
 SPLIT_STEPS = 5  # steps of a window that times forward, backward and optimizer apart; each arm has two such windows
 
 
 def time_arms(
-    arms: Mapping[str, Arm], batches: Batches, done: Callable[[], object], may_fail: Collection[str] = ()
+    arms: Mapping[str, Arm],
+    batches: Batches,
+    done: Callable[[], object],
+    may_fail: Collection[str] = (),
+    kept: Callable[[Collection[str]], Sequence[Cycle]] = lambda arms: (),
+    keep: Callable[[int, BlocksMs, Peaks], object] = lambda block_steps, blocks_ms, peaks_gb: None,
 ) -> tuple[dict[str, ArmTimes], dict[str, str], BaseException | None]:
     """Times arms that have not taken a step, `torch` among them.
 
@@ -43,6 +51,8 @@ def time_arms(
     Args:
         done: called after each warm-up and each block, `calls_of(arms, cycles)` times in all.
         may_fail: arms that are left out if their warm-up fails.
+        kept: of the arms that are timed, the first cycles, from an earlier process.
+        keep: called after each counted cycle with the steps of a block and, by arm, their times and the peaks of memory.
 
     Returns:
         The times, why arms are left out, and what ended it early: None, or the exception to raise.
@@ -63,24 +73,25 @@ def time_arms(
             del arms[name]
             free_memory(device)
         done()
-    block_steps = plan.block_steps or block_length(list(warm.values()))
+    before = kept(arms)
+    block_steps = before[0].block_steps if before else plan.block_steps or block_length(list(warm.values()))
     ours = [arm for arm in arms.values() if arm.other is None]
     start = Snapshot(arms[TORCH])
     starts = {name: start if arm.other is None else Snapshot(arm) for name, arm in arms.items()}
 
     graphs = makes_cuda_graphs(cfg.train)
-    peaks: dict[str, list[float]] = {name: [] for name in arms}
+    peaks: Peaks = {name: [gb for cycle in before for gb in cycle.peaks_gb[name]] for name in arms}
 
     def block(name: str, cycle: int) -> list[float]:
         starts[name].restore(arms[name])
         clock = StepClock(device, warmup=LEAD_IN)
-        before = allocated_gb(device)
+        held = allocated_gb(device)
         begin = plan.warmup_steps + cycle * (LEAD_IN + block_steps)
         run(arms[name], batches, range(begin, begin + LEAD_IN + block_steps), clock)
         times = list(clock.steps_ms)
-        if cycle > 0 and clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
+        if cycle > len(before) and clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
-            peaks[name].append(clock.peak_gb - before + Snapshot.bytes_of(arms[name]) / 2**30)
+            peaks[name].append(clock.peak_gb - held + Snapshot.bytes_of(arms[name]) / 2**30)
         done()
         return times
 
@@ -90,16 +101,24 @@ def time_arms(
         if not graphs:
             move(ours, places, orders[cycle])
 
+    found_ms: list[BlocksMs] = [cycle.blocks_ms for cycle in before]
+
+    def after_cycle(blocks_ms: BlocksMs) -> None:
+        found_ms.append(blocks_ms)
+        # The newest peaks are of this cycle's two blocks, where there are any.
+        keep(block_steps, blocks_ms, {name: of[-2:] for name, of in peaks.items()})
+
     names = list(arms)
-    blocks: dict[str, list[list[float]]] = {}
+    for _ in range(2 * len(names) * len(before)):
+        done()
     stop: BaseException | None = None
     try:
-        run_blocks(block, names, plan.cycles, cfg.seed, before_cycle=before_cycle, blocks=blocks)
+        run_blocks(block, names, plan.cycles, cfg.seed, list(found_ms), before_cycle, after_cycle)
     except (KeyboardInterrupt, SystemExit) as error:
-        whole = min(len(of) // 2 for of in blocks.values())
-        if whole < LEAST_SAMPLES:
+        if len(found_ms) < LEAST_SAMPLES:
             raise
-        blocks, stop = {name: of[: 2 * whole] for name, of in blocks.items()}, error
+        stop = error
+    blocks = {name: [times for cycle in found_ms for times in cycle[name]] for name in names}
     splits: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for name in chain.from_iterable(block_orders(names, 0 if stop else 1, cfg.seed)):
         starts[name].restore(arms[name])

@@ -173,6 +173,8 @@ def _placement(cfg: Config) -> Iterator[str]:
         yield f"{placed} is for sequential blocks. Use norm.placement=pre or model.block=sequential."
     if model.residual_scale is schema.ResidualScale.deepnorm and norm.placement is not schema.Placement.post:
         yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
+    if model.qk_norm_kind and not model.qk_norm:
+        yield f"model.qk_norm_kind={model.qk_norm_kind} is read only with model.qk_norm=true. Set it, or leave the kind out."
     if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
         yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
     if norm.alpha != Config().norm.alpha and norm.kind in statistical:

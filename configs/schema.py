@@ -410,7 +410,6 @@ class Config:
         "never",
         "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint",
         affects="nothing",
-        not_in_ablate="has no meaning for ablate.py. Use init_from=runs/NAME to compare the norms in the weights of a run.",
     )
     resume_with_changes: bool = key(False, "resume although keys differ that change the results", affects="nothing")
     init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", affects="results")

@@ -8,8 +8,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from training import storage
-
 # Needs and opens no display. matplotlib reads this at its import, and refuses the backend of a notebook outside of one: import
 # it here alone.
 os.environ["MPLBACKEND"] = "Agg"
@@ -87,13 +85,18 @@ def save_figure(figure: Any, to: Path) -> None:
     """Writes a figure in the format of the file's suffix, in one step, and closes it.
 
     Raises:
-        StorageError: it can't be written.
+        OSError: it can't be written.
     """
     drawn = BytesIO()
     figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
     pyplot.close(figure)
     to.parent.mkdir(parents=True, exist_ok=True)
-    storage.replace(to, lambda file: file.write(drawn.getvalue()))
+    temporary = to.with_name(f".{to.name}.tmp")
+    try:
+        temporary.write_bytes(drawn.getvalue())
+        temporary.replace(to)
+    finally:
+        temporary.unlink(missing_ok=True)  # there if it failed
 
 
 def styled(names: Iterable[str]) -> list[str]:

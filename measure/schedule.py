@@ -8,7 +8,7 @@ import gc
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 # Steps that open a block and are not counted. The first finds the GPU's queue empty and waits for the host to fill it: 1 to 3
@@ -17,32 +17,38 @@ LEAD_IN = 1
 BLOCK_MS = 250.0  # of a block whose length the protocol chooses
 LEAST_STEPS, MOST_STEPS = 5, 100  # of such a block
 
+Cycle = Mapping[str, list[list[float]]]  # by name: the steps of its two blocks
+
 
 def run_blocks(
     block: Callable[[str, int], list[float]],
     names: Sequence[str],
     cycles: int,
     seed: int,
+    kept: Sequence[Cycle] = (),
     before_cycle: Callable[[int], None] = lambda cycle: None,
-    blocks: dict[str, list[list[float]]] | None = None,
+    after_cycle: Callable[[Cycle], None] = lambda found: None,
 ) -> dict[str, list[list[float]]]:
     """The step times that block(name, cycle) returned, by name, in the order in which the blocks ran.
 
-    blocks: an empty dict that gets them as they end, for who keeps what there was when something stopped it.
-    Cycle 0 is not counted: it brings clocks and caches to where they stay. It has the order of the last cycle, so that the
-    counted cycles begin a round.
+    The first cycle that runs, cycle 0, is not counted: it brings clocks and caches to where they stay. It has the order of the
+    last cycle, so that the counted cycles begin a round.
+
+    Args:
+        kept: the first cycles, from an earlier process. The last of them then runs in the place of cycle 0, uncounted too.
+        after_cycle: called with each counted cycle that has run here.
     """
-    blocks = {} if blocks is None else blocks
-    blocks |= {name: [] for name in names}
-    counted = list(block_orders(names, cycles, seed))
+    found, orders = list(kept), list(block_orders(names, cycles, seed))
     with no_garbage_collection():
-        for cycle, order in enumerate([*counted[-1:], *counted]):
+        for cycle in range(len(kept), cycles + 1):
             before_cycle(cycle)
-            for name in order:
-                times = block(name, cycle)
-                if cycle > 0:
-                    blocks[name].append(times)
-    return blocks
+            ran: dict[str, list[list[float]]] = {name: [] for name in names}
+            for name in orders[cycle - 1]:
+                ran[name].append(block(name, cycle))
+            if cycle > len(kept):
+                found.append(ran)
+                after_cycle(ran)
+    return {name: [times for cycle in found for times in cycle[name]] for name in names}
 
 
 def block_orders(names: Sequence[str], cycles: int, seed: int) -> Iterator[Sequence[str]]:

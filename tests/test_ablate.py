@@ -1,5 +1,6 @@
 """python ablate.py: what it leaves behind, what it says, how it ends."""
 
+import json
 import os
 import re
 import signal
@@ -151,7 +152,7 @@ def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measu
     swept = [*tiny, TIMES, "model.dropout=0.0,0.1"]
     assert ablate.main(swept) == 130
     assert list((tmp_path / "runs").iterdir()) == []
-    assert "stopped before six cycles of the first cell were measured" in capsys.readouterr().err
+    assert "stopped before the first cycle was measured" in capsys.readouterr().err
     assert ablate.main(swept) == 143
     assert len(ablations[-1].cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
@@ -170,13 +171,13 @@ def test_the_loss_may_be_what_is_compared(tiny, here, ablations):
 def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, ablations):
     blocks = iter(range(3 * (1 + 2 * 7)))
 
-    def times(arms, batches, done, may_fail):
+    def times(arms, batches, done, *rest):
         def stopping():
             if next(blocks, None) is None:
                 os.kill(os.getpid(), signal.SIGTERM)
             done()
 
-        return time_arms(arms, batches, stopping, may_fail)
+        return time_arms(arms, batches, stopping, *rest)
 
     time_arms = ablate.timing.time_arms
     monkeypatch.setattr(ablate.timing, "time_arms", times)
@@ -185,6 +186,49 @@ def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, abla
     assert len(cell.arms[FUSED].blocks_ms) == 12 and "fused" in cell.verdict
     text = (here() / "report.md").read_text(encoding="utf-8")
     assert "NOT FINISHED (0 of 2 parts)" in text.splitlines()[0] and "was stopped after 6 cycles" in " ".join(text.split())
+
+
+def test_an_ablation_that_is_stopped_in_its_first_cell_goes_on_behind_its_last_cycle(
+    tiny, here, monkeypatch, capsys, ablations
+):
+    """Three arms: three warm-ups, then six blocks a cycle. The first cycle of a process is not counted."""
+    runs, run = [], ablate.timing.run
+
+    def stopping_at(call):
+        def one(arm, batches, steps, *rest, **named):
+            runs.append((arm.name, steps.start))
+            if len(runs) == call:
+                os.kill(os.getpid(), signal.SIGINT)
+            return run(arm, batches, steps, *rest, **named)
+
+        runs.clear()
+        monkeypatch.setattr(ablate.timing, "run", one)
+
+    def times(path):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    stopping_at(3 + 6 * 4 + 2)
+    assert ablate.main([*tiny, TIMES]) == 130
+    said, folder = capsys.readouterr().err, here()
+    assert "cycles kept: 3 of eager" in said and f"the same command with resume=runs/{folder.name}" in said
+    _, *kept = times(folder / "cycles.jsonl")
+    assert not ablations and len(kept) == 3
+    for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 6")):
+        assert ablate.main([*tiny, TIMES, f"resume={folder}", other]) == 2 and why in capsys.readouterr().err
+
+    stopping_at(None)
+    assert ablate.main([*tiny, TIMES, f"resume={folder}"]) == 0
+    begun = [start for _, start in runs[3:]]  # after the warm-ups, which come again
+    assert begun[: 6 * 4] == [1 + 2 * cycle for cycle in (3, 4, 5, 6) for _ in range(6)]
+    (cell,) = ablations[-1].cells
+    for name, arm in cell.arms.items():
+        assert len(arm.blocks_ms) == 12, "two blocks in each of six cycles"
+        assert arm.blocks_ms[:6] == [block for cycle in kept for block in cycle["blocks_ms"][name]]
+        assert not set(map(tuple, arm.blocks_ms[6:])) & set(map(tuple, arm.blocks_ms[:6])), "the third was not counted again"
+    report = " ".join((folder / "report.md").read_text(encoding="utf-8").split())
+    assert "Eager: 3 of 6 cycles are of an earlier process" in report and "NOT FINISHED" not in report
+    assert not (folder / "cycles.jsonl").exists()
+    assert ablate.main([*tiny, TIMES, f"resume={folder}"]) == 2 and "no ablation that was stopped" in capsys.readouterr().err
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys, ablations):
@@ -212,7 +256,7 @@ def test_help_says_where_the_report_goes_and_lists_the_keys_that_are_refused(cap
     assert "ablate.cycles=12" in text and "at least 6" in text and "train.batch_size" not in text
     assert "runs/TIME_ablation/" in refused and "folder=PATH" in refused
     listed = {line.split()[0] for line in refused.splitlines() if line.startswith("  ")}
-    assert listed >= {"the", "resume", "train.compile"} and "folder" not in listed
+    assert listed >= {"the", "profile", "train.compile"} and "folder" not in listed
 
 
 def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(

@@ -9,9 +9,9 @@ names its kernels after the operators in them; there the name decides.
     attention  scaled_dot_product_attention, forward and backward; not its projections or copies around it
     norm       norm sites: dropout, drop path, residual add, norm and their casts; also the norms and the rotary positions of
                queries and keys
-    loss       log-softmax and likelihood; the head's product is a GEMM
+    loss       log-softmax and likelihood, with the casts around them; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
-    other      embeddings, activations, copies to the GPU, and casts, among them that of the logits where the loss runs eager
+    other      embeddings, activations, copies to the GPU, and casts
 """
 
 import math
@@ -23,16 +23,18 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from model import loss as losses
 from model.attention import QueryKeySite
 from model.norm import NormSite
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
+LOSS_SITE = "prenorm loss"  # around PyTorch's loss where it runs eager
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,7 @@ RULES = (
     _rule("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
     # Everything else that a marked site or its backward launches: dropout, residual add, casts, the norm.
     _rule("norm", _site, rf"^{NORM_SITE}$"),
-    _rule("loss", _site, r"^aten::_?(log_softmax|nll_loss|cross_entropy)"),
+    _rule("loss", _site, rf"^{LOSS_SITE}$|^aten::_?(log_softmax|nll_loss|cross_entropy)"),
     # Clipping and unscaling count as optimizer, as where a step is split in forward, backward and optimizer.
     _rule("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),
     # What no range has claimed, for instance since nothing was marked: eager kernels by name.
@@ -228,7 +230,13 @@ def group_of(kernel: KernelTime) -> str:
 
 @contextmanager
 def marked_sites(model: nn.Module | None) -> Iterator[None]:
-    """A range named NORM_SITE around each forward of the model's norm sites."""
+    """A range named NORM_SITE around each forward of the model's norm sites, and LOSS_SITE around its loss."""
+    own = losses.cross_entropy
+
+    def marked_loss(*given: Any) -> Tensor:
+        with record_function(LOSS_SITE):
+            return own(*given)
+
     open_ranges: list[record_function] = []
 
     def enter(*_: Any) -> None:
@@ -241,9 +249,12 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
     hooks = []
     for site in () if model is None else (module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)):
         hooks += [site.register_forward_pre_hook(enter), site.register_forward_hook(leave, always_call=True)]
+    if model is not None:
+        losses.cross_entropy = marked_loss  # type: ignore[assignment]
     try:
         yield
     finally:
+        losses.cross_entropy = own
         for hook in hooks:
             hook.remove()
 
@@ -252,7 +263,7 @@ def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime
     """GPU time by kernel and place. All together, it is the time in which the GPU had something to do."""
     # The profiler draws ranges (ours, the optimizer's, torch.compile's) on the GPU's timeline too; there they span kernels that
     # are counted by themselves.
-    ranges = {event.name for event in events if event.is_user_annotation} | {NORM_SITE}
+    ranges = {event.name for event in events if event.is_user_annotation} | {NORM_SITE, LOSS_SITE}
     ran = [event for event in events if event.device_type != DeviceType.CPU and event.name not in ranges]
     left: dict[tuple[str, float], list[float]] = defaultdict(list)  # what a kernel took alone, by what its launch knows of it
     for event, alone in _alone(ran):

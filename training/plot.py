@@ -20,7 +20,7 @@ import numpy as np
 import configs
 from configs import ConfigError, keys
 from measure.plots import GREY, bare, pyplot, save_figure, ticker
-from training.storage import StorageError
+from training.storage import StorageError, as_storage_errors
 
 TRAIN, VAL = "#9db8d2", "#c2410c"
 # Of several runs. Colours differ in lightness too, and dashes repeat after the last colour.
@@ -89,7 +89,8 @@ def loss_curve(metrics: Path, to: Path, title: str) -> bool:
     for panel in (axes, *below):
         bare(panel, "y")
     figure.align_ylabels()
-    save_figure(figure, to)
+    with as_storage_errors(to):
+        save_figure(figure, to)
     return True
 
 
@@ -243,7 +244,8 @@ def overlay(curves: Sequence[Curve], to: Path, unit: str | None = None, against:
     )
     figure.suptitle(textwrap.fill(_same(curves), int(width / 0.09)), x=0.01, ha="left", fontsize=11)
     to.parent.mkdir(parents=True, exist_ok=True)
-    save_figure(figure, to)
+    with as_storage_errors(to):
+        save_figure(figure, to)
     return unit
 
 

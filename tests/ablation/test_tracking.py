@@ -69,7 +69,7 @@ def test_an_online_ablation_is_a_run_for_each_arm_and_a_summary_in_one_group(tin
 
 def test_a_server_that_does_not_answer_is_asked_once_and_nothing_of_that_is_left(tiny, here, monkeypatch, capsys):
     found = results.ablation([{}], modes=("eager",), kernels=False)
-    monkeypatch.setattr(ablate, "ablate", lambda variants, command, folder: (folder / "report.md").touch() or found)
+    monkeypatch.setattr(ablate, "ablate", lambda variants, command, folder, cycles: (folder / "report.md").touch() or found)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # a port that nobody listens on
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     init = Mock(wraps=wandb.init)

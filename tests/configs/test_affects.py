@@ -77,7 +77,7 @@ def test_ablate_refuses_the_keys_that_say_so():
     for name, why in keys.not_in_ablate().items():
         with pytest.raises(ConfigError, match=f"{name}=1: {name} {why[:20]}"):
             rules.check_ablation([f"{name}=1"])
-    assert {"train.compile", "resume"} <= keys.not_in_ablate().keys()
+    assert {"train.compile", "profile"} <= keys.not_in_ablate().keys()
 
 
 def test_every_kind_of_norm_in_the_schema_is_one_of_the_ops():

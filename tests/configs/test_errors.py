@@ -63,6 +63,7 @@ norm.placement=inside model.block=parallel                    norm.placement=ins
 model.residual_scale=deepnorm   model.residual_scale=deepnorm is for norms after the add; here norm.placement=pre.
 norm.kind=derf model.qk_norm=true                             model.qk_norm=true has no derf for queries and keys.
 norm.alpha=1                    norm.alpha is read only with norm.kind=dyt or derf; here norm.kind=layernorm.
+model.qk_norm_kind=rmsnorm      model.qk_norm_kind=rmsnorm is read only with model.qk_norm=true.
 norm.impl=liger norm.placement=sandwich                       norm.impl=liger has norm.placement=pre alone, not sandwich.
 norm.impl=liger norm.kind=dyt                                 norm.impl=liger has no dyt here.
 model.dropout=1                 model.dropout=1.0: must be at least 0 and less than 1.

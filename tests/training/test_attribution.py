@@ -11,7 +11,18 @@ from configs import Config
 from configs.schema import LossImpl, NormKind
 from tests.runs import config, precision
 from training import attribution
-from training.attribution import GROUPS, NORM_SITE, Kernel, KernelTime, by_name, device_times, group_of, profile_step, shares
+from training.attribution import (
+    GROUPS,
+    LOSS_SITE,
+    NORM_SITE,
+    Kernel,
+    KernelTime,
+    by_name,
+    device_times,
+    group_of,
+    profile_step,
+    shares,
+)
 from training.step import training_step
 
 VOCABULARY = 64
@@ -105,6 +116,8 @@ def test_all_operators_of_a_step_are_in_their_groups_in_forward_and_backward_and
     operators["loss"] = ["_log_softmax", "_log_softmax_backward_data", "nll_loss_backward"]
     for group, name in ((group, name) for group, names in operators.items() for name in names):
         assert groups(kernels, f"aten::{name}").keys() == {group}, name
+    casts = [k for k in kernels if k.name == "aten::copy_" and LOSS_SITE in k.within + k.forward]
+    assert {group_of(k) for k in casts} == ({"loss"} if dtype == torch.bfloat16 else set()), "of logits and of their gradient"
     assert {kernel.forward != () for kernel in kernels if group_of(kernel) == "attention"} == {True, False}
     table = shares(kernels)
     assert tuple(share.group for share in table) == GROUPS and all(share.ms > 0 for share in table)

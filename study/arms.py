@@ -75,7 +75,7 @@ def study_of(arguments: Sequence[str]) -> Study:
     own = {one.get_key_element() for one in configs.parse(given)}
     shared = [text for text in found.get("arguments", []) if configs.parse([text])[0].get_key_element() not in own]
     parsed = {one.get_key_element(): one for one in configs.parse([*shared, *given])}
-    if taken := [key for key in parsed if key.startswith("hydra.") or key == "folder" and parsed[key].is_sweep_override()]:
+    if taken := [key for key in parsed if key.startswith("hydra.") or (key == "folder" and parsed[key].is_sweep_override())]:
         raise ConfigError(f"{taken[0]}: a study has one folder. Use folder=PATH.")
     rates, seeds = (_values(parsed.pop(key, None), key) for key in (RATE, SEED))
     overrides = [str(one.input_line) for one in parsed.values()]
@@ -138,5 +138,7 @@ def _read(name: str) -> dict[str, Any]:
         raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or set(found) - FIELDS:
-        raise ConfigError(f"study={name}: takes {', '.join(sorted(FIELDS))}, got {found if isinstance(found, str) else [*found]}.")
+        raise ConfigError(
+            f"study={name}: takes {', '.join(sorted(FIELDS))}, got {found if isinstance(found, str) else [*found]}."
+        )
     return found

@@ -3,13 +3,13 @@
 from pathlib import Path
 from statistics import fmean
 
-from measure.plots import GREY, bare, finish, legend_below, pyplot
+from measure.plots import GREY, bare, finish, legend_below, pyplot, ticker
 from study.analysis import Report, at_rate
 from study.arms import Study
 from study.runs import Found
 
-LOOKS = [("#111827", "o"), ("#3b82f6", "s"), ("#c2410c", "^"), ("#0f8a6d", "D"), ("#7c3aed", "v"), ("#b58900", "P"), ("#78716c", "X"),
-         ("#db2777", "*")]  # fmt: skip
+COLORS = ["#111827", "#3b82f6", "#c2410c", "#0f8a6d", "#7c3aed", "#b58900", "#78716c", "#db2777"]
+LOOKS = list(zip(COLORS, "os^DvPX*", strict=True))
 
 
 def rates(study: Study, found: Found, made: Report, path: Path, footer: str) -> None:
@@ -28,8 +28,12 @@ def rates(study: Study, found: Found, made: Report, path: Path, footer: str) -> 
             shown = [min(run.last, top) if run.last == run.last else top for run in of]
             axes.plot([rate * nudge] * len(of), shown, marker, color=color, markersize=4, alpha=0.6, linestyle="none")
             means.append(fmean(shown))
-        [entries[arm.name]] = axes.plot([rate * nudge for rate in study.rates], means, color=color, marker=marker, linewidth=1.4)
+        [entries[arm.name]] = axes.plot(
+            [rate * nudge for rate in study.rates], means, color=color, marker=marker, linewidth=1.4
+        )
     axes.set(xscale="log", xlabel="learning rate", ylabel="last validation loss, nats per token")
+    axes.set_xticks(study.rates, [f"{rate:g}" for rate in study.rates])
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     bare(axes)
     legend_below(figure, entries)
     title = f"Loss against learning rate, {len(study.seeds)} seeds; losses above {top:.2f} are drawn there"
@@ -41,7 +45,12 @@ def depth(study: Study, found: Found, made: Report, path: Path, footer: str) -> 
     last = {arm.name: run.probes[-1] for arm in made.arms if (run := at_rate(found, arm.name, arm.rate)[0]).probes}
     if not last:
         return False
-    columns = {"rms": "RMS of the stream", "most": "max |r|", "logit": "largest attention logit", "saturated": "saturated share"}
+    columns = {
+        "rms": "RMS of the stream",
+        "most": "max |r|",
+        "logit": "largest attention logit",
+        "saturated": "saturated share",
+    }
     columns = {key: words for key, words in columns.items() if any(key in probe for probe in last.values())}
     size = (2.6 * len(columns) + 1, 1.1 * len(last) + 1.2)
     figure, grid = pyplot.subplots(
@@ -56,8 +65,9 @@ def depth(study: Study, found: Found, made: Report, path: Path, footer: str) -> 
             bare(axes)
             if key in ("rms", "most"):
                 axes.set_yscale("log")
+                axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         row[0].set_ylabel("\n".join(name.split()), fontsize=6, rotation=0, ha="right", va="center")
-    for axes, (key, words) in zip(grid[0], columns.items(), strict=True):
+    for axes, words in zip(grid[0], columns.values(), strict=True):
         axes.set_title(words, fontsize=8)
     for axes, key in zip(grid[-1], columns, strict=True):
         axes.set_xlabel("layer" if key == "logit" else "norm site", fontsize=8)

@@ -17,7 +17,6 @@ SATURATED = 0.95  # of |tanh| or |erf|
 SPIKE_WINDOW, SPIKE_SIGMAS = 20, 5.0
 
 
-
 @torch.no_grad()
 def probe(engine: Engine) -> dict[str, Any]:
     """Figures of the model as it is, one for each norm site in the order of depth; outside the graph, in evaluation.

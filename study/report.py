@@ -36,7 +36,12 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.section("Environment", tables.environment(facts)),
     ]
     replace_text(folder / "report.md", "\n\n".join(parts) + "\n")
-    data = {"report": asdict(made), "environment": facts, "results": [asdict(run) for run in found.results], "times": found.times}
+    data = {
+        "report": asdict(made),
+        "environment": facts,
+        "results": [asdict(run) for run in found.results],
+        "times": found.times,
+    }
     replace_text(folder / "report.json", json.dumps(data, indent=1) + "\n")
 
 
@@ -50,7 +55,7 @@ def words(made: Report, seeds: int) -> str:
             side = "lower" if arm.difference.median < 0 else "higher"
             said.append(f"{arm.name}: loss {side} by {interval_text(_abs(arm), 4)} nats.")
         else:
-            said.append(f"{arm.name}: no difference was found; it lies within {interval_text(arm.difference, 4)} nats.")
+            said.append(f"{arm.name}: no difference was found; the interval is {interval_text(arm.difference, 4)} nats.")
     if seeds == 1:
         said.append("One seed has no interval, so nothing can be called different.")
     said.append(f"The baseline with other seeds (A/A) differs by {interval_text(made.again, 4)} nats.")

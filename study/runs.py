@@ -28,7 +28,7 @@ from study.probes import probe, spikes
 from training.precision import Precision
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
-BLOCK_STEPS = 20  # of a block that is timed
+BLOCK_MS, LEAST_STEPS, MOST_STEPS = 60.0, 2, 20  # of a block that is timed
 
 
 @dataclass
@@ -101,7 +101,12 @@ def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
 
 
 def train_all(
-    study: Study, precision: Precision, corpus: Corpus, path: Path, best_rate: Callable[[Found, str], float], done: Callable[[], object]
+    study: Study,
+    precision: Precision,
+    corpus: Corpus,
+    path: Path,
+    best_rate: Callable[[Found, str], float],
+    done: Callable[[], object],
 ) -> Found:
     """Makes the runs that `path` lacks.
 
@@ -117,7 +122,9 @@ def train_all(
         left = [(seed, rate) for seed in seeds for rate in rates if (name, rate, seed) not in had]
         for _ in range(len(rates) * len(seeds) - len(left)):
             done()
-        untimed = study.cfg.compare.timing_cycles and name not in found.times and not name.endswith(AGAIN)
+        untimed = (
+            study.cfg.compare.timing_cycles and name not in found.times and not name.endswith(AGAIN) and arm.cfg.train.steps > 1
+        )
         if not left and not untimed:
             return
         free_memory(precision.device)
@@ -198,20 +205,25 @@ def _step_times(
         engines["torch"] = Engine(other, precision, corpus)
     values = initial_values(cfg, precision, corpus)
     windows = windows_of(_batches(cfg, corpus), cfg.train.steps, precision.device)
-    steps = min(BLOCK_STEPS, cfg.train.steps - 1)
     for one in engines.values():
         one.begin(one.cfg, values, windows)
+    usual = timed(engine, 1)
+    steps = min(max(int(BLOCK_MS / usual), LEAST_STEPS), MOST_STEPS, cfg.train.steps - 1)
 
     def block(name: str, cycle: int) -> list[float]:
-        one = engines[name]
-        one.at.zero_()
-        one.step = 0
-        one.advance(1)  # fills the queue
-        one.losses[0].item()
-        begin = time.perf_counter()
-        one.advance(steps)
-        one.losses[steps].item()
-        return [1000 * (time.perf_counter() - begin) / steps]
+        return [timed(engines[name], steps)]
 
     blocks = run_blocks(block, list(engines), cfg.compare.timing_cycles, cfg.seed)
     return {name: [ms for one in of for ms in one] for name, of in blocks.items()}
+
+
+def timed(engine: Engine, steps: int) -> float:
+    """Milliseconds of one of `steps` steps, after one that fills the queue, from the first step of the run."""
+    engine.at.zero_()
+    engine.step = 0
+    engine.advance(1)
+    engine.losses[0].item()  # waits
+    begin = time.perf_counter()
+    engine.advance(steps)
+    engine.losses[steps].item()
+    return 1000 * (time.perf_counter() - begin) / steps

@@ -106,7 +106,8 @@ def help_text() -> str:
     own = "\n".join(line for line in described if line.strip().startswith("compare."))
     studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
     listed = "\n".join(f"  study={name:<20} {' '.join(str(one.get('claim', '')).split())}" for name, one in studies.items())
-    return f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n\nStudies:\n\n{listed}\n\nOthers: `python train.py --help`."
+    others = "All others are those of `python train.py --help`."
+    return f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n\nStudies:\n\n{listed}\n\n{others}"
 
 
 if __name__ == "__main__":

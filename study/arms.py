@@ -15,6 +15,7 @@ from training.tracking import settle
 
 RATE, SEED = "optim.lr", "seed"
 FOLDER = keys.FOLDER / "study"
+WORDS: tuple[str, ...] = ("claim", "source", "limits")
 FIELDS = {"claim", "source", "limits", "arguments", "arms"}  # of a file
 
 
@@ -109,12 +110,12 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
             )
         arm.cfg.logging = settle(logging)[0]
     names = [arm.name for arm in arms]
-    if first.compare.baseline not in (None, *names):
-        near = keys.nearest(first.compare.baseline, names) or names
-        raise ConfigError(f"compare.baseline={first.compare.baseline}: no such arm. Did you mean {near[0]!r}?")
+    if (wanted := first.compare.baseline) is not None and wanted not in names:
+        near = keys.nearest(wanted, names) or names
+        raise ConfigError(f"compare.baseline={wanted}: no such arm. Did you mean {near[0]!r}?")
     if first.resume not in ("never", "auto"):
         raise ConfigError(f"resume={first.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
-    words = {name: " ".join(str(found[name]).split()) for name in ("claim", "source", "limits") if name in found}
+    words: dict[str, str] = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
     return Study(arms, rates, seeds, words)
 
 

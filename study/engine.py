@@ -55,7 +55,10 @@ class Engine:
         full = [torch.stack(pair) for pair in self.val if len(pair[0]) == batch]
         self.val_full = torch.stack(full) if full else None  # [batches, 2, rows, context]
         self.val_at, self.val_total = torch.zeros_like(self.at), torch.zeros((), device=device)
-        self._graph, self._val_graph = self._captured() if self.on_gpu else (None, None)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._val_graph: torch.cuda.CUDAGraph | None = None
+        if self.on_gpu:
+            self._graph, self._val_graph = self._captured()
 
     # ---- a run -----------------------------------------------------------------------------------------------------------
 

@@ -185,7 +185,7 @@ def over(result: Result, losses: torch.Tensor, steps: int, others: list[Result],
     step, loss = result.evaluated[-1]
     if not (math.isfinite(loss) and bool(losses.isfinite().all())):
         return f"step {step}: loss not finite"
-    same = [dict(map(tuple, other.evaluated)).get(step, math.inf) for other in others]
+    same = [dict(other.evaluated).get(step, math.inf) for other in others]
     lowest = min(same, default=math.inf)
     if step >= steps / 4 and loss > lowest + threshold:
         return f"step {step}: loss {loss:.3f}, another run's {lowest:.3f}"

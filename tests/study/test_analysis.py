@@ -9,7 +9,7 @@ import torch
 from configs import Config
 from measure.statistics import Interval
 from study.analysis import analyse, best_rate, saved, sensitivity, steps_to
-from study.arms import Arm, Study, study_of
+from study.arms import FOLDER, Arm, Study, study_of
 from study.probes import spikes
 from study.runs import AGAIN, Found, Result, over, read
 
@@ -89,3 +89,10 @@ def test_intervals_of_one_seed_call_nothing_different():
     from study.analysis import is_different
 
     assert not is_different(Interval(0.1, 0.1, 0.1), Interval(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
+def test_every_named_study_can_run(name):
+    study = study_of([f"study={name}", "train.steps=10000"])
+    assert len(study.arms) > 1 and len(study.seeds) > 2 and study.words.keys() == {"claim", "source", "limits"}
+    assert all(arm.cfg.train.steps == 10000 for arm in study.arms)

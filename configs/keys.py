@@ -11,7 +11,8 @@ from typing import Any, get_args
 from configs.schema import Choice, Config
 
 FOLDER = Path(__file__).parent
-GROUPS = sorted({path.parent.name for path in FOLDER.glob("*/*.yaml")})
+# study/ has no options of a run: its files are for compare.py alone.
+GROUPS = sorted({path.parent.name for path in FOLDER.glob("*/*.yaml")} - {"study"})
 
 
 class ConfigError(ValueError):

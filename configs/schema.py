@@ -363,6 +363,22 @@ class AblateConfig:
     parity_steps: int = key(10, "optimizer steps of a parity run", affects="nothing", at_least=1)
 
 
+@dataclass
+class CompareConfig:
+    """python compare.py; train.py has no use for it."""
+
+    baseline: str | None = key(None, "the arm that the others are compared with; null: the first", affects="nothing")
+    diverged: float = key(
+        1.0, "a run is over whose loss is not finite, or so many nats above its arm's best one", affects="nothing", above=0
+    )
+    probe_every: int | None = key(
+        None, "steps between looks at stream and attention; null: steps / 4; 0: none", affects="nothing", at_least=0
+    )
+    timing_cycles: int = key(
+        4, "cycles in which an arm's step is timed, fused and torch in turn; 0: no timing", affects="nothing", at_least=0
+    )
+
+
 class Parallel(Choice):
     auto = "auto", "ddp if torchrun started several processes, else one process"
     ddp = "ddp", "each rank has the whole model and a part of the batch"
@@ -390,6 +406,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
     device: Device = key(Device.auto, "device that computes", affects="speed")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", affects="speed")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", affects="results", at_least=0, below=2**63)

@@ -13,7 +13,7 @@ from configs.schema import NormImpl, Precision
 from tests.runs import CPU
 
 GPU = Machine(device="cuda")
-PRESETS = [f"{path.parent.name}={path.stem}" for path in keys.FOLDER.glob("*/*.yaml")]
+PRESETS = [f"{path.parent.name}={path.stem}" for path in keys.FOLDER.glob("*/*.yaml") if path.parent.name in keys.GROUPS]
 # Keys that decide which numbers a run gives
 MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0.2 tokenizer.vocab_size=300 optim.lr=1e-3 "
 MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"

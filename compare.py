@@ -1,0 +1,114 @@
+"""Which norm, where, at which learning rate? Several models, trained at several rates with several seeds, side by side.
+
+python compare.py norm.kind=layernorm,rmsnorm optim.lr=1e-3,3e-3,1e-2 seed=1,2,3 train.steps=300
+python compare.py study=qk_norm                    a study of configs/study/; study=PATH.yaml for your own
+python compare.py study=qk_norm seed=1,2,3,4,5     its keys can be overridden
+python compare.py folder=runs/NAME resume=auto ... goes on with a study that was stopped
+python compare.py --help                           the keys it has of its own, and the studies
+
+An arm is one combination of the swept keys, but for optim.lr and seed. docs/compare.md says how to read the report.
+Ends with exit code 1 if the disk is full, 2 if the configuration is wrong, 130, 143, 129 and 138 by signals. All runs that were
+over by then are kept.
+"""
+
+import json
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
+
+import yaml
+
+import configs
+from configs import Config, ConfigError, command_line, machine
+from data import load_corpus
+from measure.progress import progress
+from study import analysis, report, tracking
+from study.arms import FOLDER, Study, study_of
+from study.runs import train_all
+from training.console import show, take_any_encoding
+from training.environment import environment
+from training.interrupt import Stopped, exit_on_signals
+from training.precision import Precision
+from training.storage import StorageError, claim, locked, relative, replace_text
+
+
+def compare(study: Study, folder: Path, command: str) -> analysis.Report:
+    """Makes the runs that the folder lacks, and writes the report.
+
+    Raises:
+        ConfigError: the data or a model refuse what the config asks for, or the folder has another study.
+        StorageError: a file can't be written.
+    """
+    began = time.monotonic()
+    cfg = study.cfg
+    keep_facts(study, folder)
+    precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+    with command_line.as_config_errors():
+        corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+    total = (len(study.arms) * len(study.rates) + 1) * len(study.seeds)
+    with progress(total, "compare", "run") as bar:
+        found = train_all(study, precision, corpus, folder / "runs.jsonl", analysis.best_rate, bar.update)
+    facts = environment(precision.device) | {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1)}
+    made = analysis.analyse(study, found)
+    report.write(made, study, found, facts | {"command": command}, folder)
+    return made
+
+
+def keep_facts(study: Study, folder: Path) -> None:
+    """Keeps what the runs depend on, and refuses a folder with the runs of another study."""
+    path, facts = folder / "study.json", json.loads(json.dumps(study.facts))
+    if not path.is_file():
+        replace_text(folder / "config.yaml", configs.to_yaml(study.cfg))
+        replace_text(path, json.dumps(facts, indent=1) + "\n")
+    elif (before := json.loads(path.read_text(encoding="utf-8"))) != facts:
+        changed = [name for name in facts if facts[name] != before.get(name)]
+        raise ConfigError(f"{relative(folder)} has another study: its {', '.join(changed)} differ. Use another folder=PATH.")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    take_any_encoding()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if {"-h", "--help"} & set(arguments):
+        show(help_text())
+        return 0
+    folder: Path | None = None
+    exit_on_signals()
+    try:
+        machine.refuse_ranks("compare.py")
+        study = study_of(arguments)
+        wanted = Path(study.cfg.folder or f"runs/{command_line.now()}_compare")
+        folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
+        with locked(folder):
+            made = compare(study, folder, shlex.join(["python", "compare.py", *arguments]))
+            show(report.summary(made))
+            show(f"report: {relative(folder)}/report.md")
+            show(f"W&B: {tracking.log(study, made, folder)}")
+    except ConfigError as error:
+        return command_line.refuse(error)
+    except StorageError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, Stopped) as stop:
+        where = f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else ""
+        print(f"stopped{where}", file=sys.stderr)
+        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]
+    return 0
+
+
+def help_text() -> str:
+    described = command_line.describe_keys(Config()).splitlines()
+    own = "\n".join(line for line in described if line.strip().startswith("compare."))
+    studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
+    listed = "\n".join(f"  study={name:<20} {' '.join(str(one.get('claim', '')).split())}" for name, one in studies.items())
+    others = "All others are those of `python train.py --help`."
+    return f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n\nStudies:\n\n{listed}\n\n{others}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

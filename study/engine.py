@@ -1,0 +1,187 @@
+"""The training step of an arm, captured once and used for all its runs.
+
+A run is `train.py`'s: the same weights, batches, rates, dropout seeds and optimizer. They enter through tensors that stay where
+they are: a run begins by filling them, and a CUDA graph of the whole step (forward, backward, clipping, optimizer) is replayed
+from there. The graph counts the steps itself. On a CPU the same function is called without a graph.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs import Config
+from data import Corpus, ValidationWindows
+from training import pretrained
+from training.build import build
+from training.precision import Precision
+from training.step import learning_rate, seed_micro_batch
+
+WARM_UP = 3  # steps before the capture: kernels are compiled and memory is reserved
+
+
+class Engine:
+    """An arm's model and optimizer, and what they read and write.
+
+    Args:
+        cfg: of any of the arm's runs: they differ in learning rate and seed.
+        corpus: the validation windows are those of `train.py`.
+    """
+
+    def __init__(self, cfg: Config, precision: Precision, corpus: Corpus) -> None:
+        self.cfg, self.precision, self.corpus = cfg, precision, corpus
+        device, train = precision.device, cfg.train
+        self.model, state, self.forward = build(cfg, precision, corpus.tokenizer.vocab_size)
+        self.optimizer, self.on_gpu = state.optimizer, device.type == "cuda"
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.draws = bool(cfg.model.dropout or cfg.model.attention_dropout or cfg.model.drop_path)
+
+        self.windows = torch.zeros(train.steps, train.batch_size, cfg.model.context + 1, dtype=torch.int32, device=device)
+        self.seeds = torch.zeros(train.steps, train.accumulation, self.model.dropout_sites, dtype=torch.int64, device=device)
+        # PyTorch's fused optimizer reads an fp32 rate on a GPU. On a CPU it computes with an fp64 one, as with a number.
+        self.rates = torch.zeros(train.steps, dtype=torch.float32 if self.on_gpu else torch.float64, device=device)
+        self.rate = self.rates.new_zeros(())
+        self.losses, self.grad_norms = (torch.zeros(train.steps, device=device) for _ in range(2))
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step
+        self.step = 0  # the same for the host
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
+            group["capturable"] = self.on_gpu
+
+        batch = train.batch_size // train.accumulation
+        windows = ValidationWindows(corpus.val.tokens, context=cfg.model.context, batch_size=batch, batches=cfg.eval.batches)
+        self.val = [tuple(part.to(device) for part in pair) for pair in windows]
+        full = [torch.stack(pair) for pair in self.val if len(pair[0]) == batch]
+        self.val_full = torch.stack(full) if full else None  # [batches, 2, rows, context]
+        self.val_at, self.val_total = torch.zeros_like(self.at), torch.zeros((), device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._val_graph: torch.cuda.CUDAGraph | None = None
+        if self.on_gpu:
+            self._graph, self._val_graph = self._captured()
+
+    # ---- a run -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, cfg: Config, initial: Sequence[Tensor], windows: Tensor) -> None:
+        """Makes this the run of cfg, before its first step.
+
+        Args:
+            initial: from `initial_values`.
+            windows: from `windows_of`.
+        """
+        self.cfg, self.step = cfg, 0
+        torch._foreach_copy_(list(self.model.parameters()), list(initial))
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        self.windows.copy_(windows)
+        steps, micro_batches, sites = self.seeds.shape
+        self.rates.copy_(torch.tensor([learning_rate(step, steps, cfg.optim) for step in range(steps)], dtype=torch.float64))
+        if self.draws:
+            drawn = [[seed_micro_batch(cfg.seed, s, m, 0, sites, self.precision.device) for m in range(micro_batches)]
+                     for s in range(steps)]  # fmt: skip
+            self.seeds.copy_(torch.stack([torch.stack(of_step) for of_step in drawn]))
+        self.at.zero_()
+
+    def advance(self, steps: int) -> None:
+        """Takes training steps. On a GPU it returns before they are done."""
+        for _ in range(steps):
+            if self._graph is None:
+                self._train()
+            else:
+                if self.draws:  # a graph reads the generator's seed when it is replayed
+                    seed_micro_batch(self.cfg.seed, self.step, 0, 0, self.seeds.shape[2], self.precision.device)
+                self._graph.replay()
+            self.step += 1
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean validation loss, as `training.evaluation.evaluate` computes it."""
+        self.model.eval()
+        self.val_total.zero_()
+        self.val_at.zero_()
+        full = 0 if self.val_full is None else len(self.val_full)
+        for _ in range(full):
+            if self._val_graph is None:
+                self._validate()
+            else:
+                self._val_graph.replay()
+        for inputs, targets in self.val[full:]:
+            with self.precision.autocast():
+                self.val_total += self.model(inputs, targets) * targets.numel()
+        self.model.train()
+        return self.val_total.item() / sum(targets.numel() for _, targets in self.val)
+
+    # ---- what is captured ------------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        rows = self.windows.index_select(0, self.at)[0].long()
+        parts = self.seeds.shape[1]
+        inputs, targets = (part.contiguous().chunk(parts) for part in (rows[:, :-1], rows[:, 1:]))
+        seeds = self.seeds.index_select(0, self.at)[0]
+        self.rate.copy_(self.rates.index_select(0, self.at)[0])
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros_like(self.val_total)
+        for part, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+            if self.draws and not self.on_gpu:
+                seed_micro_batch(self.cfg.seed, self.step, part, 0, self.seeds.shape[2], self.precision.device)
+            with self.precision.autocast():
+                loss = self.forward(x, y, seeds=seeds[part])
+            loss = loss / parts
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.optim.clip_norm or float("inf"))
+        self.optimizer.step()
+        self.losses.index_copy_(0, self.at, total[None])
+        self.grad_norms.index_copy_(0, self.at, norm.detach()[None])
+        self.at += 1
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        assert self.val_full is not None
+        inputs, targets = self.val_full.index_select(0, self.val_at)[0].unbind()
+        with self.precision.autocast():
+            self.val_total += self.model(inputs, targets) * targets.numel()
+        self.val_at += 1
+
+    def _captured(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | None]:
+        """Graphs of a training step and of a validation batch."""
+
+        def capture(step) -> torch.cuda.CUDAGraph:
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    step()
+                    self.at.zero_()
+                    self.val_at.zero_()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+            return graph
+
+        train = capture(self._train)
+        if self.val_full is None:
+            return train, None
+        self.model.eval()
+        val = capture(self._validate)
+        self.model.train()
+        return train, val
+
+
+def initial_values(cfg: Config, precision: Precision, corpus: Corpus) -> list[Tensor]:
+    """The weights that `train.py` begins with."""
+    fill = lambda model: pretrained.load(model, cfg.init_from, corpus.tokenizer) if cfg.init_from else None  # noqa: E731
+    model = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill).model
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def windows_of(batches, steps: int, device: torch.device) -> Tensor:
+    """All batches of a run: int32 [steps, rows, context + 1]."""
+    found = []
+    for step in range(steps):
+        inputs, targets = batches[step]
+        found.append(np.concatenate([inputs.numpy(), targets.numpy()[:, -1:]], axis=1).astype(np.int32))
+    return torch.from_numpy(np.stack(found)).to(device)

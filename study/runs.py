@@ -1,0 +1,229 @@
+"""All runs of a study, one after the other, each kept as a line as soon as it is over.
+
+A run is over early, and counts as diverged, if a training or validation loss is not finite, or if after a quarter of its steps
+its validation loss is more than compare.diverged nats above the lowest that a run of its arm had at the same step, with
+whatever rate and seed. A run that is over late by this rule counts too. The order of runs is fixed (arm, seed, rate), so a
+study that was killed goes on with the same decisions.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs import Config
+from configs.schema import NormImpl
+from data import Batches, Corpus
+from measure.schedule import run_blocks
+from measure.timing import free_memory
+from study.arms import Arm, Study
+from study.engine import Engine, initial_values, windows_of
+from study.probes import probe, spikes
+from training.precision import Precision
+
+AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
+BLOCK_MS, LEAST_STEPS, MOST_STEPS = 60.0, 2, 20  # of a block that is timed
+
+
+@dataclass
+class Result:
+    """One run. Losses are in nats per token."""
+
+    arm: str
+    rate: float
+    seed: int
+    evaluated: list[tuple[int, float]]  # step and validation loss; step 0 is before training
+    over: str = ""  # why the run ended early
+    train: float = math.nan  # mean training loss since the last evaluation but one
+    grad_norm: float = math.nan  # median over the steps
+    spikes: int = 0
+    step_ms: float = math.nan  # wall time of the steps, evaluation excluded
+    probes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        return self.evaluated[-1][1]
+
+    @property
+    def best(self) -> float:
+        return min(loss for _, loss in self.evaluated)
+
+    @property
+    def initial(self) -> float:
+        return self.evaluated[0][1]
+
+
+@dataclass
+class Found:
+    """What runs.jsonl has: results, and step times in ms by arm and norm.impl."""
+
+    results: list[Result] = field(default_factory=list)
+    times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def of(self, arm: str) -> list[Result]:
+        return [result for result in self.results if result.arm == arm]
+
+
+def read(path: Path) -> Found:
+    """The lines of a study. A last line that was cut short is removed from the file."""
+    found = Found()
+    if not path.is_file():
+        return found
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    for line in whole.decode().splitlines():
+        _add(found, json.loads(line))
+    return found
+
+
+def _add(found: Found, line: dict[str, Any]) -> None:
+    if "times" in line:
+        found.times[line["arm"]] = line["times"]
+    else:
+        found.results.append(Result(**line | {"evaluated": [(step, loss) for step, loss in line["evaluated"]]}))
+
+
+def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
+    text = json.dumps(line) + "\n"
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    _add(found, json.loads(text))  # as a study that goes on would read it
+
+
+def train_all(
+    study: Study,
+    precision: Precision,
+    corpus: Corpus,
+    path: Path,
+    best_rate: Callable[[Found, str], float],
+    done: Callable[[], object],
+) -> Found:
+    """Makes the runs that `path` lacks.
+
+    Args:
+        best_rate: of an arm; the A/A runs are the baseline's at this rate, with as many other seeds.
+        done: called after each run.
+    """
+    found = read(path)
+    batches: dict[int, torch.Tensor] = {}
+
+    def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int]) -> None:
+        had = {(result.arm, result.rate, result.seed) for result in found.results}
+        left = [(seed, rate) for seed in seeds for rate in rates if (name, rate, seed) not in had]
+        for _ in range(len(rates) * len(seeds) - len(left)):
+            done()
+        untimed = (
+            study.cfg.compare.timing_cycles and name not in found.times and not name.endswith(AGAIN) and arm.cfg.train.steps > 1
+        )
+        if not left and not untimed:
+            return
+        free_memory(precision.device)
+        engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus)
+        initial: dict[int, list[torch.Tensor]] = {}
+        for seed, rate in left:
+            cfg = arm.at(rate, seed)
+            if seed not in initial:
+                initial = {seed: initial_values(cfg, precision, corpus)}
+            if batches.get(seed, torch.empty(0)).shape != engine.windows.shape:
+                batches[seed] = windows_of(_batches(cfg, corpus), cfg.train.steps, precision.device)
+            engine.begin(cfg, initial[seed], batches[seed])
+            keep(path, found, asdict(_run(engine, name, found.of(name))))
+            done()
+        if untimed:
+            keep(path, found, {"arm": name, "times": _step_times(arm, engine, precision, corpus, rates[0], seeds[0])})
+
+    for arm in study.arms:
+        runs_of(arm, arm.name, study.rates, study.seeds)
+    others = [max(study.seeds) + 1 + i for i in range(len(study.seeds))]
+    runs_of(study.baseline, study.baseline.name + AGAIN, [best_rate(found, study.baseline.name)], others)
+    return found
+
+
+def _batches(cfg: Config, corpus: Corpus) -> Batches:
+    return Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+
+
+def _run(engine: Engine, name: str, others: list[Result]) -> Result:
+    """One run to its end, from a state that `begin` made."""
+    cfg, total = engine.cfg, engine.cfg.train.steps
+    every = cfg.eval.every or total
+    look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
+    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate())])
+    seconds, since = 0.0, 0
+    stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
+    for stop in stops:
+        begin = time.perf_counter()
+        engine.advance(stop - engine.step)
+        losses = engine.losses[:stop].cpu()  # waits for the steps
+        seconds += time.perf_counter() - begin
+        if look and (stop % look == 0 or stop == total):
+            result.probes.append({"step": stop, **probe(engine)})
+        if stop % every == 0 or stop == total:
+            result.evaluated.append((stop, engine.evaluate()))
+            result.train, since = losses[since:].mean().item(), stop
+            result.over = over(result, losses, total, others, cfg.compare.diverged)
+        if result.over:
+            break
+    result.grad_norm = engine.grad_norms[: engine.step].median().item()
+    result.spikes = spikes(engine.losses[: engine.step].cpu().numpy(), total // 20)
+    result.step_ms = 1000 * seconds / engine.step
+    return result
+
+
+def over(result: Result, losses: torch.Tensor, steps: int, others: list[Result], threshold: float) -> str:
+    """Why the run is over by the rule above, or nothing."""
+    step, loss = result.evaluated[-1]
+    if not (math.isfinite(loss) and bool(losses.isfinite().all())):
+        return f"step {step}: loss not finite"
+    same = [dict(other.evaluated).get(step, math.inf) for other in others]
+    lowest = min(same, default=math.inf)
+    if step >= steps / 4 and loss > lowest + threshold:
+        return f"step {step}: loss {loss:.3f}, another run's {lowest:.3f}"
+    return ""
+
+
+def _step_times(
+    arm: Arm, engine: Engine, precision: Precision, corpus: Corpus, rate: float, seed: int
+) -> dict[str, list[float]]:
+    """Milliseconds of a step, one figure for each block: with the arm's norm.impl and with PyTorch's norms, in the order of
+    blocks of measure/schedule.py. Each block begins at the first step of the same run."""
+    engines = {str(arm.cfg.norm.impl): engine}
+    cfg = arm.at(rate, seed)
+    if cfg.norm.impl is not NormImpl.torch:
+        other = arm.at(rate, seed)
+        other.norm.impl = NormImpl.torch
+        engines["torch"] = Engine(other, precision, corpus)
+    values = initial_values(cfg, precision, corpus)
+    windows = windows_of(_batches(cfg, corpus), cfg.train.steps, precision.device)
+    for one in engines.values():
+        one.begin(one.cfg, values, windows)
+    usual = timed(engine, 1)
+    steps = min(max(int(BLOCK_MS / usual), LEAST_STEPS), MOST_STEPS, cfg.train.steps - 1)
+
+    def block(name: str, cycle: int) -> list[float]:
+        return [timed(engines[name], steps)]
+
+    blocks = run_blocks(block, list(engines), cfg.compare.timing_cycles, cfg.seed)
+    return {name: [ms for one in of for ms in one] for name, of in blocks.items()}
+
+
+def timed(engine: Engine, steps: int) -> float:
+    """Milliseconds of one of `steps` steps, after one that fills the queue, from the first step of the run."""
+    engine.at.zero_()
+    engine.step = 0
+    engine.advance(1)
+    engine.losses[0].item()  # waits
+    begin = time.perf_counter()
+    engine.advance(steps)
+    engine.losses[steps].item()
+    return 1000 * (time.perf_counter() - begin) / steps

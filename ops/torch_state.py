@@ -88,3 +88,12 @@ def differentiated_by_func() -> bool:
         return False
     derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return any(level.key() in derivatives for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def register_container(kind: type, flatten: Callable, unflatten: Callable) -> None:
+    """Lets torch find the tensors in objects of a class, as it finds them in a tuple."""
+    try:
+        from torch.utils._pytree import register_pytree_node
+    except ImportError:  # FSDP then takes such an object for one without tensors, and gathers weights later than it could
+        return
+    register_pytree_node(kind, flatten, unflatten)

@@ -1,0 +1,407 @@
+"""Sums that are not computed yet, so that one kernel can compute them together with the norm that follows.
+
+A block's own forward runs as it is written. Only its operands differ:
+
+    Branch      what a sublayer gives, with what is still to be done to it: a norm, a scale, dropout, drop path
+    Stream      the residual stream, with the branch that is still to be added to it
+    Pending     a Stream between two blocks
+
+Branch + Stream is a Stream. A replaced norm that gets a Stream computes the sum and the norm in one kernel, and the Stream keeps
+the sum. In everything else that a program does with one of them, its value takes part: it is computed then. So whatever a
+program does, it computes what it computed with tensors; at worst nothing is saved.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..dropout import seeded_dropout
+from ..functional import norm_fn
+from ..philox import draw_seed
+from ..reference import Norm
+from ..torch_state import is_eager, register_container
+
+TRACE: list[Any] | None = None  # where `trial` reads what happened
+
+
+class Lazy:
+    """Takes part in a program as the tensor that it stands for."""
+
+    _value: Tensor | None
+    _had_grad: bool  # whether autograd recorded when it was made
+
+    def tensor(self) -> Tensor:
+        """The value, computed at the first call."""
+        if self._value is None:
+            if not self._had_grad or torch.is_grad_enabled():
+                self._value = self._compute()
+            else:  # its gradient may be needed elsewhere
+                check_outside_function(self)
+                with torch.enable_grad():
+                    self._value = self._compute()
+        return self._value
+
+    def _compute(self) -> Tensor:
+        raise NotImplementedError
+
+    def _like(self) -> Tensor:
+        """A tensor of the same shape, dtype and device."""
+        raise NotImplementedError
+
+    # Questions that need no value.
+    shape = property(lambda self: self._like().shape)
+    dtype = property(lambda self: self._like().dtype)
+    device = property(lambda self: self._like().device)
+    ndim = property(lambda self: self._like().ndim)
+
+    def size(self, *dim: Any) -> Any:
+        return self._like().size(*dim)
+
+    def dim(self) -> int:
+        return self._like().dim()
+
+    def numel(self) -> int:
+        return self._like().numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def new_empty(self, *shape: Any, **how: Any) -> Tensor:
+        return self._like().new_empty(*shape, **how)
+
+    def contiguous(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, and neither has a tensor")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(function)
+        if handler is not None:
+            return handler(*args, **(kwargs or {}))
+        if TRACE is not None:
+            TRACE.append(("used by", getattr(function, "__name__", str(function))))
+        return function(*settled(args), **settled(kwargs or {}))
+
+    def __add__(self, other: Any) -> Any:
+        return add(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return add(other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return multiply(self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return multiply(other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return divide(self, other)
+
+    __iadd__, __imul__, __itruediv__ = __add__, __mul__, __truediv__
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tensor()[settled(index)] = settled(value)
+
+    def __copy__(self) -> Tensor:
+        return self.tensor()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.tensor().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor().__reduce_ex__(protocol)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _by_value(name: str) -> Callable:
+    def operator(self: Lazy, *operands: Any) -> Any:
+        return getattr(self.tensor(), name)(*settled(operands))
+
+    return operator
+
+
+for _name in (
+    "sub rsub rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs invert eq ne lt le gt ge getitem len iter "
+    "bool int float index contains array"
+).split():
+    setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))
+
+
+class Branch(Lazy):
+    """x (..., N) of a sublayer, and then, each where it is there: its norm, · weight, · rowscale, · factor, dropout; + more."""
+
+    def __init__(self, x: Tensor, **then: Any) -> None:
+        self.x = x
+        self.norm: Any = None  # an AdoptedNorm
+        self.weight: Tensor | None = None  # (N,)
+        self.rowscale: Tensor | None = None  # x's shape but for the last dimension
+        self.factor = 1.0
+        self.p = 0.0
+        self.seed: Tensor | None = None  # drawn where it is needed first
+        self.more: Tensor | None = None  # a second branch
+        self.source, self.notes = "", ()  # for `trial`
+        self._value, self._had_grad = None, torch.is_grad_enabled()
+        self.__dict__.update(then)
+
+    def then(self, **what: Any) -> "Branch":
+        parts = {name: getattr(self, name) for name in ("norm", "weight", "rowscale", "factor", "p", "seed", "more", "source", "notes")}
+        return Branch(self.x, **(parts | what))
+
+    def _is_scaled(self) -> bool:
+        return self.weight is not None or self.rowscale is not None or self.factor != 1.0 or self.p > 0.0
+
+    def holds_weights(self) -> bool:
+        return self.norm is not None or self.weight is not None
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        scales = (t.dtype for t in (self.weight, self.rowscale) if t is not None)
+        return reduce(torch.promote_types, scales, self.x.dtype)
+
+    def _like(self) -> Tensor:
+        return self.x if self.dtype == self.x.dtype else self.tensor()
+
+    def _compute(self) -> Tensor:
+        y = self.x if self.norm is None else self.norm.of_tensor(self.x)
+        y = y if self.weight is None else y * self.weight
+        y = y if self.factor == 1.0 else y * self.factor
+        y = y if self.rowscale is None else y * self.rowscale.unsqueeze(-1)
+        if self.p > 0.0:
+            y = F.dropout(y, self.p) if self.seed is None else seeded_dropout(y, self.p, self.seed)
+        return y if self.more is None else y + self.more
+
+    def fix_mask(self) -> None:
+        """Draws the seed, so that everybody who computes the branch drops the same elements."""
+        if self.p > 0.0 and self.seed is None:
+            self.seed = draw_seed(self.x.device, is_eager((self.x,)))
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `norm_fn`, which adds the branch to a residual."""
+        if self._value is not None:
+            return {"x": self._value}
+        self.fix_mask()
+        found: dict[str, Any] = {"x": self.x, "x1": self.more, "dropout_p": self.p, "seed": self.seed}
+        if self.norm is not None:
+            formula = self.norm.formula
+            weight, bias = self.norm.weights()
+            found |= {"branch_norm": formula.norm, "branch_weight": weight, "branch_bias": bias}
+        elif self.weight is not None:
+            found["branch_weight"] = self.weight
+        scale = self.rowscale
+        if self.factor != 1.0:
+            scale = self.x.new_full(self.x.shape[:-1], 1.0, dtype=torch.float32) if scale is None else scale
+            scale = scale * self.factor
+        if scale is not None:
+            found["rowscale"] = scale.expand(self.x.shape[:-1])
+        return found
+
+
+class Stream(Lazy):
+    """factor · residual + branch, of which the branch may be missing. In fp32 if asked, else in the residual's dtype."""
+
+    def __init__(self, residual: Tensor, branch: Branch | None = None, factor: float = 1.0, in_fp32: bool = False) -> None:
+        self.residual, self.branch, self.factor, self.in_fp32 = residual, branch, factor, in_fp32
+        done = branch is None and factor == 1.0 and not in_fp32
+        self._value, self._had_grad = residual if done else None, torch.is_grad_enabled()
+
+    def _like(self) -> Tensor:
+        return self.residual
+
+    def _keep(self, value: Tensor) -> Tensor:
+        self._value = self.residual = value
+        self.branch, self.factor, self.in_fp32 = None, 1.0, False
+        return value
+
+    def tensor(self) -> Tensor:
+        return self._value if self._value is not None else self._keep(super().tensor())
+
+    def _compute(self) -> Tensor:
+        branch = self.branch
+        if TRACE is not None and branch is not None:
+            TRACE.append(("summed", None, branch))
+        if branch is None:
+            return self.residual.float() if self.in_fp32 else self.residual * self.factor
+        if branch._value is None and (branch.norm is not None or branch._is_scaled() or branch.more is not None):
+            options = {} if branch.norm is None else branch.norm.options(branch.x.dtype)
+            return norm_fn(
+                Norm.none, residual=self.residual, residual_scale=self.factor, out_dtype=self.residual.dtype,
+                **branch.arguments(), **options,
+            )  # fmt: skip
+        residual = self.residual if self.factor == 1.0 else self.residual * self.factor
+        return residual + branch.tensor()
+
+    def normed(self, norm: Any) -> Tensor:
+        """The norm of the stream, which afterwards holds its sum."""
+        branch = self.branch
+        if self._value is not None or (branch is None and not self.in_fp32):
+            return norm.of_tensor(self.tensor())
+        check_outside_function(self)
+        if branch is not None and (self.residual.dtype is torch.float64 or not norm.goes_with(branch)):
+            branch = Branch(branch.tensor())
+        if TRACE is not None and branch is not None:
+            TRACE.append(("normed", norm, branch))
+        arguments = {"x": self.residual, "residual_in_fp32": True} if branch is None else branch.arguments()
+        x = arguments.pop("x")
+        out_dtype = norm.out_dtype(self.residual.dtype)
+        if branch is None or torch.is_autocast_enabled(x.device.type) or self.residual.dtype == torch.float32 != x.dtype:
+            out_dtype = norm.out_dtype(x.dtype)
+        weight, bias = norm.weights()
+        residual = {} if branch is None else {"residual": self.residual, "residual_scale": self.factor}
+        y, value = norm_fn(
+            norm.formula.norm, x, weight, bias, prenorm=True, out_dtype=out_dtype, **residual, **arguments, **norm.options(x.dtype)
+        )
+        self._keep(value)
+        return y
+
+
+class Pending(Stream):
+    """A Stream between two blocks. It stays what it is, so that activation checkpointing can run the next block twice."""
+
+    def _keep(self, value: Tensor) -> Tensor:
+        self._value = value
+        return value
+
+
+def settled(x: Any) -> Any:
+    """x, with tensors in place of what is lazy in it; tuples, lists and dicts are looked through."""
+    if isinstance(x, Lazy):
+        return x.tensor()
+    if type(x) in (tuple, list):
+        return type(x)([settled(y) for y in x])
+    if type(x) is dict:
+        return {name: settled(y) for name, y in x.items()}
+    return x
+
+
+def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
+    if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
+        return torch.add(settled(a), settled(b), alpha=alpha, **({} if out is None else {"out": out}))
+    if isinstance(a, Branch) and isinstance(b, Branch):
+        return _pair(a, b) or Stream(b.tensor(), a)
+    if isinstance(b, Stream) and not isinstance(a, Stream):
+        a, b = b, a  # the stream first
+    elif isinstance(b, Branch):
+        a, b = (Stream(a), b) if isinstance(a, Tensor) else (a, b)
+    if isinstance(a, Branch):
+        a, b = Stream(b), a
+    if isinstance(a, Stream) and isinstance(b, Stream) and a.branch is None and b.branch is not None and b.factor == 1.0:
+        a, b = b, a
+    branch = b if isinstance(b, Branch) else Branch(b.tensor() if isinstance(b, Lazy) else b)
+    dtype = a.residual.dtype
+    if branch.dtype != dtype and torch.promote_types(branch.dtype, dtype) != dtype:
+        return a.tensor() + branch.tensor()
+    if a._value is None and a.branch is not None and not a.in_fp32 and (pair := _pair(a.branch, branch)) is not None:
+        return Stream(a.residual, pair, a.factor)
+    if a._value is None and a.branch is None and not a.in_fp32:  # scaled
+        return Stream(a.residual, branch, a.factor)
+    return Stream(a.tensor(), branch)
+
+
+def _pair(a: Branch, b: Branch) -> Branch | None:
+    """Both in one, where the kernel can add both to a residual."""
+    plain = all(c.norm is None and c.more is None and not c._is_scaled() or c._value is not None for c in (a, b))
+    if not plain or a.dtype != b.dtype:
+        return None
+    return Branch(a.x if a._value is None else a._value, more=b.x if b._value is None else b._value)
+
+
+def _addable(x: Any) -> bool:
+    return isinstance(x, Lazy) or (isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0)
+
+
+def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
+    a, b = (a, b) if isinstance(a, Lazy) else (b, a)
+    number = isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b)
+    if isinstance(a, Stream) and number and out is None and a.branch is None and not a.in_fp32:
+        return Stream(a.residual, factor=a.factor * b)
+    if isinstance(a, Branch) and out is None and a._value is None and a.more is None:
+        if number:
+            return a.then(factor=a.factor * b)
+        if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.x.device:
+            if b.shape == a.shape[-1:] and a.weight is None and a.norm is None:
+                return a.then(weight=b)
+            if b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1] and a.rowscale is None and _expands(b, a):
+                return a.then(rowscale=b.squeeze(-1))
+    return torch.mul(settled(a), settled(b), **({} if out is None else {"out": out}))
+
+
+def _expands(b: Tensor, a: Branch) -> bool:
+    return all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True))
+
+
+def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
+    if isinstance(b, int | float) and not isinstance(b, bool) and b != 0 and rounding_mode is None:
+        return multiply(a, 1.0 / b)
+    return torch.div(settled(a), settled(b), rounding_mode=rounding_mode)
+
+
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not training or p == 0.0:
+        return input
+    if isinstance(input, Branch) and input._value is None and input.p == 0.0 and input.more is None and p < 1.0:
+        return input.then(p=p)
+    return F.dropout(settled(input), p, training)
+
+
+def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    like = self._like()
+    return self if like.to(*settled(args), **settled(kwargs)) is like else self.tensor().to(*settled(args), **settled(kwargs))
+
+
+Lazy.add = Lazy.add_ = add  # type: ignore[attr-defined]
+Lazy.mul = Lazy.mul_ = Lazy.multiply = multiply  # type: ignore[attr-defined]
+Lazy.div = divide  # type: ignore[attr-defined]
+
+_HANDLERS: dict[Any, Callable] = {
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
+    F.dropout: dropout,
+}
+
+
+def check_outside_function(lazy: Lazy) -> None:
+    """Raises TypeError in the forward of an autograd.Function that got it from outside: its gradient would be lost."""
+    if torch.is_grad_enabled() or not lazy._had_grad or torch.compiler.is_compiling():
+        return
+    apply = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not apply:
+        frame = frame.f_back
+    if frame is not None:
+        raise TypeError(
+            f"an autograd.Function got a {type(lazy).__name__}, of which it would lose the gradient. Activation checkpointing "
+            "around fused blocks needs use_reentrant=False; give any other Function the .tensor() of it, or restore_norms"
+        )
+
+
+def _flatten_branch(branch: Branch) -> tuple[list[Any], Any]:
+    branch.fix_mask()
+    return [branch.x, branch.rowscale, branch.more], (branch.norm, branch.weight, branch.factor, branch.p, branch.seed)
+
+
+def _unflatten_branch(tensors: Any, rest: Any) -> Branch:
+    (x, rowscale, more), (norm, weight, factor, p, seed) = tensors, rest
+    return Branch(x, rowscale=rowscale, more=more, norm=norm, weight=weight, factor=factor, p=p, seed=seed)
+
+
+# FSDP and its like look for the tensors in what a module gets and gives.
+register_container(Branch, _flatten_branch, _unflatten_branch)
+for _kind in (Stream, Pending):
+    register_container(
+        _kind,
+        lambda stream: ([stream.residual, stream.branch], (stream.factor, stream.in_fp32)),
+        lambda tensors, rest, kind=_kind: kind(*tensors, *rest),
+    )

@@ -102,9 +102,9 @@ def _of_transformers(name: str) -> tuple[nn.Module, Any]:
 
     kind = CONFIG_MAPPING[name]
     config = kind()
-    given = {field: value for field, value in TINY.items() if hasattr(config, field) and isinstance(getattr(config, field), type(value) | type(None))}
+    given = {field: value for field, value in TINY.items() if hasattr(config, field) and not isinstance(getattr(kind, field, None), property) and isinstance(getattr(config, field), type(value) | type(None))}
     for field in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "attn_layer_indices"):
-        if isinstance(getattr(config, field, None), list):
+        if isinstance(getattr(config, field, None), list) and not isinstance(getattr(kind, field, None), property):
             present = list(dict.fromkeys(getattr(config, field)))
             given[field] = (present * 4)[: max(2, len(present))]
             for depth in ("num_hidden_layers",):

@@ -8,8 +8,7 @@ The block keeps its own forward, its class and its parts. Hooks on it and on its
 of tensors (`lazy` says what they do), where `trial` found that a kernel can use them.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,8 +62,8 @@ def fuse_prenorm_block(
     if layout is not None and not isinstance(layout, BlockLayout):
         raise TypeError(f"fuse_prenorm_block: layout must be a BlockLayout, such as LLAMA_BLOCK, got {type(layout).__name__}")
     before = {module for module in block.modules() if isinstance(module, Swapped)}
-    stack = isinstance(block, nn.ModuleList | nn.Sequential)
-    blocks = list(dict.fromkeys(block)) if stack else [block]  # one that is there twice is one block
+    stack = is_stack(block)
+    blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
     found, done = [], []
@@ -116,11 +115,12 @@ def fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> None
     for path in trial.plain:
         block.get_submodule(path).register_forward_pre_hook(SettleArguments(), with_kwargs=True)
     for path in trial.parts:
+        block.get_submodule(path).register_forward_hook(MakeBranch(trial.width, block), prepend=True)
+    for path in trial.feeds:
         part = block.get_submodule(path)
-        part.register_forward_hook(MakeBranch(trial.width), prepend=True)
         for dropout in part.modules():
             if type(dropout) is nn.Dropout and dropout is not part and not has_hook(dropout, DropLater):
-                dropout.register_forward_pre_hook(DropLater(trial.width))
+                dropout.register_forward_pre_hook(DropLater(trial.width, block))
     block.register_forward_hook(Leave(), prepend=True)
 
 
@@ -147,20 +147,31 @@ class Enter(Hook):
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (self._stream(args[0]), *args[1:]), kwargs
+            return (self._stream(args[0], block), *args[1:]), kwargs
         if self.argument in kwargs:
-            return args, {**kwargs, self.argument: self._stream(kwargs[self.argument])}
+            return args, {**kwargs, self.argument: self._stream(kwargs[self.argument], block)}
         return args, kwargs
 
-    def _stream(self, x: Any) -> Any:
+    def _stream(self, x: Any, block: nn.Module) -> Any:
+        if block.training and getattr(block, "gradient_checkpointing", False):
+            # transformers' layers, whose forward runs a second time in backward: with what this hook gives now.
+            x = settled(x)
+            if _is_reentrant(block):
+                return x
         if isinstance(x, Pending):
             check_outside_function(x)
             return Stream(x.residual, x.branch, x.factor, x.in_fp32)
-        if isinstance(x, Lazy):
-            x = x.tensor()
+        x = settled(x)
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1:] != (self.width,) or x.is_nested:
             return x
         return Stream(x, in_fp32=self.in_fp32 and x.dtype != torch.float32)
+
+
+def _is_reentrant(block: nn.Module) -> bool:
+    """Whether transformers runs the forward of this layer in an autograd.Function, which takes and gives tensors alone."""
+    if not (block.training and getattr(block, "gradient_checkpointing", False)):
+        return False
+    return bool(getattr(getattr(block, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"))
 
 
 class Leave(Hook):
@@ -197,32 +208,37 @@ class SettleArguments(Hook):
         return settled(args), settled(kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MakeBranch(Hook):
     """A sublayer's output as a Branch."""
 
     width: int
+    block: nn.Module = field(repr=False)
 
     def __call__(self, part: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple) and type(output) is tuple and output:
-            return (self._branch(output[0]), *output[1:])
-        return self._branch(output)
-
-    def _branch(self, x: Any) -> Any:
-        fits = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 and x.shape[-1] == self.width
-        return Branch(x) if fits and not x.is_nested else x
+        if _is_reentrant(self.block):
+            return output
+        if type(output) is tuple and output:
+            return (as_branch(output[0], self.width), *output[1:])
+        return as_branch(output, self.width)
 
 
-@dataclass(frozen=True)
+def as_branch(x: Any, width: int) -> Any:
+    fits = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 and x.shape[-1] == width
+    return Branch(x) if fits and not x.is_nested else x
+
+
+@dataclass(frozen=True, eq=False)
 class DropLater(Hook):
     """What a dropout inside a sublayer gets as a Branch, which drops when it is added, or when it is used."""
 
     width: int
+    block: nn.Module = field(repr=False)
 
     def __call__(self, dropout: nn.Module, args: tuple) -> Any:
-        if not dropout.training or dropout.p == 0.0 or len(args) != 1 or not isinstance(args[0], Tensor):
+        if _is_reentrant(self.block) or not dropout.training or dropout.p == 0.0 or len(args) != 1 or not isinstance(args[0], Tensor):
             return None
-        return MakeBranch(self.width)._branch(args[0])
+        return as_branch(args[0], self.width)
 
 
 class SettleOutput(Hook):
@@ -237,10 +253,8 @@ class SettleOutput(Hook):
         return settled(output)
 
 
-def stacks_of(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Name and module of each container that may be a stack of blocks, the innermost first."""
-    containers = [
-        (name, module) for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    ]  # fmt: skip
-    return reversed(containers)
+def is_stack(module: nn.Module) -> bool:
+    """Whether it is a container of modules: one without a forward of its own."""
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward

@@ -14,6 +14,7 @@ program does, it computes what it computed with tensors; at worst nothing is sav
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -39,11 +40,11 @@ class Lazy:
     def tensor(self) -> Tensor:
         """The value, computed at the first call."""
         if self._value is None:
-            if not self._had_grad or torch.is_grad_enabled():
+            if self._had_grad == torch.is_grad_enabled():
                 self._value = self._compute()
-            else:  # its gradient may be needed elsewhere
+            else:  # as when a tensor would have been computed
                 check_outside_function(self)
-                with torch.enable_grad():
+                with torch.set_grad_enabled(self._had_grad):
                     self._value = self._compute()
         return self._value
 
@@ -77,6 +78,13 @@ class Lazy:
 
     def contiguous(self) -> Any:
         return self
+
+    def view(self, *shape: Any, **how: Any) -> Any:
+        return self.reshape(*shape, **how) if shape and not isinstance(shape[0], torch.dtype) else self.tensor().view(*shape, **how)
+
+    def reshape(self, *shape: Any, **how: Any) -> Any:
+        """Rows stay rows in a Stream and a Branch."""
+        return self.tensor().reshape(*shape, **how)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not hasattr(Tensor, name):
@@ -139,25 +147,32 @@ for _name in (
     setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))
 
 
+@dataclass(init=False, eq=False, repr=False)  # so that FSDP finds the tensors in it
 class Branch(Lazy):
     """x (..., N) of a sublayer, and then, each where it is there: its norm, · weight, · rowscale, · factor, dropout; + more."""
 
+    x: Tensor
+    norm: Any = None  # an AdoptedNorm
+    weight: Tensor | None = None  # (N,)
+    rowscale: Tensor | None = None  # x's shape but for the last dimension
+    factor: float = 1.0
+    p: float = 0.0
+    seed: Tensor | None = None  # drawn where it is needed first
+    more: Tensor | None = None  # a second branch
+    source: str = ""  # for `trial`, as the notes
+    notes: tuple[str, ...] = ()
+
     def __init__(self, x: Tensor, **then: Any) -> None:
         self.x = x
-        self.norm: Any = None  # an AdoptedNorm
-        self.weight: Tensor | None = None  # (N,)
-        self.rowscale: Tensor | None = None  # x's shape but for the last dimension
-        self.factor = 1.0
-        self.p = 0.0
-        self.seed: Tensor | None = None  # drawn where it is needed first
-        self.more: Tensor | None = None  # a second branch
-        self.source, self.notes = "", ()  # for `trial`
         self._value, self._had_grad = None, torch.is_grad_enabled()
         self.__dict__.update(then)
 
     def then(self, **what: Any) -> "Branch":
-        parts = {name: getattr(self, name) for name in ("norm", "weight", "rowscale", "factor", "p", "seed", "more", "source", "notes")}
-        return Branch(self.x, **(parts | what))
+        return Branch(self.x, **(self._parts() | what))
+
+    def _parts(self) -> dict[str, Any]:
+        names = ("norm", "weight", "rowscale", "factor", "p", "seed", "more", "source", "notes")
+        return {name: getattr(self, name) for name in names}
 
     def _is_scaled(self) -> bool:
         return self.weight is not None or self.rowscale is not None or self.factor != 1.0 or self.p > 0.0
@@ -181,6 +196,14 @@ class Branch(Lazy):
         if self.p > 0.0:
             y = F.dropout(y, self.p) if self.seed is None else seeded_dropout(y, self.p, self.seed)
         return y if self.more is None else y + self.more
+
+    def reshape(self, *shape: Any, **how: Any) -> Any:
+        x = self.x.reshape(*shape, **how)
+        if x.shape[-1:] != self.x.shape[-1:] or self._value is not None:
+            return self.tensor().reshape(*shape, **how)
+        self.fix_mask()
+        rowscale = None if self.rowscale is None else self.rowscale.expand(self.x.shape[:-1]).reshape(x.shape[:-1])
+        return Branch(x, **(self._parts() | {"rowscale": rowscale, "more": None if self.more is None else self.more.reshape(x.shape)}))
 
     def fix_mask(self) -> None:
         """Draws the seed, so that everybody who computes the branch drops the same elements."""
@@ -208,8 +231,14 @@ class Branch(Lazy):
         return found
 
 
+@dataclass(init=False, eq=False, repr=False)
 class Stream(Lazy):
     """factor · residual + branch, of which the branch may be missing. In fp32 if asked, else in the residual's dtype."""
+
+    residual: Tensor
+    branch: Branch | None = None
+    factor: float = 1.0
+    in_fp32: bool = False
 
     def __init__(self, residual: Tensor, branch: Branch | None = None, factor: float = 1.0, in_fp32: bool = False) -> None:
         self.residual, self.branch, self.factor, self.in_fp32 = residual, branch, factor, in_fp32
@@ -218,6 +247,16 @@ class Stream(Lazy):
 
     def _like(self) -> Tensor:
         return self.residual
+
+    def reshape(self, *shape: Any, **how: Any) -> Any:
+        residual = self.residual.reshape(*shape, **how)
+        if residual.shape[-1:] != self.residual.shape[-1:]:
+            return self.tensor().reshape(*shape, **how)
+        if self._value is not None:
+            return Stream(self._value.reshape(residual.shape))
+        branch = None if self.branch is None else self.branch.reshape(residual.shape)
+        branch = Branch(branch) if isinstance(branch, Tensor) else branch
+        return Stream(residual, branch, self.factor, self.in_fp32)
 
     def _keep(self, value: Tensor) -> Tensor:
         self._value = self.residual = value
@@ -245,9 +284,9 @@ class Stream(Lazy):
     def normed(self, norm: Any) -> Tensor:
         """The norm of the stream, which afterwards holds its sum."""
         branch = self.branch
-        if self._value is not None or (branch is None and not self.in_fp32):
+        done = self._value is not None or (branch is None and not self.in_fp32)
+        if done or self._had_grad != torch.is_grad_enabled():
             return norm.of_tensor(self.tensor())
-        check_outside_function(self)
         if branch is not None and (self.residual.dtype is torch.float64 or not norm.goes_with(branch)):
             branch = Branch(branch.tensor())
         if TRACE is not None and branch is not None:
@@ -288,8 +327,12 @@ def settled(x: Any) -> Any:
 def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
         return torch.add(settled(a), settled(b), alpha=alpha, **({} if out is None else {"out": out}))
+    a, b = _of_this_mode(a), _of_this_mode(b)
+    if not isinstance(a, Lazy) and not isinstance(b, Lazy):
+        return a + b
     if isinstance(a, Branch) and isinstance(b, Branch):
-        return _pair(a, b) or Stream(b.tensor(), a)
+        pair = _pair(a, b)
+        return Stream(b.tensor(), a) if pair is None else pair
     if isinstance(b, Stream) and not isinstance(a, Stream):
         a, b = b, a  # the stream first
     elif isinstance(b, Branch):
@@ -309,6 +352,11 @@ def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     return Stream(a.tensor(), branch)
 
 
+def _of_this_mode(x: Any) -> Any:
+    """x, or its tensor if it was made where gradients were recorded and is used where they are not, or the other way round."""
+    return x if not isinstance(x, Lazy) or x._had_grad == torch.is_grad_enabled() else x.tensor()
+
+
 def _pair(a: Branch, b: Branch) -> Branch | None:
     """Both in one, where the kernel can add both to a residual."""
     plain = all(c.norm is None and c.more is None and not c._is_scaled() or c._value is not None for c in (a, b))
@@ -322,7 +370,7 @@ def _addable(x: Any) -> bool:
 
 
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
-    a, b = (a, b) if isinstance(a, Lazy) else (b, a)
+    a, b = (_of_this_mode(a), b) if isinstance(a, Lazy) else (_of_this_mode(b), a)
     number = isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b)
     if isinstance(a, Stream) and number and out is None and a.branch is None and not a.in_fp32:
         return Stream(a.residual, factor=a.factor * b)
@@ -350,6 +398,7 @@ def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if not training or p == 0.0:
         return input
+    input = _of_this_mode(input)
     if isinstance(input, Branch) and input._value is None and input.p == 0.0 and input.more is None and p < 1.0:
         return input.then(p=p)
     return F.dropout(settled(input), p, training)
@@ -363,12 +412,14 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
 Lazy.add = Lazy.add_ = add  # type: ignore[attr-defined]
 Lazy.mul = Lazy.mul_ = Lazy.multiply = multiply  # type: ignore[attr-defined]
 Lazy.div = divide  # type: ignore[attr-defined]
+Lazy.to = _to  # type: ignore[attr-defined]
 
 _HANDLERS: dict[Any, Callable] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
     F.dropout: dropout,
+    torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),
 }
 
 
@@ -397,7 +448,7 @@ def _unflatten_branch(tensors: Any, rest: Any) -> Branch:
     return Branch(x, rowscale=rowscale, more=more, norm=norm, weight=weight, factor=factor, p=p, seed=seed)
 
 
-# FSDP and its like look for the tensors in what a module gets and gives.
+# torch's tree functions find the tensors in it, as FSDP of torch 2.11 does.
 register_container(Branch, _flatten_branch, _unflatten_branch)
 for _kind in (Stream, Pending):
     register_container(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..functional import norm_fn
 from ..modules import MODULES
@@ -148,9 +149,12 @@ class AdoptedNorm(Swapped):
         if x.is_nested:  # checked here: the messages of `norm_fn` name shapes, and a nested tensor has none
             raise ValueError(f"{name}: x is a nested tensor, expected a dense one; norm its values(), or restore this norm")
         weight, bias = self.weights()
+        drops = self.dropout_p > 0.0 and self.training
+        if residual is None and not prenorm and not drops:
+            return self.of_tensor(x)
         return norm_fn(
             formula.norm, x, weight, bias, residual,
-            dropout_p=self.dropout_p if self.training else 0.0, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
+            dropout_p=self.dropout_p if drops else 0.0, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
             out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype),
         )  # fmt: skip
 
@@ -158,13 +162,16 @@ class AdoptedNorm(Swapped):
         if isinstance(x, Stream):
             return x.normed(self)
         bare = isinstance(x, Branch) and x._value is None and x.norm is None and x.more is None and not x._is_scaled()
-        if not bare or self.out_dtype(x.dtype) != x.dtype or self.formula.width is None or is_sharded(self):
+        if not bare or self.out_dtype(x.dtype) != x.dtype or is_sharded(self):
             return self.of_tensor(x.tensor())
         return x.then(norm=self)
 
     def of_tensor(self, x: Tensor) -> Tensor:
         weight, bias = self.weights()
-        return norm_fn(self.formula.norm, x, weight, bias, out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))  # type: ignore[return-value]
+        y: Any = norm_fn(self.formula.norm, x, weight, bias, out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
+        if self.formula.keeps_strides and not x.is_contiguous() and x.is_non_overlapping_and_dense():
+            return torch.empty_like(x, dtype=y.dtype).copy_(y)
+        return y
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
         weight, bias = self.formula.weight, self.formula.bias
@@ -213,11 +220,14 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
+    shown = {
+        "normalized_shape": () if formula.width is None else (formula.width,),
+        "elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight,
+    }  # fmt: skip
     try:
         swap(
             module, AdoptedNorm, MODULES[formula.norm], formula=formula, eps=formula.eps, dropout_p=0.0,
-            normalized_shape=() if formula.width is None else (formula.width,),
-            elementwise_affine=formula.weight is not None, zero_centered_weight=formula.zero_centered_weight,
+            **{name: value for name, value in shown.items() if name not in vars(module)},
         )  # fmt: skip
     except TypeError as error:
         return Site(name, was, False, f"Python can't give its class a subclass: {error}")
@@ -232,7 +242,7 @@ def is_sharded(module: nn.Module) -> bool:
 def _described(module: nn.Module) -> str:
     """LayerNorm(768): its class and width."""
     parameter = next(module.parameters(), None)
-    shape = getattr(module, "normalized_shape", None) if parameter is None else parameter.shape
+    shape: Any = getattr(module, "normalized_shape", None) if parameter is None or is_lazy(parameter) else parameter.shape
     return f"{_original_class(module).__name__}({', '.join(map(str, shape)) if isinstance(shape, tuple) else ''})"
 
 

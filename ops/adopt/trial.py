@@ -6,8 +6,9 @@ The block itself is not run and not changed; its weights may be anywhere, on met
 """
 
 import inspect
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from . import lazy
@@ -36,6 +38,7 @@ class Trial:
     enters: bool = False  # a norm computes the sum that the block before hands on
     leaves: bool = False  # the block hands on a sum
     parts: list[str] = field(default_factory=list)  # paths of what has to make a Branch of its output
+    feeds: list[str] = field(default_factory=list)  # of sublayers whose output is added
     plain: list[str] = field(default_factory=list)  # and of sublayers that got something lazy
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what kernels do that compute no norm of the sum
 
@@ -45,9 +48,12 @@ class Trial:
 
 def try_block(block: nn.Module) -> Trial | str:
     """What can be fused in a block whose norms are replaced; or in words why nothing can."""
-    widths = Counter(m.formula.width for m in block.modules() if isinstance(m, AdoptedNorm) and m.formula.width)
-    if not widths:
+    norms = [m for m in block.modules() if isinstance(m, AdoptedNorm)]
+    if not norms:
         return "it has no replaced norm"
+    widths = {m.formula.width for m in norms if m.formula.width is not None}
+    if not widths:  # norms without weights take any width, so a matrix has to tell
+        widths = {m.in_features for m in block.modules() if isinstance(m, nn.Linear)}
     if "forward" in block.__dict__:
         return "its forward is replaced on the instance, by a tool that wraps modules; adopt it before that"
     best, why = None, ""
@@ -170,11 +176,12 @@ class _Run:
                 module.__dict__["training"] = training
             self._call("learning", self.residual + self.hidden)
             expected = self._call("tensors", self.residual + self.hidden)
-            self.branches, self.got_lazy = set(self.stand_ins), set()
+            self.branches, self.got_lazy, self.sources = set(self.stand_ins), set(), set()
             met, output = self._traced(expected)
+            trial.feeds += [name for name in self.sources & self.branches if name not in trial.feeds]
             for name in list(self.branches):  # those that can do without stay as they are
                 self.branches.remove(name)
-                if _without_sources(self._traced(expected)[0]) != _without_sources(met):
+                if self._traced(expected)[0] != met:
                     self.branches.add(name)
             self.got_lazy.clear()
             met, output = self._traced(expected)
@@ -183,7 +190,9 @@ class _Run:
             events += met
             first = _first(output)
             trial.leaves = isinstance(first, Stream) and first._value is None
+        left = tuple(dict.fromkeys(f for kind, _, features in events if kind == "left" for f in features if f != "entering"))
         for kind, path, features in events:
+            features = (*features, *left) if "entering" in features else features  # what the block before hands on
             features, entering = tuple(f for f in features if f != "entering"), "entering" in features
             if kind == "normed":
                 known = trial.norms.get(path, ())
@@ -202,6 +211,7 @@ class _Run:
             left = [("left", None, first.branch)] if isinstance(first, Stream) and first.branch is not None else []
         finally:
             lazy.TRACE = None
+        self.sources |= {branch.source for _, _, *more in [*trace, *left] for branch in more}
         events = [
             (kind, self.paths.get(id(norm), ""), _features(branch))
             for kind, norm, *more in [*trace, *left] if kind != "used by" for branch in more
@@ -248,9 +258,9 @@ class _Run:
         if isinstance(module, AdoptedNorm | nn.ModuleList | nn.ModuleDict):
             return True
         parameters = list(module.parameters())
-        if all(p.dim() < 2 for p in parameters) and not any(True for _ in module.buffers()):
+        if not any(map(is_lazy, parameters)) and all(p.dim() < 2 for p in parameters) and not any(True for _ in module.buffers()):
             return True
-        inside = self.deep and any(isinstance(m, AdoptedNorm) and m.formula.width == self.width for m in module.modules())
+        inside = self.deep and any(isinstance(m, AdoptedNorm) and m.formula.width in (None, self.width) for m in module.modules())
         return inside or isinstance(module, nn.Sequential)
 
     def _random(self, p: Tensor | None) -> Tensor | None:
@@ -265,9 +275,12 @@ def _modules(clone: Any) -> Iterator[Any]:
 
 
 def _on_cpu(value: Any) -> Any:
-    if not isinstance(value, Tensor):
+    """A copy, in fp32."""
+    if type(value) in (list, dict, set):
+        return copy(value)
+    if not isinstance(value, Tensor) or is_lazy(value):
         return value
-    value = torch.zeros_like(value, device="cpu") if value.device.type == "meta" else value.detach().cpu()
+    value = torch.zeros_like(value, device="cpu") if value.device.type == "meta" else value.detach().to("cpu", copy=True)
     return value.float() if value.is_floating_point() else value
 
 
@@ -316,6 +329,9 @@ class _Learning(Lazy):
         return iter((self._value, *[None] * (self.run.returns[self.path] - 1)))
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.start == 1:  # the rest of a tuple
+            self.run.returns[self.path] = max(self.run.returns[self.path], 1)
+            return (None,) * (self.run.returns[self.path] - 1)
         if type(index) is not int:
             return self.tensor()[settled(index)]
         self.run.returns[self.path] = max(self.run.returns[self.path], index + 1, 2)
@@ -362,10 +378,6 @@ def _features(branch: Branch) -> tuple[str, ...]:
     )
     entering = ("entering",) if branch.source == "entering" else ()
     return (*entering, *[name for name, is_there in found if is_there], *branch.notes)
-
-
-def _without_sources(events: list[Any]) -> list[Any]:
-    return events
 
 
 def _first(output: Any) -> Any:

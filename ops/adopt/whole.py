@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .blocks import SettleOutput, fuse, has_hook, is_fused, stacks_of
+from .blocks import SettleOutput, fuse, has_hook, is_fused, is_stack
 from .loss import replace_loss, restore_loss
 from .norms import AdoptedNorm, Site, replace_norms, restore_norms
 from .trial import Trial, try_block
@@ -95,14 +95,15 @@ def adopt(
 
 def _adopt_blocks(model: nn.Module, found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:
     seen: set[nn.Module] = set()
-    for stack, container in stacks_of(model):
+    stacks = [(name, module) for name, module in model.named_modules() if is_stack(module)]
+    for stack, container in reversed(stacks):  # the inner ones first
         for child, block in container._modules.items():
             name = f"{stack}.{child}" if stack else child
             if block is None or block in seen or isinstance(block, AdoptedNorm):
                 continue
             seen.add(block)
             parts = list(block.modules())
-            if not any(isinstance(part, AdoptedNorm) for part in parts) or any(is_fused(part) for part in parts):
+            if is_stack(block) or not any(isinstance(part, AdoptedNorm) for part in parts) or any(map(is_fused, parts)):
                 continue
             if only is not None and not only(name, block):
                 continue

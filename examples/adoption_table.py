@@ -7,7 +7,9 @@ Each model computes its output and its gradients before and after, in fp32, and 
 """
 
 import copy
+import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,40 +61,98 @@ TINY = {  # by the name of a configuration's field
 }  # fmt: skip
 
 
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"head_dim": 4, "num_key_value_heads": 4}, "deepseek_v3": {"head_dim": 4, "num_key_value_heads": 4},
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1}, "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hubert": {"num_feat_extract_layers": 2, "conv_bias": True}, "swin": {"embed_dim": 32, "num_heads": [2, 4]},
+}  # fmt: skip
+DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "UNet2DConditionModel": (
+        {"block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 32, "attention_head_dim": 8, "norm_num_groups": 8,
+         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
+        {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "encoder_hidden_states": torch.randn(2, 5, 32)},
+    ),
+    "DiTTransformer2DModel": (
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2, "sample_size": 8},
+        {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "class_labels": torch.tensor([1, 2])},
+    ),
+    "HunyuanDiT2DModel": (
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "sample_size": 8, "hidden_size": 16,
+         "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 16, "text_len": 4, "text_len_t5": 4},
+        {},
+    ),
+}  # fmt: skip
+
+
 @dataclass
 class Row:
+    """One model of the table."""
+
     name: str
-    fused: str  # norms that compute a sum along
     norms: str  # replaced, of all
-    verdict: str
+    fused: str
+    parity: str
+
+    @property
+    def is_fused(self) -> bool:
+        return self.parity == "yes" and self.fused[:1].isdigit()
 
 
 def main(names: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     rows = []
-    for name, model, batch in _models(names):
-        row = _row(name, model, batch)
-        rows.append(row)
-        print(f"{row.name:36} {row.norms:12} {row.fused:60} {row.verdict}", flush=True)
-    good = sum(row.verdict == "yes" and row.fused != "none" for row in rows)
-    print(f"\n{good} of {len(rows)} have fused sums and parity")
-
-
-def _models(names: list[str]) -> Iterator[tuple[str, nn.Module, Any]]:
-    for name in names or [*TRANSFORMERS, *(f"timm/{name}" for name in TIMM)]:
+    for name, build in _builders(names):
         torch.manual_seed(0)
         try:
-            yield (name, *(_of_timm(name) if name.startswith("timm/") else _of_transformers(name)))
-        except Exception as error:
-            print(f"{name:36} not built: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+            model, batch = build(name.rpartition("/")[2])
+            expected = _results(_shaken(model.eval()), batch)
+        except Exception as error:  # a tiny configuration of it needs more care than this script takes
+            print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
+            continue
+        rows.append(_row(name, model, batch, expected))
+        print(f"{rows[-1].name:40} {rows[-1].norms:10} {rows[-1].fused:60} {rows[-1].parity}", flush=True)
+    good = sum(row.is_fused for row in rows)
+    print(f"\n{good} of {len(rows)} models have fused sums and parity")
+    if not names:
+        lines = [f"| {row.name} | {row.norms} | {row.fused} | {row.parity} |" for row in rows]
+        TABLE.write_text(
+            f"{HEAD}{good} of {len(rows)} models have fused sums.\n\n| model | norms replaced | one kernel each | parity |\n|---|---|---|---|\n"
+            + "\n".join(lines)
+            + "\n"
+        )
+
+
+TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
+HEAD = """# What `adopt` fuses, model by model
+
+Written by `python examples/adoption_table.py`, which adopts tiny models with random weights in one call each, without a layout.
+"Adds" are residual sums that a norm computes along in its kernel; "sums" are residual sums that are one kernel together with the
+norm, scale or dropout of their branch. Parity: the outputs and all gradients in fp32 before and after, and a step in training.
+
+"""
+
+
+def _builders(names: list[str]) -> Iterator[tuple[str, Any]]:
+    known = {name: _of_transformers for name in TRANSFORMERS}
+    known |= {f"timm/{name}": _of_timm for name in TIMM} if importlib.util.find_spec("timm") else {}
+    known |= {f"diffusers/{name}": _of_diffusers for name in DIFFUSERS} if importlib.util.find_spec("diffusers") else {}
+    for name in names or known:
+        yield name, known.get(name, _of_transformers)
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:
     import timm
 
-    model = timm.create_model(name.removeprefix("timm/"), pretrained=False)
+    model = timm.create_model(name, pretrained=False)
     return model, (torch.randn(2, *model.default_cfg["input_size"]),)
+
+
+def _of_diffusers(name: str) -> tuple[nn.Module, Any]:
+    import diffusers
+
+    config, batch = DIFFUSERS[name]
+    return getattr(diffusers, name)(**config), batch
 
 
 def _of_transformers(name: str) -> tuple[nn.Module, Any]:
@@ -101,107 +161,101 @@ def _of_transformers(name: str) -> tuple[nn.Module, Any]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = CONFIG_MAPPING[name]
-    config = kind()
-    given = {field: value for field, value in TINY.items() if hasattr(config, field) and not isinstance(getattr(kind, field, None), property) and isinstance(getattr(config, field), type(value) | type(None))}
-    for field in ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers", "attn_layer_indices"):
-        if isinstance(getattr(config, field, None), list) and not isinstance(getattr(kind, field, None), property):
-            present = list(dict.fromkeys(getattr(config, field)))
-            given[field] = (present * 4)[: max(2, len(present))]
-            for depth in ("num_hidden_layers",):
-                given[depth] = len(given[field])
-    given |= OVERRIDES.get(name, {})
-    config = kind(**given)
-    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not getattr(config, "is_encoder_decoder", False) and name not in ENCODERS
+    default = kind()
+    fields = {field for field in dir(default) if not isinstance(getattr(kind, field, None), property)}
+    fields -= kind.attribute_map.keys() & set(LAYER_KINDS)
+    given = {field: value for field, value in TINY.items() if field in fields and _is_like(getattr(default, field), value)}
+    for field in set(LAYER_KINDS) & fields:
+        if isinstance(kinds := getattr(default, field), list):
+            given[field] = (list(dict.fromkeys(kinds)) * 2)[: max(2, len(set(kinds)))]
+            given["num_hidden_layers"] = len(given[field])
+    config = kind(**(given | OVERRIDES.get(name, {})))
+    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder and name not in ENCODERS
     model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
     return model, _batch(model, config)
 
 
 ENCODERS = {"bert", "roberta", "electra", "camembert", "xlm-roberta", "roformer"}
-OVERRIDES: dict[str, dict[str, Any]] = {}
+LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+
+
+def _is_like(default: Any, value: Any) -> bool:
+    return isinstance(default, type(value) | type(None)) or (isinstance(value, list) and isinstance(default, tuple))
 
 
 def _batch(model: nn.Module, config: Any) -> dict[str, Tensor]:
     tokens = torch.arange(24).view(2, 12) + 3
-    batch: dict[str, Any] = {}
+    size = getattr(config, "image_size", 32)
+    inputs = {
+        "pixel_values": lambda: torch.randn(
+            2, getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)
+        ),
+        "input_features": lambda: torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
+        "input_values": lambda: (
+            torch.randn(2, config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else torch.randn(2, 800)
+        ),
+    }
     kind = getattr(model, "main_input_name", "input_ids")
-    if kind == "pixel_values":
-        size = config.image_size if isinstance(getattr(config, "image_size", 32), int) else config.image_size[0]
-        batch["pixel_values"] = torch.randn(2, getattr(config, "num_channels", 3), size, size)
-    elif kind == "input_features":
-        batch["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
-    elif kind == "input_values":
-        batch["input_values"] = torch.randn(2, config.max_length, config.num_mel_bins) if hasattr(config, "max_length") and hasattr(config, "num_mel_bins") else torch.randn(2, 800)
-    else:
-        batch["input_ids"] = tokens
-    if getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = tokens
-    return batch
+    batch = {kind: inputs[kind]()} if kind in inputs else {"input_ids": tokens}
+    return batch | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
 
 
-def _row(name: str, model: nn.Module, batch: Any) -> Row:
-    model.eval()
+def _shaken(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():  # initial scales of 1e-5 and weights of 1 would hide a mistake
             p += 0.05 * torch.randn(p.shape, generator=generator)
-    try:
-        expected = _results(model, batch)
-    except Exception as error:
-        return Row(name, "", "", f"does not run: {type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}")
-    own, adopted = model, copy.deepcopy(model)
+    return model
+
+
+def _row(name: str, model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> Row:
+    adopted = copy.deepcopy(model)
     try:
         found = adopt(adopted, verbose=False)
-        verdict = _compare(expected, _results(adopted, batch))
-    except Exception as error:
-        import traceback; traceback.print_exc(limit=-4)
-        return Row(name, "", "", f"RAISES {type(error).__name__}: {str(error)[:200]}")
-    try:
-        _results(own.train(), batch)
-    except Exception:
-        pass
-    else:
+        parity = _compared(expected, _results(adopted, batch))
+        model.train()
         try:
+            _results(model, batch)
+        except Exception:  # it has no training mode, whoever computes it
+            pass
+        else:
             _results(adopted.train(), batch)
-        except Exception as error:
-            import traceback; traceback.print_exc(limit=-4)
-            verdict = f"RAISES in training {type(error).__name__}: {str(error)[:200]}"
-    return Row(name, _fused(found), f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", verdict)
+    except Exception as error:
+        traceback.print_exc()
+        return Row(name, "", "", f"no: {type(error).__name__}: {str(error)[:200]}")
+    return Row(name, f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), parity)
 
 
 def _fused(found: Adoption) -> str:
-    features: dict[str, int] = {}
-    count = 0
-    for trial in found.blocks.values():
-        count += len(trial.norms)
-        for norm in (*trial.norms.values(), *trial.sums):
-            for feature in norm:
-                features[feature] = features.get(feature, 0) + 1
-    sums = sum(len(trial.sums) for trial in found.blocks.values())
-    left = f"; {len(found.left)} blocks left: {next(iter(found.left.values()))[:120]}" if found.left else ""
-    what = f"{count} adds" + (f", {sums} sums" if sums else "") + (f" with {', '.join(features)}" if features else "") if count or sums else "none"
-    return what + left
+    trials = found.blocks.values()
+    adds, sums = sum(len(trial.norms) for trial in trials), sum(len(trial.sums) for trial in trials)
+    features = dict.fromkeys(f for trial in trials for norm in (*trial.norms.values(), *trial.sums) for f in norm)
+    counts = ", ".join(f"{count} {what}" for count, what in ((adds, "adds"), (sums, "sums")) if count) or "none"
+    why = f"; {len(found.left)} blocks left: {next(iter(found.left.values()))}" if found.left else ""
+    return counts + (f", with {', '.join(features)}" if features else "") + why
 
 
 def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
     torch.manual_seed(1)
     model.zero_grad()
     output = model(*batch) if isinstance(batch, tuple) else model(**batch)
-    tensors = [t for t in tree_leaves(output if isinstance(output, tuple | list | Tensor) else dict(output)) if isinstance(t, Tensor) and t.is_floating_point()]
-    assert all(isinstance(t, Tensor) for t in tree_leaves(output if isinstance(output, tuple | list | Tensor) else dict(output)) if "Pending" in type(t).__name__ or "Branch" in type(t).__name__)
-    sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors if t.requires_grad).backward()
-    return {f"output {i}": t.detach() for i, t in enumerate(tensors)} | {
-        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-    }
+    leaves = tree_leaves(output if isinstance(output, tuple | list | Tensor) else dict(output))
+    tensors = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+    value = sum((t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors if t.requires_grad)
+    value.backward()  # type: ignore[union-attr]
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"output {i} of {len(leaves)}": t.detach() for i, t in enumerate(tensors)} | gradients
 
 
-def _compare(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+def _compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
     if expected.keys() != found.keys():
-        return f"DIFFERS in what has a gradient: {sorted(expected.keys() ^ found.keys())[:3]}"
+        return f"no: {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is there in one of them only"
     largest = max(float(g.norm()) for g in expected.values())
     for name, a in expected.items():
         error = float((found[name] - a).norm()) / max(float(a.norm()), 1e-4 * largest, 1e-12)
         if not error < 3e-3:
-            return f"DIFFERS in {name}: {error:.2g}"
+            return f"no: {name} differs by {error:.2g}"
     return "yes"
 
 

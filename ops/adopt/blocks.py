@@ -106,7 +106,9 @@ def _missing(block: nn.Module, trial: Trial, layout: BlockLayout | None, why: di
 
 
 def _no_sum(norm: nn.Module | None, why: str) -> str:
-    return "norms no sum that can be computed along with it" if isinstance(norm, AdoptedNorm) else f"can't be replaced: {why}"
+    if isinstance(norm, AdoptedNorm):
+        return "norms no sum that can be computed along with it"
+    return f"can't be replaced: {why or f'it is a {type(norm).__name__}'}"
 
 
 def fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> None:
@@ -236,7 +238,13 @@ class DropLater(Hook):
     block: nn.Module = field(repr=False)
 
     def __call__(self, dropout: nn.Module, args: tuple) -> Any:
-        if _is_reentrant(self.block) or not dropout.training or dropout.p == 0.0 or len(args) != 1 or not isinstance(args[0], Tensor):
+        if (
+            _is_reentrant(self.block)
+            or not dropout.training
+            or dropout.p == 0.0
+            or len(args) != 1
+            or not isinstance(args[0], Tensor)
+        ):
             return None
         return as_branch(args[0], self.width)
 

@@ -80,7 +80,11 @@ class Lazy:
         return self
 
     def view(self, *shape: Any, **how: Any) -> Any:
-        return self.reshape(*shape, **how) if shape and not isinstance(shape[0], torch.dtype) else self.tensor().view(*shape, **how)
+        return (
+            self.reshape(*shape, **how)
+            if shape and not isinstance(shape[0], torch.dtype)
+            else self.tensor().view(*shape, **how)
+        )
 
     def reshape(self, *shape: Any, **how: Any) -> Any:
         """Rows stay rows in a Stream and a Branch."""
@@ -203,7 +207,9 @@ class Branch(Lazy):
             return self.tensor().reshape(*shape, **how)
         self.fix_mask()
         rowscale = None if self.rowscale is None else self.rowscale.expand(self.x.shape[:-1]).reshape(x.shape[:-1])
-        return Branch(x, **(self._parts() | {"rowscale": rowscale, "more": None if self.more is None else self.more.reshape(x.shape)}))
+        return Branch(
+            x, **(self._parts() | {"rowscale": rowscale, "more": None if self.more is None else self.more.reshape(x.shape)})
+        )
 
     def fix_mask(self) -> None:
         """Draws the seed, so that everybody who computes the branch drops the same elements."""
@@ -299,7 +305,15 @@ class Stream(Lazy):
         weight, bias = norm.weights()
         residual = {} if branch is None else {"residual": self.residual, "residual_scale": self.factor}
         y, value = norm_fn(
-            norm.formula.norm, x, weight, bias, prenorm=True, out_dtype=out_dtype, **residual, **arguments, **norm.options(x.dtype)
+            norm.formula.norm,
+            x,
+            weight,
+            bias,
+            prenorm=True,
+            out_dtype=out_dtype,
+            **residual,
+            **arguments,
+            **norm.options(x.dtype),
         )
         self._keep(value)
         return y
@@ -416,7 +430,9 @@ Lazy.to = _to  # type: ignore[attr-defined]
 
 _HANDLERS: dict[Any, Callable] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
-    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
+    **dict.fromkeys(
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply
+    ),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
     F.dropout: dropout,
     torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),

@@ -169,7 +169,7 @@ class AdoptedNorm(Swapped):
     def of_tensor(self, x: Tensor) -> Tensor:
         weight, bias = self.weights()
         y: Any = norm_fn(self.formula.norm, x, weight, bias, out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
-        if self.formula.keeps_strides and not x.is_contiguous() and x.is_non_overlapping_and_dense():
+        if self.formula.keeps_strides and not x.is_contiguous():
             return torch.empty_like(x, dtype=y.dtype).copy_(y)
         return y
 
@@ -279,7 +279,12 @@ def _swapped_class(forward: type, original: type, *others: type) -> type:
     # The original's methods go first, but a class can't stand before its own subclasses.
     first = [other for other in others if issubclass(other, original)] or [original]
     last = [other for other in others if not issubclass(other, original)]
-    body = {"_parts": (forward, original, *others), "__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": forward.__doc__}
+    body = {
+        "_parts": (forward, original, *others),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": forward.__doc__,
+    }
     return types.new_class(original.__name__, (forward, *first, *last), {}, lambda space: space.update(body))
 
 

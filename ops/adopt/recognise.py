@@ -33,6 +33,12 @@ _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
 _CLASSES = re.compile(r"(?i:norm)|RMS|LN(?![a-z])")  # LlamaRMSNorm, RMS, LN, FusedLN2d
 _NAMES = re.compile(r"(?i:norms?_?\d*$)|(^|_)rms|(^|_)ln(?![a-z])|^lnf?\d*$")  # norm1, input_layernorm, ln_f, final_ln
+_OF_CHANNELS = (
+    nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm, nn.CrossMapLRN2d,
+    nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
+    nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
+)  # fmt: skip
 _WIDTHS = (24, 40)  # tried on norms without weights, which take any width
 _FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # said with every tensor, as torch's defaults may be others
 _FP32_EPS = torch.finfo(torch.float32).eps
@@ -70,6 +76,8 @@ def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether a person would call it a norm, by its class or, if it has parameters, by its name in the model."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
+    if isinstance(module, _OF_CHANNELS):
+        return False
     by_class = _CLASSES.search(type(module).__name__) is not None
     by_name = _NAMES.search(name.rpartition(".")[2]) is not None and next(module.parameters(), None) is not None
     return (by_class or by_name) and next(module.children(), None) is None
@@ -79,9 +87,16 @@ def may_be_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether it is worth trying: it looks like a norm, or holds one or two vectors of one size and nothing else."""
     if looks_like_a_norm(module, name):
         return True
+    if isinstance(module, _OF_CHANNELS):
+        return False
     parameters = list(module.parameters())
     leaf = next(module.children(), None) is None and next(module.buffers(), None) is None
-    return leaf and len(parameters) in (1, 2) and not any(map(is_lazy, parameters)) and all(p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
+    return (
+        leaf
+        and len(parameters) in (1, 2)
+        and not any(map(is_lazy, parameters))
+        and all(p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
+    )
 
 
 def recognise(module: nn.Module) -> Formula | str:
@@ -111,8 +126,6 @@ def _obstacle(module: nn.Module) -> str:
         return "its forward is replaced on the instance, by a tool that wraps modules; replace norms before that"
     if next(module.children(), None) is not None:
         return "it has submodules (a parametrization?)"
-    if isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):
-        return "it norms channels; the kernels norm the last dimension"
     if next(module.buffers(), None) is not None:
         return "it has buffers, and a norm of the last dimension has none"
     held = [name for name, value in vars(module).items() if isinstance(value, Tensor)]

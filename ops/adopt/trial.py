@@ -188,12 +188,13 @@ class _Run:
             trial.parts += [name for name in self.branches if name not in trial.parts]
             trial.plain += [name for name in self.got_lazy if name not in trial.plain]
             events += met
-            first = _first(output)
-            trial.leaves = isinstance(first, Stream) and first._value is None
+        trial.leaves = any(kind == "left" for kind, _, _ in events)
         left = tuple(dict.fromkeys(f for kind, _, features in events if kind == "left" for f in features if f != "entering"))
         for kind, path, features in events:
-            features = (*features, *left) if "entering" in features else features  # what the block before hands on
-            features, entering = tuple(f for f in features if f != "entering"), "entering" in features
+            entering = "entering" in features
+            if entering and not trial.leaves:  # no block before it hands on a sum
+                continue
+            features = tuple(f for f in (*features, *(left if entering else ())) if f != "entering")
             if kind == "normed":
                 known = trial.norms.get(path, ())
                 trial.norms[path] = known + tuple(f for f in features if f not in known)
@@ -258,9 +259,15 @@ class _Run:
         if isinstance(module, AdoptedNorm | nn.ModuleList | nn.ModuleDict):
             return True
         parameters = list(module.parameters())
-        if not any(map(is_lazy, parameters)) and all(p.dim() < 2 for p in parameters) and not any(True for _ in module.buffers()):
+        if (
+            not any(map(is_lazy, parameters))
+            and all(p.dim() < 2 for p in parameters)
+            and not any(True for _ in module.buffers())
+        ):
             return True
-        inside = self.deep and any(isinstance(m, AdoptedNorm) and m.formula.width in (None, self.width) for m in module.modules())
+        inside = self.deep and any(
+            isinstance(m, AdoptedNorm) and m.formula.width in (None, self.width) for m in module.modules()
+        )
         return inside or isinstance(module, nn.Sequential)
 
     def _random(self, p: Tensor | None) -> Tensor | None:

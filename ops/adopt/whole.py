@@ -1,7 +1,7 @@
 """A whole model in one call.
 
-    print(adopt(model))         model.layers.{0…31}.input_layernorm: 32 × LlamaRMSNorm(4096), with the add before it
-    adopt(model).undo()
+print(adopt(model))         model.layers.{0…31}.input_layernorm: 32 × LlamaRMSNorm(4096), with the add before it
+adopt(model).undo()
 """
 
 import re
@@ -38,11 +38,10 @@ class Adoption:
                 what = ", ".join(("the add before it", *features))
                 along[f"{block}.{path}" if path else block] = f"with {what}"
         lines = [
-            (site.name, site.was, (along.get(site.name, "fused") if site.fused else f"left alone: {site.why}")) for site in self.norms
+            (site.name, site.was, (along.get(site.name, "fused") if site.fused else f"left alone: {site.why}"))
+            for site in self.norms
         ]
-        table = [
-            f"{names}: {f'{count} × ' if count > 1 else ''}{was}, {what}" for names, was, what, count in _grouped(lines)
-        ]
+        table = [f"{names}: {f'{count} × ' if count > 1 else ''}{was}, {what}" for names, was, what, count in _grouped(lines)]
         table += [
             f"{names}: {f'{count} × ' if count > 1 else ''}{kind}, sums left alone: {why}"
             for names, kind, why, count in _grouped(

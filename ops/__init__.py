@@ -26,6 +26,8 @@ from .reference import Norm
 from .rotary import rotary_qk_fn, rotary_qkv_fn
 from .softmax import log_softmax_fn, softmax_fn
 
+__version__ = "0.1.0"
+
 __all__ = [
     "GPT2_BLOCK",
     "LLAMA_BLOCK",

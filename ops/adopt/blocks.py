@@ -4,8 +4,8 @@
     x = x + drop(mlp(norm2(x)))         norm2 drops, adds and norms: one kernel
     return x                            a Pending: the sum of mlp's output is left to the next block's norm1
 
-The block keeps its own forward, its class and its parts. Hooks on it and on its sublayers put a Stream and Branches in the place
-of tensors (`lazy` says what they do), where `trial` found that a kernel can use them.
+The block keeps its own forward, its class and its parts. Hooks on it and on its sublayers put a Stream and Branches in the
+place of tensors (`lazy` says what they do), where `trial` found that a kernel can use them.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .lazy import Branch, Lazy, Pending, Stream, check_outside_function, settled
+from .lazy import Branch, Pending, Stream, check_outside_function, settled
 from .norms import AdoptedNorm, Hook, Swapped, is_sharded, replace_norms, take_hooks_off, unswap
 from .trial import Trial, try_block
 
@@ -66,7 +66,7 @@ def fuse_prenorm_block(
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
-    found, done = [], []
+    found: list[Trial] = []
     for i, one in enumerate(blocks):
         name = f"fuse_prenorm_block({type(one).__name__})"
         if is_fused(one):
@@ -77,14 +77,14 @@ def fuse_prenorm_block(
             problem = trial if isinstance(trial, str) else _missing(one, trial, layout, {site.name: site.why for site in sites})
             problem = problem and f"{name}: {problem}"
         if problem:
-            for fused in done:
+            for fused in blocks[:i]:
                 unfuse(fused)
             for module in {module for module in block.modules() if isinstance(module, Swapped)} - before:
                 unswap(module)
             raise ValueError(f"{problem}. It is block {i} of {len(blocks)}, and all stay as they were" if stack else problem)
+        assert isinstance(trial, Trial)
         fuse(one, trial, residual_in_fp32)
         found.append(trial)
-        done.append(one)
     return found if stack else found[0]
 
 

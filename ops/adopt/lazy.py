@@ -6,12 +6,11 @@ A block's own forward runs as it is written. Only its operands differ:
     Stream      the residual stream, with the branch that is still to be added to it
     Pending     a Stream between two blocks
 
-Branch + Stream is a Stream. A replaced norm that gets a Stream computes the sum and the norm in one kernel, and the Stream keeps
-the sum. In everything else that a program does with one of them, its value takes part: it is computed then. So whatever a
-program does, it computes what it computed with tensors; at worst nothing is saved.
+Branch + Stream is a Stream. A replaced norm that gets a Stream computes the sum and the norm in one kernel, and the Stream
+keeps the sum. In everything else that a program does with one of them, its value takes part: it is computed then. So whatever
+a program does, it computes what it computed with tensors; at worst nothing is saved.
 """
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ..reference import Norm
 from ..torch_state import is_eager, register_container
 
 TRACE: list[Any] | None = None  # where `trial` reads what happened
+HANDLERS: dict[Any, Callable] = {}  # functions of torch that leave things uncomputed, from `sums`
 
 
 class Lazy:
@@ -47,6 +47,10 @@ class Lazy:
                 with torch.set_grad_enabled(self._had_grad):
                     self._value = self._compute()
         return self._value
+
+    def peek(self) -> Tensor:
+        """The value, which is computed once more later: for a hook that wants to see it and change nothing."""
+        return self._compute() if self._value is None else self._value
 
     def _compute(self) -> Tensor:
         raise NotImplementedError
@@ -97,29 +101,12 @@ class Lazy:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(function)
+        handler = HANDLERS.get(function)
         if handler is not None:
             return handler(*args, **(kwargs or {}))
         if TRACE is not None:
             TRACE.append(("used by", getattr(function, "__name__", str(function))))
         return function(*settled(args), **settled(kwargs or {}))
-
-    def __add__(self, other: Any) -> Any:
-        return add(self, other)
-
-    def __radd__(self, other: Any) -> Any:
-        return add(other, self)
-
-    def __mul__(self, other: Any) -> Any:
-        return multiply(self, other)
-
-    def __rmul__(self, other: Any) -> Any:
-        return multiply(other, self)
-
-    def __truediv__(self, other: Any) -> Any:
-        return divide(self, other)
-
-    __iadd__, __imul__, __itruediv__ = __add__, __mul__, __truediv__
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tensor()[settled(index)] = settled(value)
@@ -144,10 +131,11 @@ def _by_value(name: str) -> Callable:
     return operator
 
 
-for _name in (
-    "sub rsub rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs invert eq ne lt le gt ge getitem len iter "
-    "bool int float index contains array"
-).split():
+_OPERATORS = """
+sub rsub rtruediv floordiv mod pow rpow matmul rmatmul and or xor neg pos abs invert eq ne lt le gt ge getitem len iter bool int
+float index contains array
+"""
+for _name in _OPERATORS.split():
     setattr(Lazy, f"__{_name}__", _by_value(f"__{_name}__"))
 
 
@@ -283,7 +271,7 @@ class Stream(Lazy):
             return norm_fn(
                 Norm.none, residual=self.residual, residual_scale=self.factor, out_dtype=self.residual.dtype,
                 **branch.arguments(), **options,
-            )  # fmt: skip
+            )  # type: ignore[return-value] # fmt: skip
         residual = self.residual if self.factor == 1.0 else self.residual * self.factor
         return residual + branch.tensor()
 
@@ -297,14 +285,14 @@ class Stream(Lazy):
             branch = Branch(branch.tensor())
         if TRACE is not None and branch is not None:
             TRACE.append(("normed", norm, branch))
-        arguments = {"x": self.residual, "residual_in_fp32": True} if branch is None else branch.arguments()
+        arguments: dict[str, Any] = {"x": self.residual, "residual_in_fp32": True} if branch is None else branch.arguments()
         x = arguments.pop("x")
         out_dtype = norm.out_dtype(self.residual.dtype)
         if branch is None or torch.is_autocast_enabled(x.device.type) or self.residual.dtype == torch.float32 != x.dtype:
             out_dtype = norm.out_dtype(x.dtype)
         weight, bias = norm.weights()
-        residual = {} if branch is None else {"residual": self.residual, "residual_scale": self.factor}
-        y, value = norm_fn(
+        residual: dict[str, Any] = {} if branch is None else {"residual": self.residual, "residual_scale": self.factor}
+        normed: Any = norm_fn(
             norm.formula.norm,
             x,
             weight,
@@ -315,6 +303,7 @@ class Stream(Lazy):
             **arguments,
             **norm.options(x.dtype),
         )
+        y, value = normed
         self._keep(value)
         return y
 
@@ -336,107 +325,6 @@ def settled(x: Any) -> Any:
     if type(x) is dict:
         return {name: settled(y) for name, y in x.items()}
     return x
-
-
-def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
-    if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
-        return torch.add(settled(a), settled(b), alpha=alpha, **({} if out is None else {"out": out}))
-    a, b = _of_this_mode(a), _of_this_mode(b)
-    if not isinstance(a, Lazy) and not isinstance(b, Lazy):
-        return a + b
-    if isinstance(a, Branch) and isinstance(b, Branch):
-        pair = _pair(a, b)
-        return Stream(b.tensor(), a) if pair is None else pair
-    if isinstance(b, Stream) and not isinstance(a, Stream):
-        a, b = b, a  # the stream first
-    elif isinstance(b, Branch):
-        a, b = (Stream(a), b) if isinstance(a, Tensor) else (a, b)
-    if isinstance(a, Branch):
-        a, b = Stream(b), a
-    if isinstance(a, Stream) and isinstance(b, Stream) and a.branch is None and b.branch is not None and b.factor == 1.0:
-        a, b = b, a
-    branch = b if isinstance(b, Branch) else Branch(b.tensor() if isinstance(b, Lazy) else b)
-    dtype = a.residual.dtype
-    if branch.dtype != dtype and torch.promote_types(branch.dtype, dtype) != dtype:
-        return a.tensor() + branch.tensor()
-    if a._value is None and a.branch is not None and not a.in_fp32 and (pair := _pair(a.branch, branch)) is not None:
-        return Stream(a.residual, pair, a.factor)
-    if a._value is None and a.branch is None and not a.in_fp32:  # scaled
-        return Stream(a.residual, branch, a.factor)
-    return Stream(a.tensor(), branch)
-
-
-def _of_this_mode(x: Any) -> Any:
-    """x, or its tensor if it was made where gradients were recorded and is used where they are not, or the other way round."""
-    return x if not isinstance(x, Lazy) or x._had_grad == torch.is_grad_enabled() else x.tensor()
-
-
-def _pair(a: Branch, b: Branch) -> Branch | None:
-    """Both in one, where the kernel can add both to a residual."""
-    plain = all(c.norm is None and c.more is None and not c._is_scaled() or c._value is not None for c in (a, b))
-    if not plain or a.dtype != b.dtype:
-        return None
-    return Branch(a.x if a._value is None else a._value, more=b.x if b._value is None else b._value)
-
-
-def _addable(x: Any) -> bool:
-    return isinstance(x, Lazy) or (isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0)
-
-
-def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
-    a, b = (_of_this_mode(a), b) if isinstance(a, Lazy) else (_of_this_mode(b), a)
-    number = isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b)
-    if isinstance(a, Stream) and number and out is None and a.branch is None and not a.in_fp32:
-        return Stream(a.residual, factor=a.factor * b)
-    if isinstance(a, Branch) and out is None and a._value is None and a.more is None:
-        if number:
-            return a.then(factor=a.factor * b)
-        if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.x.device:
-            if b.shape == a.shape[-1:] and a.weight is None and a.norm is None:
-                return a.then(weight=b)
-            if b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1] and a.rowscale is None and _expands(b, a):
-                return a.then(rowscale=b.squeeze(-1))
-    return torch.mul(settled(a), settled(b), **({} if out is None else {"out": out}))
-
-
-def _expands(b: Tensor, a: Branch) -> bool:
-    return all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True))
-
-
-def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
-    if isinstance(b, int | float) and not isinstance(b, bool) and b != 0 and rounding_mode is None:
-        return multiply(a, 1.0 / b)
-    return torch.div(settled(a), settled(b), rounding_mode=rounding_mode)
-
-
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    if not training or p == 0.0:
-        return input
-    input = _of_this_mode(input)
-    if isinstance(input, Branch) and input._value is None and input.p == 0.0 and input.more is None and p < 1.0:
-        return input.then(p=p)
-    return F.dropout(settled(input), p, training)
-
-
-def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
-    like = self._like()
-    return self if like.to(*settled(args), **settled(kwargs)) is like else self.tensor().to(*settled(args), **settled(kwargs))
-
-
-Lazy.add = Lazy.add_ = add  # type: ignore[attr-defined]
-Lazy.mul = Lazy.mul_ = Lazy.multiply = multiply  # type: ignore[attr-defined]
-Lazy.div = divide  # type: ignore[attr-defined]
-Lazy.to = _to  # type: ignore[attr-defined]
-
-_HANDLERS: dict[Any, Callable] = {
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
-    **dict.fromkeys(
-        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply
-    ),
-    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
-    F.dropout: dropout,
-    torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),
-}
 
 
 def check_outside_function(lazy: Lazy) -> None:

@@ -8,21 +8,19 @@ The block itself is not run and not changed; its weights may be anywhere, on met
 import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from . import lazy
-from .lazy import Branch, Lazy, Pending, Stream, settled
+from .lazy import Branch, Lazy, Stream
 from .norms import AdoptedNorm
+from .stand_ins import Anything, HalvedDropout, StandIn, on_cpu
 
 _TOKENS = 16
 _TOLERANCE = 1e-3  # relative to the largest value: LayerScale and Gemma's weights make large and small ones
@@ -42,8 +40,9 @@ class Trial:
     plain: list[str] = field(default_factory=list)  # and of sublayers that got something lazy
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what kernels do that compute no norm of the sum
 
-    def __bool__(self) -> bool:
-        return bool(self.norms) or any(self.sums)
+    @property
+    def fused(self) -> int:
+        return 2 * len(self.norms) + len(self.sums) + self.leaves
 
 
 def try_block(block: nn.Module) -> Trial | str:
@@ -59,14 +58,24 @@ def try_block(block: nn.Module) -> Trial | str:
     best, why = None, ""
     with _quiet():
         for width, deep in product(sorted(widths, reverse=True), (True, False)):
-            found = _try(block, width, deep)
+            found = _try(block, width, deep, ())
             if isinstance(found, str):
                 why = why or found
-            elif best is None or len(found.norms) > len(best.norms):
+                continue
+            inside: tuple[str, ...] = ()
+            for part in found.plain:  # it got the stream, which its own forward may add to
+                more = _try(block, width, deep, (*inside, part))
+                if isinstance(more, Trial) and more.fused > found.fused:
+                    inside, found = (*inside, part), more
+            if best is None or found.fused > best.fused:
                 best = found
     if best is None:
         return why
-    return best or "no sum in it is followed by one of its replaced norms, nor is a norm followed by a sum"
+    return (
+        best
+        if best.norms or best.sums
+        else "no sum in it is followed by one of its replaced norms, nor is a norm followed by a sum"
+    )
 
 
 class _quiet:
@@ -87,7 +96,7 @@ class _quiet:
             context.__exit__(*error)
 
 
-def _try(block: nn.Module, width: int, deep: bool) -> Trial | str:
+def _try(block: nn.Module, width: int, deep: bool, inside: tuple[str, ...]) -> Trial | str:
     forward = inspect.signature(type(block).forward)
     names = list(forward.parameters.values())[1:]
     if not names or names[0].kind is names[0].VAR_KEYWORD:
@@ -95,7 +104,7 @@ def _try(block: nn.Module, width: int, deep: bool) -> Trial | str:
     needed = [p.name for p in names[1:] if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     why = ""
     for shape, given in product(((2, _TOKENS), (2, 4, 4)), _placeholders(needed)):
-        run = _Run(block, width, deep, (*shape, width), dict.fromkeys(needed, given))
+        run = _Run(block, width, deep, inside, (*shape, width), dict.fromkeys(needed, given))
         for _ in range(12):  # each learns one more thing about what the sublayers return
             try:
                 return run.found(names[0].name)
@@ -125,45 +134,19 @@ class _Differs(Exception):
     pass
 
 
-class Anything:
-    """Stands for an argument of which nothing is known."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return Anything()
-
-    def __getitem__(self, index: Any) -> Any:
-        return Anything()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((Anything(), Anything()))
-
-    def __bool__(self) -> bool:
-        return False
-
-    @classmethod
-    def __torch_function__(cls, *call: Any) -> Any:
-        return Anything()
-
-
-for _name in "add radd sub rsub mul rmul truediv eq ne lt le gt ge invert neg".split():
-    setattr(Anything, f"__{_name}__", lambda self, *operands: Anything())
-
-
 class _Run:
-    def __init__(self, block: nn.Module, width: int, deep: bool, shape: tuple[int, ...], given: dict[str, Any]) -> None:
-        self.width, self.deep, self.given = width, deep, given
+    def __init__(
+        self, block: nn.Module, width: int, deep: bool, inside: tuple[str, ...], shape: tuple[int, ...], given: dict[str, Any]
+    ) -> None:
+        self.width, self.deep, self.inside, self.given = width, deep, inside, given
         self.returns: dict[str, int] = {}  # how many things a stand-in returns; 0: a tensor
         self.asked: str = ""  # the stand-in whose output was unpacked last
         self.mode = ""  # learning, tensors, lazy
         self.branches: set[str] = set()  # stand-ins that make a Branch
         self.got_lazy: set[str] = set()
+        self.sources: set[str] = set()
         self.generator = torch.Generator().manual_seed(0)
-        self.stand_ins: dict[str, _StandIn] = {}
+        self.stand_ins: dict[str, StandIn] = {}
         self.paths: dict[int, str] = {}
         self.clone = self._clone(block, "")
         self.residual, self.hidden = (torch.randn(shape, generator=self.generator) for _ in range(2))
@@ -177,14 +160,14 @@ class _Run:
             self._call("learning", self.residual + self.hidden)
             expected = self._call("tensors", self.residual + self.hidden)
             self.branches, self.got_lazy, self.sources = set(self.stand_ins), set(), set()
-            met, output = self._traced(expected)
+            met = self._traced(expected)
             trial.feeds += [name for name in self.sources & self.branches if name not in trial.feeds]
             for name in list(self.branches):  # those that can do without stay as they are
                 self.branches.remove(name)
-                if self._traced(expected)[0] != met:
+                if self._traced(expected) != met:
                     self.branches.add(name)
             self.got_lazy.clear()
-            met, output = self._traced(expected)
+            met = self._traced(expected)
             trial.parts += [name for name in self.branches if name not in trial.parts]
             trial.plain += [name for name in self.got_lazy if name not in trial.plain]
             events += met
@@ -203,8 +186,9 @@ class _Run:
                 trial.sums.append(features)
         return trial
 
-    def _traced(self, expected: Any) -> tuple[list[Any], Any]:
-        lazy.TRACE = trace = []
+    def _traced(self, expected: Any) -> list[Any]:
+        trace: list[Any] = []
+        lazy.TRACE = trace
         try:
             stream = Stream(self.residual, Branch(self.hidden, source="entering"))
             output = self._call("lazy", stream)
@@ -220,12 +204,12 @@ class _Run:
         tensors_a, tensors_b = _tensors(expected), _tensors(output)
         if len(tensors_a) != len(tensors_b) or not all(map(_close, tensors_a, tensors_b)):
             raise _Differs("it computes something else when its sums are computed later")
-        return events, output
+        return events
 
     def _call(self, mode: str, x: Any) -> Any:
         self.mode = mode
         torch.manual_seed(0)
-        with _HalvedDropout():
+        with HalvedDropout():
             return type(self.clone).forward(self.clone, x, **self.given)
 
     def learnt_from(self, error: Exception) -> bool:
@@ -237,17 +221,17 @@ class _Run:
         return False
 
     def _clone(self, module: nn.Module, path: str) -> Any:
-        if path and not self._runs(module):
-            self.stand_ins[path] = _StandIn(module, path, self)
+        if path and path not in self.inside and not self._runs(module):
+            self.stand_ins[path] = StandIn(module, path, self)
             return self.stand_ins[path]
         clone: Any = object.__new__(type(module))
-        clone.__dict__.update({name: _on_cpu(value) for name, value in module.__dict__.items()})
+        clone.__dict__.update({name: on_cpu(value) for name, value in module.__dict__.items()})
         for name in [name for name in clone.__dict__ if name.endswith("_hooks") or name.startswith("_forward_")]:
             clone.__dict__[name] = OrderedDict()
         clone.__dict__.pop("forward", None)
         clone.__dict__ |= {
             "_parameters": {name: self._random(p) for name, p in module._parameters.items()},
-            "_buffers": {name: _on_cpu(b) for name, b in module._buffers.items()},
+            "_buffers": {name: on_cpu(b) for name, b in module._buffers.items()},
             "_modules": {n: m and self._clone(m, f"{path}.{n}" if path else n) for n, m in module._modules.items()},
             "gradient_checkpointing": False,
         }
@@ -279,99 +263,6 @@ def _modules(clone: Any) -> Iterator[Any]:
     for child in clone._modules.values():
         if child is not None:
             yield from _modules(child)
-
-
-def _on_cpu(value: Any) -> Any:
-    """A copy, in fp32."""
-    if type(value) in (list, dict, set):
-        return copy(value)
-    if not isinstance(value, Tensor) or is_lazy(value):
-        return value
-    value = torch.zeros_like(value, device="cpu") if value.device.type == "meta" else value.detach().to("cpu", copy=True)
-    return value.float() if value.is_floating_point() else value
-
-
-class _StandIn(nn.Module):
-    """Some function of its first tensor in place of a sublayer, with its attributes."""
-
-    def __init__(self, part: nn.Module, path: str, run: _Run) -> None:
-        super().__init__()
-        self.__dict__["standing_for"], self.__dict__["run"], self.__dict__["path"] = part, run, path
-
-    def __getattr__(self, name: str) -> Any:
-        return _on_cpu(getattr(self.__dict__["standing_for"], name))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run, path = self.run, self.path
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor | Lazy) and x.is_floating_point() and x.ndim]
-        if any(isinstance(x, Lazy) and not isinstance(x, _Learning) for x in (*args, *kwargs.values())):
-            run.got_lazy.add(path)
-        x = settled(tensors[0]) if tensors else run.residual
-        width = getattr(self.standing_for, "out_features", getattr(self.standing_for, "nf", x.shape[-1]))
-        phase = 0.1 * (1 + [*run.stand_ins].index(path))
-        if width == x.shape[-1]:
-            y = torch.sin(x + phase)
-        else:
-            y = torch.sin(x.mean(-1, keepdim=True) + phase + torch.arange(width))
-        if run.mode == "learning":
-            run.returns.setdefault(path, 0)
-            return _Learning(y, run, path)
-        y = Branch(y, source=path) if run.mode == "lazy" and path in run.branches else y
-        count = run.returns.get(path, 0)
-        return (y, *[None] * (count - 1)) if count else y
-
-
-class _Learning(Lazy):
-    """What a stand-in returns as long as it is not known whether the sublayer returns a tensor or a tuple of one."""
-
-    def __init__(self, value: Tensor, run: _Run, path: str) -> None:
-        self._value, self._had_grad, self.run, self.path = value, False, run, path
-
-    def _like(self) -> Tensor:
-        return self.tensor()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.run.asked = self.path
-        self.run.returns[self.path] = max(1, self.run.returns[self.path])
-        return iter((self._value, *[None] * (self.run.returns[self.path] - 1)))
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice) and index.start == 1:  # the rest of a tuple
-            self.run.returns[self.path] = max(self.run.returns[self.path], 1)
-            return (None,) * (self.run.returns[self.path] - 1)
-        if type(index) is not int:
-            return self.tensor()[settled(index)]
-        self.run.returns[self.path] = max(self.run.returns[self.path], index + 1, 2)
-        return None if index else self._value
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*settled(args), **settled(kwargs or {}))
-
-    def contiguous(self) -> Any:
-        return self.tensor()
-
-
-for _name in "add radd iadd mul rmul imul truediv itruediv".split():
-    setattr(_Learning, f"__{_name}__", lazy._by_value(f"__{_name.replace('i', '', 1) if _name.startswith('i') else _name}__"))
-
-
-class _HalvedDropout(TorchFunctionMode):
-    """Dropout halves, so that two runs drop the same."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.dropout:
-            return function(*args, **(kwargs or {}))
-        x, p, training = _dropout_arguments(*args, **(kwargs or {}))
-        if not training or p == 0.0:
-            return x
-        if isinstance(x, Branch) and x._value is None and x.more is None:
-            return x.then(factor=x.factor * 0.5, notes=(*x.notes, "dropout"))
-        return settled(x) * 0.5
-
-
-def _dropout_arguments(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Any, float, bool]:
-    return input, p, training
 
 
 def _features(branch: Branch) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ class Adoption:
     blocks: dict[str, Trial] = field(default_factory=dict)  # by the block's name in the model
     left: dict[str, str] = field(default_factory=dict)  # blocks that stay as they are, and why
     loss: str = ""
+    functions: list[str] = field(default_factory=list)  # norms that are calls in a forward, which stay as they are
 
     def undo(self) -> None:
         """Gives the model back its own norms, sums and loss; its parameters keep their values."""
@@ -48,7 +49,7 @@ class Adoption:
                 [(name, type(self.model.get_submodule(name)).__name__, why) for name, why in self.left.items()]
             )
         ]
-        return "\n".join([*table, *filter(None, [self.loss])])
+        return "\n".join([*table, *filter(None, [self.loss]), *self.functions]) or "nothing in it is a norm"
 
 
 def adopt(
@@ -87,9 +88,30 @@ def adopt(
             found.loss = replace_loss(model, verbose=False)
         except ValueError as error:
             found.loss = str(error).removeprefix("replace_loss: ")
+    found.functions = _functional_norms(model)
     if verbose:
         print(found)
     return found
+
+
+def _functional_norms(model: nn.Module) -> list[str]:
+    """A line for each class whose forward, or a function that it calls by name, calls F.rms_norm or F.layer_norm."""
+    lines: dict[str, None] = {}
+    for module in model.modules():
+        cls = type(module)
+        if isinstance(module, AdoptedNorm | nn.LayerNorm | nn.RMSNorm) or cls.__module__.startswith("torch."):
+            continue
+        code = getattr(cls.forward, "__code__", None)
+        called = [cls.forward.__globals__.get(name) for name in code.co_names] if code else []
+        for function in (cls.forward, *called):
+            code = getattr(function, "__code__", None)
+            for name in {"rms_norm", "layer_norm"} & set(code.co_names if code else ()):
+                where = "" if function is cls.forward else f" by {code.co_name}()"
+                line = (
+                    f"{cls.__name__}.forward calls F.{name}{where}, which is no module: call {name}_fn in its place, or use a"
+                )
+                lines[f"{line} norm module"] = None
+    return list(lines)
 
 
 def _adopt_blocks(model: nn.Module, found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:

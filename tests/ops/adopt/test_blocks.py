@@ -186,7 +186,7 @@ def test_a_stack_that_is_fused_already_is_refused_and_stays_fused(device):
             "block has no 'norm1', layout.norm1; its parts are ln_1, attn, ln_2",
         ),
         (lambda: block_of(nothing, ln_2=NO_NORM), LAYOUT, "layout.norm2, ln_2, can't be replaced: it is neither LayerNorm nor"),
-        (lambda: block_of(no_sum), None, "no sum in it is followed by one of its replaced norms"),
+        (lambda: block_of(no_sum), None, "none of its replaced norms follows a sum, or is followed by one"),
         (
             lambda: block_of(lambda self, x: x.undefined),
             None,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ops import Pending, RMSNorm, replace_norms, restore_norms
+from ops import RMSNorm, replace_norms, restore_norms
 from ops.adopt.norms import AdoptedNorm
 
 from .lookalikes import Gemma, Llama, randomised

@@ -10,9 +10,15 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 MODULES = {  # of prenorm.check, and where they are in a checkout
-    "adoption": "ablation", "adopted_models": "ablation", "rounding": "ablation", "comparison": "measure", 
+    "adoption": "ablation", "adopted_models": "ablation", "rounding": "ablation", "comparison": "measure",
     "schedule": "measure", "statistics": "measure", "tables": "measure", "clock": "training",
 }  # fmt: skip
+INIT = '''"""Does an adopted model compute what it did, and how fast? Needs numpy, scipy and tabulate: prenorm[check]."""
+
+from .adoption import check_parity, measure
+
+__all__ = ["check_parity", "measure"]
+'''
 _IMPORT = re.compile(rf"^from (?:ablation|measure|training)\.({'|'.join(MODULES)}) import", re.MULTILINE)
 
 
@@ -27,11 +33,7 @@ class BuildWithCheck(build_py):
             text = _IMPORT.sub(r"from .\1 import", Path(package, f"{module}.py").read_text(encoding="utf-8"))
             text = re.sub(r"^from ops\.", "from prenorm.", text, flags=re.MULTILINE)
             (folder / f"{module}.py").write_text(text, encoding="utf-8")
-        docstring = '"""Whether an adopted model computes what it did, and how fast: needs numpy, scipy and tabulate, prenorm[check]."""'
-        names = "check_parity, measure"
-        (folder / "__init__.py").write_text(
-            f"{docstring}\n\nfrom .adoption import {names}\n\n__all__ = {names.split(', ')!r}\n"
-        )
+        (folder / "__init__.py").write_text(INIT, encoding="utf-8")
 
 
 setup(cmdclass={"build_py": BuildWithCheck})

@@ -173,7 +173,7 @@ class Branch(Lazy):
         return self.norm is not None or self.weight is not None
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
         scales = (t.dtype for t in (self.weight, self.rowscale) if t is not None)
         return reduce(torch.promote_types, scales, self.x.dtype)
 

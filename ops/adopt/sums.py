@@ -95,11 +95,11 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self if like.to(*settled(args), **settled(kwargs)) is like else self.tensor().to(*settled(args), **settled(kwargs))
 
 
-Lazy.add = Lazy.add_ = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator, assignment, method-assign]
-Lazy.__radd__ = lambda self, other: add(other, self)  # type: ignore[attr-defined, operator, assignment, method-assign]
-Lazy.mul = Lazy.mul_ = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator, assignment, method-assign]
-Lazy.div = Lazy.__truediv__ = Lazy.__itruediv__ = divide  # type: ignore[attr-defined, operator, assignment, method-assign]
-Lazy.to = _to  # type: ignore[attr-defined, operator, assignment, method-assign]
+Lazy.add = Lazy.add_ = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator]
+Lazy.__radd__ = lambda self, other: add(other, self)  # type: ignore[attr-defined]
+Lazy.mul = Lazy.mul_ = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator]
+Lazy.div = Lazy.__truediv__ = Lazy.__itruediv__ = divide  # type: ignore[attr-defined, operator]
+Lazy.to = _to  # type: ignore[attr-defined]
 
 HANDLERS |= {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),

@@ -71,11 +71,9 @@ def try_block(block: nn.Module) -> Trial | str:
                 best = found
     if best is None:
         return why
-    return (
-        best
-        if best.norms or best.sums
-        else "no sum in it is followed by one of its replaced norms, nor is a norm followed by a sum"
-    )
+    if best.norms or best.sums:
+        return best
+    return "none of its replaced norms follows a sum, or is followed by one"
 
 
 class _quiet:

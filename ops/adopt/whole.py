@@ -7,6 +7,7 @@ adopt(model).undo()
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -101,7 +102,7 @@ def _functional_norms(model: nn.Module) -> list[str]:
         cls = type(module)
         if isinstance(module, AdoptedNorm | nn.LayerNorm | nn.RMSNorm) or cls.__module__.startswith("torch."):
             continue
-        code = getattr(cls.forward, "__code__", None)
+        code: Any = getattr(cls.forward, "__code__", None)
         called = [cls.forward.__globals__.get(name) for name in code.co_names] if code else []
         for function in (cls.forward, *called):
             code = getattr(function, "__code__", None)

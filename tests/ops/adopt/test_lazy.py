@@ -100,5 +100,5 @@ def test_an_autograd_function_that_would_lose_the_gradient_raises():
 
 def test_a_name_that_no_tensor_has_is_no_attribute():
     with pytest.raises(AttributeError, match="Stream has no attribute 'hidden_states', and neither has a tensor"):
-        Stream(X).hidden_states
+        _ = Stream(X).hidden_states
     assert not hasattr(Branch(H), "__cuda_array_interface__") and isinstance(Branch(H), Lazy)

@@ -1,7 +1,7 @@
 """Which models of other libraries `adopt` fuses, found by adopting tiny random ones: the table of docs/adopted_models.md.
 
-    python examples/adoption_table.py                         # transformers, and timm and diffusers where they are installed
-    python examples/adoption_table.py llama timm/vit_tiny_patch16_224     # these alone
+    python -m ablation.adoption_table                         # transformers, and timm and diffusers where they are installed
+    python -m ablation.adoption_table llama timm/vit_tiny_patch16_224     # these alone
 
 Each model computes its output and its gradients before and after, in fp32, and then takes a step in training mode.
 """
@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/adoption_table.py`
 
 from ops import Adoption, adopt
 
@@ -80,7 +78,7 @@ def main(names: list[str]) -> None:
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
 HEAD = """# What `adopt` fuses, model by model
 
-Written by `python examples/adoption_table.py`, which adopts tiny models with random weights in one call each, without a layout.
+Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout.
 "Adds" are residual sums that a norm computes along in its kernel. "Sums" are residual sums that are one kernel together with
 the norm, scale or dropout of their branch. Parity: the outputs and all gradients in fp32 before and after, and a step in
 training.

@@ -152,7 +152,9 @@ def _batch(model: nn.Module, config: Any) -> dict[str, Tensor]:
     }
     kind: Any = getattr(model, "main_input_name", "input_ids")
     batch: dict[str, Tensor] = {kind: inputs[kind]()} if kind in inputs else {"input_ids": tokens}
-    return batch | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
+    if config.is_encoder_decoder:
+        batch["decoder_input_ids"] = tokens
+    return batch
 
 
 def _shaken(model: nn.Module) -> nn.Module:

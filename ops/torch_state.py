@@ -5,19 +5,25 @@ needs, no call takes the short way: all go through the dispatcher, which is slow
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
+# Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
+_AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
+# Without it, torch.func differentiates the operators by their registered formulas.
+_are_functorch_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
 try:
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 
+    torch._C._are_functorch_transforms_active()
     _KNOWN = forward_ad._current_level < 0
 except (AttributeError, ImportError):
     _KNOWN = False

@@ -161,7 +161,7 @@ def _shaken(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():  # initial scales of 1e-5 and weights of 1 would hide a mistake
-            p += 0.05 * torch.randn(p.shape, generator=generator)
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
     return model
 
 

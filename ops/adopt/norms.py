@@ -214,6 +214,8 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
     was = _described(module)
     if isinstance(module, (AdoptedNorm, *MODULES.values())):
         return Site(name, was, False, "it is fused already")
+    if any(cls.__name__ in (AdoptedNorm.__name__, "_Fused") for cls in type(module).__mro__):
+        return Site(name, was, False, "it is fused already, by another copy of this package")
     if isinstance(module, Swapped) or not may_be_a_norm(module, name):
         return None
     formula = recognise(module)

@@ -203,6 +203,8 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
         formula = replace(formula, keeps_strides=_strides_of(module, values, permuted) == permuted.stride())
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # the module's code may raise anything; each is a reason to leave it alone
+        if _takes_channels(module, values, width):
+            return f"it takes channels first, (batch, {width}, height, width); the kernels norm the last dimension"
         message = (str(error).splitlines() or ["without a message"])[0]
         return f"trying it on {tuple(rows.shape)} raised {type(error).__name__}: {message}"
 
@@ -228,6 +230,13 @@ def _takes_other_widths(module: nn.Module, values: dict[str, Tensor], width: int
     except (RuntimeError, ValueError):
         return ""
     return f"it also takes rows of {2 * width}, as a norm of parts of a row does" if y.shape[-1] == 2 * width else ""
+
+
+def _takes_channels(module: nn.Module, values: dict[str, Tensor], width: int) -> bool:
+    try:
+        return _run(module, values, torch.ones(2, width, 3, 5, **_FP32)).shape == (2, width, 3, 5)
+    except Exception:  # anybody's code
+        return False
 
 
 def _strides_of(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from tests.runs import ROOT
 
 NAMES = [
     "torch._C._len_torch_dispatch_stack", "torch._C._len_torch_function_stack", "torch._C._are_functorch_transforms_active",
-    "torch._C._AutoDispatchBelowAutograd", "torch.autograd.forward_ad._current_level", "torch.utils._pytree.register_pytree_node",
+    "torch._C._AutoDispatchBelowAutograd", "torch.autograd.forward_ad._current_level",
+    "torch.utils._pytree.register_pytree_node",
 ]  # fmt: skip
 CODE = """
 import os, sys, torch, torch._dynamo  # torch's own modules keep what they have imported

@@ -60,6 +60,14 @@ NEITHER = "neither LayerNorm nor RMSNorm"
 DETACHED = "its gradient is another"
 
 
+def channels_first(self, x):
+    return layer_norm(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def another_copys():
+    return like(nn.LayerNorm(N), nn.LayerNorm.forward, "AdoptedNorm")
+
+
 def of_heads(self, x):
     heads = x.unflatten(-1, (-1, self.weight.numel()))
     return (heads / rms(heads) * self.weight).flatten(-2)
@@ -77,7 +85,7 @@ LEFT_ALONE = {
     "clamped": (lambda: like(nn.LayerNorm(768), lambda self, x: layer_norm(self, x).clamp(-10, 10)), NEITHER),
     "gated": (lambda: like(Llama(N), lambda self, x, gate=None: self.weight * x / rms(x)), "its forward takes x, gate"),
     "random in training": (lambda: like(nn.LayerNorm(N), with_noise), "in training"),
-    "channels": (lambda: like(nn.LayerNorm(N), of_channels), "raised|of more dimensions"),
+    "channels": (lambda: like(nn.LayerNorm(N), of_channels), "it takes channels first|of more dimensions"),
     "detached statistic": (lambda: like(Llama(768), lambda self, x: self.weight * x / rms(x.detach())), DETACHED),
     "detached statistic, in place": (lambda: like(Llama(768), lambda self, x: x.div_(rms(x.detach())) * self.weight), DETACHED),
     "detached weight": (lambda: like(nn.LayerNorm(N), lambda self, x: layer_norm(self, x, self.weight.detach())), DETACHED),
@@ -91,6 +99,8 @@ LEFT_ALONE = {
     ),
     "a norm of each head": (lambda: like(Llama(N), of_heads), f"it also takes rows of {2 * N}"),
     "lazy": (lambda: like(nn.LazyLinear(N), Llama.forward), "its weights have no shape yet; run the model once"),
+    "channels first": (lambda: like(nn.LayerNorm(N), channels_first), f"it takes channels first, .batch, {N}, height, width"),
+    "another copy's": (another_copys, "it is fused already, by another copy of this package"),
     "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),
     "parametrized": (lambda: nn.utils.parametrize.register_parametrization(nn.LayerNorm(N), "weight", nn.ReLU()), "submodules"),
 }

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ..functional import norm_fn
 from ..modules import MODULES
-from . import sums as sums
+from . import sums as sums  # sets up what Streams and Branches can do
 from .lazy import Branch, Lazy, Stream
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
 

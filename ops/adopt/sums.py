@@ -95,17 +95,16 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self if like.to(*settled(args), **settled(kwargs)) is like else self.tensor().to(*settled(args), **settled(kwargs))
 
 
-Lazy.add = Lazy.add_ = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator]
+# add_ and mul_ are not among them: what they change in place is the value. `+=` gives its name another value in any case.
+Lazy.add = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator]
 Lazy.__radd__ = lambda self, other: add(other, self)  # type: ignore[attr-defined]
-Lazy.mul = Lazy.mul_ = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator]
+Lazy.mul = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator]
 Lazy.div = Lazy.__truediv__ = Lazy.__itruediv__ = divide  # type: ignore[attr-defined, operator]
 Lazy.to = _to  # type: ignore[attr-defined]
 
 HANDLERS |= {
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
-    **dict.fromkeys(
-        (torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply
-    ),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
     F.dropout: dropout,
     torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),

@@ -33,7 +33,6 @@ class Trial:
     width: int
     argument: str  # the name of its stream
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
-    enters: bool = False  # a norm computes the sum that the block before hands on
     leaves: bool = False  # the block hands on a sum
     parts: list[str] = field(default_factory=list)  # paths of what has to make a Branch of its output
     feeds: list[str] = field(default_factory=list)  # of sublayers whose output is added
@@ -106,8 +105,6 @@ def _try(block: nn.Module, width: int, deep: bool, inside: tuple[str, ...]) -> T
         for _ in range(12):  # each learns one more thing about what the sublayers return
             try:
                 return run.found(names[0].name)
-            except _Retry:
-                continue
             except _Differs as error:
                 why = why or str(error)
                 break
@@ -122,10 +119,6 @@ def _try(block: nn.Module, width: int, deep: bool, inside: tuple[str, ...]) -> T
 
 def _placeholders(needed: list[str]) -> list[Any]:
     return [None, Anything(), (4, 4), 4] if needed else [None]
-
-
-class _Retry(Exception):
-    pass
 
 
 class _Differs(Exception):
@@ -179,7 +172,6 @@ class _Run:
             if kind == "normed":
                 known = trial.norms.get(path, ())
                 trial.norms[path] = known + tuple(f for f in features if f not in known)
-                trial.enters |= entering
             elif kind != "left" and features and features not in trial.sums:
                 trial.sums.append(features)
         return trial

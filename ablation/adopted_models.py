@@ -211,7 +211,8 @@ def results_of(
         f"gradient of {name}": torch.zeros_like(p) if g is None else g
         for (name, p), g in zip(parameters.items(), gradients, strict=True)
     }
-    return found | {f"row scale of {name}": scale for name, scale in scales.items()}
+    found |= {f"row scale of {name}": scale for name, scale in scales.items()}
+    return {name: t for name, t in found.items() if t.numel()}  # an empty parameter has nothing to compare
 
 
 def default_loss() -> Loss:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from measure.statistics import Interval, mean_interval, t_tail
+from ops.adopt.lazy import Lazy
 from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
 REFERENCE, REORDERED = "reference", "reordered"
@@ -107,8 +108,9 @@ def row_scales(
     fills = not rows
 
     @torch.no_grad()
-    def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
-        y = (output if isinstance(output, Tensor) else output[0]).detach()
+    def keep(name: str, output: Tensor | Lazy | tuple[Tensor, ...]) -> None:
+        y = output[0] if isinstance(output, tuple) else output
+        y = (y.peek() if isinstance(y, Lazy) else y).detach()
         if fills:
             rows[name] = y
         a = rows[name]
@@ -134,7 +136,7 @@ def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -
     return Result(quantity, float(excess.mean()), failure)
 
 
-def sign_test(name: str, seeds: Sequence[Distances], level: float) -> Result:
+def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Result:
     tested, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("tested_shift", "reordered_shift"))
     towards = tested * np.sign(tested.mean())
     fails = towards.mean() > GROSS_FEW or abs(tested).max() > GROSS
@@ -143,7 +145,7 @@ def sign_test(name: str, seeds: Sequence[Distances], level: float) -> Result:
         fails = fails or _p_above(towards, BIAS, deviation) < level / 2
     quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
     failure = (
-        f"{name} is shifted in one direction over the seeds, by {quantity.tested.median:+.2g} × what rounding explains "
+        f"{name} is shifted in one direction over the {over}, by {quantity.tested.median:+.2g} × what rounding explains "
         f"({other_order(quantity)})"
     )
     # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
@@ -203,6 +205,9 @@ def norms_of(model: nn.Module) -> dict[str, Formula]:
 def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
     """A copy in a wider dtype. Its norms are computed from their formula, since modules may round to fp32 inside."""
     model = copy.deepcopy(model).to(dtype)
+    eager: Any = getattr(model, "set_experts_implementation", None)
+    if callable(eager):  # transformers: grouped matrix products take no fp64
+        eager("eager")
     for name, formula in norms.items():
         module = model.get_submodule(name)
         _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))

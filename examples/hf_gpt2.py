@@ -1,4 +1,4 @@
-"""transformers' GPT-2 with fused norms, then with fused blocks. Random weights: nothing is downloaded.
+"""transformers' GPT-2, adopted in one call. Random weights: nothing is downloaded.
 
 pip install 'transformers>=5.20'
 python examples/hf_gpt2.py
@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_gpt2.py`
 
 from ablation.adoption import check_parity, measure
-from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, replace_norms
+from ops import adopt, backend_for
 
 try:
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -35,10 +35,7 @@ def main() -> None:
     model = GPT2LMHeadModel(config).to(device)
 
     fused = copy.deepcopy(model)
-    replace_norms(fused)
-    # A fused block returns its last output and the stream, and the next block adds them. transformers' loop over blocks passes
-    # both on, so generate, caches and gradient checkpointing (not reentrant) work. output_hidden_states does not.
-    fuse_prenorm_block(fused.transformer.h, GPT2_BLOCK)
+    adopt(fused)
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch, autocast=autocast))

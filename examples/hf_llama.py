@@ -1,9 +1,9 @@
-"""transformers' Llama with fused norms, then with fused blocks. Random weights: nothing is downloaded.
+"""transformers' Llama, adopted in one call. Random weights: nothing is downloaded.
 
     pip install 'transformers>=5.20'
     python examples/hf_llama.py
 
-Mistral, Qwen2, Qwen3 and Gemma 1 have the same block, and norms that `replace_norms` recognises too.
+docs/adopted_models.md lists the models that it works with.
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_llama.py`
 
 from ablation.adoption import check_parity, measure
-from ops import LLAMA_BLOCK, backend_for, fuse_prenorm_block, replace_norms
+from ops import adopt, backend_for
 
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,8 +39,7 @@ def main() -> None:
     model = LlamaForCausalLM(config).to(device, torch.bfloat16)
 
     fused = copy.deepcopy(model)
-    replace_norms(fused)
-    fuse_prenorm_block(fused.model.layers, LLAMA_BLOCK)
+    adopt(fused)
 
     print(f"\nfused norms run as: {backend_for(device)}")
     print(check_parity(model, fused, batch))

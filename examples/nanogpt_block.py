@@ -4,7 +4,7 @@
 
     0   the model as it was: nn.LayerNorm, dropout and + in every block
     1   replace_norms: the same model, its norms fused; nothing else in the code changes
-    2   fuse_prenorm_block: dropout and + go into the norms' kernels too, the loop over blocks stays
+    2   adopt: dropout and + go into the norms' kernels too
     3   the same written by hand, for blocks that no tool knows
 
 In your own project `from ops import …` is `from prenorm import …`, or the name of the folder that you copied.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/nanogpt_block.py`
 
 from ablation.adoption import check_parity, measure
-from ops import GPT2_BLOCK, backend_for, fuse_prenorm_block, layer_norm_fn, replace_norms
+from ops import adopt, backend_for, layer_norm_fn, replace_norms
 
 # ---- 0: as it was ------------------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ def main() -> None:
     replaced = copy.deepcopy(model)
     replace_norms(replaced)
 
-    fused = copy.deepcopy(replaced)
-    fuse_prenorm_block(fused.blocks, GPT2_BLOCK)
+    fused = copy.deepcopy(model)
+    adopt(fused)
 
     by_hand = GPTByHand(*sizes, block=BlockByHand).to(device)
     by_hand.load_state_dict(model.state_dict())

@@ -6,8 +6,10 @@ Depends on torch and triton only. Copy this folder into another project and impo
 from .adopt import (
     GPT2_BLOCK,
     LLAMA_BLOCK,
+    Adoption,
     BlockLayout,
     Pending,
+    adopt,
     fuse_prenorm_block,
     replace_loss,
     replace_norms,
@@ -24,14 +26,18 @@ from .reference import Norm
 from .rotary import rotary_qk_fn, rotary_qkv_fn
 from .softmax import log_softmax_fn, softmax_fn
 
+__version__ = "0.1.0"
+
 __all__ = [
     "GPT2_BLOCK",
     "LLAMA_BLOCK",
+    "Adoption",
     "BlockLayout",
     "LayerNorm",
     "Norm",
     "Pending",
     "RMSNorm",
+    "adopt",
     "backend_for",
     "cross_entropy_fn",
     "dropout_mask",

@@ -5,19 +5,25 @@ needs, no call takes the short way: all go through the dispatcher, which is slow
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _STRIDED = torch.strided
 
+# Without it, autograd records a kernel's operators once more, in a Function's forward, where it records nothing.
+_AutoDispatchBelowAutograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", nullcontext)
+# Without it, torch.func differentiates the operators by their registered formulas.
+_are_functorch_transforms_active: Any = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
 try:
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
 
+    torch._C._are_functorch_transforms_active()
     _KNOWN = forward_ad._current_level < 0
 except (AttributeError, ImportError):
     _KNOWN = False
@@ -88,3 +94,12 @@ def differentiated_by_func() -> bool:
         return False
     derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return any(level.key() in derivatives for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def register_container(kind: type, flatten: Callable, unflatten: Callable) -> None:
+    """Lets torch find the tensors in objects of a class, as it finds them in a tuple."""
+    try:
+        from torch.utils._pytree import register_pytree_node
+    except ImportError:  # FSDP then takes such an object for one without tensors, and gathers weights later than it could
+        return
+    register_pytree_node(kind, flatten, unflatten)

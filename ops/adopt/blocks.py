@@ -1,177 +1,268 @@
-"""Prenorm blocks of somebody's model in the form that fuses dropout + add + norm, also across the border of two blocks.
+"""Blocks of somebody's model whose sums are computed by the norms that follow, also across the border of two blocks.
 
-As models are written                          As `fuse_prenorm_block` makes them
+    x = x + drop(attn(norm1(x)))        norm1 adds what the block before hands on, and norms the sum: one kernel
+    x = x + drop(mlp(norm2(x)))         norm2 drops, adds and norms: one kernel
+    return x                            a Pending: the sum of mlp's output is left to the next block's norm1
 
-    def forward(self, x):                          def forward(self, pending):
-        x = x + drop(attn(norm1(x)))                   y, stream = norm1(pending, prenorm=True)    # drop, add, norm: one kernel
-        x = x + drop(mlp(norm2(x)))                    pending = Pending(attn(y), stream, p)
-        return x                                       y, stream = norm2(pending, prenorm=True)    # drop, add, norm: one kernel
-                                                       return Pending(mlp(y), stream, p)
-
-A block can't add its MLP's output itself, because the kernel that adds it is the next block's first norm. So it hands on both,
-the output and the stream, as a Pending; the loop over blocks need not know. The first block gets a tensor, and the final norm,
-a replaced one, takes a Pending and gives a tensor.
+The block keeps its own forward, its class and its parts. Hooks on it and on its sublayers put a Stream and Branches in the
+place of tensors (`lazy` says what they do), where `trial` found that a kernel can use them.
 """
 
-import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..modules import MODULES
-from .norms import AdoptedNorm, Pending, Swapped, replace_norms, swap, unswap
-from .wiring import BY_HAND, BlockLayout, Wiring, parts_of, wiring_of
+from .lazy import Branch, Pending, Stream, check_outside_function, settled
+from .norms import AdoptedNorm, Hook, Swapped, is_sharded, replace_norms, take_hooks_off, unswap
+from .trial import Trial, try_block
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """What a block calls its parts: x + dropout1(mixer(norm1(x))), then x + dropout2(mlp(norm2(x)))."""
+
+    norm1: str
+    mixer: str  # attention, or what is in its place
+    norm2: str
+    mlp: str
+    dropout1: str | None = None  # the nn.Dropout that mixer's output goes through last; dotted where it is inside
+    dropout2: str | None = None  # and mlp's
+
 
 # nanoGPT's, and transformers' GPT-2; Llama's, Mistral's, Qwen2's and Qwen3's
 GPT2_BLOCK = BlockLayout("ln_1", "attn", "ln_2", "mlp", "attn.resid_dropout", "mlp.dropout")
 LLAMA_BLOCK = BlockLayout("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
-def fuse_prenorm_block(block: nn.Module, layout: BlockLayout, *, residual_in_fp32: bool = False) -> None:
-    """Gives a block, or each of a stack, the (hidden, residual) form, in place. `restore_norms(model)` undoes it.
+def fuse_prenorm_block(
+    block: nn.Module, layout: BlockLayout | None = None, *, residual_in_fp32: bool = False
+) -> Trial | list[Trial]:
+    """Lets the norms of a block, or of each of a stack, compute its residual sums, in place. `restore_norms(model)` undoes it.
 
-    Give it the whole stack of blocks: a block that is not fused behind one that is fails when it is called. And give
-    `replace_norms` the final norm; the blocks' own norms are replaced here. Arguments that the block gets beside x go where it
-    hands them: to the mixer. The block's own forward is tried with stand-ins for its parts, in evaluation and in training. A
-    block that scales, clamps, drops or norms what it adds, or computes what it gives to its parts, is refused; so is a sublayer
-    whose dropout does not come last, if it can be called with x, and None for the rest.
+    The norms inside are replaced too. `adopt` finds the blocks of a model by itself; this is for one stack, or to insist.
 
     Args:
-        block: of the form that BlockLayout describes; its forward returns a tensor. Its dropouts no longer drop anything
-            themselves, so nothing outside the block may use them, the embeddings for instance. Or an nn.ModuleList or
-            nn.Sequential of such blocks: all are fused, or none.
-        layout: GPT2_BLOCK, LLAMA_BLOCK or one of your own.
+        block: any block whose forward takes the stream first. Or an nn.ModuleList or nn.Sequential of such blocks: all are
+            fused, or none. The last block's sum is left to whatever comes next: a Pending, which takes part in a program as
+            the tensor that it stands for.
+        layout: what has to be fused; None: whatever can be.
         residual_in_fp32: keep the stream in fp32 if it begins in this block, that is, if its x is a tensor.
+
+    Returns:
+        What was found, of each block of a stack.
 
     Raises:
         TypeError: block is no module, or layout no BlockLayout.
-        ValueError: the block has another form or more parts, or its norms can't be replaced. It stays as it was.
+        ValueError: nothing in the block can be fused, or not all that layout names. It stays as it was.
     """
     if not isinstance(block, nn.Module):
         raise TypeError(f"fuse_prenorm_block: block must be a torch.nn.Module, got {type(block).__name__}")
-    if not isinstance(layout, BlockLayout):
+    if layout is not None and not isinstance(layout, BlockLayout):
         raise TypeError(f"fuse_prenorm_block: layout must be a BlockLayout, such as LLAMA_BLOCK, got {type(layout).__name__}")
-    if isinstance(block, nn.ModuleList | nn.Sequential) and type(block) in (nn.ModuleList, nn.Sequential):
-        return _fuse_stack(block, layout, residual_in_fp32)
-    name = f"fuse_prenorm_block({type(block).__name__})"
-    if isinstance(block, FusedBlock):
-        raise ValueError(f"{name}: block is fused already; restore_norms undoes it")
-    parts = parts_of(name, block, layout)
-    wiring = wiring_of(name, block, layout, parts)
-    for field, sublayer in (("dropout1", "mixer"), ("dropout2", "mlp")):
-        if "." in (getattr(layout, field) or ""):
-            _check_drops_last(f"{name}: layout.{field}", parts[sublayer], parts[field], parts["norm1"])
-    replaced: list[Swapped] = []
-    for field in ("norm1", "norm2"):
-        norm = parts[field]
-        sites = replace_norms(norm, verbose=False)
-        if isinstance(norm, AdoptedNorm):
-            replaced += [norm for site in sites if site.fused]
-            continue
-        for other in replaced:
-            unswap(other)
-        why = sites[0].why if sites else "it is no norm"
-        if isinstance(norm, tuple(MODULES.values())):
-            why = f"it is a {type(norm).__name__} of this package, whose forward takes x and residual; {BY_HAND}"
-        raise ValueError(f"{name}: layout.{field} can't be replaced: {why}")
-    swap(block, FusedBlock, layout=layout, residual_in_fp32=residual_in_fp32, wiring=wiring)
-    for dropout in {parts[field] for field in ("dropout1", "dropout2") if field in parts}:
-        swap(dropout, FusedDropout)
-
-
-def _fuse_stack(stack: nn.ModuleList | nn.Sequential, layout: BlockLayout, residual_in_fp32: bool) -> None:
-    blocks = list(dict.fromkeys(stack))  # one that is there twice is one block
+    before = {module for module in block.modules() if isinstance(module, Swapped)}
+    stack = is_stack(block)
+    blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
-        raise ValueError(f"fuse_prenorm_block: {type(stack).__name__} has no blocks")
-    before = {module for module in stack.modules() if isinstance(module, Swapped)}
-    for i, block in enumerate(blocks):
-        try:
-            fuse_prenorm_block(block, layout, residual_in_fp32=residual_in_fp32)
-        except ValueError as error:
-            for module in {module for module in stack.modules() if isinstance(module, Swapped)} - before:
+        raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
+    found: list[Trial] = []
+    for i, one in enumerate(blocks):
+        name = f"fuse_prenorm_block({type(one).__name__})"
+        if is_fused(one):
+            problem = f"{name}: block is fused already; restore_norms undoes it"
+        else:
+            sites = replace_norms(one, verbose=False)
+            trial = try_block(one)
+            problem = trial if isinstance(trial, str) else _missing(one, trial, layout, {site.name: site.why for site in sites})
+            problem = problem and f"{name}: {problem}"
+        if problem:
+            for fused in blocks[:i]:
+                unfuse(fused)
+            for module in {module for module in block.modules() if isinstance(module, Swapped)} - before:
                 unswap(module)
-            raise ValueError(f"{error}. It is block {i} of {len(blocks)}, and all stay as they were") from error
+            raise ValueError(f"{problem}. It is block {i} of {len(blocks)}, and all stay as they were" if stack else problem)
+        assert isinstance(trial, Trial)
+        fuse(one, trial, residual_in_fp32)
+        found.append(trial)
+    return found if stack else found[0]
 
 
-def _check_drops_last(name: str, sublayer: nn.Module, dropout: nn.Module, norm: nn.Module) -> None:
-    """Raises if the dropout inside a sublayer, which gets what `norm` gives, is not the last thing that happens there.
-
-    A sublayer that can't be tried with None for what it needs beside x, a mask for instance, is not checked.
-    """
-    marks: list[Tensor] = []
-
-    def mark(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        marks.append(torch.randn_like(output))
-        return marks[-1]
-
-    weight = next(sublayer.parameters(), torch.empty(0))
-    buffers = [(buffer, buffer.clone()) for buffer in sublayer.buffers()]  # running statistics, a cache
-    handle = dropout.register_forward_hook(mark)
-    cuda = [weight.device] if weight.device.type == "cuda" else []
-    try:
-        width = next(norm.parameters()).numel()
-        more = list(inspect.signature(type(sublayer).forward).parameters.values())[2:]
-        needed = {p.name: None for p in more if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda), torch.compiler.set_stance("force_eager"):
-            y = type(sublayer).forward(sublayer, torch.randn(1, 2, width, dtype=weight.dtype, device=weight.device), **needed)
-            y = y[0] if isinstance(y, tuple) else y
-            led_elsewhere = needed and not marks  # by None
-            last = led_elsewhere or (len(marks) == 1 and torch.equal(y.flatten(), marks[0].flatten()))
-    except Exception:  # without what it needs, its code may raise anything; so does a norm without weights, which has no width
-        return
-    finally:
-        handle.remove()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-    if not last:
-        raise ValueError(f"{name} is not the last that happens in its sublayer, so no norm can do its work")
+def _missing(block: nn.Module, trial: Trial, layout: BlockLayout | None, why: dict[str, str]) -> str:
+    """What the layout names and the trial did not find."""
+    for part, path in vars(layout).items() if layout else ():
+        try:
+            module = None if path is None else block.get_submodule(path)
+        except AttributeError:
+            children = ", ".join(child for child, _ in block.named_children()) or "none"
+            return f"block has no {path!r}, layout.{part}; its parts are {children}"
+        if part == "norm1" and path not in trial.norms:
+            return f"layout.norm1, {path}, {_no_sum(module, why.get(path, ''))}"
+        if part == "norm2" and path not in trial.norms:
+            return f"layout.norm2, {path}, {_no_sum(module, why.get(path, ''))}"
+        if part.startswith("dropout") and module is not None and not isinstance(module, nn.Dropout):
+            return f"layout.{part}, {path}, is a {type(module).__name__}, expected an nn.Dropout"
+    return ""
 
 
-class FusedBlock(Swapped):
-    """A block that gives a Pending and takes what its own forward takes, but as x, after the first block, a Pending."""
-
-    layout: BlockLayout
-    residual_in_fp32: bool
-    wiring: Wiring
-
-    def forward(self, *args: Any, **kwargs: Any) -> Pending:
-        layout, names = self.layout, self.wiring.names
-        if len(args) > len(names):
-            raise TypeError(f"{type(self).__name__}: forward takes {', '.join(names)} by position, got {len(args)} arguments")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        x = given.pop(names[0])
-        y, stream = self._normed(layout.norm1, x, residual_in_fp32=self.residual_in_fp32)
-        hidden = getattr(self, layout.mixer)(y, **self.wiring.for_mixer(y, given))
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden  # transformers' attention also returns its weights
-        y, stream = self._normed(layout.norm2, Pending(hidden, stream, self._dropout_p(layout.dropout1)))
-        return Pending(getattr(self, layout.mlp)(y), stream, self._dropout_p(layout.dropout2))
-
-    def _normed(self, path: str, x: Any, **how: Any) -> tuple[Tensor, Tensor]:
-        """y and the new stream. A hook on the norm may have put one tensor in their place, which might even unpack into two."""
-        normed = getattr(self, path)(x, prenorm=True, **how)
-        if not isinstance(normed, tuple) or len(normed) != 2:
-            raise TypeError(
-                f"{type(self).__name__}: {path} gave a {type(normed).__name__}, expected (y, stream). A forward hook on it "
-                "that returns something gets and returns both in a fused block"
-            )
-        return normed
-
-    def _dropout_p(self, path: str | None) -> float:
-        """What is to be dropped of a sublayer's output, as its dropout says now, whose own mode counts as it always did."""
-        if path is None:
-            return 0.0
-        dropout = self.get_submodule(path)
-        if isinstance(dropout, nn.Identity) or ("." in path and not isinstance(dropout, FusedDropout)):
-            return 0.0  # put in its place since; inside a sublayer it is called there and does its own work
-        if not isinstance(dropout, nn.Dropout):
-            raise TypeError(f"{type(self).__name__}: {path} is a {type(dropout).__name__} now, expected an nn.Dropout")
-        return dropout.p if dropout.training else 0.0
+def _no_sum(norm: nn.Module | None, why: str) -> str:
+    if isinstance(norm, AdoptedNorm):
+        return "norms no sum that can be computed along with it"
+    return f"can't be replaced: {why or f'it is a {type(norm).__name__}'}"
 
 
-class FusedDropout(Swapped):
-    """A dropout whose work a later norm does, with this p and in this mode."""
+def fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> None:
+    """Hooks a block as the trial says."""
+    block.register_forward_pre_hook(Enter(trial.argument, trial.width, residual_in_fp32), with_kwargs=True)
+    for path in trial.plain:
+        block.get_submodule(path).register_forward_pre_hook(SettleArguments(), with_kwargs=True)
+    for path in trial.parts:
+        block.get_submodule(path).register_forward_hook(MakeBranch(trial.width, block), prepend=True)
+    for path in trial.feeds:
+        part = block.get_submodule(path)
+        for dropout in part.modules():
+            if type(dropout) is nn.Dropout and dropout is not part and not has_hook(dropout, DropLater):
+                dropout.register_forward_pre_hook(DropLater(trial.width, block))
+    block.register_forward_hook(Leave(), prepend=True)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return input
+
+def unfuse(block: nn.Module) -> None:
+    for module in block.modules():
+        take_hooks_off(module)
+
+
+def is_fused(block: nn.Module) -> bool:
+    return has_hook(block, Enter)
+
+
+def has_hook(module: nn.Module, kind: type) -> bool:
+    return any(isinstance(hook, kind) for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
+
+
+@dataclass(frozen=True)
+class Enter(Hook):
+    """A block's stream as a Stream."""
+
+    argument: str
+    width: int
+    in_fp32: bool
+
+    def __call__(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (self._stream(args[0], block), *args[1:]), kwargs
+        if self.argument in kwargs:
+            return args, {**kwargs, self.argument: self._stream(kwargs[self.argument], block)}
+        return args, kwargs
+
+    def _stream(self, x: Any, block: nn.Module) -> Any:
+        if block.training and getattr(block, "gradient_checkpointing", False):
+            # transformers' layers, whose forward runs a second time in backward: with what this hook gives now.
+            x = settled(x)
+            if _is_reentrant(block):
+                return x
+        if isinstance(x, Pending):
+            check_outside_function(x)
+            return Stream(x.residual, x.branch, x.factor, x.in_fp32)
+        x = settled(x)
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[-1:] != (self.width,) or x.is_nested:
+            return x
+        return Stream(x, in_fp32=self.in_fp32 and x.dtype != torch.float32)
+
+
+def _is_reentrant(block: nn.Module) -> bool:
+    """Whether transformers runs the forward of this layer in an autograd.Function, which takes and gives tensors alone."""
+    if not (block.training and getattr(block, "gradient_checkpointing", False)):
+        return False
+    return bool(getattr(getattr(block, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"))
+
+
+class Leave(Hook):
+    """What a block returns: Pendings in place of Streams, and tensors of Branches."""
+
+    def __call__(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        if type(output) is tuple:
+            return tuple([_left(block, one, args) for one in output])
+        return _left(block, output, args)
+
+
+def _left(block: nn.Module, x: Any, args: tuple) -> Any:
+    if not isinstance(x, Stream) or x._value is not None or x.branch is None or _in_reentrant_checkpoint(args):
+        return settled(x)
+    if x.branch.holds_weights() and is_sharded(block):  # they are gone when the next block runs
+        return x.tensor()
+    x.branch.fix_mask()
+    return Pending(x.residual, x.branch, x.factor, x.in_fp32)
+
+
+def _in_reentrant_checkpoint(args: tuple) -> bool:
+    """Whether an autograd.Function runs the block, whose output has to be a tensor: without gradients, or from a leaf."""
+    if torch.compiler.is_compiling():
+        return False
+    x = args[0] if args else None
+    x = x.residual if isinstance(x, Stream) else x
+    return isinstance(x, Tensor) and x.requires_grad and (x.is_leaf or not torch.is_grad_enabled())
+
+
+class SettleArguments(Hook):
+    """A sublayer gets tensors."""
+
+    def __call__(self, part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return settled(args), settled(kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class MakeBranch(Hook):
+    """A sublayer's output as a Branch."""
+
+    width: int
+    block: nn.Module = field(repr=False)
+
+    def __call__(self, part: nn.Module, args: Any, output: Any) -> Any:
+        if _is_reentrant(self.block):
+            return output
+        if type(output) is tuple and output:
+            return (as_branch(output[0], self.width), *output[1:])
+        return as_branch(output, self.width)
+
+
+def as_branch(x: Any, width: int) -> Any:
+    fits = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1 and x.shape[-1] == width
+    return Branch(x) if fits and not x.is_nested else x
+
+
+@dataclass(frozen=True, eq=False)
+class DropLater(Hook):
+    """What a dropout inside a sublayer gets as a Branch, which drops when it is added, or when it is used."""
+
+    width: int
+    block: nn.Module = field(repr=False)
+
+    def __call__(self, dropout: nn.Module, args: tuple) -> Any:
+        if (
+            _is_reentrant(self.block)
+            or not dropout.training
+            or dropout.p == 0.0
+            or len(args) != 1
+            or not isinstance(args[0], Tensor)
+        ):
+            return None
+        return as_branch(args[0], self.width)
+
+
+class SettleOutput(Hook):
+    """A model returns tensors."""
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, dict) and type(output) is not dict:  # transformers' ModelOutput
+            for name, value in list(output.items()):
+                if (tensors := settled(value)) is not value:
+                    output[name] = tensors
+            return output
+        return settled(output)
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether it is a container of modules: one without a forward of its own."""
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward

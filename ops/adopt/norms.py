@@ -12,13 +12,16 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..functional import norm_fn
 from ..modules import MODULES
+from . import sums as sums  # sets up what Streams and Branches can do
+from .lazy import Branch, Lazy, Stream
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
 
 
@@ -81,6 +84,7 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
         raise TypeError(f"restore_norms: model must be a torch.nn.Module, got {type(model).__name__}")
     lines = []
     for name, module in model.named_modules():
+        take_hooks_off(module)
         if isinstance(module, Swapped):
             unswap(module)
             lines.append(f"{name or 'model'}: {type(module).__name__} as it was")
@@ -89,32 +93,18 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
     return lines
 
 
-class Pending(NamedTuple):
-    """A residual stream whose last sum is not computed yet: fused blocks hand it on where other blocks hand on a tensor."""
-
-    hidden: Tensor  # (..., N), the last sublayer's output
-    residual: Tensor  # (..., N), the stream so far
-    dropout_p: float  # to be dropped of hidden before it is added
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f".{name} {_NO_TENSOR}" if hasattr(Tensor, name) else f"Pending has no attribute {name!r}")
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(f"{getattr(function, '__name__', function)} {_NO_TENSOR}")
-
-    def _refuse(self, *operands: Any) -> Any:
-        raise TypeError(f"[], + and * {_NO_TENSOR}")
-
-    # A tuple has these: code that expects a tensor, or a tuple of one, would go on with half a stream.
-    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse  # type: ignore[misc]
+class Hook:
+    """What blocks.py hangs on modules."""
 
 
-_NO_TENSOR = (
-    "of a Pending, which a fused block hands on: its stream is hidden + residual, not added up yet. Let the next fused block "
-    "or a replaced norm have it: fuse every block of the stack, and replace_norms the model, whose final norm adds it up "
-    "(output_hidden_states needs blocks that are not fused: restore_norms)"
-)
+def take_hooks_off(module: nn.Module) -> None:
+    for hooks, with_kwargs in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+            del hooks[key]
+            with_kwargs.pop(key, None)
 
 
 class Swapped(nn.Module):
@@ -136,7 +126,7 @@ class AdoptedNorm(Swapped):
 
     def forward(
         self,
-        x: "Tensor | Pending | None" = None,
+        x: Tensor | Lazy | None = None,
         residual: Tensor | None = None,
         prenorm: bool = False,
         residual_in_fp32: bool = False,
@@ -144,32 +134,76 @@ class AdoptedNorm(Swapped):
     ) -> Any:
         """y (..., N), or with prenorm (y, the new residual stream); arguments as for `norm_fn`.
 
-        x is a tensor, also under the name that it has in the model's own forward, or a Pending: dropped, added and normed.
+        x is a tensor, also under the name that it has in the model's own forward, or what fused blocks make of one: of a Stream
+        the sum and the norm are computed together; the norm of a Branch is computed together with the sum that it goes into.
         """
         name, formula = type(self).__name__, self.formula
         x = by_name.pop(formula.argument, None) if x is None else x
         if x is None or by_name:
             raise TypeError(f"{name}: forward takes x, residual, prenorm, residual_in_fp32; got {[*by_name]}")
-        dropout_p = self.dropout_p if self.training else 0.0
-        if isinstance(x, Pending):
-            if residual is not None:
-                raise TypeError(f"{name}: x is a Pending, which has a residual, and residual was given")
-            x, residual, dropout_p = x
+        if isinstance(x, Lazy):
+            if residual is None and not prenorm and not (self.dropout_p and self.training):
+                return self._of_lazy(x)
+            x = x.tensor()
         elif not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name}: x must be a tensor or a Pending, got {type(x).__name__}"
-                + "; reentrant activation checkpointing takes a Pending apart: pass use_reentrant=False" * isinstance(x, tuple)
-            )
+            raise TypeError(f"{name}: x must be a tensor, got {type(x).__name__}")
         if x.is_nested:  # checked here: the messages of `norm_fn` name shapes, and a nested tensor has none
             raise ValueError(f"{name}: x is a nested tensor, expected a dense one; norm its values(), or restore this norm")
-        weight, bias = (None if p is None else getattr(self, p) for p in (formula.weight, formula.bias))
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        out_dtype = OUT_DTYPES[formula.out_dtype](x.dtype, x.dtype if weight is None else weight.dtype)
+        weight, bias = self.weights()
+        drops = self.dropout_p > 0.0 and self.training
+        if residual is None and not prenorm and not drops:
+            return self.of_tensor(x)
         return norm_fn(
             formula.norm, x, weight, bias, residual,
-            eps=eps, dropout_p=dropout_p, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
-            zero_centered_weight=formula.zero_centered_weight, out_dtype=out_dtype,
+            dropout_p=self.dropout_p if drops else 0.0, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
+            out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype),
         )  # fmt: skip
+
+    def _of_lazy(self, x: Lazy) -> Any:
+        if isinstance(x, Stream):
+            return x.normed(self)
+        bare = isinstance(x, Branch) and x._value is None and x.norm is None and x.more is None and not x._is_scaled()
+        if not bare or self.out_dtype(x.dtype) != x.dtype or is_sharded(self):
+            return self.of_tensor(x.tensor())
+        return x.then(norm=self)
+
+    def of_tensor(self, x: Tensor) -> Tensor:
+        weight, bias = self.weights()
+        y: Any = norm_fn(self.formula.norm, x, weight, bias, out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
+        if self.formula.keeps_strides and not x.is_contiguous():
+            return torch.empty_like(x, dtype=y.dtype).copy_(y)
+        return y
+
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = self.formula.weight, self.formula.bias
+        return None if weight is None else getattr(self, weight), None if bias is None else getattr(self, bias)
+
+    def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Of `norm_fn`, for x of this dtype."""
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps if self.eps is None else self.eps
+        return {"eps": eps, "zero_centered_weight": self.formula.zero_centered_weight}
+
+    def out_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        weight, _ = self.weights()
+        return OUT_DTYPES[self.formula.out_dtype](dtype, dtype if weight is None else weight.dtype)
+
+    def goes_with(self, branch: Branch) -> bool:
+        """Whether one kernel can norm the sum and do what is to be done to the branch: it has one eps and one offset."""
+        if branch.norm is not None:
+            return branch.norm.options(branch.x.dtype) == self.options(branch.x.dtype)
+        return branch.weight is None or not self.formula.zero_centered_weight
+
+    def reset_parameters(self) -> None:
+        """As its own class does it, or else to the norm without weights."""
+        own = getattr(_original_class(self), "reset_parameters", None)
+        if own is not None:
+            own(self)
+            return
+        weight, bias = self.weights()
+        if weight is not None:
+            nn.init.constant_(weight, 0.0 if self.formula.zero_centered_weight else 1.0)
+        if bias is not None:
+            nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
         width = "any width" if self.formula.width is None else str(self.formula.width)
@@ -180,6 +214,8 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
     was = _described(module)
     if isinstance(module, (AdoptedNorm, *MODULES.values())):
         return Site(name, was, False, "it is fused already")
+    if any(cls.__name__ in (AdoptedNorm.__name__, "_Fused") for cls in type(module).__mro__):
+        return Site(name, was, False, "it is fused already, by another copy of this package")
     if isinstance(module, Swapped) or not may_be_a_norm(module, name):
         return None
     formula = recognise(module)
@@ -187,21 +223,29 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         return Site(name, was, False, formula) if looks_like_a_norm(module, name) else None
     if only is not None and not only(name, module):
         return Site(name, was, False, "`only` returned False for it")
+    shown = {
+        "normalized_shape": () if formula.width is None else (formula.width,),
+        "elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight,
+    }  # fmt: skip
     try:
         swap(
             module, AdoptedNorm, MODULES[formula.norm], formula=formula, eps=formula.eps, dropout_p=0.0,
-            normalized_shape=() if formula.width is None else (formula.width,),
-            elementwise_affine=formula.weight is not None, zero_centered_weight=formula.zero_centered_weight,
+            **{name: value for name, value in shown.items() if name not in vars(module)},
         )  # fmt: skip
     except TypeError as error:
         return Site(name, was, False, f"Python can't give its class a subclass: {error}")
     return Site(name, was, True, str(formula))
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard was called on it: its weights are there during its own forward alone."""
+    return any(cls.__name__ == "FSDPModule" for cls in type(module).__mro__)
+
+
 def _described(module: nn.Module) -> str:
     """LayerNorm(768): its class and width."""
     parameter = next(module.parameters(), None)
-    shape = getattr(module, "normalized_shape", None) if parameter is None else parameter.shape
+    shape: Any = getattr(module, "normalized_shape", None) if parameter is None or is_lazy(parameter) else parameter.shape
     return f"{_original_class(module).__name__}({', '.join(map(str, shape)) if isinstance(shape, tuple) else ''})"
 
 
@@ -238,8 +282,13 @@ def _swapped_class(forward: type, original: type, *others: type) -> type:
     # The original's methods go first, but a class can't stand before its own subclasses.
     first = [other for other in others if issubclass(other, original)] or [original]
     last = [other for other in others if not issubclass(other, original)]
-    body = {"_parts": (forward, original, *others), "__module__": forward.__module__, "__doc__": forward.__doc__}
-    return types.new_class(f"Fused{original.__name__}", (forward, *first, *last), {}, lambda space: space.update(body))
+    body = {
+        "_parts": (forward, original, *others),
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": forward.__doc__,
+    }
+    return types.new_class(original.__name__, (forward, *first, *last), {}, lambda space: space.update(body))
 
 
 def _rebuild(*parts: type) -> Any:

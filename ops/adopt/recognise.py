@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any
@@ -17,6 +18,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..kernels import runs_kernels
 from ..modules import MODULES
@@ -31,6 +33,12 @@ _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
 _CLASSES = re.compile(r"(?i:norm)|RMS|LN(?![a-z])")  # LlamaRMSNorm, RMS, LN, FusedLN2d
 _NAMES = re.compile(r"(?i:norms?_?\d*$)|(^|_)rms|(^|_)ln(?![a-z])|^lnf?\d*$")  # norm1, input_layernorm, ln_f, final_ln
+_OF_CHANNELS = (
+    nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm, nn.CrossMapLRN2d,
+    nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
+    nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
+)  # fmt: skip
 _WIDTHS = (24, 40)  # tried on norms without weights, which take any width
 _FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # said with every tensor, as torch's defaults may be others
 _FP32_EPS = torch.finfo(torch.float32).eps
@@ -48,6 +56,7 @@ class Formula:
     width: int | None  # None: any, there are no weights
     out_dtype: str  # a key of OUT_DTYPES
     argument: str  # the name of forward's input
+    keeps_strides: bool = False  # y lies in memory as x does, as written-out norms have it
 
     def __str__(self) -> str:
         eps = "the dtype's" if self.eps is None else f"{self.eps:g}"
@@ -67,6 +76,8 @@ def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether a person would call it a norm, by its class or, if it has parameters, by its name in the model."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return True
+    if isinstance(module, _OF_CHANNELS):
+        return False
     by_class = _CLASSES.search(type(module).__name__) is not None
     by_name = _NAMES.search(name.rpartition(".")[2]) is not None and next(module.parameters(), None) is not None
     return (by_class or by_name) and next(module.children(), None) is None
@@ -76,9 +87,16 @@ def may_be_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether it is worth trying: it looks like a norm, or holds one or two vectors of one size and nothing else."""
     if looks_like_a_norm(module, name):
         return True
+    if isinstance(module, _OF_CHANNELS):
+        return False
     parameters = list(module.parameters())
     leaf = next(module.children(), None) is None and next(module.buffers(), None) is None
-    return leaf and len(parameters) in (1, 2) and all(p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
+    return (
+        leaf
+        and len(parameters) in (1, 2)
+        and not any(map(is_lazy, parameters))
+        and all(p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
+    )
 
 
 def recognise(module: nn.Module) -> Formula | str:
@@ -108,8 +126,6 @@ def _obstacle(module: nn.Module) -> str:
         return "its forward is replaced on the instance, by a tool that wraps modules; replace norms before that"
     if next(module.children(), None) is not None:
         return "it has submodules (a parametrization?)"
-    if isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase):
-        return "it norms channels; the kernels norm the last dimension"
     if next(module.buffers(), None) is not None:
         return "it has buffers, and a norm of the last dimension has none"
     held = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
@@ -121,11 +137,11 @@ def _obstacle(module: nn.Module) -> str:
         return f"it normalises over the last {len(shape)} dimensions, {tuple(shape)}; the kernels over one"
     parameters = list(module.parameters())
     for p in parameters:
+        if is_lazy(p):
+            return "its weights have no shape yet; run the model once, then replace norms"
         if type(p) is not nn.Parameter or type(p.data) is not Tensor:
             kind = type(p.data).__name__
-            return f"its weights are {kind}; replace norms before a model is sharded, quantised or materialised"
-        if p.device.type == "meta":
-            return "its weights are on meta and have no values yet; load them, then replace norms"
+            return f"its weights are {kind}; replace norms before a model is sharded or quantised, where it may be on meta"
         if not p.is_floating_point() or p.dim() != 1 or p.shape != parameters[0].shape:
             shapes = ", ".join(str(tuple(p.shape)) for p in parameters)
             return f"its weights have shapes {shapes}; a norm has vectors of one size"
@@ -179,10 +195,16 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
         zeros = torch.zeros(1, width, **_FP32)
         if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
+        if names and (taken := _takes_other_widths(module, values, width)):
+            return taken
         if _has_other_gradients(module, formula, values, rows[[0, 4]]):
             return "it computes the formula, but its gradient is another: something in it is detached"
+        permuted = rows.view(2, 4, width).permute(1, 0, 2)  # as it lies in memory after a transpose
+        formula = replace(formula, keeps_strides=_strides_of(module, values, permuted) == permuted.stride())
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # the module's code may raise anything; each is a reason to leave it alone
+        if _takes_channels(module, values, width):
+            return f"it takes channels first, (batch, {width}, height, width); the kernels norm the last dimension"
         message = (str(error).splitlines() or ["without a message"])[0]
         return f"trying it on {tuple(rows.shape)} raised {type(error).__name__}: {message}"
 
@@ -191,13 +213,42 @@ def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool
     """The output of the module's forward for x with these weights, without its hooks; on the CPU."""
     device = _device(module)
     weights = {name: value.to(device, copy=True) for name, value in values.items()}
-    clone = object.__new__(type(module))
-    clone.__dict__ |= module.__dict__ | {"_parameters": {**module._parameters, **weights}, "training": training}
-    return type(module).forward(clone, x.to(device, copy=True)).cpu()
+    return type(module).forward(_with_weights(module, weights, training), x.to(device, copy=True)).cpu()
+
+
+def _with_weights(module: nn.Module, weights: dict[str, Tensor], training: bool) -> nn.Module:
+    clone: nn.Module = object.__new__(type(module))
+    clone.__dict__ |= {name: copy(value) if type(value) in (list, dict, set) else value for name, value in vars(module).items()}
+    clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
+    return clone
+
+
+def _takes_other_widths(module: nn.Module, values: dict[str, Tensor], width: int) -> str:
+    """Why its weights say nothing about the rows that it gets: one gain for all features, or a norm of each head of a row."""
+    try:
+        y = _run(module, values, torch.ones(2, 2 * width, **_FP32))
+    except (RuntimeError, ValueError):
+        return ""
+    return f"it also takes rows of {2 * width}, as a norm of parts of a row does" if y.shape[-1] == 2 * width else ""
+
+
+def _takes_channels(module: nn.Module, values: dict[str, Tensor], width: int) -> bool:
+    try:
+        return _run(module, values, torch.ones(2, width, 3, 5, **_FP32)).shape == (2, width, 3, 5)
+    except Exception:  # anybody's code
+        return False
+
+
+def _strides_of(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> tuple[int, ...]:
+    device = _device(module)
+    clone = _with_weights(module, {name: value.to(device) for name, value in values.items()}, training=False)
+    return type(module).forward(clone, x.to(device)).stride()
 
 
 def _device(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+    """Where to try it: where its weights are, if they are anywhere."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _eps(module: nn.Module, formula: Formula, values: dict[str, Tensor], x: Tensor) -> float | None:

@@ -238,3 +238,9 @@ def test_a_parity_check_with_a_seed_leaves_the_generators_of_all_devices_alone(m
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
     assert check_parity(before, after, batches, seed=3).holds
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_empty_parameter_and_experts_that_take_no_fp64_fail_no_check(model):
+    model.unused = nn.Parameter(torch.empty(0))
+    model.set_experts_implementation = lambda how: None
+    assert check_parity(model, adopted(model), batch()).holds

@@ -1,16 +1,17 @@
-"""fuse_prenorm_block: the (hidden, residual) form computes what the block computed."""
+"""Fused blocks compute what they computed, with their sums in the kernels of their norms."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ops import GPT2_BLOCK, Pending, fuse_prenorm_block, replace_norms, restore_norms
+from ops import GPT2_BLOCK, BlockLayout, Pending, fuse_prenorm_block, replace_norms, restore_norms
 
-from .lookalikes import Gemma, Llama
-from .toys import DROPS, LAYOUT, Model, N, block_of, block_that_drops, classes, fused, second_half
+from .lookalikes import Gemma, Llama, like, rms
+from .toys import DROPS, LAYOUT, Block, Model, N, block_of, block_that_drops, classes, fused, nothing, second_half
 
 
 def test_a_stack_with_a_block_that_can_not_be_fused_is_refused_where_it_is_given_and_as_it_was(device):
@@ -18,7 +19,9 @@ def test_a_stack_with_a_block_that_can_not_be_fused_is_refused_where_it_is_given
     replace_norms(model.blocks[0].ln_1, verbose=False)
     model.blocks[2].ln_1 = nn.Identity()
     before = classes(model)
-    with pytest.raises(ValueError, match=r"layout\.norm1 can't be replaced.*\. It is block 2 of 3, and all stay as they were"):
+    with pytest.raises(
+        ValueError, match=r"layout\.norm1, ln_1, can't be replaced.*\. It is block 2 of 3, and all stay as they were"
+    ):
         fuse_prenorm_block(model.blocks, GPT2_BLOCK)
     assert classes(model) == before
     with pytest.raises(ValueError, match="ModuleList has no blocks"):
@@ -53,12 +56,12 @@ def test_what_a_sublayer_dropped_is_dropped_by_the_next_norm_in_training_only(de
         nn.init.constant_(sublayer.linear.bias, 100.0)  # tanh of it is 1
     zeros = torch.zeros(64, N, device=device)
     pending = block(zeros)
-    assert pending.dropout_p == 0.5 and torch.equal(pending.hidden, torch.ones_like(zeros))
+    assert pending.branch.p == 0.5 and torch.equal(pending.branch.x, torch.ones_like(zeros))
     assert set(pending.residual.unique().tolist()) == {0.0, 2.0}  # attention's output, dropped and added
-    _, stream = model.final(pending, prenorm=True)
-    assert set((stream - pending.residual).unique().tolist()) == {0.0, 2.0}  # and the MLP's
+    model.final(pending)
+    assert set((pending.tensor() - pending.residual).unique().tolist()) == {0.0, 2.0}  # and the MLP's
     pending = block.eval()(zeros)
-    assert pending.dropout_p == 0.0 and torch.equal(pending.residual, torch.ones_like(zeros))
+    assert pending.branch.p == 0.0 and torch.equal(pending.residual, torch.ones_like(zeros))
 
 
 @pytest.mark.parametrize(
@@ -68,33 +71,29 @@ def test_what_a_sublayer_dropped_is_dropped_by_the_next_norm_in_training_only(de
         (lambda block: block.mlp.dropout.eval(), 0.0),
         (lambda block: block.eval().mlp.dropout.train(), 0.5),  # samples of a model in evaluation
         (lambda block: setattr(block.mlp, "dropout", nn.Identity()), 0.0),
-        (lambda block: setattr(block.mlp, "dropout", nn.Dropout(0.5)), 0.0),  # which drops by itself
     ],
-    ids=["p", "dropout.eval", "dropout.train", "Identity in its place", "Dropout in its place"],
+    ids=["p", "dropout.eval", "dropout.train", "Identity in its place"],
 )
 def test_a_dropout_inside_a_sublayer_counts_as_it_is_now(change, p, device):
     block = fused(Model(p=0.5, depth=1)).to(device).blocks[0]
     change(block)
-    assert block(torch.zeros(2, N, device=device)).dropout_p == p
+    assert block(torch.zeros(2, N, device=device)).branch.p == p
 
 
 def test_a_dropout_of_the_block_itself_counts_as_it_is_now_for_both_branches(device):
     block, zeros = block_that_drops().to(device), torch.zeros(2, N, device=device)
     fuse_prenorm_block(block, DROPS)
     pending = block(zeros)
-    assert isinstance(pending, Pending) and pending.dropout_p == 0.5
+    assert isinstance(pending, Pending) and pending.branch.p == 0.5
     for other, p in ((nn.Dropout(0.25), 0.25), (nn.Dropout(0.25).eval(), 0.0), (nn.Identity(), 0.0)):
         block.drop = other
-        assert block(zeros).dropout_p == p
-    block.drop = nn.AlphaDropout(0.5)
-    with pytest.raises(TypeError, match=r"drop is a AlphaDropout now, expected an nn\.Dropout"):
-        block(zeros)
+        assert block(zeros).branch.p == p
 
 
 def test_the_stream_stays_in_fp32_where_asked(device):
     x = torch.randn(3, N, device=device, dtype=torch.bfloat16)
     pending = fused(Model().to(device, torch.bfloat16), residual_in_fp32=True).blocks[0](x)
-    assert (pending.hidden.dtype, pending.residual.dtype) == (torch.bfloat16, torch.float32)
+    assert (pending.branch.x.dtype, pending.residual.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_compiled_without_a_graph_break(device):
@@ -109,28 +108,31 @@ def test_activation_checkpointing_around_a_fused_block(device):
     model, x = fused(Model(p=0.5)).to(device), torch.randn(3, N, device=device)
     torch.manual_seed(1)
     expected = gradients(model, x)
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
-    torch.manual_seed(1)
-    for found, wanted in zip(gradients(model, x), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-    with pytest.raises(TypeError, match="use_reentrant=False"):
-        model.final(checkpoint(model.blocks[0], x.requires_grad_(), use_reentrant=True))
+    for reentrant in (False, True):
+        wrapped = copy.deepcopy(model)
+        wrapped.blocks = nn.ModuleList(Checkpointed(block, reentrant) for block in wrapped.blocks)
+        torch.manual_seed(1)
+        y = wrapped(x.clone().requires_grad_())
+        y.sin().sum().backward()
+        torch.testing.assert_close([y, *(p.grad for p in wrapped.parameters())], [expected[0], *expected[2:]])
 
 
-def test_a_hook_may_return_another_y_and_stream_and_nothing_else(device):
+class Checkpointed(nn.Module):
+    def __init__(self, block, reentrant):
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, *args):
+        return checkpoint(self.block, *args, use_reentrant=self.reentrant)
+
+
+def test_hooks_of_norms_and_blocks_see_what_they_saw_and_may_change_it(device):
     model, x = Model().to(device), torch.randn(2, 3, N, device=device)
     changed = fused(model)
-    model.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: output * 2)
-    changed.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: (output[0] * 2, output[1]))
+    for one in (model, changed):
+        one.blocks[0].ln_2.register_forward_hook(lambda norm, inputs, output: output * 2)
+        one.blocks[0].register_forward_hook(lambda block, inputs, output: output + inputs[0].mean())
     torch.testing.assert_close(changed(x), model(x))
-    for gave in ("Tensor", "tuple"):  # a tensor of two rows, which unpacks
-        hook = lambda norm, inputs, output, gave=gave: output[0] if gave == "Tensor" else output * 2  # noqa: E731
-        handle = changed.blocks[1].ln_2.register_forward_hook(hook)
-        with pytest.raises(TypeError, match=rf"FusedBlock: ln_2 gave a {gave}, expected \(y, stream\)\. A forward hook"):
-            changed(x)
-        handle.remove()
 
 
 def test_restoring_gives_back_blocks_dropouts_and_norms(device):
@@ -173,3 +175,70 @@ def test_a_stack_that_is_fused_already_is_refused_and_stays_fused(device):
     with pytest.raises(ValueError, match=message):
         fuse_prenorm_block(model.blocks, GPT2_BLOCK)
     assert classes(model) == before
+
+
+@pytest.mark.parametrize(
+    ("block", "layout", "why"),
+    [
+        (
+            Block,
+            BlockLayout("norm1", "attn", "ln_2", "mlp"),
+            "block has no 'norm1', layout.norm1; its parts are ln_1, attn, ln_2",
+        ),
+        (lambda: block_of(nothing, ln_2=NO_NORM), LAYOUT, "layout.norm2, ln_2, can't be replaced: it is neither LayerNorm nor"),
+        (lambda: block_of(no_sum), None, "none of its replaced norms follows a sum, or is followed by one"),
+        (
+            lambda: block_of(lambda self, x: x.undefined),
+            None,
+            "trying it with stand-ins for its sublayers raised AttributeError",
+        ),
+        (lambda: with_forward(Block()), None, "its forward is replaced on the instance"),
+        (lambda: nn.Linear(N, N), None, "it has no replaced norm"),
+    ],
+)
+def test_a_block_that_can_not_be_fused_is_refused_and_stays_as_it_was(block, layout, why):
+    block = block()
+    before, state = classes(block), torch.get_rng_state()
+    with pytest.raises(ValueError, match=re.escape(why)):
+        fuse_prenorm_block(block, layout)
+    assert classes(block) == before and torch.equal(torch.get_rng_state(), state)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in block.modules())
+
+
+def no_sum(self, x):
+    return self.mlp(self.ln_2(self.attn(self.ln_1(x))))
+
+
+NO_NORM = like(Llama(N), lambda self, x: 2 * x / rms(x))
+
+
+def with_forward(block):
+    block.forward = lambda *args, own=block.forward: own(*args)
+    return block
+
+
+def test_what_is_no_block_or_no_layout_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"block must be a torch\.nn\.Module, got list"):
+        fuse_prenorm_block([], GPT2_BLOCK)
+    with pytest.raises(TypeError, match="layout must be a BlockLayout, such as LLAMA_BLOCK, got str"):
+        fuse_prenorm_block(Block(), "gpt2")
+
+
+def test_trying_a_block_touches_and_compiles_nothing_and_follows_no_default_dtype_or_device():
+    compiled = []
+
+    def seen(self, x):
+        self.calls.append(1)
+        self.counter += 1
+        return nothing(self, x)
+
+    forward = torch.compile(seen, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    block = block_of(forward, calls=[])
+    block.register_buffer("counter", torch.zeros(()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            fuse_prenorm_block(block, LAYOUT)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not compiled and block.calls == [] and block.counter == 0

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ops import replace_norms
+from ops import adopt, replace_norms
 
+from .lookalikes import Gemma
 from .toys import Model, N, fused
 
 
@@ -50,7 +51,7 @@ def test_replacing_after_ddp_works_and_after_sharding_says_why_not(mesh, device)
     ddp = DistributedDataParallel(Model().to(device))
     assert all(site.fused and site.name.startswith("module.") for site in replace_norms(ddp, verbose=False))
     sites = replace_norms(sharded(Model().to(device), mesh), verbose=False)
-    assert sites and all("DTensor; replace norms before a model is sharded" in site.why for site in sites)
+    assert sites and all("DTensor; replace norms before a model is sharded or" in site.why for site in sites)
 
 
 def test_under_the_older_fsdp_norms_train_if_they_were_replaced_before(mesh, device):
@@ -66,3 +67,25 @@ def test_under_the_older_fsdp_norms_train_if_they_were_replaced_before(mesh, dev
         (gradient,) = (p.grad for p in model.parameters())
         found.append(gradient)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_on_meta_is_adopted_then_sharded_then_materialised(mesh, device):
+    torch.manual_seed(0)
+    model, x = Model(norm=Gemma), torch.randn(3, N, device=device)
+    with torch.device("meta"):
+        other = Model(norm=Gemma)
+    assert len(adopt(other, verbose=False).blocks) == 2
+    sharded(other, mesh).to_empty(device=device)
+    for module in other.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert not other.blocks[0].ln_1.weight.full_tensor().any()  # as Gemma begins
+    values = model.to(device).state_dict()
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            p.copy_(distribute_tensor(values[name], mesh, p.placements))
+    found, expected = gradients(other, x), gradients(model, x)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], msg=name)
+    message = replace_norms(sharded(Model().to(device), mesh), verbose=False)[0].why
+    assert "before a model is sharded or quantised, where it may be on meta" in message

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ops import Pending, RMSNorm, replace_norms, restore_norms
+from ops import RMSNorm, replace_norms, restore_norms
 from ops.adopt.norms import AdoptedNorm
 
 from .lookalikes import Gemma, Llama, randomised
@@ -98,25 +98,11 @@ def test_a_replaced_norm_takes_the_stream_and_the_name_of_its_input(x):
     torch.testing.assert_close(y, Llama(N).to(x.device)(r))
     with pytest.raises(TypeError, match="got \\['input'\\]"):
         norm(input=x)
-    with pytest.raises(TypeError, match="and residual was given"):
-        norm(Pending(x, x, 0.0), residual=x)
-
-
-USES = [
-    nn.LayerNorm(N), lambda x: x[0], lambda x: x + x, lambda x: torch.ones(N) + x, lambda x: (1,) + x, lambda x: 2 * x,  # noqa: RUF005
-    lambda x: x.mean(1), lambda x: torch.cat([x, x]), lambda x: x.shape,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("use", USES)
-def test_a_pending_in_the_place_of_a_tensor_says_what_it_is_and_what_to_do(use):
-    with pytest.raises((TypeError, AttributeError), match=r"of a Pending.*hidden \+ residual.*fuse every block of the stack"):
-        use(Pending(torch.ones(3, N), torch.ones(3, N), 0.0))
 
 
 def test_restoring_what_another_tool_has_changed_or_wrapped_since_is_refused(replaced):
     nn.utils.parametrize.register_parametrization(replaced, "weight", nn.ReLU())
-    with pytest.raises(ValueError, match="another tool changed its class, to ParametrizedFusedLayerNorm"):
+    with pytest.raises(ValueError, match="another tool changed its class, to ParametrizedLayerNorm"):
         restore_norms(replaced)
     nn.utils.parametrize.remove_parametrizations(replaced, "weight")
     replaced.forward = lambda x, own=replaced.forward: own(x)

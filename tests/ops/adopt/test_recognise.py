@@ -58,11 +58,24 @@ def std(x):
 
 NEITHER = "neither LayerNorm nor RMSNorm"
 DETACHED = "its gradient is another"
+
+
+def channels_first(self, x):
+    return layer_norm(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def another_copys():
+    return like(nn.LayerNorm(N), nn.LayerNorm.forward, "AdoptedNorm")
+
+
+def of_heads(self, x):
+    heads = x.unflatten(-1, (-1, self.weight.numel()))
+    return (heads / rms(heads) * self.weight).flatten(-2)
+
+
 LEFT_ALONE = {
     "several dimensions": (lambda: nn.LayerNorm((2, N)), "over the last 2 dimensions"),
     "RMSNorm of several dimensions": (lambda: nn.RMSNorm((2, N)), "over the last 2 dimensions"),
-    "BatchNorm": (lambda: nn.BatchNorm1d(N), "it norms channels"),
-    "GroupNorm of one group": (lambda: nn.GroupNorm(1, N), "it norms channels"),
     "part of the row": (lambda: like(Llama(N), lambda self, x: self.weight * x / rms(x[..., : N // 4])), NEITHER),
     "unbiased variance": (lambda: like(Llama(4096), lambda self, x: self.weight * (x - x.mean(-1, True)) / std(x)), NEITHER),
     "eps outside the root": (lambda: like(Llama(N), lambda self, x: self.weight * x / (rms(x, 0.0) + 1e-6)), NEITHER),
@@ -72,7 +85,7 @@ LEFT_ALONE = {
     "clamped": (lambda: like(nn.LayerNorm(768), lambda self, x: layer_norm(self, x).clamp(-10, 10)), NEITHER),
     "gated": (lambda: like(Llama(N), lambda self, x, gate=None: self.weight * x / rms(x)), "its forward takes x, gate"),
     "random in training": (lambda: like(nn.LayerNorm(N), with_noise), "in training"),
-    "channels": (lambda: like(nn.LayerNorm(N), of_channels), "raised|of more dimensions"),
+    "channels": (lambda: like(nn.LayerNorm(N), of_channels), "it takes channels first|of more dimensions"),
     "detached statistic": (lambda: like(Llama(768), lambda self, x: self.weight * x / rms(x.detach())), DETACHED),
     "detached statistic, in place": (lambda: like(Llama(768), lambda self, x: x.div_(rms(x.detach())) * self.weight), DETACHED),
     "detached weight": (lambda: like(nn.LayerNorm(N), lambda self, x: layer_norm(self, x, self.weight.detach())), DETACHED),
@@ -80,7 +93,14 @@ LEFT_ALONE = {
     "buffers": (lambda: lookalikes.with_buffer(nn.RMSNorm(N)), "buffers"),
     "weights that are no parameters": (lambda: lookalikes.with_plain_tensors(nn.LayerNorm(N)), "weight and bias are tensors"),
     "ours": (lambda: RMSNorm(N), "it is fused already"),
-    "on meta": (lambda: nn.LayerNorm(N, device="meta"), "on meta"),
+    "one gain for all features": (
+        lambda: like(Llama(1), Llama.forward, "GainNorm"),
+        "it also takes rows of 2, as a norm of parts",
+    ),
+    "a norm of each head": (lambda: like(Llama(N), of_heads), f"it also takes rows of {2 * N}"),
+    "lazy": (lambda: like(nn.LazyLinear(N), Llama.forward), "its weights have no shape yet; run the model once"),
+    "channels first": (lambda: like(nn.LayerNorm(N), channels_first), f"it takes channels first, .batch, {N}, height, width"),
+    "another copy's": (another_copys, "it is fused already, by another copy of this package"),
     "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),
     "parametrized": (lambda: nn.utils.parametrize.register_parametrization(nn.LayerNorm(N), "weight", nn.ReLU()), "submodules"),
 }
@@ -117,7 +137,20 @@ def test_what_only_looks_like_a_norm_is_left_alone_with_the_reason(name, capsys)
 WEIGHTLESS = like(nn.Module(), lambda self, x: x / rms(x), "Other")
 
 
-@pytest.mark.parametrize("module", [nn.PReLU(N), nn.Linear(N, 1), nn.Embedding(3, N), nn.Identity(), WEIGHTLESS])
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm1d(N),
+        nn.GroupNorm(1, N),
+        nn.LazyBatchNorm1d(),
+        nn.LazyLinear(N),
+        nn.PReLU(N),
+        nn.Linear(N, 1),
+        nn.Embedding(3, N),
+        nn.Identity(),
+        WEIGHTLESS,
+    ],
+)
 def test_what_nobody_would_call_a_norm_is_passed_over_in_silence(module):
     assert replace_norms(nn.Sequential(module), verbose=False) == []
 
@@ -178,3 +211,32 @@ def test_norms_are_recognised_in_inference_mode_too(device):
     with torch.inference_mode():
         (site,), (left,) = replace_norms(norm, verbose=False), replace_norms(net, verbose=False)
     assert site.fused and not left.fused
+
+
+def test_a_norm_on_meta_is_replaced_and_gets_its_weights_later(device):
+    with torch.device("meta"):
+        net = nn.Sequential(Gemma(N), nn.LayerNorm(N), OddlyNamed(N))
+    assert all(site.fused for site in replace_norms(net, verbose=False))
+    net.to_empty(device=device)
+    for norm in net:
+        norm.reset_parameters()
+    x = torch.randn(3, N, device=device)
+    torch.testing.assert_close(net(x), nn.Sequential(Gemma(N), nn.LayerNorm(N), OddlyNamed(N)).to(device)(x))
+
+
+def test_what_a_norm_gives_lies_in_memory_as_before_and_its_attributes_are_not_touched(device):
+    class Counted(Llama):
+        def __init__(self, width):
+            super().__init__(width)
+            self.calls, self.normalized_shape = [], (width,)
+
+        def forward(self, x):
+            self.calls.append(1)
+            return super().forward(x)
+
+    norm, x = Counted(N).to(device), torch.randn(2, N, 3, device=device).transpose(1, 2)
+    expected = Llama(N).to(device)(x)
+    replace_norms(norm, verbose=False)
+    assert norm(x).stride() == expected.stride() and norm.calls == [] and norm.normalized_shape == (N,)
+    torch.testing.assert_close(norm(x), expected)
+    assert norm.__class__.__name__ == "Counted"  # tools look for classes by name

@@ -1,0 +1,220 @@
+"""Which models of other libraries `adopt` fuses, found by adopting tiny random ones: the table of docs/adopted_models.md.
+
+    python -m ablation.adoption_table                         # transformers, and timm and diffusers where they are installed
+    python -m ablation.adoption_table llama timm/vit_tiny_patch16_224     # these alone
+
+Each model computes its output and its gradients before and after, in fp32, and then takes a step in training mode.
+"""
+
+import copy
+import importlib.util
+import sys
+import tomllib
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ops import Adoption, adopt
+
+MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
+DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "UNet2DConditionModel": (
+        {"block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 32, "attention_head_dim": 8,
+         "norm_num_groups": 8, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
+        {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "encoder_hidden_states": torch.randn(2, 5, 32)},
+    ),
+    "DiTTransformer2DModel": (
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "num_layers": 2,
+         "sample_size": 8},
+        {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "class_labels": torch.tensor([1, 2])},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Row:
+    """One model of the table."""
+
+    name: str
+    norms: str  # replaced, of all
+    fused: str
+    parity: str
+
+    @property
+    def is_fused(self) -> bool:
+        return self.parity == "yes" and self.fused[:1].isdigit()
+
+
+def main(names: list[str]) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    rows = []
+    for name, build in _builders(names):
+        torch.manual_seed(0)
+        try:
+            model, batch = build(name.rpartition("/")[2])
+            expected = _results(_shaken(model.eval()), batch)
+        except Exception as error:  # a tiny configuration of it needs more care than this script takes
+            print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
+            continue
+        rows.append(_row(name, model, batch, expected))
+        print(f"{rows[-1].name:40} {rows[-1].norms:10} {rows[-1].fused:60} {rows[-1].parity}", flush=True)
+    good = sum(row.is_fused for row in rows)
+    print(f"\n{good} of {len(rows)} models have fused sums and parity")
+    if not names:
+        header = ["| model | norms replaced | one kernel each | parity |", "|---|---|---|---|"]
+        lines = [f"| {row.name} | {row.norms} | {row.fused} | {row.parity} |" for row in rows]
+        TABLE.write_text("\n".join([f"{HEAD}{good} of {len(rows)} models have fused sums.\n", *header, *lines, ""]))
+
+
+TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
+HEAD = """# What `adopt` fuses, model by model
+
+Written by `python -m ablation.adoption_table`, which adopts tiny models with random weights in one call each, without a layout.
+"Adds" are residual sums that a norm computes along in its kernel. "Sums" are residual sums that are one kernel together with
+the norm, scale or dropout of their branch. Parity: the outputs and all gradients in fp32 before and after, and a step in
+training.
+
+"""
+
+
+def _builders(names: list[str]) -> Iterator[tuple[str, Any]]:
+    known = dict.fromkeys(MODELS["transformers"].split(), _of_transformers)
+    known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()} if importlib.util.find_spec("timm") else {}
+    known |= {f"diffusers/{name}": _of_diffusers for name in DIFFUSERS} if importlib.util.find_spec("diffusers") else {}
+    for name in names or known:
+        yield name, known.get(name, _of_transformers)
+
+
+def _of_timm(name: str) -> tuple[nn.Module, Any]:
+    import timm  # type: ignore[import-not-found]
+
+    model = timm.create_model(name, pretrained=False)
+    return model, (torch.randn(2, *model.default_cfg["input_size"]),)
+
+
+def _of_diffusers(name: str) -> tuple[nn.Module, Any]:
+    import diffusers  # type: ignore[import-not-found]
+
+    config, batch = DIFFUSERS[name]
+    return getattr(diffusers, name)(**config), batch
+
+
+def _of_transformers(name: str) -> tuple[nn.Module, Any]:
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = CONFIG_MAPPING[name]
+    default = kind()
+    fields = {field for field in dir(default) if not isinstance(getattr(kind, field, None), property)}
+    fields -= kind.attribute_map.keys() & set(LAYER_KINDS)
+    given = {
+        field: value for field, value in MODELS["tiny"].items() if field in fields and _is_like(getattr(default, field), value)
+    }
+    for field in set(LAYER_KINDS) & fields:
+        if isinstance(kinds := getattr(default, field), list):
+            given[field] = (list(dict.fromkeys(kinds)) * 2)[: max(2, len(set(kinds)))]
+            given["num_hidden_layers"] = len(given[field])
+    config = kind(**(given | MODELS["overrides"].get(name, {})))
+    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.is_encoder_decoder and name not in ENCODERS
+    model = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+    return model, _batch(model, config)
+
+
+ENCODERS = {"bert", "roberta", "electra", "camembert", "xlm-roberta", "roformer"}
+LAYER_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+
+
+def _is_like(default: Any, value: Any) -> bool:
+    return isinstance(default, type(value) | type(None)) or (isinstance(value, list) and isinstance(default, tuple))
+
+
+def _batch(model: nn.Module, config: Any) -> dict[str, Tensor]:
+    tokens = torch.arange(24).view(2, 12) + 3
+    size: Any = getattr(config, "image_size", 32)
+    inputs: dict[str, Any] = {
+        "pixel_values": lambda: torch.randn(
+            2, getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)
+        ),
+        "input_features": lambda: torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
+        "input_values": lambda: (
+            torch.randn(2, config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else torch.randn(2, 800)
+        ),
+    }
+    kind: Any = getattr(model, "main_input_name", "input_ids")
+    batch: dict[str, Tensor] = {kind: inputs[kind]()} if kind in inputs else {"input_ids": tokens}
+    if config.is_encoder_decoder:
+        batch["decoder_input_ids"] = tokens
+    return batch
+
+
+def _shaken(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():  # initial scales of 1e-5 and weights of 1 would hide a mistake
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+def _row(name: str, model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> Row:
+    adopted = copy.deepcopy(model)
+    try:
+        found = adopt(adopted, verbose=False)
+        parity = _compared(expected, _results(adopted, batch))
+        model.train()
+        try:
+            _results(model, batch)
+        except Exception:  # it has no training mode, whoever computes it
+            pass
+        else:
+            _results(adopted.train(), batch)
+    except Exception as error:
+        traceback.print_exc()
+        return Row(name, "", "", f"no: {type(error).__name__}: {str(error)[:200]}")
+    return Row(name, f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), parity)
+
+
+def _fused(found: Adoption) -> str:
+    trials = found.blocks.values()
+    adds, sums = sum(len(trial.norms) for trial in trials), sum(len(trial.sums) for trial in trials)
+    features = dict.fromkeys(f for trial in trials for norm in (*trial.norms.values(), *trial.sums) for f in norm)
+    counts = ", ".join(f"{count} {what}" for count, what in ((adds, "adds"), (sums, "sums")) if count) or "none"
+    why = f"; {len(found.left)} blocks left: {next(iter(found.left.values()))}" if found.left else ""
+    return counts + (f", with {', '.join(features)}" if features else "") + why
+
+
+def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    output = model(*batch) if isinstance(batch, tuple) else model(**batch)
+    leaves: list[Any] = tree_leaves(output if isinstance(output, tuple | list | Tensor) else dict(output))
+    tensors = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+    values: list[Any] = [(t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors if t.requires_grad]
+    torch.stack(values).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {f"output {i} of {len(leaves)}": t.detach() for i, t in enumerate(tensors)} | gradients
+
+
+def _compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+    if expected.keys() != found.keys():
+        return f"no: {', '.join(sorted(expected.keys() ^ found.keys())[:3])} is there in one of them only"
+    largest = max(float(g.norm()) for g in expected.values())
+    for name, a in expected.items():
+        error = float((found[name] - a).norm()) / max(float(a.norm()), 1e-4 * largest, 1e-12)
+        if not error < 3e-3:
+            return f"no: {name} differs by {error:.2g}"
+    return "yes"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,172 @@
+"""adopt: a whole model in one call."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ops import adopt, restore_norms
+from ops.adopt.lazy import Lazy
+
+from .lookalikes import Gemma, Llama
+from .toys import Model, N, Sublayer, block_of, classes
+
+
+class Base(nn.Module):
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.n1, self.n2, self.n3, self.n4 = (norm(N) for _ in range(4))
+        self.attn, self.mlp = Sublayer(0.1), Sublayer(0.1)
+        self.gamma, self.drop, self.p = nn.Parameter(torch.ones(N)), nn.Dropout(0.1), 0.1
+
+
+def drop_path(x, training):
+    return x if not training else x.div(0.5) * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.5)
+
+
+def mlp_in_the_block(self, x):
+    x = x + F.dropout(self.attn(self.n1(x)), self.p, self.training)
+    rows = x.reshape(-1, N)
+    return (rows + self.mlp.linear(torch.relu(self.attn.linear(self.n2(rows))))).view(x.shape)
+
+
+def skipped(self, x):
+    if self.training and torch.rand(()) < 0.5:
+        return x
+    return x + self.mlp(self.n1(x))
+
+
+FORMS = {  # forward, then what is fused in each block
+    "prenorm": (lambda self, x: nothing_of(self, self.attn, x, self.n1), {"n1": (), "n2": ()}),
+    "postnorm": (lambda self, x: self.n2((y := self.n1(x + self.attn(x))) + self.mlp(y)), {"n1": (), "n2": ()}),
+    "norm on the branch": (lambda self, x: (y := x + self.n1(self.attn(x))) + self.n2(self.mlp(y)), {}),
+    "sandwich": (
+        lambda self, x: (y := x + self.n2(self.attn(self.n1(x)))) + self.n4(self.mlp(self.n3(y))),
+        {"n1": ("norm of the branch",), "n3": ("norm of the branch",)},
+    ),
+    "parallel, one norm": (lambda self, x: x + self.attn(y := self.n1(x)) + self.mlp(y), {"n1": ("second branch",)}),
+    "parallel, two norms": (lambda self, x: self.attn(self.n1(x)) + self.mlp(self.n2(x)) + x, {"n1": ("second branch",)}),
+    "layer scale": (lambda self, x: x + self.gamma * self.attn(self.n1(x)), {"n1": ("layer scale",)}),
+    "a constant": (lambda self, x: x + 0.3 * self.drop(self.attn(self.n1(x))), {"n1": ("scale", "dropout")}),
+    "DeepNorm": (lambda self, x: self.n1(x * 1.5 + self.attn(x)), {"n1": ()}),
+    "drop path": (lambda self, x: x + drop_path(self.attn(self.n1(x)), self.training), {"n1": ("drop path", "scale")}),
+    "MLP in the block": (mlp_in_the_block, {"n1": (), "n2": ("dropout",)}),
+    "clamped": (lambda self, x: (x + self.attn(self.n1(x))).clamp(-3, 3) + self.mlp(self.n2(x)), {"n1": ()}),
+    "one norm and a mixer": (lambda self, x: x + self.mlp(self.n1(x)), {"n1": ()}),
+    "skipped layers": (skipped, {"n1": ()}),
+}
+
+
+def nothing_of(self, attn, x, norm):
+    x = x + attn(norm(x))
+    return x + self.mlp(self.n2(x))
+
+
+class Net(nn.Module):
+    def __init__(self, forward, norm, stack=nn.ModuleList, depth=2):
+        super().__init__()
+        block = type("OtherBlock", (Base,), {"forward": forward})
+        blocks = [block(norm) for _ in range(depth)]
+        given = {str(i): one for i, one in enumerate(blocks)} if stack is nn.ModuleDict else blocks
+        self.layers = stack(*given) if stack is nn.Sequential else stack(given)
+        self.final = norm(N)
+
+    def forward(self, x):
+        for block in self.layers.children():
+            x = block(x)
+        return self.final(x), x[:, 0]  # what is handed on is used twice
+
+
+def results(model, x):
+    model.zero_grad()
+    torch.manual_seed(0)
+    x = x.clone().requires_grad_()
+    outputs = model(x)
+    sum(y.sin().sum() for y in outputs).backward()
+    return [*outputs, x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("norm", [nn.LayerNorm, Gemma])
+def test_a_block_of_any_form_is_found_fused_and_computes_what_it_did(form, norm, device):
+    forward, expected = FORMS[form]
+    torch.manual_seed(0)
+    model = Net(forward, norm).to(device).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    adopted, x = copy.deepcopy(model), torch.randn(3, 4, N, device=device)
+    found = adopt(adopted, verbose=False)
+    assert not found.left and [*found.blocks] == ["layers.0", "layers.1"]
+    for trial in found.blocks.values():
+        assert {path: set(features) for path, features in trial.norms.items()} == {p: set(f) for p, f in expected.items()}
+    outputs = results(adopted, x)
+    torch.testing.assert_close(outputs, results(model, x), rtol=1e-4, atol=1e-4)
+    assert not any(isinstance(y, Lazy) for y in outputs)
+    if form == "skipped layers":
+        for module in (*model.modules(), *adopted.modules()):
+            module.p = 0.0
+        torch.manual_seed(0)
+        wanted = model.train()(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(adopted.train()(x), wanted, rtol=1e-4, atol=1e-4)
+    assert all(y.isfinite().all() for y in adopted.train()(x))
+    found.undo()
+    assert classes(adopted) == classes(model) and not any(m._forward_hooks or m._forward_pre_hooks for m in adopted.modules())
+
+
+class Stack(nn.ModuleList):
+    pass
+
+
+@pytest.mark.parametrize("stack", [nn.ModuleDict, Stack, nn.Sequential])
+def test_blocks_are_found_in_every_container(stack, device):
+    model = Net(FORMS["prenorm"][0], nn.LayerNorm, stack).to(device)
+    assert len(adopt(model, verbose=False).blocks) == 2
+
+
+def test_the_table_groups_what_is_alike_and_says_what_was_left_and_why():
+    model = nn.ModuleDict({"net": Model(depth=4), "odd": nn.ModuleList([block_of(lambda self, x: self.mlp(self.ln_1(x)))])})
+    assert str(adopt(model, verbose=False)).splitlines() == [
+        "net.blocks.{0…3}.ln_1: 4 × LayerNorm(16), with the add before it",
+        "net.blocks.{0…3}.ln_2: 4 × LayerNorm(16), with the add before it",
+        "net.final: LayerNorm(16), fused",
+        "odd.0.ln_1: LayerNorm(16), fused",
+        "odd.0.ln_2: LayerNorm(16), fused",
+        "odd.0: OtherBlock, sums left alone: none of its replaced norms follows a sum, or is followed by one",
+    ]
+
+
+def test_only_and_blocks_choose_and_a_second_call_changes_nothing():
+    model = Model(depth=2)
+    found = adopt(model, only=lambda name, module: "blocks.0" in name, verbose=False)
+    assert [*found.blocks] == ["blocks.0"] and sum(site.fused for site in found.norms) == 2
+    restore_norms(model, verbose=False)
+    assert not adopt(model, blocks=False, verbose=False).blocks
+    assert len(adopt(model, verbose=False).blocks) == 2
+    hooks = [[*module._forward_hooks] for module in model.modules()]
+    assert not adopt(model, verbose=False).blocks
+    assert [[*module._forward_hooks] for module in model.modules()] == hooks
+
+
+def norm(x):
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def test_norms_that_are_calls_and_no_modules_are_named(capsys):
+    class Functional(nn.Module):
+        def forward(self, x):
+            return norm(x)
+
+    adopt(Functional())
+    said = (
+        "Functional.forward calls F.rms_norm by norm(), which is no module: call rms_norm_fn in its place, or use a norm module"
+    )
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_lazy_modules_are_no_obstacle():
+    model = nn.Sequential(nn.LazyLinear(N), Model(norm=Llama), nn.LazyBatchNorm1d())
+    found = adopt(model, verbose=False)
+    assert len(found.blocks) == 2 and all(site.fused for site in found.norms)

@@ -148,7 +148,8 @@ def keep(record: Record, folder: Path) -> None:
     own = shlex.join(arguments(record, folder)[1:])
     for file in (new / "report.json", new / "report.md"):
         text = file.read_text(encoding="utf-8")
-        file.write_text(text.replace(own, record.words), encoding="utf-8")
+        text = text.replace(own, record.words).replace(str(part(record, folder)), f"runs/{record.name}")
+        file.write_text(text, encoding="utf-8")
     shutil.rmtree(place, ignore_errors=True)
     new.rename(place)
 

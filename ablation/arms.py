@@ -13,11 +13,11 @@ from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
 from data import Tokenizer
 from measure.comparison import AGAIN, TORCH
 from model import GPT
+from train import training_step
 from training import pretrained
 from training.build import build, copy_values
 from training.checkpoint import TrainState
 from training.precision import Precision
-from training.step import training_step
 
 VALUES = {Switch.norm: NormImpl, Switch.loss: LossImpl}
 Mark = Callable[[str], None]

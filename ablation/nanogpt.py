@@ -24,9 +24,10 @@ from configs.rules import NANOGPT
 from configs.schema import NormImpl
 from measure.comparison import TORCH
 from model import GPT
+from train import learning_rate
 from training import export
 from training.checkpoint import TrainState
-from training.step import learning_rate, set_learning_rate, to_device
+from training.step import to_device
 
 MODULE = "nanogpt_model"  # its name here; `model` is ours
 INTERFACE = ("GPT", "GPTConfig")
@@ -175,7 +176,8 @@ def nanogpt_arm(module: ModuleType, like: Arm, *, compiled: bool) -> Arm:
 
     def step(batch: tuple[Tensor, Tensor], number: int, mark: Mark) -> Tensor:
         inputs, targets = (to_device(part, precision.device).chunk(pieces) for part in batch)
-        set_learning_rate(optimizer, learning_rate(number, cfg.train.steps, optim))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(number, cfg.train.steps, optim)
         total = torch.zeros((), device=precision.device)
         for x, y in zip(inputs, targets, strict=True):
             with precision.autocast():

@@ -76,9 +76,9 @@ from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from measure.statistics import Interval, mean_interval
 from measure.timing import free_memory
+from train import training_step
 from training.evaluation import evaluate
 from training.precision import Precision
-from training.step import training_step
 
 T = TypeVar("T")
 EVAL_BATCHES = 8  # unless the config says

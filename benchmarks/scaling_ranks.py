@@ -24,12 +24,12 @@ from configs.schema import Parallel
 from data import Batches
 from measure.schedule import no_garbage_collection
 from measure.timing import describe, free_memory
+from train import training_step
 from training.build import build
 from training.clock import StepClock
 from training.distributed import ALONE, World, join
 from training.environment import ROOT
 from training.precision import Precision
-from training.step import training_step
 
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.
 JOINED, FAILED, TURN, ANSWER = "joined", "failed", "turn {}", "answer {}"

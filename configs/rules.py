@@ -71,6 +71,11 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
     """
     if cfg.init_from not in (None, before.init_from):
         raise ConfigError(f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave init_from out.")
+    if cfg.optim.kind is not before.optim.kind:
+        raise ConfigError(
+            f"optim.kind={cfg.optim.kind}: the checkpoint has the state of {before.optim.kind}, which can't go on as "
+            f"{cfg.optim.kind}. Leave the key out, or begin a new run from these weights with init_from=CHECKPOINT."
+        )
     changed = {}
     for name in keys.affecting("weights", "results"):
         then, now = attrgetter(name)(before), attrgetter(name)(cfg)

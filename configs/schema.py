@@ -242,10 +242,16 @@ class Schedule(Choice):
     constant = "constant", "warm-up, then lr"
 
 
+class OptimKind(Choice):
+    adamw = "adamw", "AdamW for all parameters"
+    muon = "muon", "Muon for the matrices of the blocks, AdamW for embeddings, head and vectors"
+
+
 @dataclass
 class OptimConfig:
-    """AdamW; weight decay on matrices only."""
+    """The optimizer and its learning rate; weight decay on matrices only."""
 
+    kind: OptimKind = key(OptimKind.adamw, "optimizer", affects="results")
     lr: float = key(1e-3, "learning rate after warm-up; a wider model needs a lower one", affects="results", above=0)
     min_lr: float | None = key(None, "learning rate at the end; null: a tenth of lr", affects="results", at_least=0)
     schedule: Schedule = key(Schedule.cosine, "shape of the learning rate", affects="results")
@@ -254,7 +260,8 @@ class OptimConfig:
     beta1: float = key(0.9, "decay of AdamW's mean of gradients", affects="results", at_least=0, below=1)
     beta2: float = key(0.99, "decay of AdamW's mean of squared gradients", affects="results", at_least=0, below=1)
     eps: float = key(1e-8, "added to AdamW's divisor", affects="results", above=0)
-    weight_decay: float = key(0.1, "AdamW's weight decay, on matrices only", affects="results", at_least=0)
+    momentum: float = key(0.95, "decay of Muon's mean of gradients", affects="results", at_least=0, below=1)
+    weight_decay: float = key(0.1, "weight decay, on matrices only", affects="results", at_least=0)
     clip_norm: float = key(1.0, "largest global gradient norm; 0: no clipping", affects="results", at_least=0)
 
 

@@ -30,7 +30,10 @@ LOSSES = _ops(
     "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "cross_entropy_launch", "softmax_launch"
 )
 CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
-STEP = ("ops/kernels", "ops/tiling.py", "model", "training/build.py", "training/step.py", "training/precision.py")
+STEP = (
+    "ops/kernels", "ops/tiling.py", "model", "train.py:training_step", "training/build.py", "training/optimizer.py",
+    "training/precision.py", "training/step.py",
+)  # fmt: skip
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "norms": NORMS,
     "rotary": ROTARY,
@@ -46,19 +49,19 @@ OF_RECORD = {  # of all others, norms_models, norms_random and sites among them:
 
 def fingerprints() -> dict[str, str]:
     """Those of the code that runs, by what depends on it."""
-    return {what: _of(paths, _files_here(paths)) for what, paths in SOURCES.items()}
+    return {what: _of(_files_here(paths)) for what, paths in SOURCES.items()}
 
 
 @cache
 def fingerprint_at(revision: str, what: str) -> str | None:
     """That of a git revision; None if git does not know it."""
     files = {}
-    for path in SOURCES[what]:
+    for path, _, function in (path.partition(":") for path in SOURCES[what]):
         if (listed := _git("ls-tree", "-r", "--name-only", revision, "--", path)) is None:
             return None
         for name in filter(lambda name: name.endswith(".py"), listed.split()):
-            files[name] = _git("show", f"{revision}:{name}") or ""
-    return _of(SOURCES[what], files)
+            files[name] = _only(function, _git("show", f"{revision}:{name}") or "")
+    return _of(files)
 
 
 @cache
@@ -77,7 +80,7 @@ def stripped(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _of(paths: tuple[str, ...], files: Mapping[str, str]) -> str:
+def _of(files: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\n{stripped(files[name])}\n".encode())
@@ -85,8 +88,21 @@ def _of(paths: tuple[str, ...], files: Mapping[str, str]) -> str:
 
 
 def _files_here(paths: tuple[str, ...]) -> dict[str, str]:
-    found = [file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))]
-    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in found if file.is_file()}
+    """The sources of `paths`: a file, all files of a folder, or one function of a file ("train.py:training_step")."""
+    found = {}
+    for path, _, function in (path.partition(":") for path in paths):
+        for file in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"):
+            if file.is_file():
+                found[file.relative_to(ROOT).as_posix()] = _only(function, file.read_text(encoding="utf-8"))
+    return found
+
+
+def _only(function: str, source: str) -> str:
+    """The source of one top-level function; all of it where no function is named, nothing where it has no such function."""
+    if not function:
+        return source
+    named = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return "".join(ast.get_source_segment(source, node) or "" for node in named)
 
 
 def _git(*words: str) -> str | None:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from configs import Config
 from data import Corpus, ValidationWindows
+from train import learning_rate
 from training import pretrained
 from training.build import build
 from training.precision import Precision
-from training.step import learning_rate, seed_micro_batch
+from training.step import seed_micro_batch
 
 WARM_UP = 3  # steps before the capture: kernels are compiled and memory is reserved
 

@@ -12,7 +12,6 @@ import torch
 
 import configs
 import train
-import training.step as step_module
 from configs import Config
 from configs.machine import Machine
 from tests.forks import processes
@@ -94,7 +93,7 @@ def _train(world: distributed.World, on: Machine, overrides: list[str], folder: 
 
 
 def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> None:
-    seed, step, replicate = step_module.seed_micro_batch, train.training_step, distributed.World.replicate
+    seed, step, replicate = train.seed_micro_batch, train.training_step, distributed.World.replicate
     evaluate = evaluation.evaluate
 
     def here(act: str, number: int) -> bool:
@@ -136,6 +135,6 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         ddp.register_comm_hook(None, hook)
         return ddp
 
-    step_module.seed_micro_batch, train.training_step, evaluation.evaluate = seeds, steps, looks
+    train.seed_micro_batch, train.training_step, evaluation.evaluate = seeds, steps, looks
     if acts.get("count"):
         distributed.World.replicate = counted  # type: ignore[method-assign]

@@ -11,8 +11,9 @@ from configs.schema import Parallel
 from model import GPT
 from training.checkpoint import TrainState
 from training.distributed import ALONE, World, shard
+from training.optimizer import make_optimizer
 from training.precision import Precision
-from training.step import adamw, compile_model
+from training.step import compile_model
 
 
 class Built(NamedTuple):
@@ -60,7 +61,7 @@ def build(
     if sharded:
         shard(model, precision, world.size, compiled=cfg.train.compile)
     model = model.to(precision.device)
-    state = TrainState(model, adamw(model, cfg.optim), precision.scaler(), tokenizer, corpus, leads=world.leads)
+    state = TrainState(model, make_optimizer(model, cfg.optim), precision.scaler(), tokenizer, corpus, leads=world.leads)
     with world.shared_errors():
         restore(state)
     forward: Callable[..., Tensor] = model

@@ -14,7 +14,7 @@ from training.clock import StepClock
 from training.distributed import World, full_tensor
 from training.environment import peak_flops
 from training.precision import Precision
-from training.step import learning_rate, makes_cuda_graphs
+from training.step import makes_cuda_graphs
 
 WAITING = 0.2  # of a step: if the GPU waits for longer, the CPU is the bound
 
@@ -76,7 +76,7 @@ class Metrics:
             "train/loss": loss,
             "train/bits_per_byte": self._corpus.train.bits_per_byte(loss),
             "train/grad_norm": self._grad_norm.item(),
-            "train/lr": learning_rate(state.step - 1, self._cfg.train.steps, self._cfg.optim),  # of the step just done
+            "train/lr": state.optimizer.param_groups[0]["lr"],  # of the step just done
             "perf/step_ms": window.median_ms if window else None,
             "perf/tokens_per_s": tokens_per_s,
             "perf/mfu": flops_per_token * tokens_per_s / self._peak_flops if self._peak_flops and tokens_per_s else None,

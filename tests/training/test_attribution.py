@@ -10,6 +10,7 @@ from ablation.arms import build_arm
 from configs import Config
 from configs.schema import LossImpl, NormKind
 from tests.runs import config, precision
+from train import training_step
 from training import attribution
 from training.attribution import (
     GROUPS,
@@ -23,7 +24,6 @@ from training.attribution import (
     profile_step,
     shares,
 )
-from training.step import training_step
 
 VOCABULARY = 64
 NAMES = {

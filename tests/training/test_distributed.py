@@ -18,11 +18,12 @@ from configs.schema import TrainConfig
 from model import GPT
 from tests.ranks import go_on_together, on_ranks, train_together
 from tests.runs import ROOT, assert_same_run, corpus, curves, read_json, train_here
+from train import training_step
 from training import distributed, storage
 from training.checkpoint import TrainState
 from training.distributed import shard
+from training.optimizer import adamw
 from training.precision import Precision
-from training.step import adamw, training_step
 
 SHARDED = ["train.steps=6", "eval.every=3", "logging.every=1", "train.accumulation=2", "optim.clip_norm=0.5", "sample.tokens=5"]
 # A constant rate lets a run stop by asking for fewer steps; 2 and 4 ranks can't share 69 windows of validation evenly; and of
@@ -162,7 +163,8 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
     with (at / "begun" / "last" / "training.safetensors").open("r+b") as file:
         file.truncate(1000)
     bf16 = [*base, "train.precision=bf16"]
-    dropped = [*base, *DROPPED]
+    dropped, muon = [*base, *DROPPED], [*base, "optim.kind=muon"]
+    train_here(muon, at / "muon")
     jobs = {
         "fsdp_2": [*base, FSDP],
         "begun": [*base, FSDP, "resume=auto", "norm.impl=torch"],
@@ -172,6 +174,8 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
         "dropped_2": dropped,
         "dropped_fsdp_2": [*dropped, FSDP, "train.recompute=true", "train.compile=true"],
         "bf16_resummed_2": [*bf16, "train.accumulation=4"],
+        "muon_2": muon,
+        "muon_fsdp_2": [*muon, FSDP],
     }
     counted = on_each(2, at, jobs)
     for ranks in (1, 4):
@@ -183,6 +187,8 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
         assert_same_run(at / run, at / "whole")
         assert (at / run / "sample.txt").read_text() == (at / "whole" / "sample.txt").read_text()
     torch.testing.assert_close(curves(at / "dropped_fsdp_2"), curves(at / "dropped_2"), rtol=1e-5, atol=0)
+    for run in ("muon_2", "muon_fsdp_2"):  # Muon computes in bf16
+        torch.testing.assert_close(curves(at / run), curves(at / "muon"), rtol=1e-3, atol=0)
     # sharding rounds differently in bf16; a replicated run that sums its gradients in another order differs by as much
     sharded, resummed = ((curves(at / name) - curves(at / "bf16_2")).abs().max() for name in ("bf16_fsdp_2", "bf16_resummed_2"))
     assert sharded < 2 * resummed < 1e-3

@@ -15,7 +15,7 @@ from tests.runs import composed
 from tests.training.hub_models import GPT2, LLAMA, logits, transformers
 from training import checkpoint, export, pretrained, storage
 from training.checkpoint import TrainState
-from training.step import adamw
+from training.optimizer import adamw
 
 UNTIED = "model.tie_embeddings=false"
 GPT2_WITHOUT_BIASES = [*GPT2, UNTIED, "model.bias=false", "model.mlp_width=48", "model.attention_dropout=0.2"]

@@ -11,9 +11,11 @@ from configs.machine import Machine
 from configs.schema import COMPILE_MODES, OptimConfig, Schedule, TrainConfig
 from model import GPT
 from tests.runs import composed
+from train import learning_rate, training_step
 from training.checkpoint import TrainState
+from training.optimizer import adamw, parameter_groups
 from training.precision import Precision
-from training.step import adamw, compile_model, learning_rate, parameter_groups, seed_micro_batch, training_step
+from training.step import compile_model, seed_micro_batch
 
 
 def gpt(overrides):

@@ -1,0 +1,78 @@
+"""The optimizer of a run: AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for the rest."""
+
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+from torch import nn
+
+from configs.schema import OptimConfig, OptimKind
+from model import GPT
+
+
+def make_optimizer(model: GPT, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of `model`, whose parameters are on their devices and, under FSDP, already sharded.
+
+    optim.kind=adamw   AdamW (arXiv:1711.05101); weight decay on matrices only: vectors (biases, norm weights) have none
+    optim.kind=muon    Muon (https://kellerjordan.github.io/posts/muon) for the matrices of the blocks: their momentum is made
+                       orthogonal before it is applied. AdamW for embeddings, head and vectors. An update of Muon is scaled to
+                       the size of AdamW's, 0.2·√max(rows, columns) (arXiv:2502.16982), so that both take optim.lr and
+                       optim.weight_decay.
+    """
+    if optim.kind is OptimKind.adamw:
+        return adamw(model, optim)
+    matrices = [p for p in model.blocks.parameters() if p.requires_grad and p.ndim == 2]
+    muon = torch.optim.Muon(
+        matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+    return Chained(muon, adamw(model, optim, without=matrices))
+
+
+def adamw(model: GPT, optim: OptimConfig, without: list[nn.Parameter] | None = None) -> torch.optim.AdamW:
+    """AdamW of all parameters but those of `without`, in two groups: with weight decay and without."""
+    others = {id(p) for p in without or []}
+    decay, no_decay = ([p for p in group if id(p) not in others] for group in parameter_groups(model))
+    device = next(model.parameters()).device
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": optim.weight_decay}, {"params": no_decay, "weight_decay": 0.0}],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=device.type in ("cuda", "cpu", "mps"),  # one kernel for the whole update; these devices have it
+    )
+
+
+def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(with weight decay, without). The number of dimensions decides, not the class: a test by class would miss a norm that it
+    does not know, and weights of the fused norms would decay where those of PyTorch's norms do not.
+    """
+    decay = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    no_decay = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    decayed = {id(p) for p in decay}
+    for name, p in model.named_parameters():
+        assert not ("norm" in name.lower() and id(p) in decayed), f"norm parameter {name} {tuple(p.shape)} would be decayed"
+    return decay, no_decay
+
+
+class Chained(torch.optim.Optimizer):
+    """Optimizers of different parameters as one: one step, one list of groups, one state, one state_dict."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], defaults={})
+        self.optimizers = optimizers
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "an optimizer that computes the loss again is not supported"
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            optimizer.state = self.state
+            optimizer.param_groups = list(islice(groups, len(optimizer.param_groups)))

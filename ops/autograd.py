@@ -1,8 +1,6 @@
 """The gradients: what backward keeps, and which input gets which result."""
 
 from collections.abc import Callable
-from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,73 +8,92 @@ from torch import Tensor
 
 from . import operators
 from .checks import function_name
-from .records import BackwardInputs, BackwardOptions, Gradients, Inputs, Options, Outputs, dtypes_of
+from .records import (
+    BackwardInputs,
+    BackwardOptions,
+    Gradients,
+    Inputs,
+    Options,
+    Outputs,
+    dtypes_of,
+    gradients_of,
+    names_of,
+    outputs_of,
+    picker,
+    present,
+)
 from .reference import Norm
 from .torch_state import below_autograd, is_eager, kinds_of
 
-# Of Outputs and Inputs, what BackwardInputs has behind the upstream gradients.
-_KEPT = BackwardInputs._fields[3:]
-_NAMES = (*Outputs._fields, *Inputs._fields)
+_KEPT = BackwardInputs._fields[3:]  # behind the upstream gradients
+_RETURNED = [name for name in Outputs._fields if "stats" not in name]
 
 
 class Training(NamedTuple):
     """A call that is differentiated: all that follows from its options and dtypes."""
 
-    run: Callable[[Inputs], Outputs]
+    run: Callable[[tuple[Tensor, ...]], list[Tensor]]  # the outputs that there are, of the inputs that there are
     options: Options
     dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    kept: Callable[[tuple], tuple]  # of (*Outputs, *Inputs, None), what is kept for backward
+    names: list[str]  # of the inputs that there are
+    kept: list[str]  # of BackwardInputs
+    keep: Callable[[tuple], tuple]  # of (*outputs, *inputs, None), what is kept for backward
+    returned: Callable[[tuple], tuple]  # of (*outputs, None): y and r, and what is behind them in Outputs where there is more
+    constants: Callable[[tuple], tuple]  # likewise: the outputs that have no gradient
     jobs: dict[tuple, "Job"]  # those that were needed so far
 
 
-def training_of(run: Callable[[Inputs], Outputs], options: Options, dtypes: tuple, requires_grad: tuple[bool, ...]) -> Training:
+def training_of(run: Callable, options: Options, dtypes: tuple, requires_grad: tuple[bool, ...]) -> Training:
     """dtypes: of Inputs; requires_grad: whether rowscale and rowscale1 do."""
     of: Any = Inputs(*dtypes)
     adds = of.residual is not None or of.x1 is not None or options.dropout_p > 0.0 or of.rowscale is not None
-    places: dict[str, int | None] = {name: _NAMES.index(name) for name in _KEPT}
+    names, outputs = names_of(of), [output.name for output in outputs_of(of, options)]
+    sources = {name: name for name in _KEPT}
     if options.norm == Norm.none and of.weight is None and of.weight1 is None:
-        places["r"] = _NAMES.index("y")  # for its shape; something else keeps it anyway
+        sources["r"] = "y"  # for its shape; something else keeps it anyway
     elif not (adds or options.branch):
-        places["r"] = _NAMES.index("x")
+        sources["r"] = "x"
     # Without a norm of its own, x has a part in one gradient alone: drowscale = Σ dropout(dz) · x.
     if not options.branch and not requires_grad[0]:
-        places["x"] = None
+        del sources["x"]
     if not requires_grad[1]:
-        places["x1"] = None
-    return Training(run, options, dtypes, itemgetter(*[-1 if at is None else at for at in places.values()]), {})
+        del sources["x1"]
+    there = [*outputs, *names]
+    kept = [name for name, source in sources.items() if source in there]
+    returned = _RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2]
+    constants = [name for name in ("mask", "mask1", "rms", "peak") if name in outputs]
+    keep = picker([sources[name] for name in kept], there)
+    return Training(run, options, dtypes, names, kept, keep, picker(returned, outputs), picker(constants, outputs), {})
 
 
 class FusedNorm(torch.autograd.Function):
-    """The outputs of a call, but for the statistics, as functions of Inputs."""
+    """The outputs of a call, but for the statistics, as functions of the inputs that there are."""
 
     @staticmethod
     def forward(ctx, call: Training, *tensors):
-        outputs = call.run(Inputs(*tensors))
-        ctx.save_for_backward(*call.kept((*outputs, *tensors, None)))
+        outputs = call.run(tensors)
+        ctx.save_for_backward(*call.keep((*outputs, *tensors, None)))
         ctx.call = call
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
-        if outputs.mask is not None or outputs.rms is not None:
-            observed = (outputs.mask, outputs.mask1, outputs.rms, outputs.peak)
-            ctx.mark_non_differentiable(*[t for t in observed if t is not None])
-        elif outputs.y1 is None:
-            return outputs.y, outputs.r
-        return outputs.y, outputs.r, outputs.y1, outputs.mask, outputs.mask1, outputs.rms, outputs.peak
+        if constants := call.constants((*outputs, None)):
+            ctx.mark_non_differentiable(*constants)
+        return call.returned((*outputs, None))
 
     @staticmethod
     def backward(ctx, dy, dr, dy1=None, *_):
+        call, needs = ctx.call, ctx.needs_input_grad
         if dy is None and dr is None and dy1 is None:  # those who used the outputs have given no gradient
-            return (None,) * (1 + len(Inputs._fields))
-        call, needs = ctx.call, ctx.needs_input_grad[1:]
+            return (None,) * len(needs)
         key = (needs, dy is None, dy1 is None, dr is None)
         job = call.jobs.get(key)
         if job is None:
-            job = call.jobs[key] = job_of(call.options, call.dtypes, needs, dy is not None, dy1 is not None, dr is not None)
-        inputs = BackwardInputs(dy, dy1, dr, *ctx.saved_tensors)
+            job = call.jobs[key] = job_of(call, needs[1:], dy is not None, dy1 is not None, dr is not None)
+        tensors = job.given((dy, dy1, dr, *ctx.saved_tensors))
         if not torch.is_grad_enabled():
-            return None, *job.gradients_of_inputs(inputs)
+            return None, *job.gradients_of_inputs(tensors)
         with torch.no_grad():
-            gradients = job.gradients_of_inputs(inputs)
+            gradients = job.gradients_of_inputs(tensors)
         return None, *refuse_second_order(function_name(call.options.norm), gradients)
 
 
@@ -84,11 +101,11 @@ class FusedNorm(torch.autograd.Function):
 apply_eager: Callable[..., tuple] = super(torch.autograd.Function, FusedNorm).apply
 
 
-def _operator_with_gradients(*call: Any) -> list[Tensor]:
-    inputs, options = operators.decode(Inputs, Options, *call)
-    run = partial(below_autograd, operators.norm_of, operators.norm_forward, options=options)
+def _operator_with_gradients(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
+    inputs, options = operators.decode(Inputs, Options, tensors, ints, floats)
+    run = lambda given: below_autograd(operators.norm_forward, list(given), ints, floats)  # noqa: E731
     training = training_of(run, options, dtypes_of(inputs), scales_require_grad(inputs))
-    return operators.present(FusedNorm.apply(training, *inputs))
+    return present(FusedNorm.apply(training, *tensors))
 
 
 def scales_require_grad(inputs: Inputs) -> tuple[bool, bool]:
@@ -97,31 +114,20 @@ def scales_require_grad(inputs: Inputs) -> tuple[bool, bool]:
     return rowscale is not None and rowscale.requires_grad, rowscale1 is not None and rowscale1.requires_grad
 
 
-def _gradients(inputs: BackwardInputs, options: BackwardOptions, runs: dict[tuple, Callable]) -> Gradients:
-    """runs: `launch.backward_call` of these options, by the kinds of inputs."""
-    # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
-    if is_eager(()) and (kinds := kinds_of(inputs)) is not None:
-        r = inputs.r
-        key = kinds, r.shape[-1]
-        run = runs.get(key)
-        if run is None:
-            run = runs[key] = operators.launches().backward_call(options, r.shape[-1], r.device, dtypes_of(inputs))
-        return run(inputs)
-    return operators.norm_backward_of(inputs, options)
-
-
 class Job(NamedTuple):
     options: BackwardOptions
-    gradients_of_inputs: Callable[[BackwardInputs], tuple[Tensor | None, ...]]  # in the order of Inputs
+    given: Callable[[tuple], tuple]  # of the upstream gradients and what was kept, those of BackwardInputs that there are
+    gradients_of_inputs: Callable[[tuple], tuple[Tensor | None, ...]]  # of them, for the inputs that there are
 
 
-def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bool) -> Job:
+def job_of(call: Training, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bool) -> Job:
     """What backward computes, and which input gets which of its results.
 
-    dtypes: of Inputs; needs: which of their gradients autograd asks for.
+    needs: which gradients autograd asks for, of the inputs that there are.
     """
-    of: Any = Inputs(*dtypes)
-    need: Any = Inputs(*needs)
+    options = call.options
+    of: Any = Inputs(*call.dtypes)
+    need: Any = Inputs(*[name in call.names and needs[call.names.index(name)] for name in Inputs._fields])
     # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
     dz_is_upstream = options.norm == Norm.none and of.weight is None and of.bias is None and not has_dy1 and has_dy != has_dr
     upstream_dtype = options.out_dtype if has_dy else options.residual_dtype
@@ -145,11 +151,30 @@ def job_of(options: Options, dtypes: tuple, needs: tuple, has_dy: bool, has_dy1:
     takes |= {name: "dz" for name, shares in (("x", x_takes_dz), ("x1", x1_takes_dz), ("residual", need.residual)) if shares}
     if passes:
         takes["residual"] = "dy" if has_dy else "dr"
-    results = (*Gradients._fields, "dy", "dr", None)
-    pick = itemgetter(*[results.index(takes.get(name)) for name in Inputs._fields])
     computed = BackwardOptions(**same, dz_dtype=dz_dtype, **dtypes_of_gradients)
-    runs: dict[tuple, Callable] = {}
-    return Job(computed, lambda inputs: pick((*_gradients(inputs, computed, runs), inputs.dy, inputs.dr, None)))
+
+    upstream = [name for name, is_there in (("dy", has_dy), ("dy1", has_dy1), ("dr", has_dr)) if is_there]
+    names = [*upstream, *call.kept]
+    place_of_r = names.index("r")
+    pick = picker([takes.get(name) for name in call.names], [*gradients_of(computed), *names])
+    runs: dict[tuple, Callable] = {}  # `launch.backward_call`, by the kinds of tensors
+
+    def gradients(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
+        kinds = kinds_of(tensors) if is_eager(()) else None
+        if kinds is None:
+            return pick((*operators.norm_backward_of(named(tensors), computed), *tensors, None))
+        run = runs.get(kinds)
+        if run is None:
+            r = tensors[place_of_r]
+            launch = operators.launches()
+            run = runs[kinds] = launch.backward_call(computed, r.shape[-1], r.device, dtypes_of(named(tensors)))
+        return pick((*run(tensors), *tensors, None))
+
+    def named(tensors: tuple[Tensor, ...]) -> BackwardInputs:
+        return BackwardInputs(**dict.fromkeys(BackwardInputs._fields) | dict(zip(names, tensors, strict=True)))
+
+    return Job(computed, picker(names, ["dy", "dy1", "dr", *call.kept]), gradients)
 
 
 def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,7 @@ from . import checks, operators, reference
 from .autograd import apply_eager
 from .philox import draw_seed, seed_tensor
 from .plan import Plan, make_plan, plan_of
-from .records import Inputs, Outputs
+from .records import Inputs, Outputs, outputs_of
 from .reference import Norm
 from .torch_state import is_eager
 
@@ -99,49 +99,17 @@ def norm_fn(
         branch_norm = Norm.none
     elif type(branch_norm) is not Norm:
         branch_norm = checks.as_norm(branch_norm, "branch_norm")
-    if prenorm is not True and prenorm is not False:
-        checks.check_flags(checks.function_name(norm), prenorm=prenorm)
-    if out_dtype is None and out is not None:
-        out_dtype = getattr(out, "dtype", None)
     # Plain tuples, as records cost an eager call some µs.
     operands = (
         x, residual, x1, weight, bias, weight1, bias1, branch_weight, branch_bias, rowscale, rowscale1, scalars, branch_scalars,
     )  # fmt: skip
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
     request = (
         norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None,
         residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
     )  # fmt: skip
-    others = (out, residual_out, seed if isinstance(seed, Tensor) else None)
-    plan = plan_of(operands, request) if is_eager(others) else None
-    eager = plan is not None
-    if plan is None:
-        plan = make_plan(operands, request)
-    if seed is not None:
-        checks.check_seed(plan.name, seed, x.device)
-    if not plan.drops:
-        seed = None
-    elif seed is None:
-        seed = draw_seed(x.device, eager)
-    elif isinstance(seed, int):
-        seed = seed_tensor(seed, x.device)
-    if out is not None or residual_out is not None:
-        outputs = _into_buffers(Inputs(*operands, seed), plan, eager, prenorm, out, residual_out)
-    elif plan.kernels:
-        outputs = _run_kernels(Inputs(*operands, seed), plan, eager)
-    else:
-        outputs = reference.norm(Inputs(*operands, seed), plan.inference)
-
-    y = outputs[0]
-    r = outputs[1] if outputs[1] is not None else y if plan.y_is_r else x
-    if not plan.returns_y1 and not return_dropout_mask and not return_statistics:
-        return (y, r) if prenorm else y
-    y1, mask, mask1, rms, peak, *_ = (*outputs[2:], None, None, None, None, None)
-    if return_dropout_mask and not plan.drops:
-        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, x1))
-    masks = (mask, mask1) if return_dropout_mask else ()
-    statistics = (rms, peak) if return_statistics else ()
-    results = (y, *[y1] * plan.returns_y1, *[r] * bool(prenorm), *masks, *statistics)
-    return results[0] if len(results) == 1 else results
+    return _call(operands, request, prenorm, out, residual_out, seed)
 
 
 def layer_norm_fn(
@@ -193,12 +161,14 @@ def layer_norm_fn(
     """
     if is_rms_norm is not True and is_rms_norm is not False:
         checks.check_flags("layer_norm_fn", is_rms_norm=is_rms_norm)
-    return norm_fn(
-        Norm.rmsnorm if is_rms_norm else Norm.layernorm, x, weight, bias, residual, x1, weight1, bias1,
-        eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32, zero_centered_weight=zero_centered_weight,
-        return_dropout_mask=return_dropout_mask, out_dtype=out_dtype, out=out, residual_out=residual_out, seed=seed,
+    operands = (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    request = (
+        Norm.rmsnorm if is_rms_norm else Norm.layernorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight,
+        prenorm or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
     )  # fmt: skip
+    return _call(operands, request, prenorm, out, residual_out, seed)
 
 
 def rms_norm_fn(
@@ -245,22 +215,66 @@ def rms_norm_fn(
     Raises:
         ValueError, TypeError: a shape, dtype, device, dropout_p or seed not as above; before anything is launched.
     """
-    return norm_fn(
-        Norm.rmsnorm, x, weight, bias, residual, x1, weight1, bias1,
-        eps=eps, dropout_p=dropout_p, rowscale=rowscale, rowscale1=rowscale1, prenorm=prenorm,
-        residual_in_fp32=residual_in_fp32, zero_centered_weight=zero_centered_weight,
-        return_dropout_mask=return_dropout_mask, out_dtype=out_dtype, out=out, residual_out=residual_out, seed=seed,
+    operands = (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None)
+    if out_dtype is None and out is not None:
+        out_dtype = getattr(out, "dtype", None)
+    request = (
+        Norm.rmsnorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight,
+        prenorm or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
     )  # fmt: skip
+    return _call(operands, request, prenorm, out, residual_out, seed)
 
 
-def _run_kernels(inputs: Inputs, plan: Plan, eager: bool) -> tuple:
-    """Outputs; r may be None where it is x itself."""
-    training = _trains(inputs)
+def _call(
+    operands: tuple, request: tuple, prenorm: bool, out: Tensor | None, residual_out: Tensor | None, seed: Tensor | int | None
+) -> Tensor | tuple[Tensor | None, ...]:
+    """operands, request: `records.OPERANDS` and the fields of `plan.Request`."""
+    if prenorm is not True and prenorm is not False:
+        checks.check_flags(checks.function_name(request[0]), prenorm=prenorm)
+    x = operands[0]
+    plan = plan_of(operands, request) if is_eager((out, residual_out, seed if isinstance(seed, Tensor) else None)) else None
+    eager = plan is not None
+    if plan is None:
+        plan = make_plan(operands, request)
+    if seed is not None:
+        checks.check_seed(plan.name, seed, x.device)
+    if not plan.drops:
+        seed = None
+    elif seed is None:
+        seed = draw_seed(x.device, eager)
+    elif isinstance(seed, int):
+        seed = seed_tensor(seed, x.device)
+    if out is not None or residual_out is not None:
+        outputs = _into_buffers(Inputs(*operands, seed), plan, eager, prenorm, out, residual_out)
+    elif plan.kernels:
+        outputs = _run_kernels((*operands, seed), plan, eager)
+    else:
+        outputs = reference.norm(Inputs(*operands, seed), plan.inference)
+
+    y = outputs[0]
+    r = outputs[1] if outputs[1] is not None else y if plan.y_is_r else x
+    if not plan.returns_y1 and not plan.returns_masks and not plan.returns_statistics:
+        return (y, r) if prenorm else y
+    y1, mask, mask1, rms, peak, *_ = (*outputs[2:], None, None, None, None, None)
+    if plan.returns_masks and not plan.drops:
+        mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, operands[2]))
+    masks = (mask, mask1) if plan.returns_masks else ()
+    statistics = (rms, peak) if plan.returns_statistics else ()
+    results = (y, *[y1] * plan.returns_y1, *[r] * prenorm, *masks, *statistics)
+    return results[0] if len(results) == 1 else results
+
+
+def _run_kernels(inputs: tuple, plan: Plan, eager: bool) -> tuple:
+    """Outputs of the fields of Inputs; r may be None where it is x itself."""
     if eager:
-        if training:
-            return apply_eager(plan.trained, *inputs)
-        return plan.run(inputs)
-    return operators.norm_of(operators.norm, inputs, plan.training if training else plan.inference)
+        tensors = plan.present(inputs)
+        if torch.is_grad_enabled():
+            for t in tensors:
+                if t.requires_grad:
+                    return apply_eager(plan.trained, *tensors)
+        return plan.run(tensors)
+    given = Inputs(*inputs)
+    return operators.norm_of(given, plan.training if _trains(given) else plan.inference)
 
 
 def _into_buffers(
@@ -271,9 +285,11 @@ def _into_buffers(
     checks.check_buffers(plan.name, out, residual_out, inputs.x, options.out_dtype, options.residual_dtype)
     if plan.kernels and eager and not _trains(inputs, out, residual_out):
         options = options._replace(store_residual=prenorm or residual_out is not None)
-        outputs = operators.launches().forward(inputs, options, out, residual_out)
-        torch.autograd.graph.increment_version([buffer for buffer in (out, residual_out) if buffer is not None])
-        return outputs
+        buffers = {name: buffer for name, buffer in (("y", out), ("r", residual_out)) if buffer is not None}
+        call = operators.launches().forward_call(options, inputs.x.shape[-1], inputs.x.device, plan.dtypes)
+        written = call(plan.present(inputs), buffers)
+        torch.autograd.graph.increment_version(buffers.values())
+        return Outputs(**dict(zip([output.name for output in outputs_of(inputs, options)], written, strict=True)))
     # Backward keeps tensors of its own, so what is later done to the buffers can't disturb it.
     outputs = Outputs(*_run_kernels(inputs, plan, eager)) if plan.kernels else reference.norm(inputs, options)
     if plan.r_is_x and out is not None:  # which may be x
@@ -285,6 +301,4 @@ def _into_buffers(
 
 
 def _trains(inputs: Inputs, *buffers: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        inputs.x.requires_grad or any([t is not None and t.requires_grad for t in (*inputs, *buffers)])  # noqa: C419
-    )
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *buffers))

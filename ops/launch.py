@@ -3,7 +3,7 @@
 What a launch needs besides its tensors and the number of rows follows from widths, dtypes and options. It is worked out once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import itemgetter, or_
 from typing import Any
@@ -27,14 +27,17 @@ from .philox import drop_threshold, keep_scale
 from .records import (
     BackwardInputs,
     BackwardOptions,
-    Gradients,
     Inputs,
     Options,
-    Outputs,
     dtypes_of,
     empty_gradients,
     empty_outputs,
-    wanted_by,
+    gradients_of,
+    names_of,
+    outputs_of,
+    picker,
+    present,
+    shapes_of,
 )
 from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
@@ -42,32 +45,19 @@ from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def _places(target: type, *names: str) -> Callable[[tuple], tuple]:
-    """A function of a tuple of what has these names, and None behind it: the fields of `target`, None where nothing has the
-    name of a field."""
-    fields = target._fields  # type: ignore[attr-defined]
-    return itemgetter(*[names.index(name) if name in names else len(names) for name in fields])
-
-
-_forward_pointers = _places(forward_kernels.Pointers, *Inputs._fields, *Outputs._fields)
-_in_backward = (*BackwardInputs._fields, *Gradients._fields, "partials", "scalar_partials", "board")
-_backward_pointers = _places(backward_kernels.Pointers, *_in_backward)
-_finish_pointers = _places(WeightGradients, *_in_backward)
-
-
-def forward(inputs: Inputs, options: Options, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
-    """y, r: contiguous buffers for those outputs; r may be the residual itself."""
+def forward(inputs: Inputs, options: Options) -> list[Tensor]:
+    """The outputs that options ask for, in the order of Outputs."""
     x = inputs.x
-    return forward_call(options, x.shape[-1], x.device, dtypes_of(inputs))(inputs, y, r)
+    return forward_call(options, x.shape[-1], x.device, dtypes_of(inputs))(present(inputs))
 
 
 @lru_cache(maxsize=1024)
-def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) -> Callable[..., Outputs]:
-    """`forward` of these options for rows of N, with all worked out that follows.
+def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) -> Callable[..., list[Tensor]]:
+    """`forward` of these options for rows of N, with all worked out that follows: a function of the inputs that are there.
 
     dtypes: of the inputs, None for an absent one.
     """
-    of = Inputs(*dtypes)
+    of: Any = Inputs(*dtypes)
     rows = (of.x, of.residual, of.x1)
     weights = [getattr(of, name) for name in Weights._fields]
     work = Work(
@@ -83,29 +73,39 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     variant = _variant(N, options, work, tile, STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype], EARLY_START=early)
     numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs, variant)
     start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early)
-    rows_of_tile = tile.rows
+    rows_of_tile, drops = tile.rows, of.seed is not None
+    outputs = outputs_of(of, options)
+    pointers = picker(forward_kernels.Pointers._fields, [*names_of(of), *(output.name for output in outputs)])
 
-    def run(inputs: Inputs, y: Tensor | None = None, r: Tensor | None = None) -> Outputs:
-        M = inputs.x.numel() // N
-        outputs = empty_outputs(inputs, options, M, y, r)
-        start(-(-M // rows_of_tile), _forward_pointers((*inputs, *outputs, None)), inputs.seed, M, *numbers)
-        return outputs
+    def run(inputs: Sequence[Tensor], buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """buffers: contiguous, for y and r; that for r may be the residual itself."""
+        x = inputs[0]
+        M = x.numel() // N
+        if buffers is None:
+            written = empty_outputs(x, outputs, M)
+        else:
+            written = [buffers[o.name] if o.name in buffers else empty_outputs(x, [o], M)[0] for o in outputs]
+        start(-(-M // rows_of_tile), pointers((*inputs, *written, None)), inputs[-1] if drops else None, M, *numbers)
+        return written
 
     return run
 
 
-def backward(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
+def backward(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
+    """The gradients that options ask for, in the order of Gradients."""
     r = inputs.r
-    return backward_call(options, r.shape[-1], r.device, dtypes_of(inputs))(inputs)
+    return backward_call(options, r.shape[-1], r.device, dtypes_of(inputs))(present(inputs))
 
 
 @lru_cache(maxsize=1024)
 def backward_call(
     options: BackwardOptions, N: int, device: torch.device, dtypes: tuple
-) -> Callable[[BackwardInputs], Gradients]:
-    """`backward` of these options for rows of N, with all worked out that follows. dtypes: of the inputs, None for an absent
-    one."""
-    of = BackwardInputs(*dtypes)
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """`backward` of these options for rows of N, with all worked out that follows: a function of the inputs that are there.
+
+    dtypes: of the inputs, None for an absent one.
+    """
+    of: Any = BackwardInputs(*dtypes)
     norm, branch_norm = Norm(options.norm), Norm(options.branch_norm)
     wanted = Weights(*[getattr(options, f"d{name}_dtype") is not None for name in Weights._fields])
     reads_r = norm != Norm.none or wanted.weight or wanted.weight1
@@ -144,40 +144,42 @@ def backward_call(
     scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
 
     numbers = (*_dropout_numbers(options), variant)
-    gradients_wanted = wanted_by(options)
     finish_blocks, finish_numbers = sums * -(-N // block_n), (block_p, block_n, facts.since_sm_90)
     rows_of_tile, slices, sums_N = tile.rows, tile.slices, sums * N
+    names, gradients = names_of(of), gradients_of(options)
+    shapes, place_of_r, drops = shapes_of(gradients, names), names.index("r"), of.seed is not None
+    scratch_names = [name for name, used in (("partials", sums), ("scalar_partials", scalars), ("board", split)) if used]
+    all_names = [*names, *gradients, *scratch_names]
+    pointers, finish_pointers = (picker(record._fields, all_names) for record in (backward_kernels.Pointers, WeightGradients))
 
-    def run(inputs: BackwardInputs) -> Gradients:
-        r = inputs.r
+    def run(inputs: Sequence[Tensor]) -> list[Tensor]:
+        r = inputs[place_of_r]
         M = r.numel() // N
-        gradients = empty_gradients(inputs, gradients_wanted)
+        written = empty_gradients(inputs, r, shapes)
         if M == 0:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.zero_()  # those of weights have elements
-            return gradients
+            return [gradient.zero_() for gradient in written]  # those of weights have elements
         tiles = -(-M // rows_of_tile)
         groups = min(tiles, most_groups)
-        partials = r.new_empty(groups * sums_N, dtype=torch.float32) if sums else None
-        board = None
+        scratch = []
+        if sums:
+            scratch.append(r.new_empty(groups * sums_N, dtype=torch.float32))
+        if scalars:
+            scratch.append(r.new_empty(groups, scalars, dtype=torch.float32))
         if split:
             words = groups * RING.value * turn_words(slices)
-            board = torch.full((words,), -1, dtype=torch.int64, device=device)
-        scalar_partials = None
-        if scalars:
-            scalar_partials = r.new_empty(groups, scalars, dtype=torch.float32)
-        tensors = (*inputs, *gradients, partials, scalar_partials, board, None)
-        start(groups * slices, _backward_pointers(tensors), inputs.seed, M, tiles, *numbers)
+            scratch.append(torch.full((words,), -1, dtype=torch.int64, device=device))
+        tensors = (*inputs, *written, *scratch, None)
+        start(groups * slices, pointers(tensors), inputs[-1] if drops else None, M, tiles, *numbers)
         if sums:
-            finish(finish_blocks, _finish_pointers(tensors), groups, N, *finish_numbers)
-        if scalar_partials is not None:
-            found = scalar_partials.sum(0)
-            if gradients.dscalars is not None:
-                gradients.dscalars.copy_(found[: norm.scalars])
-            if gradients.dbranch_scalars is not None:
-                gradients.dbranch_scalars.copy_(found[-branch_norm.scalars :])
-        return gradients
+            finish(finish_blocks, finish_pointers(tensors), groups, N, *finish_numbers)
+        if scalars:
+            found = scratch[1 if sums else 0].sum(0)
+            for name, gradient in zip(gradients, written, strict=True):
+                if name == "dscalars":
+                    gradient.copy_(found[: norm.scalars])
+                elif name == "dbranch_scalars":
+                    gradient.copy_(found[-branch_norm.scalars :])
+        return written
 
     return run
 

@@ -22,13 +22,16 @@ from torch.autograd import forward_ad
 from .records import (
     BackwardInputs,
     BackwardOptions,
-    Gradients,
     Inputs,
     Options,
     Outputs,
     empty_gradients,
     empty_outputs,
-    wanted_by,
+    gradients_of,
+    names_of,
+    outputs_of,
+    present,
+    shapes_of,
 )
 from .torch_state import below_autograd, has_tangents
 
@@ -121,10 +124,10 @@ def record_operator(name: str, record: Any, options: Any, kernel: Callable, empt
 
     def run(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
         places, given = decoded(tuple(ints), tuple(floats))
-        return present(kernel(record._make(places((*tensors, None))), given))
+        return kernel(record._make(places((*tensors, None))), given)
 
     def fake(tensors: list[Tensor], ints: list[int], floats: list[float]) -> list[Tensor]:
-        return present(empty(*decode(record, options, tensors, ints, floats)))
+        return empty(*decode(record, options, tensors, ints, floats))
 
     op = operator(name, SCHEMA, run, fake)
     library.register_vmap(op, partial(_one_by_one, op), lib=LIBRARY)
@@ -141,52 +144,44 @@ def _one_by_one(op, info, in_dims, tensors, *rest):
     return outputs, [0] * len(outputs)
 
 
-def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
+def _forward(inputs: Inputs, options: Options) -> list[Tensor]:
+    return launches().forward(inputs, options)
 
 
-def without_stats(outputs: Outputs) -> Outputs:
-    return outputs._replace(stats=None, branch_stats=None)
+def _forward_shapes(inputs: Inputs, options: Options) -> list[Tensor]:
+    x = inputs.x
+    return empty_outputs(x, outputs_of(inputs, options), x.numel() // x.shape[-1])
+
+
+def _backward(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
+    return launches().backward(inputs, options)
+
+
+def _backward_shapes(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
+    return empty_gradients(present(inputs), inputs.r, shapes_of(gradients_of(options), names_of(inputs)))
 
 
 # Two operators that do nearly the same: one that has autograd code in Python goes through the dispatcher twice at each call,
 # whether or not there is anything to differentiate, and a compiled graph, which is below autograd, needs none. The gradient of
-# `norm` is registered at the end of autograd.py. The statistics are for backward alone.
+# `norm` is registered at the end of autograd.py. The statistics are for backward alone: `norm` returns none.
 norm = record_operator(
     "norm", Inputs, Options,
-    lambda *call: without_stats(launches().forward(*call)),
-    lambda *call: without_stats(empty_outputs(*call)),
+    lambda inputs, options: _forward(inputs, _without_stats(options)),
+    lambda inputs, options: _forward_shapes(inputs, _without_stats(options)),
 )  # fmt: skip
-norm_forward = record_operator("norm_forward", Inputs, Options, lambda *call: launches().forward(*call), empty_outputs)
-norm_backward = record_operator(
-    "norm_backward", BackwardInputs, BackwardOptions,
-    lambda *call: launches().backward(*call),
-    lambda inputs, options: empty_gradients(inputs, wanted_by(options)),
-)  # fmt: skip
+norm_forward = record_operator("norm_forward", Inputs, Options, _forward, _forward_shapes)
+norm_backward = record_operator("norm_backward", BackwardInputs, BackwardOptions, _backward, _backward_shapes)
 
 
-def norm_of(op: Callable, inputs: Inputs, options: Options) -> Outputs:
-    """op: `norm`, or `norm_forward` below autograd."""
-    asked = {
-        "y": True,
-        "r": options.store_residual,
-        "y1": inputs.weight1 is not None or inputs.bias1 is not None,
-        "mask": options.return_mask,
-        "mask1": options.return_mask and inputs.x1 is not None,
-        "rms": options.return_statistics,
-        "peak": options.return_statistics,
-        "stats": op is norm_forward and options.statistics > 0,
-        "branch_stats": op is norm_forward and options.branch_statistics > 0,
-    }
-    return Outputs(**_named(asked, op(*encode(inputs, options))))
+def _without_stats(options: Options) -> Options:
+    return options._replace(statistics=0, branch_statistics=0)
 
 
-def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> Gradients:
-    asked = {name: getattr(options, f"{name}_dtype") is not None for name in Gradients._fields}
-    return Gradients(**_named(asked, norm_backward(*encode(inputs, options))))
+def norm_of(inputs: Inputs, options: Options) -> Outputs:
+    outputs = outputs_of(inputs, _without_stats(options))
+    return Outputs(**dict(zip([output.name for output in outputs], norm(*encode(inputs, options)), strict=True)))
 
 
-def _named(asked: dict[str, bool], tensors: list[Tensor]) -> dict[str, Any]:
-    """The tensors that an operator returned, by the names of those that were asked for; None for the others."""
-    given = iter(tensors)
-    return {name: next(given) if is_asked else None for name, is_asked in asked.items()}
+def norm_backward_of(inputs: BackwardInputs, options: BackwardOptions) -> list[Tensor]:
+    """The gradients that options ask for, in the order of Gradients."""
+    return norm_backward(*encode(inputs, options))

@@ -26,7 +26,19 @@ from .checks import (
     function_name,
 )
 from .kernels import runs_kernels
-from .records import OPERANDS, ROWSCALES, SCALARS, WEIGHTS, Inputs, Options, Outputs, dtypes_of
+from .records import (
+    OPERANDS,
+    ROWSCALES,
+    SCALARS,
+    WEIGHTS,
+    Inputs,
+    Options,
+    Outputs,
+    dtypes_of,
+    names_of,
+    outputs_of,
+    picker,
+)
 from .reference import Norm
 from .torch_state import differentiated_by_func, is_plain
 
@@ -51,12 +63,17 @@ class Plan(NamedTuple):
     name: str  # of the public function, for messages
     kernels: bool  # whether the call goes through the kernels; else through `reference`
     dtypes: tuple[torch.dtype | None, ...]  # of Inputs
-    run: Callable[[Inputs], Outputs]  # in inference; this and `trained` are for eager calls on kernels
+    present: Callable[[tuple], tuple]  # of (*operands, seed), those that are there
+    run: Callable[
+        [tuple], tuple
+    ]  # of them, the fields of Outputs in inference; this and `trained` are for eager calls on kernels
     trained: Training | None
     inference: Options
     training: Options  # the same, and keep what backward needs
     drops: bool
     returns_y1: bool
+    returns_masks: bool
+    returns_statistics: bool
     r_is_x: bool  # nothing is added to x or changed in it
     y_is_r: bool  # there is no norm, and y has the dtype of the stream
 
@@ -85,10 +102,13 @@ def plan_of(operands: tuple, request: tuple) -> Plan | None:
     except TypeError:  # an option has no hash: the checks have more to say
         return make_plan(operands, request)
     if plan.kernels:
-        x, call = operands[0], operators.launches().forward_call
+        x, inputs, call = operands[0], Inputs._make((*operands, None)), operators.launches().forward_call
         run, run_training = (call(options, x.shape[-1], x.device, plan.dtypes) for options in (plan.inference, plan.training))
-        requires_grad = scales_require_grad(Inputs._make((*operands, None)))
-        plan = plan._replace(run=run, trained=training_of(run_training, plan.training, plan.dtypes, requires_grad))
+        fields = picker(Outputs._fields, [output.name for output in outputs_of(inputs, plan.inference)])
+        plan = plan._replace(
+            run=lambda tensors: fields((*run(tensors), None)),
+            trained=training_of(run_training, plan.training, plan.dtypes, scales_require_grad(inputs)),
+        )
     _plans[key] = plan
     while len(_plans) > MOST:
         _plans.popitem(last=False)
@@ -199,18 +219,21 @@ def make_plan(given: tuple, wanted: tuple) -> Plan:
         name=name,
         kernels=kernels,
         dtypes=(*dtypes_of(operands)[:-1], torch.int64 if drops else None),
+        present=picker([*names_of(operands), *["seed"] * drops], Inputs._fields),
         run=_only_eager,
         trained=None,
         inference=inference,
         training=training,
         drops=drops,
         returns_y1=operands.weight1 is not None or operands.bias1 is not None,
+        returns_masks=bool(request.return_dropout_mask),
+        returns_statistics=bool(request.return_statistics),
         r_is_x=r_is_x,
         y_is_r=y_is_r,
     )
 
 
-def _only_eager(inputs: Inputs) -> Outputs:
+def _only_eager(tensors: tuple) -> tuple:
     raise AssertionError("only plans of eager calls on kernels start them")
 
 

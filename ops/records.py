@@ -3,7 +3,9 @@
 The operators take records flattened, in the order of their fields; `operators` makes the schemas from the annotations.
 """
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,49 +129,82 @@ WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES, *SC
 
 # The gradients that have the shape of an input, and of which; the others have the shape (N,).
 _SHAPED_LIKE = {f"d{name}": name for name in (*ROWS, *ROWSCALES, *SCALARS)} | dict.fromkeys(("dz", "dx", "dx1"), "r")
-_LIKE = [None if name not in _SHAPED_LIKE else BackwardInputs._fields.index(_SHAPED_LIKE[name]) for name in Gradients._fields]
 
 
 def dtypes_of(record: Inputs | BackwardInputs) -> tuple[torch.dtype | None, ...]:
     return tuple([None if t is None else t.dtype for t in record])
 
 
-def empty_outputs(
-    inputs: Inputs, options: Options, rows: int | None = None, y: Tensor | None = None, r: Tensor | None = None
-) -> Outputs:
-    """rows: of x, worked out if None; y, r: these instead of empty ones."""
-    x = inputs.x
-    if rows is None:
-        rows = x.numel() // x.shape[-1]
-    stats, branch_stats = options.statistics, options.branch_statistics
-    return Outputs(
-        _empty(x, options.out_dtype) if y is None else y,
-        _empty(x, options.residual_dtype) if options.store_residual and r is None else r,
-        _empty(x, options.out_dtype) if inputs.weight1 is not None or inputs.bias1 is not None else None,
-        _empty(x, torch.bool) if options.return_mask else None,
-        _empty(x, torch.bool) if options.return_mask and inputs.x1 is not None else None,
-        x.new_empty(x.shape[:-1], dtype=torch.float32) if options.return_statistics else None,
-        x.new_empty(x.shape[:-1], dtype=torch.float32) if options.return_statistics else None,
-        x.new_empty(rows * stats, dtype=torch.float32) if stats else None,
-        x.new_empty(rows * branch_stats, dtype=torch.float32) if branch_stats else None,
-    )
+# ---- records of which only the tensors that are there are handed on -------------------------------------------------------
 
 
-Wanted = list[tuple[int, int | None, torch.dtype]]
+def present(record: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in record if t is not None]
 
 
-def empty_gradients(inputs: BackwardInputs, wanted: Wanted) -> Gradients:
-    r = inputs.r
-    gradients: list[Tensor | None] = [None] * len(_LIKE)
-    for place, like, dtype in wanted:
-        gradients[place] = r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(cast(Tensor, inputs[like]), dtype)
-    return Gradients._make(gradients)
+def names_of(record: Any) -> list[str]:
+    """The fields of a record that are not None."""
+    return [name for name, value in zip(record._fields, record, strict=True) if value is not None]
 
 
-def wanted_by(options: BackwardOptions) -> Wanted:
-    """Of each gradient that is wanted: its place, that of the input with its shape, and its dtype."""
-    dtypes = cast(Any, options[-len(_LIKE) :])
-    return [(place, like, dtype) for place, (like, dtype) in enumerate(zip(_LIKE, dtypes, strict=True)) if dtype is not None]
+def picker(names: Sequence[str | None], among: Sequence[str]) -> Callable[[tuple], tuple]:
+    """A function of a tuple of what `among` names, with None behind it, that returns what has these names, in this order; None
+    where `among` lacks the name."""
+    places = [among.index(name) if name in among else len(among) for name in names]
+    if len(places) > 1:
+        return itemgetter(*places)
+    return (lambda values: (values[places[0]],)) if places else (lambda values: ())  # itemgetter of one place gives no tuple
+
+
+# ---- what the kernels write ------------------------------------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    name: str  # of Outputs
+    dtype: torch.dtype
+    numbers: int | None = None  # of each row, flat; 0: one, in x's leading shape; None: as many as x has
+
+
+def outputs_of(inputs: Inputs, options: Options) -> list[Output]:
+    """Those that are written, in the order of Outputs. inputs: tensors or their dtypes, None where there is none."""
+    y1 = inputs.weight1 is not None or inputs.bias1 is not None
+    fp32, stats = torch.float32, (options.statistics, options.branch_statistics)
+    asked = [
+        (True, Output("y", options.out_dtype)),
+        (options.store_residual, Output("r", options.residual_dtype)),
+        (y1, Output("y1", options.out_dtype)),
+        (options.return_mask, Output("mask", torch.bool)),
+        (options.return_mask and inputs.x1 is not None, Output("mask1", torch.bool)),
+        (options.return_statistics, Output("rms", fp32, 0)),
+        (options.return_statistics, Output("peak", fp32, 0)),
+        (stats[0], Output("stats", fp32, stats[0])),
+        (stats[1], Output("branch_stats", fp32, stats[1])),
+    ]
+    return [output for is_asked, output in asked if is_asked]
+
+
+def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int) -> list[Tensor]:
+    return [
+        _empty(x, dtype) if numbers is None else x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        for _, dtype, numbers in outputs
+    ]
+
+
+def gradients_of(options: BackwardOptions) -> dict[str, torch.dtype]:
+    """The dtypes of those that are wanted, in the order of Gradients."""
+    dtypes = {name: getattr(options, f"{name}_dtype") for name in Gradients._fields}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+def shapes_of(gradients: Mapping[str, torch.dtype], inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:
+    """Of each gradient, the place of the input with its shape, or None: (N,); and its dtype. inputs: their names."""
+    likes = [_SHAPED_LIKE.get(name) for name in gradients]
+    return [(like and inputs.index(like), dtype) for like, dtype in zip(likes, gradients.values(), strict=True)]
+
+
+def empty_gradients(tensors: Sequence[Tensor], r: Tensor, shapes: Iterable[tuple[int | None, torch.dtype]]) -> list[Tensor]:
+    """shapes: of `shapes_of`, for inputs of which these are there."""
+    return [r.new_empty(r.shape[-1], dtype=dtype) if like is None else _empty(tensors[like], dtype) for like, dtype in shapes]
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:

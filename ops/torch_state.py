@@ -57,16 +57,13 @@ def is_plain(t: Any) -> bool:
     return type(t) in _PLAIN and t.layout is _STRIDED and not t.is_neg()
 
 
-def kinds_of(tensors: Iterable[Tensor | None]) -> tuple | None:
+def kinds_of(tensors: Iterable[Tensor]) -> tuple | None:
     """Device and dtype of each, or None where one is not plain. In one pass, as it is part of every eager backward."""
     kinds: list[Any] = []
     for t in tensors:
-        if t is None:
-            kinds.append(None)
-        elif is_plain(t):
-            kinds += t.device, t.dtype
-        else:
+        if not is_plain(t):
             return None
+        kinds += t.device, t.dtype
     return tuple(kinds)
 
 

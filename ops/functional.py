@@ -106,7 +106,8 @@ def norm_fn(
     if out_dtype is None and out is not None:
         out_dtype = getattr(out, "dtype", None)
     request = (
-        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm or residual_out is not None,
+        norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight,
+        prenorm is True or residual_out is not None,
         residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
     )  # fmt: skip
     return _call(operands, request, prenorm, out, residual_out, seed)
@@ -166,7 +167,7 @@ def layer_norm_fn(
         out_dtype = getattr(out, "dtype", None)
     request = (
         Norm.rmsnorm if is_rms_norm else Norm.layernorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight,
-        prenorm or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
+        prenorm is True or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
     )  # fmt: skip
     return _call(operands, request, prenorm, out, residual_out, seed)
 
@@ -220,7 +221,7 @@ def rms_norm_fn(
         out_dtype = getattr(out, "dtype", None)
     request = (
         Norm.rmsnorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight,
-        prenorm or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
+        prenorm is True or residual_out is not None, residual_in_fp32, return_dropout_mask, False, out_dtype,
     )  # fmt: skip
     return _call(operands, request, prenorm, out, residual_out, seed)
 

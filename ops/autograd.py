@@ -1,6 +1,7 @@
 """The gradients: what backward keeps, and which input gets which result."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -185,6 +186,20 @@ def refuse_second_order(name: str, gradients: tuple[Tensor | None, ...]) -> tupl
     """
     anchor = torch.zeros((), device="cpu", requires_grad=True)  # they have a history, whatever they were computed from
     return _Refused.apply(name, anchor, *gradients)
+
+
+def first_order(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward of a Function, whose gradients `refuse_second_order`. ctx.function: the public function, for the message."""
+
+    @wraps(backward)
+    def run(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *upstream)
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        return refuse_second_order(ctx.function, gradients)
+
+    return run
 
 
 class _Refused(torch.autograd.Function):

@@ -45,12 +45,17 @@ def check_operands(
     for argument, t in operands.items():
         if t is None:
             continue
-        check_tensor(name, argument, t)
+        check_operand(name, argument, t, x, accepted)
         if all(t.shape != shape for shape in shapes):
             raise ValueError(f"{name}: {argument} has shape {tuple(t.shape)}, expected {expected()}")
-        check_dtype(name, argument, t, accepted)
-        if t.device != x.device:
-            raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of x")
+
+
+def check_operand(name: str, argument: str, t: Tensor, x: Tensor, accepted: Sequence[torch.dtype], of: str = "x") -> None:
+    """All but the shape. of: what x is called."""
+    check_tensor(name, argument, t)
+    check_dtype(name, argument, t, accepted)
+    if t.device != x.device:
+        raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}, the device of {of}")
 
 
 def check_like_input(name: str, x: Tensor, accepted: Sequence[torch.dtype], **operands: Tensor | None) -> None:
@@ -92,23 +97,21 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def check_dropout_p(name: str, argument: str, p: float) -> None:
-    if not _is_real(p) or not 0.0 <= p < 1.0:
-        raise ValueError(f"{name}: {argument} must be in [0, 1), got {p!r}")
+    check_number(name, argument, p, "in [0, 1)", lambda p: 0.0 <= p < 1.0)
 
 
 def check_eps(name: str, eps: float) -> None:
-    if not _is_real(eps) or not eps >= 0.0:
-        raise ValueError(f"{name}: eps must be a number of 0 or more, got {eps!r}")
+    check_number(name, "eps", eps, "a number of 0 or more", lambda eps: eps >= 0.0)
 
 
 def check_residual_scale(name: str, scale: float) -> None:
-    if not _is_real(scale) or not abs(scale) < math.inf:
-        raise ValueError(f"{name}: residual_scale must be a finite number, got {scale!r}")
+    check_number(name, "residual_scale", scale, "a finite number", lambda scale: abs(scale) < math.inf)
 
 
-def _is_real(number: object) -> bool:
-    """Whether it is a real number, numpy's among them."""
-    return isinstance(number, float | int | Real) and not isinstance(number, bool)
+def check_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> None:
+    """accepted: in words. Numpy's numbers are numbers."""
+    if not isinstance(number, float | int | Real) or isinstance(number, bool) or not fits(number):
+        raise ValueError(f"{name}: {argument} must be {accepted}, got {number!r}")
 
 
 def check_flags(name: str, **flags: object) -> None:
@@ -119,7 +122,7 @@ def check_flags(name: str, **flags: object) -> None:
 
 
 def check_size(name: str, argument: str, size: Any, least: int) -> None:
-    whole = isinstance(size, Integral | torch.SymInt) and not isinstance(size, bool)
+    whole = isinstance(size, int | Integral | torch.SymInt) and not isinstance(size, bool)
     if not whole or not least <= size < 2**63:
         raise ValueError(f"{name}: {argument} must be an int of {least} or more, got {size!r}")
 

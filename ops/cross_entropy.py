@@ -1,7 +1,8 @@
 """Cross-entropy of logits, and of the product that makes them, whose logits are then nobody's but the loss's."""
 
+import math
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cross_entropy_reference as reference
-from .autograd import refuse_second_order
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_flags, check_tensor
+from . import operators
+from .autograd import first_order
+from .checks import (
+    KERNEL_DTYPES,
+    REFERENCE_DTYPES,
+    check_dtype,
+    check_flags,
+    check_number,
+    check_operand,
+    check_size,
+    check_tensor,
+)
 from .cross_entropy_reference import NONE, REDUCTIONS, LossOptions
 from .kernels import runs_kernels
 from .operators import operator, register_autograd
@@ -64,7 +75,7 @@ def cross_entropy_fn(
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"{name}: logits has shape {tuple(logits.shape)}, expected (..., V) with V ≥ 1")
     check_dtype(name, "logits", logits, dtypes)
-    check_targets(name, targets, logits.shape[:-1], logits, "logits")
+    check_targets(name, targets, logits, "logits")
     check_flags(name, in_place=in_place)
     rows = None
     if in_place and torch.is_grad_enabled() and logits.requires_grad and not torch.compiler.is_compiling():
@@ -110,26 +121,21 @@ def linear_cross_entropy_fn(
         TypeError, ValueError: as `cross_entropy_fn`.
     """
     name = "linear_cross_entropy_fn"
-    dtypes = REFERENCE_DTYPES
     options = check_options(name, ignore_index, reduction, softcap, z_loss, label_smoothing)
     if options.reduction == NONE:
         raise ValueError(f'{name}: reduction is "none", accepted: mean, sum')
     check_tensor(name, "hidden", hidden)
     if hidden.dim() == 0:
         raise ValueError(f"{name}: hidden has shape (), expected (..., K)")
-    check_dtype(name, "hidden", hidden, dtypes)
-    check_tensor(name, "weight", weight)
+    check_dtype(name, "hidden", hidden, REFERENCE_DTYPES)
+    check_operand(name, "weight", weight, hidden, REFERENCE_DTYPES, "hidden")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
             f"{name}: weight has shape {tuple(weight.shape)}, expected (V, {hidden.shape[-1]}) to match the last dimension of "
             f"hidden {tuple(hidden.shape)}"
         )
-    check_dtype(name, "weight", weight, dtypes)
-    if weight.device != hidden.device:
-        raise ValueError(f"{name}: weight is on {weight.device}, expected {hidden.device}, the device of hidden")
-    check_targets(name, targets, hidden.shape[:-1], hidden, "hidden")
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"{name}: chunks must be an int of 1 or more, got {chunks!r}")
+    check_targets(name, targets, hidden, "hidden")
+    check_size(name, "chunks", chunks, 1)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -139,11 +145,7 @@ def linear_cross_entropy_fn(
     return linear_op(rows, weight, targets, chunks, dtype, False, False, *options)[0]
 
 
-def launches() -> Any:
-    """The module that needs Triton: only on devices with kernels."""
-    from . import cross_entropy_launch
-
-    return cross_entropy_launch
+launches = partial(operators.launches, "cross_entropy_launch")
 
 
 # ---- checks ------------------------------------------------------------------------------------------------------------------
@@ -154,26 +156,19 @@ def check_options(name: str, ignore_index: Any, reduction: Any, softcap: Any, z_
         raise ValueError(f"{name}: reduction is {reduction!r}, accepted: {', '.join(REDUCTIONS)}")
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise ValueError(f"{name}: ignore_index must be an int, got {ignore_index!r}")
-    if softcap is not None and not _number(softcap, above=0.0):
-        raise ValueError(f"{name}: softcap must be a finite number above 0, or None for none, got {softcap!r}")
-    if not (_number(z_loss, above=0.0) or z_loss == 0):
-        raise ValueError(f"{name}: z_loss must be a finite number of 0 or more, got {z_loss!r}")
-    if not ((_number(label_smoothing, above=0.0) or label_smoothing == 0) and label_smoothing <= 1):
-        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing!r}")
+    if softcap is not None:
+        check_number(name, "softcap", softcap, "a finite number above 0, or None for none", lambda c: 0.0 < c < math.inf)
+    check_number(name, "z_loss", z_loss, "a finite number of 0 or more", lambda z: 0.0 <= z < math.inf)
+    check_number(name, "label_smoothing", label_smoothing, "in [0, 1]", lambda e: 0.0 <= e <= 1.0)
     return LossOptions(ignore_index, REDUCTIONS[reduction], float(softcap or 0.0), float(z_loss), float(label_smoothing))
 
 
-def _number(value: Any, above: float) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool) and above < value < float("inf")
-
-
-def check_targets(name: str, targets: Any, shape: torch.Size, like: Tensor, of: str) -> None:
-    check_tensor(name, "targets", targets)
+def check_targets(name: str, targets: Any, like: Tensor, of: str) -> None:
+    """One for each row of `like`, which is called `of`."""
+    check_operand(name, "targets", targets, like, (torch.int64, torch.int32), of)
+    shape = like.shape[:-1]
     if targets.shape != shape:
         raise ValueError(f"{name}: targets has shape {tuple(targets.shape)}, expected {tuple(shape)}, a row of {of} for each")
-    check_dtype(name, "targets", targets, (torch.int64, torch.int32))
-    if targets.device != like.device:
-        raise ValueError(f"{name}: targets is on {targets.device}, expected {like.device}, the device of {of}")
 
 
 def check_rows(name: str, logits: Tensor) -> Tensor:
@@ -192,7 +187,7 @@ def check_rows(name: str, logits: Tensor) -> Tensor:
     return rows
 
 
-def known_to_inductor(*operators: Any) -> None:
+def known_to_inductor(*ops: Any) -> None:
     """Tells torch.compile's backend that it is to call these operators as they are, which it would find out by itself.
 
     PyTorch 2.11 then first writes down all of the graph that they depend on, for a log that nobody has asked for. Behind
@@ -200,9 +195,9 @@ def known_to_inductor(*operators: Any) -> None:
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if hasattr(lowering, "lowerings") and hasattr(lowering, "make_fallback"):
-        for one in operators:
-            if one not in lowering.lowerings:
-                lowering.make_fallback(one, warn=False)
+        for op in ops:
+            if op not in lowering.lowerings:
+                lowering.make_fallback(op, warn=False)
 
 
 # ---- operators ---------------------------------------------------------------------------------------------------------------
@@ -212,7 +207,7 @@ OPTIONS = "int ignore_index, int reduction, float softcap, float z_loss, float l
 
 def _forward(logits: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, statistics of the rows and the factor of the mean."""
-    return launches().loss(logits, targets.contiguous(), LossOptions(*options))
+    return launches().loss(logits, targets, LossOptions(*options))
 
 
 def _forward_fake(logits: Tensor, targets: Tensor, ignore_index: int, reduction: int, *_: Any) -> tuple[Tensor, ...]:
@@ -224,7 +219,7 @@ def _forward_fake(logits: Tensor, targets: Tensor, ignore_index: int, reduction:
 
 def _backward(dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, *options: Any) -> Tensor:
     gradient = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    launches().gradient(dloss, logits, targets.contiguous(), stats, scale, LossOptions(*options), gradient)
+    launches().gradient(dloss, logits, targets, stats, scale, LossOptions(*options), gradient)
     return gradient
 
 
@@ -248,21 +243,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, targets, *options):
         outputs = below_autograd(cross_entropy_forward, logits, targets, *options)
         ctx.save_for_backward(logits, targets, *outputs[1:])
-        ctx.options = options
+        ctx.options, ctx.function = options, "cross_entropy_fn"
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss, *_):
-        nothing = (None,) * (1 + len(ctx.options))
-        if dloss is None:
-            return None, *nothing
-        with torch.no_grad():
-            gradient = cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
-        if torch.is_grad_enabled():
-            (gradient,) = refuse_second_order("cross_entropy_fn", (gradient,))
-        return gradient, *nothing
+        gradient = None if dloss is None else cross_entropy_backward(dloss, *ctx.saved_tensors, *ctx.options)
+        return gradient, *[None] * (1 + len(ctx.options))
 
 
 register_autograd(cross_entropy_op, cross_entropy_forward, _CrossEntropy.apply)
@@ -273,12 +263,12 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, rows, targets, options):
-        ctx.options, ctx.spent = options, False
+        ctx.options, ctx.function, ctx.spent = options, "cross_entropy_fn", False
         # Per row the upstream gradient isn't known yet, and in fp16 p / count is often 0.
         ctx.early = options.reduction != NONE and rows.dtype != torch.float16
-        scale = launches().scale_of(targets, options)
         if ctx.early:
-            losses = launches().loss_and_gradient(rows, targets, options, scale)
+            scale = launches().scale_of(targets, options)
+            losses = launches().one_pass(rows, targets, options, scale)
             torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(logits)
             return launches().reduced(losses, scale, options)
@@ -287,6 +277,7 @@ class _InPlace(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss):
         if ctx.spent:
             raise RuntimeError(
@@ -295,16 +286,13 @@ class _InPlace(torch.autograd.Function):
             )
         logits, *saved = ctx.saved_tensors
         ctx.spent = True
-        with torch.no_grad():
-            gradient = logits.detach()
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            if ctx.early:
-                launches().multiply(rows, dloss)
-            else:
-                launches().gradient(dloss, rows, *saved, ctx.options, rows)
+        gradient = logits.detach()
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        if ctx.early:
+            launches().multiply(rows, dloss)
+        else:
+            launches().gradient(dloss, rows, *saved, ctx.options, rows)
         torch.autograd.graph.increment_version(logits)
-        if torch.is_grad_enabled():
-            (gradient,) = refuse_second_order("cross_entropy_fn", (gradient,))
         return gradient, None, None, None
 
 
@@ -320,27 +308,27 @@ def _linear(
     The factor comes last because p / count is often 0 in fp16, and because backward has a factor of its own anyway.
     """
     shared = LossOptions(*options)
-    one_pass, loss_alone, finish = _functions_of(hidden.device, dtype)
+    functions = launches() if runs_kernels(hidden.device) and dtype != torch.float64 else reference
     _, _, dhidden, dweight = _linear_fake(hidden, weight, targets, chunks, dtype, needs_hidden, needs_weight, *options)
     losses = [dweight.new_empty(0)]
     with torch.autocast(hidden.device.type, enabled=False):
-        weight, targets = weight.to(dtype), targets.contiguous()
+        weight = weight.to(dtype)
         size = max(1, -(-len(hidden) // chunks))
         for first in range(0, len(hidden), size):
             part = slice(first, first + size)
             h = hidden[part].to(dtype)
             logits = F.linear(h, weight)
             if not (needs_hidden or needs_weight):
-                losses.append(loss_alone(logits, targets[part], shared))
+                losses.append(functions.losses(logits, targets[part], shared))
                 continue
-            losses.append(one_pass(logits, targets[part], shared))
+            losses.append(functions.one_pass(logits, targets[part], shared))
             if needs_hidden:
                 dhidden[part] = logits @ weight
             if needs_weight:
                 _add_product(dweight, logits, h, first > 0)
         if needs_weight and len(hidden) == 0:
             dweight.zero_()
-        total, scale = finish(torch.cat(losses), targets, shared)
+        total, scale = functions.finish(torch.cat(losses), targets, shared)
     return total, scale, dhidden, dweight
 
 
@@ -383,37 +371,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = hidden.requires_grad, weight.requires_grad
         outputs = below_autograd(linear_forward, hidden, weight, targets, chunks, dtype, *needs, *options)
         ctx.save_for_backward(*outputs[1:])
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.others = 5 + len(options)
+        ctx.dtypes, ctx.function = (hidden.dtype, weight.dtype), "linear_cross_entropy_fn"
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
+    @first_order
     def backward(ctx, dloss, *_):
-        nothing = (None,) * ctx.others
-        if dloss is None:
-            return None, None, *nothing
-        scale, *products = ctx.saved_tensors
-        with torch.no_grad():
+        gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if dloss is not None:
+            scale, *products = ctx.saved_tensors
             factor = dloss * scale if scale.numel() else dloss
-            # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
-            gradients: tuple[Tensor | None, ...] = tuple(
-                [
-                    (product.to(factor.dtype) * factor).to(dtype) if needed else None
-                    for product, dtype, needed in zip(products, ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
-                ]
-            )
-        if torch.is_grad_enabled():
-            gradients = refuse_second_order("linear_cross_entropy_fn", gradients)
-        return *gradients, *nothing
+            for i, (product, dtype) in enumerate(zip(products, ctx.dtypes, strict=True)):
+                if ctx.needs_input_grad[i]:
+                    # In fp32: PyTorch would round the factor, a scalar tensor, to the dtype of a product in bf16.
+                    gradients[i] = (product.to(factor.dtype) * factor).to(dtype)
+        return tuple(gradients)
 
 
 register_autograd(linear_op, linear_forward, _LinearCrossEntropy.apply)
-
-
-def _functions_of(device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable, Callable]:
-    """Three functions: the losses of logits, which become their gradient; the losses alone; the loss and the mean's factor."""
-    if not runs_kernels(device) or dtype == torch.float64:
-        return reference.one_pass, reference.losses, reference.finish
-    return launches().loss_and_gradient, launches().losses_alone, launches().finish

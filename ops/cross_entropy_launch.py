@@ -1,22 +1,22 @@
-"""From checked tensors to the kernels of `kernels.cross_entropy`: tile shapes, buffers, launches; PyTorch where none run."""
+"""From checked tensors to the kernels of `kernels.cross_entropy`: tile shapes, buffers, launches."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .cross_entropy_reference import MEAN, NONE, LossOptions
 from .kernels import INTERPRET
 from .kernels import cross_entropy as kernels
+from .kernels.cross_entropy import Pointers
+from .launch import TRITON_DTYPE, Launcher
+from .tiling import REGISTERS
 
 GROUP = 4  # blocks
-REGISTERS = 65536  # of a multiprocessor
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,34 @@ def held_blocks(V: int, vector: int, block: int) -> int:
 
 def loss(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Of logits [M, V]: the reduced loss, statistics of the rows (fp32 [M, 2]), and `scale_of` the targets."""
-    logits = dense(logits)
     stats = logits.new_empty((logits.shape[0], 2), dtype=torch.float32)
-    losses = _start(logits, None, targets, stats, None, options, streaming_tile(logits.shape[1], logits.itemsize))
-    scale = scale_of(targets, options)
-    return reduced(losses, scale, options), stats, scale
+    total, scale = finish(losses(logits, targets, options, stats), targets, options)
+    return total, stats, scale
 
 
-def losses_alone(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-    """fp32 [M]."""
-    return _start(logits, None, targets, None, None, options, streaming_tile(logits.shape[1], logits.itemsize))
+def losses(logits: Tensor, targets: Tensor, options: LossOptions, stats: Tensor | None = None) -> Tensor:
+    """fp32 [M]; statistics of the rows are written into `stats`."""
+    tile = streaming_tile(logits.shape[1], logits.itemsize)
+    return _losses(Pointers(dense(logits), targets=targets, stats=stats), options, tile)
+
+
+def one_pass(logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None = None) -> Tensor:
+    """The losses, fp32 [M]; logits [M, V] become scale · dloss/dlogits. scale: fp32 [1]; empty or None for 1."""
+    tile = loss_tile(logits.shape[1], logits.itemsize)
+    return _losses(Pointers(logits, logits, targets, scale=_factor(scale)), options, tile)
+
+
+def gradient(
+    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, options: LossOptions, out: Tensor
+) -> None:
+    """out [M, V], which may be the logits: their gradient."""
+    M, V = logits.shape
+    tile = replace(streaming_tile(V, logits.itemsize), held=0)
+    p = Pointers(dense(logits), out, targets, stats=stats, scale=_factor(scale), dloss=dloss)
+    how, strides = _variant(p, options, tile)
+    groups = -(-(V + (how.VECTOR - 1 if how.SHIFTED else 0)) // (tile.group * tile.block))
+    numbers = (*strides, *_numbers(options), dloss.dim() > 0, how)
+    _start(kernels.cross_entropy_gradient_kernel, M * groups, p, *numbers, num_warps=tile.warps)
 
 
 def finish(losses: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
@@ -82,38 +100,12 @@ def finish(losses: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tenso
     return reduced(losses, scale, options), scale
 
 
-def loss_and_gradient(logits: Tensor, targets: Tensor, options: LossOptions, scale: Tensor | None = None) -> Tensor:
-    """The losses, fp32 [M]; logits [M, V] become scale · dloss/dlogits. scale: fp32 [1]; empty or None for 1."""
-    scale = None if scale is None or scale.numel() == 0 else scale
-    return _start(logits, logits, targets, None, scale, options, loss_tile(logits.shape[1], logits.itemsize))
-
-
-def gradient(
-    dloss: Tensor, logits: Tensor, targets: Tensor, stats: Tensor, scale: Tensor, options: LossOptions, out: Tensor
-) -> None:
-    """out [M, V], which may be the logits: their gradient."""
-    M, V = logits.shape
-    if M == 0:
-        return
-    logits = dense(logits)
-    tile = replace(streaming_tile(V, logits.itemsize), held=0)
-    p = kernels.Pointers(logits, out, targets, None, stats, scale if scale.numel() else None)
-    how, strides = _variant(logits, out, options, tile, gradient=True)
-    groups = -(-(V + (how.VECTOR - 1 if how.SHIFTED else 0)) // (tile.group * tile.block))
-    per_row = dloss.dim() > 0
-    with on_device(logits.device):
-        kernels.cross_entropy_gradient_kernel[(M * groups,)](
-            p, dloss.contiguous(), *strides, *_numbers(options), per_row, how, num_warps=tile.warps
-        )
-
-
 def scale_of(targets: Tensor, options: LossOptions) -> Tensor:
     """fp32 [1]: for the mean, 1 over the number of targets that count; empty for other reductions."""
     if options.reduction != MEAN:
         return targets.new_empty(0, dtype=torch.float32)
-    scale = targets.new_empty(1, dtype=torch.float32)
-    with on_device(targets.device):
-        kernels.count_targets_kernel[(1,)](targets, scale, len(targets), options.ignore_index, _line(len(targets)), num_warps=8)
+    scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
+    _start(kernels.count_targets_kernel, 1, Pointers(targets=targets, scale=scale), M, options.ignore_index, _line(M))
     return scale
 
 
@@ -121,41 +113,39 @@ def reduced(losses: Tensor, scale: Tensor, options: LossOptions) -> Tensor:
     """[M], or their sum or mean as a scalar, added in a fixed order."""
     if options.reduction == NONE:
         return losses
-    total = losses.new_empty(())
-    with on_device(losses.device):
-        p_scale = scale if scale.numel() else None
-        kernels.sum_losses_kernel[(1,)](losses, p_scale, total, len(losses), _line(len(losses)), num_warps=8)
+    total, M = losses.new_empty(()), len(losses)
+    _start(kernels.sum_losses_kernel, 1, Pointers(loss=losses, scale=_factor(scale), total=total), M, _line(M))
     return total
 
 
 def multiply(rows: Tensor, factor: Tensor) -> None:
     """rows [M, V] *= factor, a scalar on the device; reads nothing where that is 1."""
     M, V = rows.shape
-    if M == 0:
-        return
     block = min(4096, triton.next_power_of_2(V))
-    with on_device(rows.device):
-        kernels.scale_kernel[(M * triton.cdiv(V, block),)](rows, factor, rows.stride(0), V, block, num_warps=8)
+    programs = M * triton.cdiv(V, block)
+    _start(kernels.scale_kernel, programs, Pointers(gradient=rows, dloss=factor), rows.stride(0), V, block)
 
 
-def _start(logits, gradient, targets, stats, scale, options, tile) -> Tensor:
-    """The losses; what else is written is given."""
-    M, device = logits.shape[0], logits.device
-    losses = logits.new_empty(M, dtype=torch.float32)
-    if M == 0:
-        return losses
-    if device.type == "cpu":
-        check_range(targets, logits.shape[1], options)
-    how, strides = _variant(logits, gradient, options, tile, gradient is not None)
-    p = kernels.Pointers(logits, gradient, targets, losses, stats, scale)
+def _losses(p: Pointers, options: LossOptions, tile: LossTile) -> Tensor:
+    """What else is written is given."""
+    M, V = p.logits.shape
+    if p.targets.device.type == "cpu":
+        check_range(p.targets, V, options)
+    p = p._replace(loss=p.logits.new_empty(M, dtype=torch.float32))
+    how, strides = _variant(p, options, tile)
     registers = REGISTERS // (32 * tile.warps * max(1, tile.programs_per_sm)) // 8 * 8
-    with on_device(device):
-        kernels.cross_entropy_kernel[(M,)](
-            p, *strides, *_numbers(options), how,
-            num_warps=tile.warps, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
-            **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
-        )  # fmt: skip
-    return losses
+    _start(
+        kernels.cross_entropy_kernel, M, p, *strides, *_numbers(options), how,
+        num_warps=tile.warps, maxnreg=registers if tile.programs_per_sm and registers < 255 else None,
+        **({} if INTERPRET else {"debug": True, "sanitize_overflow": False}),  # for the check of the targets
+    )  # fmt: skip
+    return p.loss
+
+
+def _start(kernel: Any, programs: int, p: Pointers, *rest: Any, num_warps: int = 8, **options: Any) -> None:
+    device = next(t.device for t in p if t is not None)
+    start = Launcher(kernel, Pointers, device, strided=("logits", "gradient"), num_warps=num_warps, **options)
+    start(programs, p, *rest)
 
 
 def check_range(targets: Tensor, V: int, options: LossOptions) -> None:
@@ -173,8 +163,13 @@ def dense(rows: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _variant(logits, out, options, tile, gradient: bool) -> tuple[kernels.RowTile, tuple[int, int]]:
-    """What the kernel is compiled for, and the distances between rows of logits and of out, in its unit."""
+def _factor(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None or scale.numel() == 0 else scale
+
+
+def _variant(p: Pointers, options: LossOptions, tile: LossTile) -> tuple[kernels.RowTile, tuple[int, int]]:
+    """What the kernel is compiled for, and the distances between rows of logits and of their gradient, in its unit."""
+    logits, out = p.logits, p.gradient
     V = logits.shape[1]
     strides = logits.stride(0), 0 if out is None else out.stride(0)
     unit = gcd(16, *strides)
@@ -185,8 +180,8 @@ def _variant(logits, out, options, tile, gradient: bool) -> tuple[kernels.RowTil
     even = V % 2 == 0 and unit % 2 == 0 and all(t.data_ptr() % 4 == 0 for t in places)
     pairs = logits.itemsize == 2 and (even or shifted)
     how = kernels.RowTile(
-        V, tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit, _DTYPES[logits.dtype], gradient,
-        SOFTCAP=options.softcap > 0, SMOOTHING=options.label_smoothing > 0,
+        V, tile.block, tile.held, tile.group, pairs, 16 // logits.itemsize, shifted, unit, TRITON_DTYPE[logits.dtype],
+        GRADIENT=out is not None, SOFTCAP=options.softcap > 0, SMOOTHING=options.label_smoothing > 0,
     )  # fmt: skip
     return how, (strides[0] // unit, strides[1] // unit)
 
@@ -197,8 +192,3 @@ def _numbers(options: LossOptions) -> tuple[int, float, float, float]:
 
 def _line(M: int) -> int:
     return min(4096, max(16, triton.next_power_of_2(M)))
-
-
-def on_device(device: torch.device):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" and device.index != torch.cuda.current_device() else nullcontext()

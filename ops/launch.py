@@ -42,7 +42,7 @@ from .records import (
 from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
 
-_TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def forward(inputs: Inputs, options: Options) -> list[Tensor]:
@@ -70,9 +70,9 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     facts = device_facts(device)
     tile = forward_tile(N, work, facts)
     early = facts.since_sm_90
-    variant = _variant(N, options, work, tile, STREAM_DTYPE=_TRITON_DTYPE[options.residual_dtype], EARLY_START=early)
+    variant = _variant(N, options, work, tile, STREAM_DTYPE=TRITON_DTYPE[options.residual_dtype], EARLY_START=early)
     numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs, variant)
-    start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early)
+    start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None)
     rows_of_tile, drops = tile.rows, of.seed is not None
     outputs = outputs_of(of, options)
     pointers = picker(forward_kernels.Pointers._fields, [*names_of(of), *(output.name for output in outputs)])
@@ -130,15 +130,16 @@ def backward_call(
         backward_kernels.Pointers,
         device,
         num_warps=tile.warps,
-        launch_pdl=early,
-        launch_cooperative_grid=split,
+        launch_pdl=early or None,
+        launch_cooperative_grid=split or None,
         maxnreg=most_registers(tile) if split else None,
     )
     most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
     # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
     block_p = min(512, triton.next_power_of_2(max(1, most_groups)))
     block_n = max(8, min(256, 4096 // block_p))
-    finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=facts.since_sm_90)
+    pdl = facts.since_sm_90 or None
+    finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=pdl)
     sums = sum(wanted)
     scalars = norm.scalars * (options.dscalars_dtype is not None)
     scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
@@ -192,22 +193,28 @@ class Launcher:
     longer than the launch.
     """
 
-    def __init__(self, kernel: Any, record: type, device: torch.device, **options: Any) -> None:
-        """record: NamedTuple of the kernel's tensors."""
-        self.kernel, self.record = kernel, record
-        self.options = {name: value for name, value in options.items() if value}
+    def __init__(
+        self, kernel: Any, record: type, device: torch.device, strided: Sequence[str] = (), programs_y: int = 1,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """record: NamedTuple of the kernel's tensors; strided: those whose strides the kernel is told; programs_y: the grid's
+        second dimension; options: None for what the launch does without."""
+        self.kernel, self.record, self.programs_y = kernel, record, programs_y
+        self.strided = [name in strided for name in record._fields]  # type: ignore[attr-defined]
+        self.options = {name: value for name, value in options.items() if value is not None}
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
         self.current_stream: Callable = driver.active.get_current_stream if self.index is not None else int
         self.compiled: CompiledKernel | None = None
         self.there: Callable[[tuple], tuple]  # the tensors that are not None
+        self.dense: Callable[[tuple], tuple]  # of those, the ones that must be contiguous
         self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
 
     def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *rest: Any) -> None:
         """Starts the kernel on the current stream of its device.
 
-        tensors: the fields of the record, copied where they are not contiguous, as kernels read rows that lie next to each
-        other; rest: the arguments behind them.
+        tensors: the fields of the record, copied where they are neither contiguous nor strided, as kernels read rows that lie
+        next to each other; rest: the arguments behind them.
         """
         if programs == 0:
             return
@@ -219,17 +226,19 @@ class Launcher:
         if compiled is not None and not observed():
             there = self.there(tensors)
             pointers = tuple(map(Tensor.data_ptr, there))
-            if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, there)):
+            if reduce(or_, pointers) % 16 == 0 and all(map(Tensor.is_contiguous, self.dense(there))):
                 stream = self.current_stream(self.index)
                 started = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks
-                compiled.run(programs, 1, 1, stream, *started, self.places((*pointers, None)), *rest)
+                compiled.run(programs, self.programs_y, 1, stream, *started, self.places((*pointers, None)), *rest)
                 return
-        tensors = tuple([None if t is None else t.contiguous() for t in tensors])
-        compiled = self.kernel[(programs,)](self.record(*tensors), *rest, **self.options)
+        tensors = tuple([t if t is None or keeps else t.contiguous() for t, keeps in zip(tensors, self.strided, strict=True)])
+        compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
         if isinstance(compiled, CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
             present = [i for i, t in enumerate(tensors) if t is not None]
-            if len(present) > 1:  # itemgetter of one place gives no tuple
+            dense = [place for place, i in enumerate(present) if not self.strided[i]]
+            if len(present) > 1 and len(dense) > 1:  # itemgetter of one place gives no tuple
                 self.there = itemgetter(*present)
+                self.dense = tuple if len(dense) == len(present) else itemgetter(*dense)
                 self.places = itemgetter(*[present.index(i) if i in present else -1 for i in range(len(tensors))])
                 self.compiled = compiled
 

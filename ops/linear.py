@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import refuse_second_order
+from .autograd import first_order
 from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_flags, check_input, check_operands, check_tensor, check_weights
 from .functional import norm_fn
 from .kernels import runs_kernels
@@ -81,28 +81,21 @@ class _LinearOfNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, r, norm_weight, norm_bias, linear_weight, linear_bias, eps, norm):
         ctx.save_for_backward(r, norm_weight, norm_bias, linear_weight)
-        ctx.dtype, ctx.eps, ctx.norm = y.dtype, eps, norm
+        ctx.function, ctx.dtype, ctx.eps, ctx.norm = "layer_norm_linear_fn", y.dtype, eps, norm
         ctx.linear_bias_dtype = None if linear_bias is None else linear_bias.dtype
         return _linear(y, linear_weight, linear_bias)
 
     @staticmethod
+    @first_order
     def backward(ctx, dout):
-        if not torch.is_grad_enabled():
-            return _backward(ctx, dout)
-        with torch.no_grad():
-            gradients = _backward(ctx, dout)
-        return refuse_second_order("layer_norm_linear_fn", gradients)
-
-
-def _backward(ctx, dout) -> tuple[Tensor | None, ...]:
-    r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
-    dout = dout.to(ctx.dtype)
-    dy = dweight = dbias = None
-    if ctx.needs_input_grad[0]:
-        dy = dout @ linear_weight.to(ctx.dtype)
-    if ctx.needs_input_grad[4]:
-        y = cast(Tensor, norm_fn(ctx.norm, r, norm_weight, norm_bias, eps=ctx.eps, out_dtype=ctx.dtype))
-        dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
-    if ctx.needs_input_grad[5]:
-        dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
-    return dy, None, None, None, dweight, dbias, None, None
+        r, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
+        dout = dout.to(ctx.dtype)
+        dy = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dy = dout @ linear_weight.to(ctx.dtype)
+        if ctx.needs_input_grad[4]:
+            y = cast(Tensor, norm_fn(ctx.norm, r, norm_weight, norm_bias, eps=ctx.eps, out_dtype=ctx.dtype))
+            dweight = (dout.reshape(-1, dout.shape[-1]).mT @ y.reshape(-1, y.shape[-1])).to(linear_weight.dtype)
+        if ctx.needs_input_grad[5]:
+            dbias = dout.reshape(-1, dout.shape[-1]).sum(0).to(ctx.linear_bias_dtype)
+        return dy, None, None, None, dweight, dbias, None, None

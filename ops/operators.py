@@ -11,6 +11,7 @@ Every value that an operator returns costs the host time, so what was not asked 
 
 from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
+from importlib import import_module
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -48,11 +49,9 @@ except RuntimeError as error:
 
 
 @cache
-def launches() -> ModuleType:
-    """`launch`, imported when the first kernel starts: it needs Triton, which a machine without a GPU may lack."""
-    from . import launch
-
-    return launch
+def launches(name: str = "launch") -> ModuleType:
+    """A module that starts kernels, imported when the first one starts: it needs Triton, which may be missing without a GPU."""
+    return import_module(f".{name}", __package__)
 
 
 def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:

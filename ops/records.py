@@ -131,7 +131,7 @@ WEIGHTS = tuple(name for name in OPERANDS if name not in (*ROWS, *ROWSCALES, *SC
 _SHAPED_LIKE = {f"d{name}": name for name in (*ROWS, *ROWSCALES, *SCALARS)} | dict.fromkeys(("dz", "dx", "dx1"), "r")
 
 
-def dtypes_of(record: Inputs | BackwardInputs) -> tuple[torch.dtype | None, ...]:
+def dtypes_of(record: Iterable[Tensor | None]) -> tuple[torch.dtype | None, ...]:
     return tuple([None if t is None else t.dtype for t in record])
 
 

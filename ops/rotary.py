@@ -9,14 +9,24 @@ arXiv:2302.05442. Pair i is the features i and i + R/2 (the half-split layout of
 2i and 2i + 1 (the paper's, of GPT-J and of Meta's own Llama checkpoints). Features from R on are not turned.
 """
 
-from numbers import Integral
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_eps, check_flags, check_tensor
+from .checks import (
+    KERNEL_DTYPES,
+    REFERENCE_DTYPES,
+    check_dtype,
+    check_eps,
+    check_flags,
+    check_operand,
+    check_size,
+    check_tensor,
+)
 from .kernels import runs_kernels
+from .records import dtypes_of
 from .reference import NORMS, Norm
 from .rotary_operators import Inputs, Options, apply, launches, rotary, values_of
 from .torch_state import is_eager, transformed_by_func
@@ -136,27 +146,51 @@ def _run(
     check_flags(name, zero_centered_weight=zero_centered_weight, interleaved=interleaved)
     options = Options(heads, kv_heads, kind, float(eps), bool(zero_centered_weight), bool(interleaved))
     kernels = runs_kernels(inputs.x.device) and not transformed_by_func()
-    eager = kernels and is_eager([t for t in inputs if isinstance(t, Tensor)])
-    if eager and (launch := launches().find(inputs, options)) is not None:  # a call like one that was checked
-        return tuple(apply(inputs, options, launch))
-
-    _check(name, inputs, options, shape, D, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
-    if inputs.positions is not None and inputs.positions.shape != shape:
-        inputs = inputs._replace(positions=inputs.positions.expand(shape).contiguous())
+    dtypes = KERNEL_DTYPES if kernels else REFERENCE_DTYPES
+    run = None
+    if kernels and is_eager(inputs):
+        key = _key(inputs, options, D)
+        if (run := _runs.get(key)) is None:
+            _check(name, inputs, options, D, dtypes)
+            run = launches().forward_call(options, launches().work_of(D, inputs), inputs.x.device, dtypes_of(inputs))
+            if len(_runs) >= MOST:
+                _runs.clear()
+            _runs[key] = run
+    else:
+        _check(name, inputs, options, D, dtypes)
+    inputs = _with_positions(name, inputs, shape)
     if not kernels:
         return reference(inputs, options)
     if torch.compiler.is_compiling():
         return tuple(rotary(*inputs, *options))
-    return tuple(apply(inputs, options, launches().prepare(inputs, options) if eager else None))
+    return tuple(apply(inputs, options, run))
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------------------
 
+MOST = 1024
+_runs: dict[tuple, Callable] = {}  # of `rotary_launch.forward_call`, for calls that `_check` has found right
+
+
+def _key(inputs: Inputs, options: Options, D: int) -> tuple:
+    """Equal for calls of which `_check` finds all right or all wrong, and which start the same kernels. Neither the number of
+    tokens nor that of the tables' rows is part of it."""
+    cos = inputs.cos
+    kinds = [None if t is None else (t.dtype, t.device, t.requires_grad) for t in inputs]
+    weights = [None if t is None else t.shape for t in inputs[5:]]
+    return options, D, None if cos is None else cos.shape[1:], *kinds, *weights
+
+
+def forget() -> None:
+    """Drops all that was worked out for calls so far; for tests, which change what it was made of."""
+    _runs.clear()
+    launches().forward_call.cache_clear()
+    launches().backward_call.cache_clear()
+
 
 def _heads(name: str, heads: Any, kv_heads: Any) -> tuple[int, int]:
-    for argument, count in (("heads", heads), ("kv_heads", kv_heads)):
-        if not isinstance(count, Integral | torch.SymInt) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"{name}: {argument} must be an int of 1 or more, got {count!r}")
+    check_size(name, "heads", heads, 1)
+    check_size(name, "kv_heads", kv_heads, 1)
     return heads, kv_heads
 
 
@@ -168,51 +202,53 @@ def _as_norm(name: str, norm: Any) -> Norm:
         raise ValueError(f"{name}: norm is {norm!r}, accepted: None, {', '.join(kind.name for kind in _NORMS)}") from None
 
 
-def _check(name: str, inputs: Inputs, options: Options, shape: torch.Size, D: int, accepted: tuple[torch.dtype, ...]) -> None:
-    x, _, cos, sin, positions, *weights = inputs
-    check_dtype(name, "q" if name == "rotary_qk_fn" else "qkv", x, accepted)
+def _check(name: str, inputs: Inputs, options: Options, D: int, accepted: tuple[torch.dtype, ...]) -> None:
+    """All but what depends on the number of tokens."""
+    x, _, cos, sin, positions, *_ = inputs
+    of = "q" if name == "rotary_qk_fn" else "qkv"
+    check_dtype(name, of, x, accepted)
+    for argument, t in list(zip(Inputs._fields, inputs, strict=True))[2:]:
+        if t is not None:
+            check_operand(name, argument, t, x, (torch.int64, torch.int32) if argument == "positions" else accepted, of)
     if (cos is None) != (sin is None):
         raise ValueError(f"{name}: cos and sin are a pair; one of them is None. Give both, or None for both")
     if cos is not None and sin is not None:
-        _check_operand(name, "cos", cos, x, accepted)
-        _check_operand(name, "sin", sin, x, accepted)
-        if cos.dim() != 2 or not 1 <= cos.shape[1] <= D // 2 or (positions is None and cos.shape[0] < shape[-1]):
-            least = "P" if positions is not None else f"{shape[-1]} or more"
-            raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, expected ({least}, R/2) with R/2 from 1 to {D // 2}")
-        if sin.shape != cos.shape or sin.dtype != cos.dtype:
-            raise ValueError(f"{name}: sin is {tuple(sin.shape)} {sin.dtype}, expected {tuple(cos.shape)} {cos.dtype}, as cos")
+        if cos.dim() != 2 or not 1 <= cos.shape[1] <= D // 2:
+            raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, expected (P, R/2) with R/2 from 1 to {D // 2}")
+        if sin.dtype != cos.dtype:
+            raise ValueError(f"{name}: sin is {sin.dtype}, expected {cos.dtype}, as cos")
         if cos.requires_grad or sin.requires_grad:
             raise ValueError(f"{name}: cos and sin get no gradient; detach them")
-    if positions is not None:
-        _check_operand(name, "positions", positions, x, (torch.int64, torch.int32))
-        if cos is None:
-            raise ValueError(f"{name}: positions were given without cos and sin, whose rows they are")
-        given = positions.shape
-        leading = zip(reversed(given[:-1]), reversed(shape[:-1]), strict=False)
-        if not given or len(given) > len(shape) or given[-1] != shape[-1] or any(n not in (1, most) for n, most in leading):
-            raise ValueError(f"{name}: positions has shape {tuple(given)}, expected {tuple(shape)} or what expands to it")
-    sizes = {"q": options.heads, "k": options.kv_heads}
-    dims = {t.dim() for t in weights if isinstance(t, Tensor)}
-    for argument, weight in zip(("q_weight", "q_bias", "k_weight", "k_bias"), weights, strict=True):
-        if weight is None:
-            continue
-        _check_operand(name, argument, weight, x, accepted)
+    if positions is not None and cos is None:
+        raise ValueError(f"{name}: positions were given without cos and sin, whose rows they are")
+    weights = {name: t for name, t in zip(Inputs._fields[5:], inputs[5:], strict=True) if t is not None}
+    for argument, weight in weights.items():
         if options.norm < 0:
             raise ValueError(f"{name}: {argument} was given without a norm; pass norm, or leave it out")
-        each = (sizes[argument[0]], D)
+        each = (options.heads if argument[0] == "q" else options.kv_heads, D)
         if weight.shape != each[1:] and weight.shape != each:
             raise ValueError(f"{name}: {argument} has shape {tuple(weight.shape)}, expected {each[1:]}, or {each} by head")
-        if len(dims) > 1:
+        if len({t.dim() for t in weights.values()}) > 1:
             raise ValueError(
                 f"{name}: {argument} has shape {tuple(weight.shape)}; weights and biases are all by head, or none is"
             )
 
 
-def _check_operand(name: str, argument: str, t: Any, x: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
-    check_tensor(name, argument, t)
-    check_dtype(name, argument, t, accepted)
-    if t.device != x.device:
-        raise ValueError(f"{name}: {argument} is on {t.device}, expected {x.device}")
+def _with_positions(name: str, inputs: Inputs, shape: torch.Size) -> Inputs:
+    """The inputs, whose tables have rows for all tokens, with positions [..., T]."""
+    cos, sin, positions = inputs.cos, inputs.sin, inputs.positions
+    if cos is None or sin is None:
+        return inputs
+    if sin.shape != cos.shape or (positions is None and cos.shape[0] < shape[-1]):
+        least = "P" if positions is not None else f"{shape[-1]} or more"
+        raise ValueError(f"{name}: cos has shape {tuple(cos.shape)}, sin {tuple(sin.shape)}, expected ({least}, R/2) for both")
+    if positions is None or positions.shape == shape:
+        return inputs
+    given = positions.shape
+    leading = zip(reversed(given[:-1]), reversed(shape[:-1]), strict=False)
+    if not given or len(given) > len(shape) or given[-1] != shape[-1] or any(n not in (1, most) for n, most in leading):
+        raise ValueError(f"{name}: positions has shape {tuple(given)}, expected {tuple(shape)} or what expands to it")
+    return inputs._replace(positions=positions.expand(shape).contiguous())
 
 
 # ---- reference --------------------------------------------------------------------------------------------------------------

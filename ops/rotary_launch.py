@@ -1,10 +1,10 @@
 """From tensors to the rotary kernels: allocates what is returned, picks the tile, starts the kernels.
 
-What a launch needs besides its tensors follows from their shapes, strides and dtypes and the options. It is worked out once and
-remembered.
+What is compiled follows from options, dtypes, the features of a head and distances in memory. It is worked out once. How many
+tokens and sequences there are decides only how many programs start.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd, prod
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .kernels import rotary as kernels
 from .kernels.rotary import BackwardPointers, ForwardPointers, Variant, WeightGradients
-from .launch import device_facts
-from .rotary_operators import Inputs, Options, Upstream, empty_gradients, empty_outputs
+from .launch import Launcher, device_facts
+from .records import dtypes_of
+from .rotary_operators import Inputs, Options, Upstream, empty_gradients, output_shapes
 
 
 class Tile(NamedTuple):
@@ -27,7 +28,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int = 1  # backward: tiles in flight, the one at work included
     programs_per_sm: int = 0  # backward: persistent programs; 0: a program for each tile
-    registers: int = 0  # most of a thread, so that all those programs fit a multiprocessor; 0: the compiler's choice
+    registers: int | None = None  # most of a thread, so that all those programs fit; None: the compiler's choice
 
 
 def forward_tile(itemsize: int) -> Tile:
@@ -45,71 +46,58 @@ def backward_tile(itemsize: int, normalises: bool, pads: bool) -> Tile:
     return Tile(elements, warps=4, programs_per_sm=4, registers=128)
 
 
-class ForwardLaunch(NamedTuple):
-    """Called with tensors like those that it was made for."""
+class Work(NamedTuple):
+    """What a call does to a row."""
 
-    kernel: "Launch"
-    copies: bool  # tensors are made contiguous first
-
-    def __call__(self, inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-        """q and k, contiguous, in the dtype of x."""
-        if self.copies:
-            inputs = Inputs(*_contiguous(inputs))
-        outputs = empty_outputs(inputs, options)
-        self.kernel.start(ForwardPointers(*inputs, *outputs))
-        return outputs
+    D: int  # features of a head
+    R: int  # those that are turned
+    per_head: bool  # each head has weights of its own
 
 
-_FOUND: dict[tuple, ForwardLaunch] = {}
-MOST = 1024  # remembered: new shapes must not fill memory
+def work_of(D: int, inputs: Inputs) -> Work:
+    cos, weights = inputs.cos, [t for t in inputs[5:] if t is not None]  # all by head, or none
+    return Work(D, 0 if cos is None else 2 * cos.shape[1], bool(weights) and weights[0].dim() == 2)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
-    return prepare(inputs, options)(inputs, options)
+    """q and k, contiguous, in the dtype of x."""
+    x = inputs.x
+    D = x.shape[-1] if inputs.k is not None else x.shape[-1] // (options.heads + 2 * options.kv_heads)
+    return forward_call(options, work_of(D, inputs), x.device, dtypes_of(inputs))(inputs)
 
 
-def find(inputs: Inputs, options: Options) -> ForwardLaunch | None:
-    """What `prepare` has made for a call like this one."""
-    try:
-        return _FOUND.get(_like(inputs, options))
-    except (AttributeError, RuntimeError, TypeError):  # not tensors with strides: what is wrong will be said
-        return None
+@lru_cache(maxsize=1024)
+def forward_call(
+    options: Options, work: Work, device: torch.device, dtypes: tuple
+) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+    """`forward` of such a call, with all worked out that follows. dtypes: of the inputs, None for an absent one."""
+    tile = forward_tile(dtypes[0].itemsize)
+    (q_parts, q_shared), (k_parts, k_shared) = _parts(options, work)
+    rows_of_tile = _tile_rows(work, tile)
 
+    @lru_cache(maxsize=64)
+    def compiled(layout: Layout) -> tuple[Launcher, Variant]:
+        how = _variant(options, work, tile, dtypes[0], device, layout, PACKED=dtypes[1] is None)
+        return _launcher(kernels.rotary_forward_kernel, ForwardPointers, ("x", "k"), tile, device), how
 
-def prepare(inputs: Inputs, options: Options) -> ForwardLaunch:
-    found = _FOUND.get(key := _like(inputs, options))
-    if found is None:
-        if len(_FOUND) >= MOST:
-            del _FOUND[next(iter(_FOUND))]  # the oldest
-        device, described = inputs.x.device, _described(inputs)
-        kernel = _forward_launch(options, device, *described)
-        copies = kernel is None
-        if kernel is None:
-            kernel = _forward_launch(options, device, *map(_copied, described))
-        assert kernel is not None
-        _FOUND[key] = found = ForwardLaunch(kernel, copies)
-    return found
+    @lru_cache(maxsize=256)
+    def geometry(where: tuple, table_rows: int) -> tuple[Any, ...]:
+        (x, _), k = where
+        shapes = output_shapes(x, None if k is None else k[0], options)
+        B, T, layout, strides = _laid_out(where, len(shapes[0]) - 3, work.D, options.heads)
+        start, how = compiled(layout)
+        q_tiles, k_tiles = q_parts * B * -(-T * q_shared // rows_of_tile), k_parts * B * -(-T * k_shared // rows_of_tile)
+        return *shapes, start, q_tiles + k_tiles, (T, q_tiles, table_rows, options.eps, *strides, how)
 
+    def run(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        x, k, cos, *small = inputs
+        rows, found = _found(geometry, (x, k), cos)
+        q_shape, k_shape, start, programs, numbers = found
+        outputs = x.new_empty(q_shape), x.new_empty(k_shape)
+        start(programs, (*rows, cos, *small, *outputs), *numbers)
+        return outputs
 
-def _like(inputs: Inputs, options: Options) -> tuple:
-    """Equal for calls of which either all are right or all are wrong, and which start the same kernel."""
-    return (options, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs])
-
-
-def _forward_launch(options: Options, device: torch.device, *described: "Description") -> "Launch | None":
-    """described: of Inputs. None where tensors must be made contiguous first."""
-    x, k, *small = described
-    packed = k is None
-    rows = [_rows(x, packed, options), _rows(k, False, options)]
-    if None in rows or not _dense(small):
-        return None
-    assert x is not None
-    work = _work(options, x, packed, small)
-    tile = forward_tile(x[2].itemsize)
-    how = _variant(options, work, tile, x, small, rows, device, PACKED=packed)
-    q_tiles, k_tiles = (_tiles(work, tile, heads) for heads in (options.heads, options.kv_heads))
-    numbers = (work.T, q_tiles, work.table_rows, options.eps, *_strides(rows))
-    return Launch(kernels.rotary_forward_kernel, (q_tiles + k_tiles,), numbers, how, tile, device)
+    return run
 
 
 def backward(upstream: Upstream, inputs: Inputs, options: Options, wanted: tuple[bool, ...]) -> list[Tensor]:
@@ -117,215 +105,143 @@ def backward(upstream: Upstream, inputs: Inputs, options: Options, wanted: tuple
 
     inputs: as of forward, but without a norm x and k may be None. wanted: of q_weight, q_bias, k_weight, k_bias.
     """
-    plan = _backward_plan(options, wanted, upstream.dq.device, *_described(upstream), *_described(inputs))
-    if plan is None:
-        return backward(Upstream(*_contiguous(upstream)), Inputs(*_contiguous(inputs)), options, wanted)
-    gradients = empty_gradients(upstream, inputs, options, wanted)
-    if upstream.dq.numel() == 0:
-        for gradient in gradients:
-            gradient.zero_()
-        return gradients
-    x, k, cos, sin, positions, q_weight, _, k_weight, _ = inputs
-    dx, dk_in, sums = gradients[0], None, gradients[1:]
-    if upstream.dv is None:
-        dk_in, *sums = sums
-    partials = dx.new_empty(plan.partials, dtype=torch.float32) if plan.finish else None
-    plan.gradients.start(BackwardPointers(*upstream, x, k, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials))
-    if plan.finish:
-        given = iter(sums)
-        plan.finish.start(partials, WeightGradients(*[next(given) if wants else None for wants in wanted]))
-    return gradients
-
-
-class _BackwardPlan(NamedTuple):
-    partials: int  # fp32 elements
-    gradients: "Launch"
-    finish: "Launch | None"
+    dq = upstream.dq
+    dtypes = dtypes_of((*upstream, *inputs))
+    return backward_call(options, work_of(dq.shape[-1], inputs), dq.device, dtypes, wanted)(upstream, inputs)
 
 
 @lru_cache(maxsize=1024)
-def _backward_plan(
-    options: Options, wanted: tuple[bool, ...], device: torch.device, *described: "Description"
-) -> _BackwardPlan | None:
-    """described: of Upstream, then of Inputs. None where tensors must be made contiguous first."""
-    dq, dk, dv, x, k, *small = described
-    packed = dv is not None
-    rows = [*(_rows(t, False, options) for t in (dq, dk, dv)), _rows(x, packed, options), _rows(k, False, options)]
-    if None in rows or not _dense(small):
-        return None
-    assert dq is not None
-    work = _work(options, dq, False, small)
-    tile = backward_tile(dq[2].itemsize, options.norm >= 0, pads=2 * _row_block(work) > work.D)
+def backward_call(
+    options: Options, work: Work, device: torch.device, dtypes: tuple, wanted: tuple[bool, ...]
+) -> Callable[[Upstream, Inputs], list[Tensor]]:
+    """`backward` of such a call, with all worked out that follows. dtypes: of Upstream and of Inputs."""
+    packed = dtypes[2] is not None
+    tile = backward_tile(dtypes[0].itemsize, options.norm >= 0, pads=2 * _row_block(work) > work.D)
+    (q_parts, q_shared), (k_parts, k_shared) = _parts(options, work)
+    rows_of_tile = _tile_rows(work, tile)
+    most_programs = device_facts(device).multiprocessors * tile.programs_per_sm
     sums = (wanted[0] or wanted[2], wanted[1] or wanted[3])
-    how = _variant(options, work, tile, dq, small, rows, device, PACKED=packed, STAGES=tile.stages, WANTED=sums)
+    sums_D, sums_parts, block = sum(sums) * work.D, sum(sums) * (q_parts + k_parts), 16
 
-    q_parts, k_parts = (options.heads, options.kv_heads) if work.per_head else (1, 1)
-    q_programs = _tiles(work, tile, options.heads) // q_parts
-    k_programs = _tiles(work, tile, options.kv_heads) // k_parts
-    facts = device_facts(device)
-    if tile.programs_per_sm:
-        # As many for each part as its share of the tiles, so that all end at the same time.
-        share = facts.multiprocessors * tile.programs_per_sm / max(1, q_parts * q_programs + k_parts * k_programs)
-        q_programs, k_programs = (min(n, max(1, round(n * share))) for n in (q_programs, k_programs))
-    programs = q_parts * q_programs + k_parts * k_programs
-    numbers = (work.B, work.T, q_programs, k_programs, work.table_rows, options.eps, *_strides(rows))
-    gradients = Launch(kernels.rotary_backward_kernel, (programs,), numbers, how, tile, device)
-    if not any(sums):
-        return _BackwardPlan(0, gradients, None)
-    count, block = sum(sums), 16
-    grid = ((q_parts + k_parts) * count, triton.cdiv(work.D, block))
-    finish = Launch(kernels.finish_rotary_weights_kernel, grid, (q_programs, k_programs, 256, block), how, Tile(0, 4), device)
-    return _BackwardPlan(programs * count * work.D, gradients, finish)
+    @lru_cache(maxsize=64)
+    def compiled(layout: Layout) -> tuple[Launcher, Launcher, Variant]:
+        more = {"PACKED": packed, "STAGES": tile.stages, "WANTED": sums}
+        how = _variant(options, work, tile, dtypes[0], device, layout, **more)
+        strided = ("dq", "dk", "dv", "x", "k")
+        start = _launcher(kernels.rotary_backward_kernel, BackwardPointers, strided, tile, device)
+        blocks = -(-work.D // block)
+        return start, _launcher(kernels.finish_rotary_weights_kernel, WeightGradients, (), Tile(0, 4), device, blocks), how
 
+    @lru_cache(maxsize=256)
+    def geometry(where: tuple, table_rows: int) -> tuple[Any, ...]:
+        B, T, layout, strides = _laid_out(where, len(where[0][0]) - 3, work.D, options.heads)
+        start, finish, how = compiled(layout)
+        q_programs, k_programs = B * -(-T * q_shared // rows_of_tile), B * -(-T * k_shared // rows_of_tile)
+        if most_programs:
+            # As many for each part as its share of the tiles, so that all end at the same time.
+            share = most_programs / max(1, q_parts * q_programs + k_parts * k_programs)
+            q_programs, k_programs = [min(n, max(1, round(n * share))) for n in (q_programs, k_programs)]
+        numbers = (B, T, q_programs, k_programs, table_rows, options.eps, *strides, how)
+        programs = q_parts * q_programs + k_parts * k_programs
+        return start, programs, numbers, finish, (q_programs, k_programs, 256, block, how)
 
-class Launch:
-    """A kernel with all its arguments but the pointers."""
+    def run(upstream: Upstream, inputs: Inputs) -> list[Tensor]:
+        x, k, cos, sin, positions, q_weight, _, k_weight, _ = inputs
+        rows, found = _found(geometry, (*upstream, x, k), cos)
+        start, programs, numbers, finish, finish_numbers = found
+        gradients = empty_gradients(upstream, inputs, options, wanted)
+        if programs == 0:
+            for gradient in gradients:
+                gradient.zero_()
+            return gradients
+        dx, *others = gradients
+        dk_in = None if packed else others.pop(0)
+        partials = dx.new_empty(programs * sums_D, dtype=torch.float32) if sums_D else None
+        start(programs, (*rows, cos, sin, positions, q_weight, k_weight, dx, dk_in, partials), *numbers)
+        if partials is not None:
+            weights = [others.pop(0) if wants else None for wants in wanted]
+            finish(sums_parts, (partials, *weights), *finish_numbers)
+        return gradients
 
-    def __init__(
-        self, kernel: Any, grid: tuple[int, ...], numbers: tuple, how: Variant, tile: Tile, device: torch.device
-    ) -> None:
-        self.kernel, self.grid, self.rest = kernel, grid, (*numbers, how)
-        self.options = {"num_warps": tile.warps} | ({"maxnreg": tile.registers} if tile.registers else {})
-        self.index = device.index if device.type == "cuda" else None
-        if device_facts(device).since_sm_90:
-            self.options["launch_pdl"] = True
-
-    def start(self, *pointers: Any) -> None:
-        """Starts the kernel on the current stream of its device."""
-        if 0 in self.grid:
-            return
-        # Triton launches on the current device, which need not be the tensors'.
-        if self.index is not None and self.index != torch.cuda.current_device():
-            with torch.cuda.device(self.index):
-                return self.start(*pointers)
-        self.kernel[self.grid](*pointers, *self.rest, **self.options)
-
-
-# ---- what follows from shapes, strides and dtypes ---------------------------------------------------------------------------
-
-Description = tuple[torch.Size, tuple[int, ...], torch.dtype] | None  # shape, strides, dtype; None for an absent tensor
+    return run
 
 
-def _described(tensors: Iterable[Tensor | None]) -> list[Description]:
-    return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-
-
-def _contiguous(tensors: Iterable[Tensor | None]) -> list[Any]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
-def _copied(described: Description) -> Description:
-    """Of the tensor that `contiguous` gives."""
-    if described is None:
-        return None
-    shape, _, dtype = described
-    return shape, torch.empty(shape, device="meta").stride(), dtype
-
-
-class _Rows(NamedTuple):
-    """Distances in elements."""
-
-    batch: int
-    token: int
-    head: int
-
-
-def _rows(described: Description, packed: bool, options: Options) -> _Rows | None:
-    """Where the rows of a tensor lie; zeros for an absent one. None if no three numbers tell.
-
-    packed: the heads of a token lie side by side in the last dimension.
-    """
-    if described is None:
-        return _Rows(0, 0, 0)
-    shape, strides, _ = described
-    if strides[-1] != 1:
-        return None
-    behind = 2 if packed else 3  # dimensions from the tokens on
-    head = shape[-1] // (options.heads + 2 * options.kv_heads) if packed else strides[-2]
-    leading = [(n, s) for n, s in zip(shape[:-behind], strides[:-behind], strict=True) if n != 1]
-    for (_, outer), (n, inner) in pairwise(leading):
-        if outer != n * inner:
-            return None
-    return _Rows(leading[-1][1] if leading else 0, strides[-behind] if shape[-behind] != 1 else 0, head)
-
-
-def _dense(described: Sequence[Description]) -> bool:
-    """Whether all are contiguous."""
-    for t in described:
-        if t is not None:
-            shape, strides, _ = t
-            step = 1
-            for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-                if n != 1 and stride != step:
-                    return False
-                step *= n
-    return True
-
+# ---- what both directions share ---------------------------------------------------------------------------------------------
 
 MOST_ROWS = 2**30  # of a sequence: the kernels count them in 32 bits, and those of the tiles behind its end
 
 
-class _Work(NamedTuple):
-    B: int  # sequences
-    T: int  # tokens in each
-    D: int
-    R: int
-    table_rows: int
-    per_head: bool
+def _parts(options: Options, work: Work) -> list[tuple[int, int]]:
+    """Of queries and of keys: sets of heads that share a weight, and the heads in each."""
+    return [(n, 1) if work.per_head else (1, n) for n in (options.heads, options.kv_heads)]
 
 
-def _work(options: Options, x: Any, packed: bool, small: Sequence[Any]) -> _Work:
-    """x: the description of the packed tensor, or of q or dq; small: of cos, sin, positions, weights and biases."""
-    shape, behind = x[0], 2 if packed else 3
-    D = shape[-1] // (options.heads + 2 * options.kv_heads) if packed else shape[-1]
-    cos, _, _, *weights = small
-    rows, pairs = (0, 0) if cos is None else cos[0]
-    per_head = any(t is not None and len(t[0]) == 2 for t in weights)
-    if shape[-behind] * max(options.heads, options.kv_heads) >= MOST_ROWS:
-        raise ValueError(
-            f"rotary: {shape[-behind]} tokens in a sequence times {options.heads} heads, accepted: less than {MOST_ROWS}"
-        )
-    return _Work(prod(shape[:-behind]), shape[-behind], D, 2 * pairs, rows, per_head)
-
-
-def _row_block(work: _Work) -> int:
+def _row_block(work: Work) -> int:
     """Pairs of a row in a tile."""
     return triton.next_power_of_2(work.D // 2)
 
 
-def _tile_rows(work: _Work, tile: Tile) -> int:
+def _tile_rows(work: Work, tile: Tile) -> int:
     return max(1, tile.elements // (2 * _row_block(work)))
 
 
-def _tiles(work: _Work, tile: Tile, heads: int) -> int:
-    """Of a tensor with so many heads."""
-    rows = _tile_rows(work, tile)
-    if work.per_head:
-        return heads * work.B * triton.cdiv(work.T, rows)
-    return work.B * triton.cdiv(work.T * heads, rows)
+class Layout(NamedTuple):
+    """What is compiled of the distances between the rows of tensors."""
+
+    unit: int  # a power of two up to 16 that divides those of sequences and tokens. Triton would see whether 16 divides them
+    head_strides: tuple[int, ...]
+    wide: tuple[int, ...]  # the others, where one takes more than 32 bits
 
 
-def _unit(rows: Sequence[Any]) -> int:
-    """A power of two up to 16 that divides the strides. Of an argument Triton would know whether 16 divides it and no more."""
-    return gcd(16, *[stride for each in rows for stride in each[:2]])
+def _found(geometry: Callable[..., tuple], rows: tuple[Tensor | None, ...], cos: Tensor | None) -> tuple[tuple, tuple]:
+    """The tensors with rows, made contiguous where no three numbers tell where their rows lie, and what follows from that."""
+    table_rows = 0 if cos is None else cos.shape[0]
+    try:
+        return rows, geometry(tuple([None if t is None else (t.shape, t.stride()) for t in rows]), table_rows)
+    except Irregular:
+        return _found(geometry, tuple([None if t is None else t.contiguous() for t in rows]), cos)
 
 
-def _strides(rows: Sequence[Any]) -> list[int]:
-    """As the kernels take them."""
-    unit = _unit(rows)
-    return [stride // unit for each in rows for stride in each[:2]]
+class Irregular(Exception):
+    pass
+
+
+def _laid_out(where: tuple, tokens: int, D: int, heads: int) -> tuple[int, int, Layout, list[int]]:
+    """Of tensors: sequences, tokens in each, the layout of their rows, and the distances of sequences and tokens, over
+    `Layout.unit`, zeros for an absent tensor.
+
+    where: shapes and strides, or None. tokens: the dimension of tokens, behind which a tensor has heads and features, or both
+    side by side in one dimension.
+
+    Raises:
+        Irregular: no such numbers tell where the rows lie.
+    """
+    all_strides: list[int] = []
+    head_strides: list[int] = []
+    for at in where:
+        batch = token = head = 0
+        if at is not None:
+            shape, strides = at
+            leading = [(n, stride) for n, stride in zip(shape[:tokens], strides[:tokens], strict=True) if n != 1]
+            if strides[-1] != 1 or any(outer != n * inner for (_, outer), (n, inner) in pairwise(leading)):
+                raise Irregular
+            batch = leading[-1][1] if leading else 0
+            token = strides[tokens] if shape[tokens] != 1 else 0
+            head = strides[-2] if len(shape) == tokens + 3 else D
+        all_strides += batch, token
+        head_strides.append(head)
+    B, T = prod(where[0][0][:tokens]), where[0][0][tokens]
+    if T * heads >= MOST_ROWS:
+        raise ValueError(f"rotary: {T} tokens in a sequence times {heads} heads, accepted: less than {MOST_ROWS}")
+    unit = gcd(16, *all_strides)
+    strides = [stride // unit for stride in all_strides]
+    return B, T, Layout(unit, tuple(head_strides), tuple(strides) if max(strides) >= 2**31 else ()), strides
 
 
 def _variant(
-    options: Options,
-    work: _Work,
-    tile: Tile,
-    x: Any,
-    small: Sequence[Any],
-    rows: Sequence[Any],
-    device: torch.device,
+    options: Options, work: Work, tile: Tile, dtype: torch.dtype, device: torch.device, layout: Layout,
     **more: Any,
-) -> Variant:
+) -> Variant:  # fmt: skip
     return Variant(
         D=work.D,
         R=work.R,
@@ -337,15 +253,18 @@ def _variant(
         INTERLEAVED=options.interleaved,
         ROWS=_tile_rows(work, tile),
         BLOCK=_row_block(work),
-        VECTOR=gcd(16 // x[2].itemsize, work.D // 2, work.R // 2),
-        UNIT=_unit(rows),
-        HEAD_STRIDES=tuple(each.head for each in rows),
+        VECTOR=gcd(16 // dtype.itemsize, work.D // 2, work.R // 2),
+        UNIT=layout.unit,
+        HEAD_STRIDES=layout.head_strides,
         EARLY_START=device_facts(device).since_sm_90,
         **more,
     )
 
 
-def forget() -> None:
-    """Drops the remembered launches; for tests, which change what they were made of."""
-    _FOUND.clear()
-    _backward_plan.cache_clear()
+def _launcher(
+    kernel: Any, record: type, strided: tuple[str, ...], tile: Tile, device: torch.device, programs_y: int = 1
+) -> Launcher:
+    return Launcher(
+        kernel, record, device, strided=strided, programs_y=programs_y, num_warps=tile.warps, maxnreg=tile.registers,
+        launch_pdl=device_facts(device).since_sm_90 or None,
+    )  # fmt: skip

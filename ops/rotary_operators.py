@@ -4,15 +4,15 @@ A compiled function calls the operator `rotary`. It decomposes into `rotary_forw
 holds. Eager code goes past the dispatcher, to `rotary_launch`.
 """
 
-from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .autograd import refuse_second_order
+from . import operators
+from .autograd import first_order
 from .operators import LIBRARY, NAMESPACE, operator
 from .torch_state import below_autograd, has_tangents, is_eager
 
@@ -46,22 +46,17 @@ class Upstream(NamedTuple):
     dv: Tensor | None  # there where x is packed
 
 
-@cache
-def launches() -> ModuleType:
-    """`rotary_launch`, imported when the first kernel starts: it needs Triton, which a machine without a GPU may lack."""
-    from . import rotary_launch
-
-    return rotary_launch
+launches = partial(operators.launches, "rotary_launch")
 
 
-def apply(inputs: Inputs, options: Options, launch: Any = None) -> Sequence[Tensor]:
+def apply(inputs: Inputs, options: Options, run: Callable | None = None) -> Sequence[Tensor]:
     """q, k, and v where x is packed, with gradients.
 
-    launch: of `rotary_launch.find`, where nobody watches operator calls; None: through the dispatcher.
+    run: of `rotary_launch.forward_call`, where nobody watches operator calls; None: through the dispatcher.
     """
     if has_tangents() or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)):
-        return _Rotary.apply(options, launch, *inputs)
-    outputs = rotary_forward(*inputs, *options) if launch is None else launch(inputs, options)
+        return (_Rotary.apply if run is None else _apply_eager)(options, run, *inputs)
+    outputs = rotary_forward(*inputs, *options) if run is None else run(inputs)
     return outputs if inputs.k is not None else (*outputs, values_of(inputs.x, options))
 
 
@@ -74,37 +69,31 @@ def values_of(x: Tensor, options: Options) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, options, launch, *tensors):
-        inputs = Inputs(*tensors)
-        outputs = below_autograd(rotary_forward, *tensors, *options) if launch is None else launch(inputs, options)
-        x, k, *rest = tensors
-        if options.norm < 0:  # without a norm backward does not look at x
-            x = k = None
-        ctx.save_for_backward(x, k, *rest)
-        ctx.options, ctx.eager = options, launch is not None
-        return (*outputs, values_of(inputs.x, options)) if inputs.k is None else tuple(outputs)
+    def forward(ctx, options, run, *tensors):
+        x, k, *rest = inputs = Inputs(*tensors)
+        outputs = below_autograd(rotary_forward, *tensors, *options) if run is None else run(inputs)
+        ctx.options, ctx.eager, ctx.function = options, run is not None, "rotary_qkv_fn" if k is None else "rotary_qk_fn"
+        if k is None:
+            outputs = (*outputs, values_of(x, options))
+        kept = (None, None) if options.norm < 0 else (x, k)  # without a norm backward does not look at them
+        ctx.save_for_backward(*kept, *rest)
+        return outputs
 
     @staticmethod
-    def backward(ctx, *upstream):
-        gradients = Upstream(*upstream, *[None] * (3 - len(upstream)))
-        if not torch.is_grad_enabled():
-            return None, None, *_gradients(ctx, gradients)
-        with torch.no_grad():
-            found = _gradients(ctx, gradients)
-        name = "rotary_qk_fn" if gradients.dv is None else "rotary_qkv_fn"
-        return None, None, *refuse_second_order(name, found)
+    @first_order
+    def backward(ctx, dq, dk, dv=None):
+        saved, options, wanted = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[7:]
+        if ctx.eager and is_eager((dq, dk, dv)):
+            given = launches().backward(Upstream(dq, dk, dv), Inputs(*saved), options, wanted)
+        else:
+            given = rotary_backward(dq, dk, dv, *saved, *options, list(wanted))
+        dx, *others = given
+        dk_in = others.pop(0) if dv is None else None
+        return None, None, dx, dk_in, None, None, None, *[others.pop(0) if wants else None for wants in wanted]
 
 
-def _gradients(ctx: Any, upstream: Upstream) -> tuple[Tensor | None, ...]:
-    """Of the fields of Inputs."""
-    saved, options, wanted = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[7:]
-    if ctx.eager and is_eager(upstream):
-        given = iter(launches().backward(upstream, Inputs(*saved), options, wanted))
-    else:
-        given = iter(rotary_backward(*upstream, *saved, *options, list(wanted)))
-    dx = next(given)
-    dk = next(given) if upstream.dv is None else None
-    return dx, dk, None, None, None, *[next(given) if wants else None for wants in wanted]
+# Without the Python code of `apply`, which is for functorch.
+_apply_eager: Callable[..., tuple] = super(torch.autograd.Function, _Rotary).apply
 
 
 # ---- operators --------------------------------------------------------------------------------------------------------------
@@ -113,21 +102,28 @@ _INPUTS = "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? q_weight, Tensor
 _OPTIONS = "SymInt heads, SymInt kv_heads, int norm, float eps, bool zero_centered_weight, bool interleaved"
 
 
+def output_shapes(x: torch.Size, k: torch.Size | None, options: Options) -> tuple[Sequence[int], Sequence[int]]:
+    """Of q and k, for those of the inputs."""
+    if k is not None:
+        return x, k
+    *tokens, width = x
+    D = width // (options.heads + 2 * options.kv_heads)
+    return (*tokens, options.heads, D), (*tokens, options.kv_heads, D)
+
+
 def empty_outputs(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     x, k = inputs.x, inputs.k
-    if k is not None:
-        return x.new_empty(x.shape), x.new_empty(k.shape)
-    width = x.shape[-1] // (options.heads + 2 * options.kv_heads)
-    return x.new_empty(*x.shape[:-1], options.heads, width), x.new_empty(*x.shape[:-1], options.kv_heads, width)
+    q_shape, k_shape = output_shapes(x.shape, None if k is None else k.shape, options)
+    return x.new_empty(q_shape), x.new_empty(k_shape)
 
 
 def empty_gradients(upstream: Upstream, inputs: Inputs, options: Options, wanted: Sequence[bool]) -> list[Tensor]:
     """dx, dk where x is not packed, and of dq_weight, dq_bias, dk_weight, dk_bias those wanted."""
     dq, dk, dv = upstream
-    if dv is not None:
-        gradients = [dq.new_empty(*dq.shape[:-2], (options.heads + 2 * options.kv_heads) * dq.shape[-1])]
-    else:
+    if dv is None:
         gradients = [dq.new_empty(dq.shape), dk.new_empty(dk.shape)]
+    else:
+        gradients = [dq.new_empty(*dq.shape[:-2], (options.heads + 2 * options.kv_heads) * dq.shape[-1])]
     return gradients + [t.new_empty(t.shape) for t, wants in zip(inputs[5:], wanted, strict=True) if wants and t is not None]
 
 

@@ -1,13 +1,15 @@
 """Softmax and log-softmax over the last dimension, with a scale and a mask applied on the way in."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .autograd import refuse_second_order
-from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_dtype, check_input, check_tensor
+from . import operators
+from .autograd import first_order
+from .checks import KERNEL_DTYPES, REFERENCE_DTYPES, check_input, check_number, check_operand
 from .kernels import runs_kernels
 from .operators import operator, register_autograd
 from .torch_state import below_autograd, transformed_by_func
@@ -42,30 +44,16 @@ def log_softmax_fn(x: Tensor, scale: float = 1.0, mask: Tensor | None = None) ->
 def _softmax(name: str, x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
     kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not transformed_by_func()
     check_input(name, x, KERNEL_DTYPES if kernels else REFERENCE_DTYPES)
-    if not isinstance(scale, float | int) or isinstance(scale, bool) or not math.isfinite(scale):
-        raise ValueError(f"{name}: scale must be a finite number, got {scale!r}")
+    check_number(name, "scale", scale, "a finite number", math.isfinite)
     if mask is not None:
-        _check_mask(name, x, mask)
+        check_operand(name, "mask", mask, x, (torch.bool, *REFERENCE_DTYPES))
+        if mask.dim() > x.dim() or any(m not in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False)):
+            raise ValueError(
+                f"{name}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to x's {tuple(x.shape)}"
+            )
     if not kernels:
         return reference(x, scale, mask, log)
     return softmax_op(x, mask, float(scale), log)
-
-
-def _check_mask(name: str, x: Tensor, mask: Tensor) -> None:
-    check_tensor(name, "mask", mask)
-    check_dtype(name, "mask", mask, (torch.bool, *REFERENCE_DTYPES))
-    if mask.device != x.device:
-        raise ValueError(f"{name}: mask is on {mask.device}, expected {x.device}, the device of x")
-    fits = mask.dim() <= x.dim() and all(m in (1, n) for m, n in zip(mask.shape[::-1], x.shape[::-1], strict=False))
-    if not fits:
-        raise ValueError(f"{name}: mask has shape {tuple(mask.shape)}, expected one that broadcasts to x's {tuple(x.shape)}")
-
-
-def launches() -> Any:
-    """The module that needs Triton: only on devices with kernels."""
-    from . import softmax_launch
-
-    return softmax_launch
 
 
 def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor:
@@ -79,24 +67,21 @@ def reference(x: Tensor, scale: float, mask: Tensor | None, log: bool) -> Tensor
 # ---- operators ---------------------------------------------------------------------------------------------------------------
 
 
-def _forward(x: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
-    return launches().softmax(x, None if mask is None else mask.expand(x.shape), scale, log)
+launches = partial(operators.launches, "softmax_launch")
 
 
-def _backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool) -> Tensor:
-    return launches().softmax_backward(y, dy, scale, log, hides)
-
-
-def _like(x: Tensor, *_: Any) -> Tensor:
+def empty(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 SCHEMA = "(Tensor x, Tensor? mask, float scale, bool log) -> Tensor"
-softmax_op = operator("softmax", SCHEMA, _forward, _like)
-softmax_forward = operator("softmax_forward", SCHEMA, _forward, _like)
+softmax_op = operator("softmax", SCHEMA, lambda *call: launches().softmax(*call), empty)
+softmax_forward = operator("softmax_forward", SCHEMA, lambda *call: launches().softmax(*call), empty)
 softmax_backward = operator(
-    "softmax_backward", "(Tensor y, Tensor dy, float scale, bool log, bool hides) -> Tensor", _backward, _like
-)
+    "softmax_backward", "(Tensor y, Tensor dy, float scale, bool log, bool hides) -> Tensor",
+    lambda *call: launches().softmax_backward(*call),
+    empty,
+)  # fmt: skip
 
 
 class _Softmax(torch.autograd.Function):
@@ -104,28 +89,21 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx, x, mask, scale, log):
         y = below_autograd(softmax_forward, x, mask, scale, log)
         ctx.save_for_backward(y)
-        ctx.scale, ctx.log = scale, log
+        ctx.scale, ctx.log, ctx.function = scale, log, "log_softmax_fn" if log else "softmax_fn"
         ctx.hides = mask is not None and mask.dtype == torch.bool
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
-        if not torch.is_grad_enabled():
-            return _gradients(ctx, dy)
-        with torch.no_grad():
-            gradients = _gradients(ctx, dy)
-        return refuse_second_order("log_softmax_fn" if ctx.log else "softmax_fn", gradients)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (y,) = ctx.saved_tensors
-    if not ctx.needs_input_grad[1]:
-        return softmax_backward(y, dy, ctx.scale, ctx.log, ctx.hides), None, None, None
-    dz = softmax_backward(y, dy, 1.0, ctx.log, ctx.hides)
-    shape, dtype = ctx.mask
-    dx = dz * ctx.scale if ctx.needs_input_grad[0] else None
-    return dx, dz.float().sum_to_size(shape).to(dtype), None, None
+        (y,) = ctx.saved_tensors
+        wants_x, wants_mask, *_ = ctx.needs_input_grad
+        if not wants_mask:
+            return softmax_backward(y, dy, ctx.scale, ctx.log, ctx.hides), None, None, None
+        dz = softmax_backward(y, dy, 1.0, ctx.log, ctx.hides)
+        shape, dtype = ctx.mask
+        return dz * ctx.scale if wants_x else None, dz.float().sum_to_size(shape).to(dtype), None, None
 
 
 register_autograd(softmax_op, softmax_forward, _Softmax.apply)

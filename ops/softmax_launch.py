@@ -1,15 +1,14 @@
 """Launches of the softmax kernels, and their tile shapes."""
 
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
-from .cross_entropy_launch import on_device
 from .kernels import softmax as kernels
-from .launch import device_facts
+from .launch import Launcher, device_facts
+from .softmax import empty
 
 MB = 1024**2
 
@@ -47,46 +46,35 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
 
 
 def softmax(x: Tensor, mask: Tensor | None, scale: float, log: bool) -> Tensor:
-    """x: contiguous or with rows that lie apart; mask: expanded to x's shape."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return y
-    N, M = x.shape[-1], prod(x.shape[:-1])
-    x = x.reshape(-1, N).contiguous()
-    facts = device_facts(x.device)
+    """mask: broadcasts to x's shape."""
+    y = empty(x)
     mask_rows, mask_cols = kernels.MaskRows(1, 1, 0, 0, 0), 1
-    if mask is not None:
-        mask, mask_rows, mask_cols = rows_of_mask(mask)
-    vector = 16 // x.itemsize
-    tile = softmax_tile(N, vector, False, facts.since_sm_90)
-    how = kernels.SoftmaxVariant(
-        N, log, tile.rows, tile.block_n, vector, tile.looped, False, mask_cols, PREFETCH=tile.distance > 0
-    )
-    with on_device(x.device):
-        kernels.softmax_kernel[(triton.cdiv(M, tile.rows),)](
-            x, mask, y, mask_rows, M, scale, tile.distance, how, num_warps=tile.warps
-        )
+    if mask is not None and x.numel():
+        mask, mask_rows, mask_cols = rows_of_mask(mask.expand(x.shape))
+    pointers = kernels.Pointers(x, mask, y)
+    _start(kernels.softmax_kernel, pointers, (mask_rows,), scale, x.itemsize, LOG=log, MASK_COLS=mask_cols)
     return y
 
 
 def softmax_backward(y: Tensor, dy: Tensor, scale: float, log: bool, hides: bool) -> Tensor:
     """hides: a boolean mask was there."""
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    if y.numel() == 0:
-        return dx
-    N, M = y.shape[-1], prod(y.shape[:-1])
-    y, dy = y.reshape(-1, N).contiguous(), dy.reshape(-1, N).contiguous()
-    facts = device_facts(y.device)
-    vector = 16 // max(y.itemsize, dy.itemsize)
-    tile = softmax_tile(N, vector, True, facts.since_sm_90)
-    how = kernels.SoftmaxVariant(
-        N, log, tile.rows, tile.block_n, vector, tile.looped, hides and log, PREFETCH=tile.distance > 0
-    )
-    with on_device(y.device):
-        kernels.softmax_backward_kernel[(triton.cdiv(M, tile.rows),)](
-            y, dy, dx, M, scale, tile.distance, how, num_warps=tile.warps
-        )
+    dx = empty(y)
+    pointers, itemsize = kernels.BackwardPointers(y, dy, dx), max(y.itemsize, dy.itemsize)
+    _start(kernels.softmax_backward_kernel, pointers, (), scale, itemsize, LOG=log, HIDES=hides and log)
     return dx
+
+
+def _start(kernel: Any, pointers: Any, more: tuple, scale: float, itemsize: int, **constants: Any) -> None:
+    """itemsize: of the widest tensor of rows; more: arguments behind the pointers."""
+    out = pointers[-1]
+    N, vector, backward = out.shape[-1], 16 // itemsize, kernel is kernels.softmax_backward_kernel
+    tile = softmax_tile(N, vector, backward, device_facts(out.device).since_sm_90)
+    how = kernels.SoftmaxVariant(
+        N, ROWS=tile.rows, BLOCK_N=tile.block_n, VECTOR=vector, LOOPED=tile.looped, PREFETCH=tile.distance > 0, **constants
+    )
+    M = out.numel() // N
+    start = Launcher(kernel, type(pointers), out.device, strided=("mask",), num_warps=tile.warps)
+    start(-(-M // tile.rows), pointers, *more, M, scale, tile.distance, how)
 
 
 def rows_of_mask(mask: Tensor) -> tuple[Tensor, kernels.MaskRows, int]:

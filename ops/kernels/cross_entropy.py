@@ -9,14 +9,14 @@ A program keeps the last HELD blocks of its row in registers, two 16-bit logits 
 a wider row, its head, is read by groups of blocks, once for m and s and once for the gradient.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq, is_cuda
 
-from . import INTERPRET
+from .constants import Constants
 from .nvidia import PTX, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -24,7 +24,7 @@ INF = tl.constexpr(float("inf"))
 
 
 @dataclass(frozen=True)
-class RowTile:
+class RowTile(Constants):
     """What a kernel is compiled for."""
 
     V: int  # columns in a row
@@ -40,19 +40,18 @@ class RowTile:
     SOFTCAP: bool
     SMOOTHING: bool
 
-    def __post_init__(self) -> None:
-        if not INTERPRET:  # a kernel is to find constants in them; the interpreter takes plain values
-            for field in fields(self):
-                object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
-
 
 class Pointers(NamedTuple):
-    logits: Any  # [M, V]
-    gradient: Any  # [M, V]: may be the logits themselves; None without GRADIENT
-    targets: Any  # [M]
-    loss: Any  # fp32 [M], 0 where ignored
-    stats: Any  # fp32 [M, 2]: m and s; None where nobody needs them
-    scale: Any  # fp32 [1], a factor of the gradient; None for 1
+    """Those that a kernel works with."""
+
+    logits: Any = None  # [M, V]
+    gradient: Any = None  # [M, V]: may be the logits themselves
+    targets: Any = None  # [M]
+    loss: Any = None  # fp32 [M], 0 where ignored
+    stats: Any = None  # fp32 [M, 2]: m and s; None where nobody needs them
+    scale: Any = None  # fp32 [1], a factor of the gradient; None for 1
+    total: Any = None  # fp32 []: the reduced loss
+    dloss: Any = None  # [] or [M]: the upstream gradient
 
 
 class Row(NamedTuple):
@@ -120,14 +119,14 @@ def cross_entropy_kernel(p, stride, out_stride, ignore_index, softcap, z_loss, s
 
 @triton.jit(do_not_specialize=["ignore_index", "softcap", "z_loss", "smoothing"])
 def cross_entropy_gradient_kernel(
-    p, p_dloss, stride, out_stride, ignore_index, softcap, z_loss, smoothing, PER_ROW: tl.constexpr, HOW: tl.constexpr
+    p, stride, out_stride, ignore_index, softcap, z_loss, smoothing, PER_ROW: tl.constexpr, HOW: tl.constexpr
 ):
     """The gradient of the logits from the statistics of their rows. A program for each group of blocks of a row."""
     n = Numbers(stride, out_stride, ignore_index, softcap, z_loss, smoothing)
     GROUPS: tl.constexpr = head_columns(HOW) // (HOW.GROUP * HOW.BLOCK)
     row = tl.program_id(0) // GROUPS
     first = (tl.program_id(0) % GROUPS) * (HOW.GROUP * HOW.BLOCK)
-    slope = tl.load(p_dloss + (row if PER_ROW else 0)).to(tl.float32)
+    slope = tl.load(p.dloss + (row if PER_ROW else 0)).to(tl.float32)
     if p.scale is not None:
         slope *= tl.load(p.scale)
     if HOW.SHIFTED:  # its masks cost time, and most groups need none
@@ -163,40 +162,40 @@ def store_group(p, row, first, slope, n, INSIDE: tl.constexpr, HOW: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
-def count_targets_kernel(p_targets, p_scale, M, ignore_index, BLOCK: tl.constexpr):
+def count_targets_kernel(p, M, ignore_index, BLOCK: tl.constexpr):
     """scale = 1 / number of targets that count. One program."""
     o = tl.arange(0, BLOCK)
     b_count = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, M, BLOCK):
-        b_target = tl.load(p_targets + first + o, mask=first + o < M, other=ignore_index)
+        b_target = tl.load(p.targets + first + o, mask=first + o < M, other=ignore_index)
         b_count += (b_target != ignore_index).to(tl.int32)
-    tl.store(p_scale, 1.0 / tl.sum(b_count, 0).to(tl.float32))
+    tl.store(p.scale, 1.0 / tl.sum(b_count, 0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["M"])
-def sum_losses_kernel(p_loss, p_scale, p_sum, M, BLOCK: tl.constexpr):
+def sum_losses_kernel(p, M, BLOCK: tl.constexpr):
     """scale · Σ loss, in a fixed order. One program."""
     o = tl.arange(0, BLOCK)
     b_sum = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, M, BLOCK):
-        b_sum += tl.load(p_loss + first + o, mask=first + o < M, other=0.0)
+        b_sum += tl.load(p.loss + first + o, mask=first + o < M, other=0.0)
     total = tl.sum(b_sum, 0)
-    if p_scale is not None:
-        scale = tl.load(p_scale)
+    if p.scale is not None:
+        scale = tl.load(p.scale)
         total = tl.where(scale == INF, float("nan"), total * scale)  # the mean of no loss
-    tl.store(p_sum, total)
+    tl.store(p.total, total)
 
 
 @triton.jit
-def scale_kernel(p, p_factor, stride, V, BLOCK: tl.constexpr):
-    """p [M, V] *= factor, both on the device. Where the factor is 1 nothing is read. A program for each block of a row."""
-    factor = tl.load(p_factor).to(tl.float32)
+def scale_kernel(p, stride, V, BLOCK: tl.constexpr):
+    """gradient *= dloss, a scalar. Where that is 1 nothing is read. A program for each block of a row."""
+    factor = tl.load(p.dloss).to(tl.float32)
     if factor != 1.0:
         blocks = tl.cdiv(V, BLOCK)
         o = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        p_block = p + (tl.program_id(0) // blocks).to(tl.int64) * stride + o
+        p_block = p.gradient + (tl.program_id(0) // blocks).to(tl.int64) * stride + o
         b = tl.load(p_block, mask=o < V, other=0.0).to(tl.float32)
-        tl.store(p_block, (b * factor).to(p.dtype.element_ty), mask=o < V)
+        tl.store(p_block, (b * factor).to(p_block.dtype.element_ty), mask=o < V)
 
 
 # ---- where blocks lie --------------------------------------------------------------------------------------------------------

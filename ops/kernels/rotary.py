@@ -14,14 +14,14 @@ works on one part. The rows of a part are counted within a sequence, T · HEADS 
 division by a constant.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from . import INTERPRET
+from .constants import Constants
 from .norms import centres, deviation, inverse, norm_gradient, spread
 from .nvidia import keep_order, widen
 from .rows import add_pairs, mean
@@ -30,7 +30,7 @@ NO_NORM = -1  # beside the values of `reference.Norm`
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Constants):
     """What a kernel is compiled for."""
 
     D: int  # features of a head
@@ -50,11 +50,6 @@ class Variant:
     STAGES: int = 1  # tiles in flight in backward, the one at work included
     EARLY_START: bool = False  # programmatic dependent launch: the kernel waits for the one before by itself
     WANTED: tuple[bool, bool] = (False, False)  # whether backward sums up gradients of weights, and of biases
-
-    def __post_init__(self) -> None:
-        if not INTERPRET:  # a kernel is to find constants in them; the interpreter takes plain values
-            for field in fields(self):
-                object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
 
 
 class ForwardPointers(NamedTuple):
@@ -92,6 +87,7 @@ class BackwardPointers(NamedTuple):
 class WeightGradients(NamedTuple):
     """[D] or [heads, D]; absent ones are None."""
 
+    partials: tl.tensor  # those of BackwardPointers
     q_weight: tl.tensor
     q_bias: tl.tensor
     k_weight: tl.tensor
@@ -307,10 +303,8 @@ def store_partial(p_partials, partial, i: tl.constexpr, b_a, b_b, HOW: tl.conste
 
 
 @triton.jit(do_not_specialize=["q_programs", "k_programs"])
-def finish_rotary_weights_kernel(
-    p_partials, p, q_programs, k_programs, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr
-):
-    """p: WeightGradients. A program adds up, in a fixed order, BLOCK columns of one gradient of one part."""
+def finish_rotary_weights_kernel(p, q_programs, k_programs, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    """A program adds up, in a fixed order, BLOCK columns of one gradient of one part."""
     if HOW.EARLY_START:
         gdc_wait()
     Q_PARTS: tl.constexpr = HOW.HEADS if HOW.PER_HEAD else 1
@@ -327,7 +321,7 @@ def finish_rotary_weights_kernel(
         o = start + tl.arange(0, PROGRAMS)
         m = (o < count)[:, None] & (cols < HOW.D)[None, :]
         o_row = ((first + o).to(tl.int64) * wanted(HOW) + i) * HOW.D
-        b_sum += tl.load(p_partials + o_row[:, None] + cols[None, :], mask=m, other=0.0)
+        b_sum += tl.load(p.partials + o_row[:, None] + cols[None, :], mask=m, other=0.0)
     b_total = tl.sum(b_sum, 0)
     if HOW.WANTED[0] and i == 0:
         store_weights(p.q_weight, p.k_weight, part, cols, b_total, HOW)

@@ -7,13 +7,13 @@ Rows that no program can hold are read one block at a time: by a loop (`Variant.
 (`Variant.SLICES`). Their functions pass `at.first_col`, the first column of their block.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from . import INTERPRET
+from .constants import Constants
 from .nvidia import prefetch_rows, widen
 
 
@@ -29,7 +29,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Constants):
     """What a kernel is compiled for. Fields in the order of their interest: the work, the tile, the machine."""
 
     N: int  # columns in a row
@@ -50,11 +50,6 @@ class Variant:
     PREFETCH: bool = False  # rows of a later tile are brought into L2
     EARLY_START: bool = False  # programmatic dependent launch: the kernel waits for the one before by itself
     WANTED: Weights | None = None  # bool: whose gradients backward sums up
-
-    def __post_init__(self) -> None:
-        if not INTERPRET:  # a kernel is to find constants in them; the interpreter takes plain values
-            for field in fields(self):
-                object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
 
 
 @triton.constexpr_function

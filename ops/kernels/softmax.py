@@ -8,20 +8,20 @@ A boolean mask is 0 where true, and −∞ where false. Rows lie in registers as
 the first block does, and the rest is read twice.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from . import INTERPRET
+from .constants import Constants
 from .cross_entropy import INF, LOG2E, join_sums
 from .nvidia import widen
 from .rows import Place, block_cols, block_mask, blocks, load_rows, offsets, place, prefetch_tile, reaches_outside, row_sum
 
 
 @dataclass(frozen=True)
-class SoftmaxVariant:
+class SoftmaxVariant(Constants):
     """What a kernel is compiled for."""
 
     N: int  # columns in a row
@@ -35,10 +35,19 @@ class SoftmaxVariant:
     PREFETCH: bool = False
     SLICES: int = 1  # of `rows`: no program shares a row
 
-    def __post_init__(self) -> None:
-        if not INTERPRET:  # a kernel is to find constants in them; the interpreter takes plain values
-            for field in fields(self):
-                object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+
+class Pointers(NamedTuple):
+    x: Any  # [M, N]
+    mask: Any  # its rows lie as MaskRows says; None: there is none
+    y: Any
+
+
+class BackwardPointers(NamedTuple):
+    """[M, N]"""
+
+    y: Any
+    dy: Any
+    dx: Any
 
 
 class MaskRows(NamedTuple):
@@ -52,20 +61,20 @@ class MaskRows(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["M", "scale", "distance"])
-def softmax_kernel(p_x, p_mask, p_y, mask_rows, M, scale, distance, VARIANT: tl.constexpr):
+def softmax_kernel(p, mask_rows, M, scale, distance, VARIANT: tl.constexpr):
     """A program for each tile of VARIANT.ROWS rows."""
     tile = tl.program_id(0)
     if VARIANT.PREFETCH:
-        prefetch_tile(p_x, tile + distance, 0, VARIANT.N, M, VARIANT)
+        prefetch_tile(p.x, tile + distance, 0, VARIANT.N, M, VARIANT)
     at = place(tile, 0, M, VARIANT)
-    b_z = scores(p_x, p_mask, mask_rows, scale, at, VARIANT)
+    b_z = scores(p.x, p.mask, mask_rows, scale, at, VARIANT)
     b_max = b_z[0]
     for i in tl.static_range(1, blocks(VARIANT)):
         b_max = tl.maximum(b_max, b_z[i])
     if VARIANT.LOOPED:
         b_sum = tl.where(b_max == -INF, 0.0, 1.0)
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
-            b_rest = scores(p_x, p_mask, mask_rows, scale, Place(at.rows, at.m_row, first_col), VARIANT)[0]
+            b_rest = scores(p.x, p.mask, mask_rows, scale, Place(at.rows, at.m_row, first_col), VARIANT)[0]
             b_max, b_sum = join_sums(b_max, b_sum, b_rest, tl.where(b_rest == -INF, 0.0, 1.0))
         m, s = tl.reduce((b_max, b_sum), 1, join_sums)
     else:
@@ -84,16 +93,16 @@ def softmax_kernel(p_x, p_mask, p_y, mask_rows, M, scale, distance, VARIANT: tl.
             b_y = b_z[i] - m[:, None] - shift[:, None]
         else:
             b_y = b_e[i] * shift[:, None]
-        tl.store(p_y + offsets(i, at, VARIANT), b_y.to(p_y.dtype.element_ty), mask=block_mask(i, at, VARIANT))
+        tl.store(p.y + offsets(i, at, VARIANT), b_y.to(p.y.dtype.element_ty), mask=block_mask(i, at, VARIANT))
     if VARIANT.LOOPED:
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_y = scores(p_x, p_mask, mask_rows, scale, here, VARIANT)[0] - m[:, None]
+            b_y = scores(p.x, p.mask, mask_rows, scale, here, VARIANT)[0] - m[:, None]
             if VARIANT.LOG:
                 b_y -= shift[:, None]
             else:
                 b_y = tl.exp2(b_y * LOG2E) * shift[:, None]
-            tl.store(p_y + offsets(0, here, VARIANT), b_y.to(p_y.dtype.element_ty), mask=block_mask(0, here, VARIANT))
+            tl.store(p.y + offsets(0, here, VARIANT), b_y.to(p.y.dtype.element_ty), mask=block_mask(0, here, VARIANT))
 
 
 @triton.jit
@@ -119,15 +128,15 @@ def scores(p_x, p_mask, mask_rows, scale, at, VARIANT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "scale", "distance"])
-def softmax_backward_kernel(p_y, p_dy, p_dx, M, scale, distance, VARIANT: tl.constexpr):
+def softmax_backward_kernel(p, M, scale, distance, VARIANT: tl.constexpr):
     """A program for each tile of VARIANT.ROWS rows."""
     tile = tl.program_id(0)
     if VARIANT.PREFETCH:
-        prefetch_tile(p_y, tile + distance, 0, VARIANT.N, M, VARIANT)
-        prefetch_tile(p_dy, tile + distance, 0, VARIANT.N, M, VARIANT)
+        prefetch_tile(p.y, tile + distance, 0, VARIANT.N, M, VARIANT)
+        prefetch_tile(p.dy, tile + distance, 0, VARIANT.N, M, VARIANT)
     at = place(tile, 0, M, VARIANT)
-    b_y = load_narrow(p_y, at, VARIANT)
-    b_dy = load_narrow(p_dy, at, VARIANT)
+    b_y = load_narrow(p.y, at, VARIANT)
+    b_dy = load_narrow(p.dy, at, VARIANT)
     b_terms = ()
     for i in tl.static_range(blocks(VARIANT)):
         b_terms += (term(b_y[i], b_dy[i], VARIANT),)
@@ -135,19 +144,19 @@ def softmax_backward_kernel(p_y, p_dy, p_dx, M, scale, distance, VARIANT: tl.con
         b_sum = term(b_y[0], b_dy[0], VARIANT)
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_sum += term(load_narrow(p_y, here, VARIANT)[0], load_narrow(p_dy, here, VARIANT)[0], VARIANT)
+            b_sum += term(load_narrow(p.y, here, VARIANT)[0], load_narrow(p.dy, here, VARIANT)[0], VARIANT)
         s = tl.sum(b_sum, 1)
     else:
         s = row_sum(b_terms)
     for i in tl.static_range(blocks(VARIANT)):
         b_dx = input_gradient(b_y[i], b_dy[i], s, scale, VARIANT)
-        tl.store(p_dx + offsets(i, at, VARIANT), b_dx.to(p_dx.dtype.element_ty), mask=block_mask(i, at, VARIANT))
+        tl.store(p.dx + offsets(i, at, VARIANT), b_dx.to(p.dx.dtype.element_ty), mask=block_mask(i, at, VARIANT))
     if VARIANT.LOOPED:
         for first_col in tl.range(VARIANT.BLOCK_N, VARIANT.N, VARIANT.BLOCK_N, num_stages=1):
             here = Place(at.rows, at.m_row, first_col)
-            b_y_rest, b_dy_rest = load_narrow(p_y, here, VARIANT)[0], load_narrow(p_dy, here, VARIANT)[0]
+            b_y_rest, b_dy_rest = load_narrow(p.y, here, VARIANT)[0], load_narrow(p.dy, here, VARIANT)[0]
             b_dx = input_gradient(b_y_rest, b_dy_rest, s, scale, VARIANT)
-            tl.store(p_dx + offsets(0, here, VARIANT), b_dx.to(p_dx.dtype.element_ty), mask=block_mask(0, here, VARIANT))
+            tl.store(p.dx + offsets(0, here, VARIANT), b_dx.to(p.dx.dtype.element_ty), mask=block_mask(0, here, VARIANT))
 
 
 @triton.jit

@@ -110,6 +110,9 @@ def hash_of(ptx: str) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
+_LETTERS = {"LDG": "L", "SHFL": "S", "BAR": "B", "STG": "W"}  # of what is loaded, exchanged, waited for and stored
+
+
 @cache
 def disassembled(cubin: bytes) -> dict:
     """Registers of a thread, the bytes of its stack, which is what it spills, instructions, and what touches memory before the
@@ -123,8 +126,15 @@ def disassembled(cubin: bytes) -> dict:
     assert used, text[:1000]
     ahead, wait, _ = text.partition("ACQBULK")
     touched = re.findall(r"\b(?:LDG|LDGSTS|LD|STG|ST|RED|ATOM|ATOMG|UBLKCP|UBLKPF)\b.*", ahead) if wait else None
-    instructions = len(re.findall(r"^\s+/\*[0-9a-f]+\*/\s", text, re.MULTILINE))
-    return {"registers": int(used[1]), "spilled": int(used[2]), "instructions": instructions, "before_waiting": touched}
+    operations = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+)", text, re.MULTILINE)
+    return {
+        "registers": int(used[1]),
+        "spilled": int(used[2]),
+        "instructions": len(operations),
+        "before_waiting": touched,
+        "stores": sorted({operation for operation in operations if operation.startswith("STG")}),
+        "order": "".join(_LETTERS.get(operation.split(".")[0], ".") for operation in operations),
+    }
 
 
 def resident(found: dict) -> int:

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 
 import torch
 
@@ -33,12 +32,14 @@ def test_what_the_launches_are_compiled_to():
 
     for launch in launches:
         assert launch["spilled"] <= 16, launch
-        if launch["kernel"].startswith("rotary_"):  # large tensors are read and written 16 bytes at a time
-            assert set(launch["stores"]) - set(launch["partials"]) == {"STG.E.128"}, launch
+        assert launch["before_waiting"] == [], launch  # what starts early touches no memory before it has waited
+        if launch["kernel"].startswith("rotary_"):  # large tensors are written 16 bytes at a time
+            partials = {"STG.E", "STG.E.64"} if "backward" in launch["kernel"] else set()
+            assert set(launch["stores"]) - partials == {"STG.E.128"}, launch
 
     # a new number of tokens compiles nothing
     for kernel in ("rotary_forward_kernel", "rotary_backward_kernel", "finish_rotary_weights_kernel"):
-        alike = [launch["hash"] for launch in launches if launch["case"] in TOKENS and launch["kernel"] == kernel]
+        alike = [launch["compilation"] for launch in launches if launch["case"] in TOKENS and launch["kernel"] == kernel]
         assert len(alike) == 3 and len(set(alike)) == 1, kernel
 
     # Backward asks for a tile before it works on it: two halves of dq and of x, and four times 16 bytes of the tables, of which
@@ -49,65 +50,29 @@ def test_what_the_launches_are_compiled_to():
             assert sum(run.count("L") >= 7 for run in runs) >= 2, launch  # of queries, and of keys
 
 
-def compile_case(name: str, launch_module, rotary) -> None:
-    from triton import knobs
-
-    case = CASES[name]
-    (heads, kv_heads), D = case["heads"], case["D"]
-    R = case.get("R", D)
-
-    def start(self, *pointers) -> None:
-        compiled = self.kernel.run(*pointers, *self.rest, grid=(1,), warmup=True, **self.options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        used = re.search(r"REG:(\d+) STACK:(\d+)", text)
-        assert used
-        operations = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+)", text)
-        marks = {"LDG": "L", "SHFL": "S", "BAR": "B", "STG": "W"}
-        found = {
-            "case": name,
-            "kernel": self.kernel.__name__,
-            "registers": int(used[1]),
-            "spilled": int(used[2]),
-            "stores": sorted({o for o in operations if o.startswith("STG")}),
-            "partials": ["STG.E", "STG.E.64"] if "backward" in self.kernel.__name__ else [],
-            "order": "".join(marks.get(o.split(".")[0], ".") for o in operations),
-            "hash": compiled.hash,
-        }
-        print(json.dumps(found), flush=True)
-
-    launch_module.Launch.start = start
-    weight = None if case.get("norm", "rmsnorm") is None else torch.rand(D).requires_grad_()
-    for B, T in TOKENS.get(name, [(2, 64)]):
-        qkv = torch.randn(B, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_()
-        table = torch.rand(T, R // 2)
-        outputs = rotary.rotary_qkv_fn(
-            qkv, table, table, heads, kv_heads, norm=case.get("norm", "rmsnorm"), q_weight=weight, k_weight=weight,
-            interleaved=case.get("interleaved", False),
-        )  # fmt: skip
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-
-
 def main() -> None:
-    from types import SimpleNamespace
-
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
     from ops import rotary, rotary_launch, tiling
 
-    driver.set_active(
-        SimpleNamespace(  # Triton's driver as far as a compilation asks it
-            get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda d: 0
-        )
-    )
+    from .offline import OfflineLauncher, prepare
+
+    prepare()
+    rotary_launch.Launcher = OfflineLauncher  # type: ignore[misc]
     rotary_launch.device_facts = lambda device: tiling.H200  # type: ignore[assignment]
-    rotary.runs_kernels = lambda device: True  # type: ignore[assignment]
-    for name in CASES:
-        compile_case(name, rotary_launch, rotary)
+    for name, case in CASES.items():
+        (heads, kv_heads), D = case["heads"], case["D"]
+        norm = case.get("norm", "rmsnorm")
+        weight = None if norm is None else torch.rand(D).requires_grad_()
+        for B, T in TOKENS.get(name, [(2, 64)]):
+            qkv = torch.randn(B, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_()
+            table = torch.rand(T, case.get("R", D) // 2)
+            outputs = rotary.rotary_qkv_fn(
+                qkv, table, table, heads, kv_heads, norm=norm, q_weight=weight, k_weight=weight,
+                interleaved=case.get("interleaved", False),
+            )  # fmt: skip
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        for found in OfflineLauncher.found:
+            print(json.dumps({"case": name, **found}), flush=True)
+        OfflineLauncher.found.clear()
 
 
 if __name__ == "__main__":

@@ -192,68 +192,40 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
 
 
 # Its operator, seed, and step and loss of each evaluation.
-TrainedRun = tuple[str, int, list[tuple[int, float]]]
+TrainedRun = tuple[str, int, Sequence[tuple[float, float]]]
 
 
-def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
-    """Two panels: the validation loss of every run as it trained; and how far fused is above torch, a line for each seed that
-    has both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from
-    the first.
+def losses_apart(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
+    """How far fused is above torch as they trained, a line for each seed that has both (means of runs made again), and a wide
+    one for their mean; dotted, how far each run made again is from the first.
     """
-    figure, (above, between) = pyplot.subplots(
-        2, 1, figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained", height_ratios=(3, 2), sharex=True
-    )
-    for at, (impl, width) in enumerate(((TORCH, 2.8), (FUSED, 1.0))):
-        style = {"color": ARMS[impl]["color"], "linestyle": ARMS[impl]["linestyle"], "linewidth": width}
-        for index, evaluated in enumerate(evaluated for name, _, evaluated in runs if name == impl):
-            steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
-            above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
-    _losses_apart(between, runs)
-    between.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
-    above.set_ylabel("validation loss,\nnats per token", fontsize=9)
-    between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
-    between.set_xlabel("step")
-    above.legend(frameon=False, fontsize=8, handlelength=3.2)
-    for axes in (above, between):
-        _plain(axes, "both")
+    curves: dict[tuple[str, int], list[dict[float, float]]] = {}
+    for name, seed, evaluated in runs:
+        curves.setdefault((name, seed), []).append(dict(evaluated))
+    means = {which: _mean(made) for which, made in curves.items()}
+    apart = [_minus(of, means[TORCH, seed]) for (name, seed), of in means.items() if name == FUSED and (TORCH, seed) in means]
+    again = [_minus(of, first) for first, *more in curves.values() for of in more]
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 3.4), dpi=DPI, layout="constrained")
+    lines = [(one, "a seed", {"color": GREY, "linewidth": 0.8}) for one in apart]
+    made_again = {"color": ARMS[TORCH]["color"], "linewidth": 0.8, "linestyle": ":"}
+    lines += [(one, "a run made again, minus the first (A/A)", made_again) for one in again]
+    lines += [(_mean(apart), "mean", {"color": INK, "linewidth": 2.0})] if apart else []
+    entries = {words: axes.plot(list(of), list(of.values()), **style)[0] for of, words, style in lines}
+    axes.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
+    axes.set_ylabel("validation loss, fused − torch,\nnats per token", fontsize=9)
+    axes.set_xlabel("step")
+    _plain(axes, "both")
+    legend_below(figure, entries)
     finish(figure, f"Runs to their end: {title}", "", path)
 
 
-def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
-    curves: dict[tuple[str, int], list[dict[int, float]]] = {}
-    for name, seed, evaluated in runs:
-        curves.setdefault((name, seed), []).append(dict(evaluated))
-    means = {
-        which: {step: float(np.mean([of[step] for of in made])) for step in _common(made)} for which, made in curves.items()
-    }
-    apart = [_minus(of, means[TORCH, seed]) for (name, seed), of in means.items() if name == FUSED and (TORCH, seed) in means]
-    again = [_minus(of, first) for first, *more in curves.values() for of in more]
-    for differences, words, style in (
-        (apart, "a seed", {"color": GREY, "linewidth": 0.8}),
-        (
-            again,
-            "a run made again, minus the first (A/A)",
-            {"color": ARMS["torch"]["color"], "linewidth": 0.8, "linestyle": ":"},
-        ),
-    ):
-        for index, difference in enumerate(differences):
-            axes.plot(list(difference), list(difference.values()), label=words if index == 0 else None, **style)
-    if shared := _common(apart):
-        mean = [np.mean([of[step] for of in apart]) for step in shared]
-        axes.plot(shared, mean, color=INK, linewidth=2.0, label="mean")
-    if again:
-        low, high = axes.get_ylim()
-        axes.set_ylim(low, high + 0.15 * (high - low))  # room for the legend
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+def _mean(curves: Sequence[Mapping[float, float]]) -> dict[float, float]:
+    """At the steps that all of them have."""
+    return {step: float(np.mean([of[step] for of in curves])) for step in sorted(set.intersection(*map(set, curves)))}
 
 
-def _common(curves: Sequence[dict[int, float]]) -> list[int]:
-    """The steps that all of them have."""
-    return sorted(set.intersection(*map(set, curves))) if curves else []
-
-
-def _minus(curve: dict[int, float], other: dict[int, float]) -> dict[int, float]:
-    return {step: curve[step] - other[step] for step in _common([curve, other])}
+def _minus(curve: Mapping[float, float], other: Mapping[float, float]) -> dict[float, float]:
+    return {step: curve[step] - other[step] for step in sorted(curve.keys() & other.keys())}
 
 
 def _kind(group: str) -> str:

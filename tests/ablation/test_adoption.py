@@ -141,9 +141,9 @@ def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
 
 
 def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
-    with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
+    with pytest.raises(ValueError, match="the outputs of model_a are 2 away from those of its copy in fp64"):
         check_parity(model := ByDtype(nn.LayerNorm(WIDTH)), replaced(model), X)
-    with pytest.raises(ValueError, match=r"the gradients of model_a, all together, are \S+ away from those of its copy"):
+    with pytest.raises(ValueError, match=r"the gradients of model_a are \S+ away from those of its copy"):
         check_parity(model := Masked(), replaced(model), X, loss=lambda y: (y.sin() if y.dtype is FP32 else y.square()).mean())
 
 
@@ -152,7 +152,7 @@ def test_a_model_that_can_not_run_in_fp64_is_told_of_the_reference_and_checked_i
     after = replaced(before)
     with pytest.raises(RuntimeError, match="mat_a") as error:
         check_parity(before, after, X)
-    assert "its reference, a copy of model_a in float64" in error.value.__notes__[0]
+    assert "its reference, a copy of model_a in fp64" in error.value.__notes__[0]
     assert check_parity(before.bfloat16(), after.bfloat16(), X.bfloat16()).holds
 
 
@@ -175,7 +175,10 @@ def test_models_stay_as_they_were(model):
         (lambda model: model.ln_f.weight.data.add_(1), r"ln_f\.weight differs between the models"),
         (lambda model: model.add_module("extra", nn.Linear(2, 2)), r"only one of them has extra\.bias, extra\.weight"),
         (lambda model: model.ln_f.weight.requires_grad_(False), r"ln_f\.weight requires a gradient in one model only"),
-        (lambda model: model.register_forward_hook(lambda *call: (*call[-1], X)), "model_a returns 1 float tensors, model_b 2"),
+        (
+            lambda model: model.register_forward_hook(lambda *call: (*call[-1], X)),
+            r"shapes \[\(4, 16, 50\)\], model_b \[\(4, 16, 50\), \(2, 12, 32\)\]",
+        ),
     ],
 )
 def test_models_that_can_not_be_compared_are_refused(model, change, message):
@@ -188,12 +191,8 @@ def test_models_that_can_not_be_compared_are_refused(model, change, message):
 @pytest.mark.parametrize(
     ("compare", "given", "message"),
     [
-        (check_parity, {"autocast": torch.int8}, "autocast must be torch.bfloat16, torch.float16 or None, got torch.int8"),
-        (measure, {"loss": "loss"}, "loss must be a function of the model's output, got 'loss'"),
-        (check_parity, {"loss": lambda _: torch.zeros(2)}, "loss must give a tensor of one number, got a tensor of shape (2,)"),
         (check_parity, {"batch": []}, "batch is an empty list"),
         (measure, {"cycles": 5}, "cycles must be a whole number of 6 or more, got 5"),
-        (measure, {"loss": lambda _: torch.zeros(())}, "the loss needs no gradient, and backward is timed too"),
     ],
 )
 def test_an_argument_that_can_not_be_used_is_named(model, compare, given, message):
@@ -221,7 +220,7 @@ def test_the_loss_is_the_models_own_or_a_fixed_projection_of_the_output():
 
 
 def test_the_device_is_the_models_or_its_batchs_and_not_the_default():
-    rounding._shuffled.cache_clear()
+    rounding.shuffled.cache_clear()
     norm, x = nn.LayerNorm(WIDTH), X.clone().requires_grad_()
     for before in (nn.Sequential(norm, nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))):
         after = replaced(before)

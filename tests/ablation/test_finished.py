@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from ablation import finished, records
-from ablation.finished_runs import grouped, read_run
+from ablation import finished, plots, records
+from ablation.finished import grouped, read_run
 from measure.comparison import FUSED, NO_KERNEL, TORCH
 from tests.ablation import results
 from tests.runs import corpus, train_here
@@ -18,7 +18,7 @@ def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="
     (folder / "config.yaml").write_text(f"norm:\n  impl: {impl}\nseed: {seed}\nlogging:\n  name: {folder.name}\n{config}")
     rates = {"perf/tokens_per_s": 32768.0, "perf/peak_gb": 18.64}
     times = [None, step_ms - 1, step_ms, step_ms + 1]
-    lines = [{"step": step, "train/loss": 3.0, "perf/step_ms": ms} | rates for step, ms in enumerate(times)]
+    lines = [{"step": step, "train/loss": 3.0, "val/loss": loss, "perf/step_ms": ms} | rates for step, ms in enumerate(times)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
     facts = {"command": f"train.py seed={seed} norm.impl={impl}", "gpu": {"name": gpu} if gpu else None, "git": None}
@@ -41,18 +41,17 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, report):
     for seed in (1, 2, 3):
         finished_run(tmp_path / f"torch{seed}", "torch", seed, 120.0 + seed, 3.0 + 0.1 * seed)
         finished_run(tmp_path / f"fused{seed}", "fused", seed, 100.0, 3.002 + 0.1 * seed)
-    code, text, _ = report(tmp_path)
-    found, _, rest = (tmp_path / "out" / "report.md").read_text(encoding="utf-8").partition("## Commands")
-    assert code == 0 and text == f"{found.rstrip()}\n\nreport: {tmp_path / 'out'}/report.md\n" and NO_KERNEL not in text
+    code, text, _ = report(*tmp_path.iterdir())
+    found = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert code == 0 and text == f"{found}\nreport: {tmp_path / 'out'}/report.md\n" and NO_KERNEL not in text
     first, second, third = text.splitlines()[:3]
     assert first.endswith("from 6 finished runs") and third.startswith("Step times of runs are unpaired")
     difference = "fused − torch 0.00200 (0.00200 to 0.00200), mean and 95 % t-interval, paired over 3 seeds"
     assert second.startswith(f"Final validation loss: {difference}")
     row = next(line for line in text.splitlines() if line.startswith("| torch1"))
-    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "120.20", "121.80", "32,768", "18.64", "3.10000"]
+    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "32,768", "18.64", "3.10000"]
     assert "](losses.png)" in text and (tmp_path / "out" / "losses.png").stat().st_size > 5000
-    assert f"python -m ablation.report {tmp_path} --output" in rest and "python train.py seed=3 norm.impl=fused" in rest
-    assert "NVIDIA H200" in rest and "steps: 10" in rest.partition("## Configuration of the first run")[2]
+    assert "All runs: gpu.name NVIDIA H200." in text
 
 
 def test_losses_that_differ_in_one_direction_at_every_seed_are_called_different_and_others_not(tmp_path, report):
@@ -61,7 +60,7 @@ def test_losses_that_differ_in_one_direction_at_every_seed_are_called_different_
             config = f"train:\n  batch_size: {size}\n"
             finished_run(tmp_path / f"torch{size}_{seed}", "torch", seed, loss=3.0, config=config)
             finished_run(tmp_path / f"fused{size}_{seed}", "fused", seed, loss=3.0 + by, config=config)
-    code, text, _ = report(tmp_path)
+    code, text, _ = report(*tmp_path.iterdir())
     assert code == 0
     assert text.splitlines()[1].startswith("Final validation loss, in 2 groups: no difference found in 1, a difference in 1.")
     words = " ".join(text.split())
@@ -79,7 +78,9 @@ def test_runs_made_again_are_the_control_of_the_losses(tmp_path, report):
         finished_run(tmp_path / "near" / f"torch{seed}", "torch", seed, loss=3.002 if seed == 2 else 3.0)
         finished_run(tmp_path / "far" / f"torch{seed}", "torch", seed, loss=3.03)
         finished_run(tmp_path / "far" / f"torch{seed}again", "torch", seed, loss=2.97)
-    near, far = (report(tmp_path / "a", tmp_path / name)[1].splitlines()[1] for name in ("near", "far"))
+    near, far = (
+        report(*(tmp_path / "a").iterdir(), *(tmp_path / name).iterdir())[1].splitlines()[1] for name in ("near", "far")
+    )
     # of 0.010, 0.010 and 0.009, and of 0, 0.002 and 0: Student's 97.5 % quantile of two degrees of freedom is 4.303
     assert "loss: fused − torch 0.00967 (0.00823 to 0.01110), mean" in near
     assert "; A/A, of 3 runs made again, 0.00067 (−0.00220 to 0.00354);" in near
@@ -92,7 +93,7 @@ def test_what_else_could_explain_a_difference_is_noted(tmp_path, report, masks):
     for impl, gpu in ((TORCH, "NVIDIA A100"), (FUSED, None)):
         file = finished_run(tmp_path / impl, impl, config="model:\n  dropout: 0.1\n", gpu=gpu) / "config.yaml"
         file.write_text(file.read_text().replace("norm:\n", f"norm:\n  dropout_masks: {masks}\n"))
-    words = " ".join(report(tmp_path)[1].split())
+    words = " ".join(report(*tmp_path.iterdir())[1].split())
     assert "differ in gpu.name: " in words and "NVIDIA A100" in words and NO_KERNEL in words and "+0.00000 (seed 1)" in words
     assert ("norm.dropout_masks=shared would" in words) == (masks == "native")
 
@@ -121,9 +122,13 @@ def test_runs_that_did_not_finish_are_named_and_left_out(tmp_path, report):
         finished_run(tmp_path / name, impl)
     (tmp_path / "stopped" / "summary.json").unlink()
     (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, where the runs are a sweep's
-    code, out, err = report(*tmp_path.glob("*"))
-    assert code == 0 and err.startswith(f"left out: {tmp_path}/stopped: no summary.json.") and len(err.splitlines()) == 1
-    assert "from 2 finished runs" in out and "left out, being no finished runs: stopped." in " ".join(out.split())
+    (tmp_path / "a_note").mkdir()
+    code, out, err = report(*sorted(tmp_path.glob("*")))
+    note, stopped = err.splitlines()
+    assert (
+        code == 0 and f"{tmp_path}/a_note: " in note and stopped.startswith(f"left out: {tmp_path}/stopped: no summary.json.")
+    )
+    assert "from 2 finished runs" in out and "left out, being no finished runs: a_note, stopped." in " ".join(out.split())
     for name, error in (("torch", "no run has norm.impl=torch"), ("fused", "error: no finished run is left to compare.")):
         (tmp_path / name / "summary.json").unlink()
         code, _, err = report(tmp_path / "torch", tmp_path / "fused")
@@ -139,9 +144,9 @@ def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, re
     records.save(results.ablation(overrides=[{}], modes=["eager"]), ablation)
     (ablation / "config.yaml").touch()
     for folder, why in (
-        (tmp_path / "nowhere", "is no folder"),
-        (empty, "no config.yaml"),
-        (tmp_path / "sweeps", f"Give those: {tmp_path}/sweeps/*."),
+        (tmp_path / "nowhere", "no such folder"),
+        (empty, "metrics.jsonl is missing"),
+        (tmp_path / "sweeps" / "a_sweep", f"Name those: {tmp_path}/sweeps/a_sweep/*."),
         (unfinished, f"resume={unfinished}"),
         (torn, "not as train.py writes it"),
         (ablation, f"an ablation, whose report is {ablation}/report.md."),
@@ -161,9 +166,11 @@ def test_report_of_runs_that_were_trained(tmp_path, report):
     assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3
 
 
-def test_folders_that_are_no_run_are_left_out_by_name_where_others_are(tmp_path, report):
-    for impl in (TORCH, FUSED):
-        finished_run(tmp_path / impl, impl)
-    (tmp_path / "a_note").mkdir()
-    code, text, said = report(*sorted(tmp_path.iterdir()))
-    assert code == 0 and "2 finished runs" in text and "left out: " in said and "a_note: no training run" in said
+def test_the_picture_has_how_far_every_pair_and_every_run_made_again_are_apart(tmp_path, monkeypatch):
+    """Of a seed whose run with torch was made again, and of one that has no run with torch."""
+    figures = []
+    monkeypatch.setattr(plots, "finish", lambda figure, *_: figures.append(figure))
+    one, two, three = ([(250, first), (500, last)] for first, last in ((2.0, 1.5), (2.5, 1.5), (2.5, 1.0)))
+    plots.losses_apart([("torch", 1, one), ("fused", 1, two), ("torch", 1, three), ("fused", 2, [])], "", tmp_path)
+    apart, again, mean = (list(line.get_ydata()) for line in figures[0].axes[0].lines[:3])
+    assert (apart, again, mean) == ([0.25, 0.25], [0.5, -0.5], [0.25, 0.25]), "fused from the mean of torch's runs"

@@ -148,16 +148,3 @@ def test_the_first_picture_has_the_speed_up_over_each_other_arm(tmp_path, monkey
     told = [text.get_text() for text in figures[0].axes[0].texts]
     assert [words.split(" ms")[0] for words in told] == ["132.2", "120.2", "110.2"]
     assert "fused 1.200 (" in told[0] and "fused 1.09" in told[1] and "fused" not in told[2]
-
-
-def test_the_picture_of_finished_runs_has_every_run_and_how_far_they_are_apart(tmp_path, monkeypatch):
-    """Of a seed whose run with torch was made again, and of one that has no run with torch."""
-    figures = []
-    monkeypatch.setattr(plots, "finish", lambda figure, *_: figures.append(figure))
-    one, two, three = ([(250, first), (500, last)] for first, last in ((2.0, 1.5), (2.5, 1.5), (2.5, 1.0)))
-    runs = [("torch", 1, one), ("fused", 1, two), ("torch", 1, three), ("fused", 2, [])]
-    plots.trained(runs, "", tmp_path)
-    above, between = figures[0].axes
-    assert [list(line.get_ydata()) for line in above.lines] == [[2.0, 1.5], [2.5, 1.0], [2.5, 1.5], []]
-    apart, again, mean = (list(line.get_ydata()) for line in between.lines[:3])
-    assert (apart, again, mean) == ([0.25, 0.25], [0.5, -0.5], [0.25, 0.25]), "fused from the mean of torch's runs"

@@ -92,12 +92,7 @@ class Variant:
 
     @property
     def tested(self) -> list[str]:
-        """The arms that have a parity test: eager ones that can take the shared dropout masks.
-
-        The error that it allows is that of norm sites whose sums are taken in another order, so a loss has none.
-        """
-        if self.cfg.ablate.switch is not Switch.norm:
-            return []
+        """The arms that have a parity test: eager ones that can take the shared dropout masks."""
         found = []
         for arm in self.arms(EAGER)[2:]:
             if arm != NANOGPT:

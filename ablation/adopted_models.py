@@ -111,8 +111,12 @@ def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtyp
     for name, formula in norms.items():
         module = model.get_submodule(name)
         parameters = dict(module.named_parameters(recurse=False))
-        _exchange(module, lambda x, of=formula, parameters=parameters: compute(of, parameters, x).to(x.dtype))
+        _exchange(module, partial(_by_formula, formula, parameters))
     return model
+
+
+def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return compute(formula, parameters, x).to(x.dtype)
 
 
 def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
@@ -139,7 +143,7 @@ def _exchange(module: nn.Module, norm: Callable[[Tensor], Tensor]) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return norm(args[0]) if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else own(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 # ---- one pass ----------------------------------------------------------------------------------------------------------------

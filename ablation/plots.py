@@ -147,13 +147,14 @@ def stacked(stacks: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]], pat
 def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     """Error ratios: dots for every quantity and arm, beside the band that is accepted.
 
-    The ratio is the arm's distance from the reference over that of torch's norms summed in another order, a geometric mean over
-    seeds.
+    The ratio is the arm's distance from the reference over that of torch summed in another order, a geometric mean over seeds.
     """
     panels_of: dict[str, list[Parity]] = {}
     for one in found:
         panels_of.setdefault(label(one.overrides), []).append(one)
-    kinds = ("loss", "gradient norm", "gradients", "row scales", "parameters")
+    kinds = ["loss", "gradient norm", "gradients", "row scales", "parameters"]
+    if not any(quantity.startswith("row scale") for one in found for quantity in one.distances):  # losses are compared
+        kinds.remove("row scales")
     figure, panels = _rows([0.6 + 0.3 * len(kinds)] * len(panels_of), sharex=True)
     for axes, (title, tests) in zip(panels, panels_of.items(), strict=True):
         axes.axvspan(1e-9, MARGIN, color="#dcfce7", zorder=0)
@@ -188,7 +189,7 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     )
     dots = {name: {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]} for name in styled({one.arm for one in found})}
     legend_below(figure, {NAMES.get(name, name): pyplot.Line2D([], [], linestyle="", **style) for name, style in dots.items()})
-    finish(figure, "Parity: the error beside that of torch's norms summed in another order", footer, path)
+    finish(figure, "Parity: the error beside that of torch summed in another order", footer, path)
 
 
 # Its operator, seed, and step and loss of each evaluation.
@@ -206,7 +207,9 @@ def losses_apart(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     apart = [_minus(of, means[TORCH, seed]) for (name, seed), of in means.items() if name == FUSED and (TORCH, seed) in means]
     again = [_minus(of, first) for first, *more in curves.values() for of in more]
     figure, axes = pyplot.subplots(figsize=(WIDTH, 3.4), dpi=DPI, layout="constrained")
-    lines = [(one, "a seed", {"color": GREY, "linewidth": 0.8}) for one in apart]
+    lines: list[tuple[dict[float, float], str, dict[str, Any]]] = [
+        (one, "a seed", {"color": GREY, "linewidth": 0.8}) for one in apart
+    ]
     made_again = {"color": ARMS[TORCH]["color"], "linewidth": 0.8, "linestyle": ":"}
     lines += [(one, "a run made again, minus the first (A/A)", made_again) for one in again]
     lines += [(_mean(apart), "mean", {"color": INK, "linewidth": 2.0})] if apart else []

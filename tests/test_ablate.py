@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ablate
+import model.loss
 import model.norm
 from ablation.rounding import REFERENCE, REORDERED
 from measure.comparison import AGAIN, FUSED, TORCH
@@ -159,13 +160,17 @@ def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measu
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
 
 
-def test_the_loss_may_be_what_is_compared(tiny, here, ablations):
-    assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == 0
+@pytest.mark.parametrize("fault", [None, faults.loss_gradient_off])
+def test_the_loss_may_be_what_is_compared_and_its_parity_is_tested(fault, tiny, here, monkeypatch, ablations):
+    monkeypatch.setattr(model.loss, "linear_cross_entropy_fn", fault or model.loss.linear_cross_entropy_fn)
+    assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == (0 if fault is None else 1)
     found = ablations[-1]
-    (cell,) = found.cells
+    (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and found.config.count("impl: torch") == 2  # of the norm, and the control
-    assert not found.parity and any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
-    assert "Parity was not measured" in (here() / "report.md").read_text(encoding="utf-8")
+    assert parity.arm == FUSED and parity.holds == (fault is None)
+    assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
+    report = " ".join((here() / "report.md").read_text(encoding="utf-8").split())
+    assert "PyTorch's loss summed in another order" in report and f"Parity {'holds' if fault is None else 'FAILS'}" in report
 
 
 def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, ablations):

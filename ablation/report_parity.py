@@ -24,8 +24,8 @@ PARITY_RULE = (
     "All arms have the same initial weights, batches and dropout masks, and no dropout on attention weights. They run eager, "
     "and differ in what is compared alone; where that is the loss, all have PyTorch's norms. Models that are compiled as a "
     "whole were not compared. reference: PyTorch's operators, everything in fp32 (in fp64 if the run is in fp32). torch and "
-    "the tested arm: the run's precision. reordered: torch with the sums of its norms, or of its loss, in another order, which is "
-    "what a legitimate change looks like. An error ratio is a distance from the reference, or a shift, divided by the error "
+    "the tested arm: the run's precision. reordered: torch with the sums of its norms, or of its loss, in another order, which "
+    "is what a legitimate change looks like. An error ratio is a distance from the reference, or a shift, divided by the error "
     "that rounding explains. They are means over seeds (geometric means of distances) with Student's intervals. "
     "ablation/parity.py states the statistic and its level."
 )

@@ -1,20 +1,13 @@
 """The section on parity of an ablation's report."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
 from ablation.records import Parity
 from ablation.rounding import Quantity
-from measure.tables import (
-    capital,
-    interval_text,
-    label,
-    loss,
-    markdown,
-    signed,
-    wrapped,
-)
+from measure.tables import capital, interval_text, label, loss, markdown, signed, wrapped
 
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
 
@@ -32,14 +25,10 @@ PARITY_RULE = (
 
 
 def parity_sentence(parity: Parity, several: bool) -> str:
+    """The verdict, with its configuration and arm if there are several."""
     where = f"{capital(label(parity.overrides))}, {parity.arm}: p" if several else "P"
-    words = f"{where}arity {'holds' if parity.holds else 'FAILS'}"
-    said = parity.verdict.rstrip(".")
-    # The verdict may or may not begin with the words that are already here.
-    for opening in ("parity holds", "parity fails", "parity does not hold"):
-        if said.lower().startswith(opening):
-            said = said[len(opening) :].lstrip(" :,;.")
-    return f"{words}: {said}." if said else f"{words}."
+    said = re.sub(r"^parity (holds|fails|does not hold)[ :,;.]*", "", parity.verdict, flags=re.IGNORECASE).rstrip(".")
+    return f"{where}arity {'holds' if parity.holds else 'FAILS'}{': ' * bool(said)}{said}."
 
 
 def parity_sections(found: Sequence[Parity]) -> str:

@@ -73,7 +73,7 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
     assert len((whole / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
-    assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
+    assert "Blocks of each arm: 12 of 1 steps" in " ".join(report.split())
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 

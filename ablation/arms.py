@@ -1,4 +1,4 @@
-"""Arms: one training run with another operator at its norm sites, everything else the same. `same.py` checks that it is."""
+"""Arms: one training run with another operator at its norm sites, everything else the same."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from configs import Config
+from configs import Config, to_dict
 from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
 from data import Tokenizer
 from measure.comparison import AGAIN, TORCH
@@ -106,6 +106,65 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
         with torch.device("meta"):  # where nothing is drawn
             model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss)
         pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
+
+
+# ---- what arms have in common ------------------------------------------------------------------------------------------------
+
+
+def check_same(arms: Sequence[Arm]) -> None:
+    """That the arms differ in the implementation of the switch and in nothing else: configs, modules, optimizer groups,
+    initial values. (That the model's code outside of the norm sites does not depend on it is tested in tests/ablation.)
+
+    Raises:
+        AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
+    """
+    first, *others = arms
+    for other in others:
+        for what, of in (("configs", _config), ("modules", _modules), ("optimizer groups", _groups)):
+            if of(first) != of(other):
+                raise AssertionError(f"{first.name} and {other.name} have different {what}")
+    check_same_weights(arms)
+
+
+def check_same_weights(arms: Sequence[Arm]) -> None:
+    """Checks that parameters and buffers have the same names, dtypes and values.
+
+    Raises:
+        AssertionError: they don't.
+    """
+    first, *others = arms
+    for other in others:
+        pair = f"{first.name} and {other.name}"
+        for kind in ("named_parameters", "named_buffers"):
+            mine, yours = (dict(getattr(arm.state.model, kind)()) for arm in (first, other))
+            if mine.keys() != yours.keys():
+                raise AssertionError(f"{pair} have different {kind.removeprefix('named_')}")
+            for name, tensor in mine.items():
+                if tensor.dtype != yours[name].dtype or not torch.equal(tensor, yours[name]):
+                    raise AssertionError(f"{pair}: {name} differs")
+
+
+def _config(arm: Arm) -> dict:
+    plain = to_dict(arm.cfg)
+    del plain[arm.cfg.ablate.switch]["impl"]
+    return plain
+
+
+def _modules(arm: Arm) -> list[tuple]:
+    """Names, classes and plain settings of all modules, with the training mode and without the operator of a norm site."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [
+        (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
+        for name, module in arm.state.model.named_modules()
+    ]
+
+
+def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
+    names = {id(parameter): name for name, parameter in arm.state.model.named_parameters()}
+    return [
+        ([names[id(p)] for p in group["params"]], {key: value for key, value in group.items() if key != "params"})
+        for group in arm.state.optimizer.param_groups
+    ]
 
 
 # ---- state -------------------------------------------------------------------------------------------------------------------

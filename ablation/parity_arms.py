@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ablation.arms import Arm, build_arm, load_initial_weights
+from ablation.arms import Arm, build_arm, check_same, check_same_weights, load_initial_weights
 from ablation.rounding import REFERENCE, REORDERED, in_another_order, shuffled
-from ablation.same import check_same, check_same_weights
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype, Switch
 from data import Tokenizer

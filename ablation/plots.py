@@ -173,7 +173,7 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
 TrainedRun = tuple[str, int, Sequence[tuple[float, float]]]
 
 
-def losses_apart(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
+def losses_apart(runs: Sequence[TrainedRun], path: Path) -> None:
     """How far fused is above torch as they trained, a line for each seed that has both (means of runs made again), and a wide
     one for their mean; dotted, how far each run made again is from the first.
     """
@@ -196,7 +196,7 @@ def losses_apart(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
     axes.set_xlabel("step")
     _plain(axes, "both")
     legend_below(figure, entries)
-    finish(figure, f"Runs to their end: {title}", "", path)
+    finish(figure, "Runs to their end", "", path)
 
 
 def _mean(curves: Sequence[Mapping[float, float]]) -> dict[float, float]:

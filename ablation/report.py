@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from ablation import finished, plots
-from ablation.gpu_time import clocks, gpu_time
+from ablation.gpu_time import gpu_time
 from ablation.records import Ablation, ArmTimes, Cell
 from ablation.report_parity import parity_sections, parity_sentence
 from measure.comparison import AGAIN, NO_KERNEL, TORCH, cycle_times, is_different
@@ -49,7 +49,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Parity", parity_sections(ablation.parity)),
         section("More plots", rest),
         section("Step times", _step_times(cells)),
-        section("Environment", _environment(ablation)),
+        section("Environment", environment({name: of for name, of in ablation.environment.items() if name != "command"})),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
     ]
@@ -173,11 +173,6 @@ def _left_out(cells: Sequence[Cell]) -> list[str]:
     return [
         f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}" for cell in cells for arm, why in cell.left_out.items()
     ]
-
-
-def _environment(ablation: Ablation) -> str:
-    facts = environment({name: fact for name, fact in ablation.environment.items() if name != "command"})
-    return "\n\n".join(part for part in (facts, clocks(ablation.cells)) if part)
 
 
 def _step_times(cells: Sequence[Cell]) -> str:

@@ -379,6 +379,6 @@ def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_a
 def test_a_report_says_whose_bytes_the_amdahl_limit_counts(tiny):
     def said(*more):
         (variant,) = ablate.variants_of([*tiny, *more])
-        return ablate.described(variant.cfg, ablate.corpus_of(variant.cfg), "fp32")
+        return ablate.prepare(variant).size
 
     assert "Amdahl" not in said() and said("norm.placement=sandwich").endswith("counts the bytes of norm.placement=pre.")

@@ -109,10 +109,12 @@ def check_comparable(runs: Sequence[FinishedRun]) -> None:
     """
     if missing := {TORCH, FUSED} - {run.impl for run in runs}:
         raise ValueError(f"no finished run has norm.impl={' nor '.join(sorted(missing))}: two implementations are compared.")
-    for key in runs[0].config.keys() - {"norm.impl", "seed"} - set(keys.affecting("nothing")):
+    free = {"norm.impl", "seed", *keys.affecting("nothing")}
+    for key in (key for key in runs[0].config if key not in free):
         if len(values := dict.fromkeys(keys.shown(run.config[key]) for run in runs)) > 1:
             raise ValueError(
-                f"the runs differ in {key} ({', '.join(values)}), and only norm.impl and seed may differ. Give those of one value."
+                f"the runs differ in {key} ({', '.join(values)}), and only norm.impl and seed may differ. Give those of one "
+                "value."
             )
 
 

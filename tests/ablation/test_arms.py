@@ -239,25 +239,6 @@ def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_i
     assert not is_different(pairs[TORCH]["compiled"], control)
 
 
-@pytest.mark.parametrize("cycles", [5, 6])
-def test_a_stop_keeps_the_whole_cycles_if_an_interval_can_be_made_of_them(cycles, arms):
-    for arm in arms.values():
-        arm.cfg.ablate.cycles = 8
-    calls = iter(range(len(ARMS) * (1 + 2 * (1 + cycles)) + 1))  # and one block of the next cycle
-
-    def done():
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-
-    if cycles < 6:
-        with pytest.raises(KeyboardInterrupt):
-            timing.time_arms(arms, BATCHES * 2, done)
-        return
-    times, _, stop = timing.time_arms(arms, BATCHES * 2, done)
-    assert isinstance(stop, KeyboardInterrupt)
-    assert all(len(of.blocks_ms) == len(of.positions) == 2 * cycles and of.forward_ms is None for of in times.values())
-
-
 def test_an_arm_that_may_fail_is_left_out_with_its_reason_and_another_one_ends_the_ablation(arms):
     def fails(*_):
         raise RuntimeError("no kernel for this width")

@@ -1,7 +1,6 @@
 """The report of finished training runs, unpaired: groups, comparisons, and what is refused."""
 
 import json
-import re
 
 import pytest
 
@@ -9,7 +8,6 @@ from ablation import finished, plots, records
 from ablation.finished import check_comparable, read_run
 from measure.comparison import FUSED, NO_KERNEL, TORCH
 from tests.ablation import results
-from tests.runs import corpus, train_here
 
 
 def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="train:\n  steps: 10\n", gpu="NVIDIA H200"):
@@ -147,16 +145,6 @@ def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, re
         code, _, error = report(folder)
         assert code == 2 and str(folder) in error and why in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
-
-
-def test_report_of_runs_that_were_trained(tmp_path, report):
-    overrides = [*corpus(tmp_path), "train.steps=10", "eval.every=0", "logging.every=2", "sample.tokens=0"]
-    for impl in (TORCH, FUSED):
-        train_here([*overrides, f"norm.impl={impl}"], tmp_path / impl)
-    code, text, _ = report(tmp_path / TORCH, tmp_path / FUSED)
-    assert code == 0 and NO_KERNEL in text
-    difference = re.search(r"fused − torch ([+−][\d.]+) \(seed", text)
-    assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3
 
 
 def test_the_picture_has_how_far_every_pair_and_every_run_made_again_are_apart(tmp_path, monkeypatch):

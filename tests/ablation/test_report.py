@@ -7,10 +7,8 @@ from itertools import product
 import pytest
 
 from ablation import plots, report
-from ablation.rounding import Quantity
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH
 from measure.plots import ARMS
-from measure.statistics import Interval
 from tests.ablation import results
 
 
@@ -105,15 +103,6 @@ def test_clocks_and_power_are_told_of_each_arm_and_what_a_power_limit_means(tmp_
     assert ("Under fused that is its power limit" in words(text)) == limited and "Under torch" not in text
     for state in ({}, {"clocks.sm": "1710 MHz"}, fused[0] | {"power.draw": "[N/A]"}):  # a GPU that does not tell
         assert "the GPU was at" not in words(written(with_cell(one, gpu={TORCH: [state], FUSED: [state]}), tmp_path))
-
-
-def test_the_tables_of_parity_begin_with_what_failed_and_then_what_came_nearest_to_it(tmp_path, one):
-    far = [("c", 1.0, 1.0), ("a", 0.6, 0.4), ("b", 1.1, 1.0), ("broken", 0.5, 0.6), *((f"x{i}", 0.9, 1.0) for i in range(9))]
-    quantities = [Quantity(n, Interval(f, f, f), Interval(r, r, r), n != "broken") for n, f, r in far]
-    found = dataclasses.replace(one, parity=[dataclasses.replace(one.parity[0], quantities=quantities)])
-    table = written(found, tmp_path).partition("| error ratio")[2].partition("\n\n")
-    assert [line.split()[1] for line in table[0].splitlines()[2:6]] == ["broken", "a", "b", "c"]
-    assert table[2].startswith("The first 10 of 13")
 
 
 def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from configs import Config, to_dict
+from configs import Config
 from configs.schema import DropoutMasks, LossImpl, NormImpl, Switch
 from data import Tokenizer
 from measure.comparison import AGAIN, TORCH
@@ -108,55 +108,29 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
         pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
 
 
-# ---- what arms have in common ------------------------------------------------------------------------------------------------
-
-
 def check_same(arms: Sequence[Arm]) -> None:
-    """That the arms differ in the implementation of the switch and in nothing else: configs, modules, optimizer groups,
-    initial values. (That the model's code outside of the norm sites does not depend on it is tested in tests/ablation.)
+    """That arms begin with the same parameters, buffers and optimizer groups. (That the code outside of the norm sites does not
+    depend on the implementation is for the tests.)
 
     Raises:
         AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
     """
     first, *others = arms
+    mine = _tensors_by_name(first)
     for other in others:
-        for what, of in (("configs", _config), ("modules", _modules), ("optimizer groups", _groups)):
-            if of(first) != of(other):
-                raise AssertionError(f"{first.name} and {other.name} have different {what}")
-    check_same_weights(arms)
+        yours = _tensors_by_name(other)
+        same = {name for name in mine.keys() & yours.keys() if _equal(mine[name], yours[name])}
+        differing = sorted((mine.keys() | yours.keys()) - same)
+        if differing or _groups(first) != _groups(other):
+            raise AssertionError(f"{first.name} and {other.name} differ in {', '.join(differing) or 'optimizer groups'}")
 
 
-def check_same_weights(arms: Sequence[Arm]) -> None:
-    """Checks that parameters and buffers have the same names, dtypes and values.
-
-    Raises:
-        AssertionError: they don't.
-    """
-    first, *others = arms
-    for other in others:
-        pair = f"{first.name} and {other.name}"
-        for kind in ("named_parameters", "named_buffers"):
-            mine, yours = (dict(getattr(arm.state.model, kind)()) for arm in (first, other))
-            if mine.keys() != yours.keys():
-                raise AssertionError(f"{pair} have different {kind.removeprefix('named_')}")
-            for name, tensor in mine.items():
-                if tensor.dtype != yours[name].dtype or not torch.equal(tensor, yours[name]):
-                    raise AssertionError(f"{pair}: {name} differs")
+def _tensors_by_name(arm: Arm) -> dict[str, Tensor]:
+    return {**dict(arm.state.model.named_parameters()), **dict(arm.state.model.named_buffers())}
 
 
-def _config(arm: Arm) -> dict:
-    plain = to_dict(arm.cfg)
-    del plain[arm.cfg.ablate.switch]["impl"]
-    return plain
-
-
-def _modules(arm: Arm) -> list[tuple]:
-    """Names, classes and plain settings of all modules, with the training mode and without the operator of a norm site."""
-    plain = (bool, int, float, str, tuple, type(None))
-    return [
-        (name, type(module), sorted((k, repr(v)) for k, v in vars(module).items() if isinstance(v, plain) and k != "impl"))
-        for name, module in arm.state.model.named_modules()
-    ]
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _groups(arm: Arm) -> list[tuple[list[str], dict]]:

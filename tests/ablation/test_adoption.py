@@ -183,14 +183,11 @@ def test_the_loss_is_the_models_own_or_a_fixed_projection_of_the_output():
         default_loss()([torch.ones(2).long()])
 
 
-def test_the_device_is_the_models_or_its_batchs_and_not_the_default():
+def test_the_device_is_the_models_and_not_the_default():
     rounding.shuffled.cache_clear()
-    norm, x = nn.LayerNorm(WIDTH), X.clone().requires_grad_()
-    for before in (nn.Sequential(norm, nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))):
-        after = replaced(before)
-        with torch.device("meta"):
-            assert check_parity(before, after, x).verdict.startswith("Parity holds in float32: ")
-            assert measure(before, after, x, **QUICK).a_ms > 0
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    with torch.device("meta"):
+        assert check_parity(before, replaced(before), X).verdict.startswith("Parity holds in float32: ")
 
 
 def test_a_parity_check_with_a_seed_leaves_the_generators_of_all_devices_alone(monkeypatch):

@@ -104,21 +104,17 @@ def test_the_graph_outside_the_norm_sites_is_the_same_in_all_arms(options, dtype
 
 
 SPOILS = {  # what the error says: a change of one arm
-    "final_norm.weight differs": lambda arm: torch.nn.init.zeros_(arm.state.model.final_norm.weight),
+    "final_norm.weight": lambda arm: torch.nn.init.zeros_(arm.state.model.final_norm.weight),
     "optimizer groups": lambda arm: arm.state.optimizer.param_groups[0].update(weight_decay=0.5),
-    "different parameters": lambda arm: arm.state.model.register_parameter("extra", torch.nn.Parameter(torch.ones(1))),
-    "different modules": lambda arm: arm.state.model.add_module("extra", torch.nn.Identity()),
-    "different modules: eps": lambda arm: setattr(arm.state.model.final_norm, "eps", 1e-3),
-    "different buffers": lambda arm: arm.state.model.register_buffer("extra", torch.ones(1)),
-    "different configs": lambda arm: setattr(arm.cfg.optim, "lr", 0.5),
+    "another": lambda arm: arm.state.model.register_buffer("another", torch.ones(1)),
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_any_other_difference_is_found(spoil):
+def test_other_weights_buffers_and_optimizer_groups_are_found(spoil):
     check_same(pair := list(built(load("model.dropout=0.1")).values()))
     SPOILS[spoil](pair[1])
-    with pytest.raises(AssertionError, match=spoil.partition(":")[0]):
+    with pytest.raises(AssertionError, match=f"torch and fused differ in {spoil}"):
         check_same(pair)
 
 

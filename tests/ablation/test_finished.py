@@ -108,43 +108,29 @@ def test_keys_that_change_neither_steps_nor_times_nor_losses_do_not_set_runs_apa
             check_comparable(runs)
 
 
-def test_runs_that_did_not_finish_are_named_and_left_out(tmp_path, report):
-    for name, impl in (("torch", "torch"), ("fused", "fused"), ("stopped", "fused")):
+def test_what_is_no_finished_run_is_named_with_the_reason_and_left_out(tmp_path, report):
+    for name, impl in (("torch", "torch"), ("fused", "fused"), ("stopped", "fused"), ("torn", "torch")):
         finished_run(tmp_path / name, impl)
     (tmp_path / "stopped" / "summary.json").unlink()
+    (tmp_path / "torn" / "environment.json").write_text("{")
     (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, where the runs are a sweep's
     (tmp_path / "a_note").mkdir()
-    code, out, err = report(*sorted(tmp_path.glob("*")))
-    note, stopped = err.splitlines()
-    assert (
-        code == 0 and f"{tmp_path}/a_note: " in note and stopped.startswith(f"left out: {tmp_path}/stopped: no summary.json.")
+    records.save(results.ablation(overrides=[{}], modes=["eager"]), tmp_path / "ablation")
+    code, out, err = report(*sorted(tmp_path.iterdir()), tmp_path / "nowhere")
+    reasons = (
+        "metrics.jsonl is missing",
+        "an ablation, whose report is",
+        "resume=",
+        "not as train.py writes it",
+        "no such folder",
     )
-    assert "from 2 finished runs" in out and "left out, being no finished runs: a_note, stopped." in " ".join(out.split())
-    for name, error in (("torch", "no finished run has norm.impl=torch:"), ("fused", "has norm.impl=fused nor torch:")):
-        (tmp_path / name / "summary.json").unlink()
-        code, _, err = report(tmp_path / "torch", tmp_path / "fused")
+    assert code == 0 and "from 2 finished runs" in out
+    assert "left out, being no finished runs: a_note, ablation, stopped, torn, nowhere." in " ".join(out.split())
+    for line, why in zip(err.splitlines(), reasons, strict=True):
+        assert line.startswith("left out: ") and why in line
+    for folders, error in ((["torch"], "no finished run has norm.impl=fused:"), (["a_note"], "has norm.impl=fused nor torch:")):
+        code, _, err = report(*(tmp_path / name for name in folders))
         assert code == 2 and error in err
-
-
-def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, report):
-    empty, unfinished, torn, ablation = (tmp_path / name for name in ("empty", "unfinished", "torn", "now_ablation"))
-    empty.mkdir()
-    (finished_run(unfinished) / "summary.json").unlink()
-    finished_run(tmp_path / "sweeps" / "a_sweep" / "0")
-    (finished_run(torn) / "environment.json").write_text("{")
-    records.save(results.ablation(overrides=[{}], modes=["eager"]), ablation)
-    (ablation / "config.yaml").touch()
-    for folder, why in (
-        (tmp_path / "nowhere", "no such folder"),
-        (empty, "metrics.jsonl is missing"),
-        (tmp_path / "sweeps" / "a_sweep", f"Name those: {tmp_path}/sweeps/a_sweep/*."),
-        (unfinished, f"resume={unfinished}"),
-        (torn, "not as train.py writes it"),
-        (ablation, f"an ablation, whose report is {ablation}/report.md."),
-    ):
-        code, _, error = report(folder)
-        assert code == 2 and str(folder) in error and why in error and "Traceback" not in error
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_picture_has_how_far_every_pair_and_every_run_made_again_are_apart(tmp_path, monkeypatch):

@@ -32,367 +32,33 @@ import torch
 import configs
 import ops
 from ablation import kept, nanogpt, parity, records, report, timing, tracking
-from ablation.arms import Arm, build_arm, check_initial_weights, load_initial_weights, switched
+from ablation.arms import Arm, build_arm, check_initial_weights, check_same, load_initial_weights
 from ablation.gpu_time import attribute, loss_bytes, norm_bytes
 from ablation.kept import Cycle, Kept
 from ablation.masks import check_masks
-from ablation.records import Ablation, Attribution, Cell
-from ablation.same import check_same
+from ablation.records import Ablation, Cell
+from ablation.variants import COMPILED, EAGER, Variant, variants_of
 from configs import Config, ConfigError, command_line, keys, machine, rules
 from configs.rules import NANOGPT
-from configs.schema import DropoutMasks, NormImpl, Placement, Switch
+from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
-from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
+from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
 from measure.progress import progress
 from measure.sources import fingerprints
 from measure.tables import capital, label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
-from training.attribution import KernelTime, by_name, launches, profile_step, shares
+from training.attribution import by_name, launches, profile_step, shares
 from training.console import show, take_any_encoding
 from training.environment import environment, gpu_state_during
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.storage import StorageError, claim, relative, replace_text
-from training.tracking import settle
 
-EAGER, COMPILED = "eager", "compiled"
 OUT_OF_MEMORY = 3  # exit code
 SWEPT = (
     "The configuration below is the first of those that were swept; what is compared and train.compile are set by ablate.py."
 )
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One of the swept configurations, whose arms differ in norm.impl alone, or in loss.impl."""
-
-    cfg: Config
-    overrides: dict[str, str]  # the swept keys
-    refused: dict[str, str]  # arms that this configuration can't have, and why
-
-    @property
-    def modes(self) -> list[str]:
-        # compiled is torch in a model that is compiled whole, the norms and the loss alike
-        return [EAGER, COMPILED] if self.cfg.train.compile and self.subject != NormImpl.compiled else [EAGER]
-
-    @property
-    def subject(self) -> str:
-        """The arm that the verdict is about: fused, or else the last."""
-        ours = [arm for arm in self.cfg.ablate.arms if arm != NANOGPT and arm not in self.refused]
-        return FUSED if FUSED in ours else ours[-1]
-
-    def arms(self, mode: str) -> list[str]:
-        """The names of a cell's arms: the control first, the subject last, so that all pairs have it as their second."""
-        left = {TORCH, self.subject, *self.refused}
-        if mode == COMPILED:
-            left.add(NormImpl.compiled)  # which there is torch
-        others = [arm for arm in self.cfg.ablate.arms if arm not in left]
-        return [TORCH, AGAIN, *others, self.subject]
-
-    @property
-    def tested(self) -> list[str]:
-        """The arms that have a parity test: eager ones that can take the shared dropout masks.
-
-        The error that it allows is that of norm sites whose sums are taken in another order, so a loss has none.
-        """
-        if self.cfg.ablate.switch is not Switch.norm:
-            return []
-        found = []
-        for arm in self.arms(EAGER)[2:]:
-            if arm != NANOGPT:
-                cfg = switched(self.cfg, arm)
-                cfg.norm.dropout_masks = DropoutMasks.shared
-                found += [] if any(rules.refused_by_library(cfg, machine.inspect(cfg.device))) else [arm]
-        return found if self.cfg.ablate.parity_seeds else []
-
-
-def ablate(variants: Sequence[Variant], command: str, folder: Path, cycles: Kept) -> Ablation:
-    """Times every variant and compares its losses.
-
-    `folder` gets the report, its data and its pictures, anew after each cell, so that what was measured stays if a later part
-    fails. `cycles` gets each cycle, and may have some.
-
-    Raises:
-        ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
-        torch.OutOfMemoryError: a model did not fit; the report so far says so.
-    """
-    replace_text(folder / "config.yaml", configs.to_yaml(variants[0].cfg))
-    device = torch.device(machine.inspect(variants[0].cfg.device).device)
-    corpora = [corpus_of(variant.cfg) for variant in variants]  # all that may be refused, before anything is measured
-    precisions = [Precision.settle(variant.cfg.train.precision, machine.inspect(variant.cfg.device)) for variant in variants]
-    sizes = [described(v.cfg, corpus, precision) for v, corpus, precision in zip(variants, corpora, precisions, strict=True)]
-    for variant, corpus in zip(variants, corpora, strict=True):
-        check_initial_weights(variant.cfg, corpus.tokenizer)
-        if variant.cfg.ablate.nanogpt:
-            module = nanogpt.load(Path(variant.cfg.ablate.nanogpt))
-            off = nanogpt.check_same_model(module, nanogpt.sized(variant.cfg, vocabulary_of(variant.cfg, corpus)))
-            show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
-    if len(set(sizes)) > 1:
-        sizes = [f"{label(variant.overrides)}: {size}" for variant, size in zip(variants, sizes, strict=True)]
-    began = time.monotonic()
-    parts = sum(len(variant.modes) + bool(variant.tested) for variant in variants)
-    done = 0
-    found = Ablation(
-        cells=[],
-        parity=[],
-        environment=facts(device),
-        command=command,
-        config=(folder / "config.yaml").read_text(encoding="utf-8"),
-        kernels=ops.backend_for(device) != "PyTorch reference",
-        notes=[*([SWEPT] if len(variants) > 1 else []), *dict.fromkeys(sizes)],
-    )
-    with progress(sum(calls_of(variant, device) for variant in variants), "ablate", "unit") as bar:
-        try:
-            for variant, corpus, precision in zip(variants, corpora, precisions, strict=True):
-                for mode in variant.modes:
-                    bar.set_description(label(variant.overrides, mode))
-                    free_memory(device)
-                    cell, stop = measure(variant, mode, precision, corpus, cycles, found.notes, bar.update)
-                    found.cells.append(cell)
-                    if stop:
-                        whole = len(cell.arms[TORCH].blocks_ms) // 2
-                        found.notes.append(f"{label(variant.overrides, mode)} was stopped after {whole} cycles.")
-                    done += not stop
-                    keep(found, folder, began, done, parts)
-                    if stop:
-                        raise stop
-                if tested := variant.tested:
-                    bar.set_description(label(variant.overrides, "parity"))
-                    free_memory(device)
-                    how = {"overrides": variant.overrides, "progress": bar.update}
-                    found.parity.extend(parity.parity(variant.cfg, precision, corpus, tested, **how))
-                    done += 1
-                    keep(found, folder, began, done, parts)
-        except torch.OutOfMemoryError:
-            found.notes.append("Out of memory.")
-            keep(found, folder, began, done, parts)
-            raise
-    cycles.remove()  # the report has them
-    return found
-
-
-def facts(device: torch.device) -> dict[str, Any]:
-    return environment(device) | {"sources": fingerprints()}
-
-
-@contextmanager
-def unless_empty(folder: Path) -> Iterator[None]:
-    """Removes the folder afterwards if it has no report and no cycle: the data were refused, or no cycle was finished."""
-    try:
-        yield
-    finally:
-        if not any((folder / name).is_file() for name in ("report.md", kept.FILE)):
-            (folder / "config.yaml").unlink(missing_ok=True)
-            with suppress(OSError):  # what others put there stays
-                folder.rmdir()
-
-
-def measure(
-    variant: Variant,
-    mode: str,
-    precision: Precision,
-    corpus: Corpus,
-    cycles: Kept,
-    notes: list[str],
-    done: Callable[[], object],
-) -> tuple[Cell, BaseException | None]:
-    """The cell of a variant, eager or compiled, and what stopped it early: None, or the exception to raise.
-
-    `notes` gets a sentence if some of its cycles are of an earlier process.
-    """
-    cfg, device = variant.cfg, precision.device
-    torch.compiler.reset()
-    arms = arms_of(variant, mode, precision, corpus)
-    check_same([arm for arm in arms.values() if arm.other is None])
-    batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-    may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
-
-    def earlier(names: Collection[str]) -> list[Cycle]:
-        if found := cycles.of(variant.overrides, mode, names):
-            notes.append(
-                f"{capital(label(variant.overrides, mode))}: {len(found)} of {cfg.ablate.cycles} cycles are of an earlier "
-                "process, which was stopped. The others follow a warm-up and an uncounted cycle of their own."
-            )
-        return found
-
-    def keep(*cycle: Any) -> None:
-        cycles.add(Cycle(variant.overrides, mode, *cycle))
-
-    times, failed, stop = timing.time_arms(arms, batches, done, may_fail, earlier, keep)
-    if NANOGPT in times and not cfg.model.dropout:
-        nanogpt.check_first_loss({name: of.first_loss for name, of in times.items()}, precision.dtype)
-    arms = {name: arms[name] for name in times}
-    left_out = {**variant.refused, **failed}
-    masked = [arm for name, arm in arms.items() if name != AGAIN and not stop]
-    if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
-        left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
-    cell = Cell(
-        overrides=variant.overrides,
-        mode=mode,
-        tokens_per_step=cfg.train.batch_size * cfg.model.context,
-        arms=times,
-        subject=variant.subject,
-        pairs=compare_all({name: of.blocks_ms for name, of in times.items()}),
-        verdict="",
-        left_out=left_out,
-        masks=[masks for arm in masked if (masks := check_masks(arm, compiled=mode == COMPILED))],
-    )
-    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
-    if stop or not on_gpu(device):
-        return cell, stop
-    kernels = {}
-    for name, arm in arms.items():
-        kernels[name] = profiled(arm, batches, mode)
-        done()
-    gpu: dict[str, list[dict[str, str]]] = {name: [] for name in arms if name != AGAIN}
-    for name in [*gpu, *reversed(gpu)]:  # heat that gathers meanwhile is nobody's
-        gpu[name].append(gpu_state_during(step_of(arms[name], batches), device))
-    counted = {name: replace(of, launches=launches(kernels[name])) for name, of in times.items()}
-    vocabulary = vocabulary_of(cfg, corpus)
-    return replace(cell, arms=counted, gpu=gpu, attribution=attribution_of(cell, kernels, cfg, precision, vocabulary)), None
-
-
-def attribution_of(
-    cell: Cell, kernels: dict[str, list[KernelTime]], cfg: Config, precision: Precision, vocabulary: int
-) -> Attribution:
-    of_norms = cfg.ablate.switch is Switch.norm
-    steps = {base: statistics.median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents}
-    found = attribute(
-        {name: shares(of) for name, of in kernels.items()},
-        steps,
-        cell.subject,
-        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, vocabulary),
-        copy_gb_per_s(precision.device),
-        "norm" if of_norms else "loss",
-    )
-    return replace(found, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN})
-
-
-def profiled(arm: Arm, batches: Batches, mode: str) -> list[KernelTime]:
-    """The kernels of a training step. Norm sites of eager models are marked; compiled kernels name what they fuse."""
-    return profile_step(step_of(arm, batches), arm.precision.device, arm.state.model if mode == EAGER else None)
-
-
-def step_of(arm: Arm, batches: Batches) -> Callable[[], None]:
-    """A training step of the arm, always of the same batch."""
-    number = arm.cfg.ablate.warmup_steps
-    batch = batches[number]
-
-    def one() -> None:
-        arm.step(batch, number)
-
-    return one
-
-
-def on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-@cache
-def copy_gb_per_s(device: torch.device) -> float:
-    """The card's own copy bandwidth, measured once in this process."""
-    with side_stream(device):
-        return copy_bandwidth(device)
-
-
-def described(cfg: Config, corpus: Corpus, precision: Precision) -> str:
-    """The sizes of a step. A smaller vocabulary and a smaller batch give the norms a larger share of the time."""
-    with torch.device("meta"), command_line.as_config_errors():
-        model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
-    return (
-        f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
-        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
-        + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
-        + f" Compared: {cfg.ablate.switch.key}. All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have "
-        + (f"loss.impl={cfg.loss.impl}." if cfg.ablate.switch is Switch.norm else f"norm.impl={cfg.norm.impl}.")
-        + ("" if cfg.norm.placement is Placement.pre else " The Amdahl limit counts the bytes of norm.placement=pre.")
-    )
-
-
-def vocabulary_of(cfg: Config, corpus: Corpus) -> int:
-    with torch.device("meta"), command_line.as_config_errors():
-        return GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size).vocab_size
-
-
-def keep(found: Ablation, folder: Path, began: float, done: int, parts: int) -> None:
-    """Writes the report so far. With fewer parts done than there are, the report says that it is not finished."""
-    found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
-    if done < parts:
-        found = replace(found, unfinished=f"{done} of {parts} parts")
-    records.save(found, folder)
-    report.write(found, folder)
-
-
-def corpus_of(cfg: Config) -> Corpus:
-    with command_line.as_config_errors():
-        return load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-
-
-def arms_of(variant: Variant, mode: str, precision: Precision, corpus: Corpus) -> dict[str, Arm]:
-    vocabulary, compiled = corpus.tokenizer.vocab_size, mode == COMPILED
-    arms: dict[str, Arm] = {}
-    for name in variant.arms(mode):
-        if name == NANOGPT:
-            module = nanogpt.load(Path(variant.cfg.ablate.nanogpt or ""))
-            arms[name] = nanogpt.nanogpt_arm(module, arms[TORCH], compiled=compiled)
-            continue
-        arms[name] = build_arm(name, variant.cfg, precision, vocabulary, compiled=compiled, like=arms.get(TORCH))
-        if name == TORCH:
-            load_initial_weights(arms[TORCH], corpus.tokenizer)
-    return arms
-
-
-def calls_of(variant: Variant, device: torch.device) -> int:
-    """How often the bar moves for a variant."""
-    profiles = on_gpu(device)
-    counts = [len(variant.arms(mode)) for mode in variant.modes]
-    timed = sum(timing.calls_of(arms, variant.cfg.ablate.cycles) + profiles * arms for arms in counts)
-    return timed + (parity.steps_of(variant.cfg, len(variant.tested)) if variant.tested else 0)
-
-
-def variants_of(arguments: Sequence[str]) -> list[Variant]:
-    """The configurations of a command line. key=A,B gives two.
-
-    Raises:
-        ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
-    """
-    if {"-m", "--multirun"} & set(arguments):
-        raise ConfigError("-m: an ablation sweeps without it, by several values of a key: norm.kind=layernorm,rmsnorm.")
-    found = []
-    swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
-    if "folder" in swept:
-        raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")
-    for job in configs.jobs(arguments):
-        rules.check_ablation(job)
-        cfg = configs.compose_only(job)
-        on = machine.inspect(cfg.device)
-        # As the arms will have it, whatever the config says.
-        cfg = switched(cfg, TORCH)
-        cfg.train.compile = on.device == "cuda"
-        if cfg.ablate.compile is not None:
-            cfg.train.compile = cfg.ablate.compile
-        rules.check(cfg, on)
-        rules.check_arms(cfg)
-        settle(cfg.logging)
-        pairs = (override.partition("=")[::2] for override in job)
-        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused_arms(cfg, on)))
-        if found[-1].overrides in [variant.overrides for variant in found[:-1]]:
-            raise ConfigError(f"{label(found[-1].overrides)} comes twice in {' '.join(arguments)}. Leave one.")
-    for variant in found:
-        for arm, why in variant.refused.items():
-            if variant.subject == TORCH or all(arm in other.refused for other in found):
-                raise ConfigError(f"ablate.arms: {arm} can't take part in {label(variant.overrides)}. {why}")
-    return found
-
-
-def refused_arms(cfg: Config, on: machine.Machine) -> dict[str, str]:
-    """The arms that this configuration can't have, and why."""
-    found = {}
-    for arm in cfg.ablate.arms:
-        if arm != NANOGPT and (why := " ".join(rules.refused_by_library(switched(cfg, arm), on))):
-            found[arm] = why
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -438,6 +104,240 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(one.holds for one in found.parity) else 1
 
 
+# ---- the ablation: each variant eager and compiled, then its parity ----------------------------------------------------------
+
+
+def ablate(variants: Sequence[Variant], command: str, folder: Path, cycles: Kept) -> Ablation:
+    """Times every variant and compares its losses.
+
+    `folder` gets the report, its data and its pictures, anew after each cell, so that what was measured stays if a later part
+    fails. `cycles` gets each cycle, and may have some.
+
+    Raises:
+        ConfigError: the data, the model or the weights of some variant refuse what its config asks for, before any is measured.
+        torch.OutOfMemoryError: a model did not fit; the report so far says so.
+    """
+    replace_text(folder / "config.yaml", configs.to_yaml(variants[0].cfg))
+    works = [prepare(variant) for variant in variants]
+    device = works[0].precision.device
+    sizes = [work.size for work in works]
+    if len(set(sizes)) > 1:
+        sizes = [f"{label(work.overrides)}: {work.size}" for work in works]
+    found = Ablation(
+        cells=[],
+        parity=[],
+        environment=facts(device),
+        command=command,
+        config=(folder / "config.yaml").read_text(encoding="utf-8"),
+        kernels=ops.backend_for(device) != "PyTorch reference",
+        notes=[*([SWEPT] if len(variants) > 1 else []), *dict.fromkeys(sizes)],
+    )
+    began, parts = time.monotonic(), sum(len(variant.modes) + bool(variant.tested) for variant in variants)
+
+    def write() -> None:
+        """The report so far. With fewer parts done than there are, it says that it is not finished."""
+        found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
+        so_far = replace(found, unfinished=f"{done} of {parts} parts") if done < parts else found
+        records.save(so_far, folder)
+        report.write(so_far, folder)
+
+    done = 0
+    with progress(sum(map(calls_of, works)), "ablate", "unit") as bar:
+        try:
+            for work in works:
+                for mode in work.variant.modes:
+                    bar.set_description(label(work.overrides, mode))
+                    free_memory(device)
+                    cell, stop = measure(work, mode, cycles, found.notes, bar.update)
+                    found.cells.append(cell)
+                    if stop:
+                        whole = len(cell.arms[TORCH].blocks_ms) // 2
+                        found.notes.append(f"{label(work.overrides, mode)} was stopped after {whole} cycles.")
+                    done += not stop
+                    write()
+                    if stop:
+                        raise stop
+                if tested := work.variant.tested:
+                    bar.set_description(label(work.overrides, "parity"))
+                    free_memory(device)
+                    how = {"overrides": work.overrides, "progress": bar.update}
+                    found.parity.extend(parity.parity(work.cfg, work.precision, work.corpus, tested, **how))
+                    done += 1
+                    write()
+        except torch.OutOfMemoryError:
+            found.notes.append("Out of memory.")
+            write()
+            raise
+    cycles.remove()  # the report has them
+    return found
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    return environment(device) | {"sources": fingerprints()}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A variant with what it is measured by."""
+
+    variant: Variant
+    precision: Precision
+    corpus: Corpus
+    vocabulary: int  # of the embedding
+    size: str  # of a step, in words
+
+    @property
+    def cfg(self) -> Config:
+        return self.variant.cfg
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        return self.variant.overrides
+
+
+def prepare(variant: Variant) -> Work:
+    """All that may be refused.
+
+    Raises:
+        ConfigError: the data, the model or the weights refuse what the config asks for.
+    """
+    cfg = variant.cfg
+    precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
+    with command_line.as_config_errors():
+        corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+        with torch.device("meta"):
+            model = GPT(cfg.model, cfg.norm, corpus.tokenizer.vocab_size, cfg.loss)
+    check_initial_weights(cfg, corpus.tokenizer)
+    if cfg.ablate.nanogpt:
+        module = nanogpt.load(Path(cfg.ablate.nanogpt))
+        off = nanogpt.check_same_model(module, nanogpt.sized(cfg, model.vocab_size))
+        show(f"nanoGPT's model and ours compute the same: loss and gradients in fp64 agree to {off:.0e}")
+    # A smaller vocabulary and a smaller batch give the norms a larger share of the time.
+    size = (
+        f"A model of {model.parameter_count():,} parameters, {cfg.model.size}, a vocabulary of "
+        f"{model.vocab_size:,}; {cfg.train.batch_size} × {cfg.model.context} tokens a step, in {precision}."
+        + (f" It begins with the weights of {cfg.init_from}." if cfg.init_from else "")
+        + f" Compared: {cfg.ablate.switch.key}. All arms{' but nanogpt' if NANOGPT in cfg.ablate.arms else ''} have "
+        + (f"loss.impl={cfg.loss.impl}." if cfg.ablate.switch is Switch.norm else f"norm.impl={cfg.norm.impl}.")
+        + ("" if cfg.norm.placement is Placement.pre else " The Amdahl limit counts the bytes of norm.placement=pre.")
+    )
+    return Work(variant, precision, corpus, model.vocab_size, size)
+
+
+def calls_of(work: Work) -> int:
+    """How often the bar moves for a variant."""
+    counts = [len(work.variant.arms(mode)) for mode in work.variant.modes]
+    timed = sum(timing.calls_of(arms, work.cfg.ablate.cycles) + on_gpu(work) * arms for arms in counts)
+    return timed + parity.steps_of(work.cfg, len(work.variant.tested)) * bool(work.variant.tested)
+
+
+def on_gpu(work: Work) -> bool:
+    return work.precision.device.type == "cuda"
+
+
+# ---- one cell ----------------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    work: Work, mode: str, cycles: Kept, notes: list[str], done: Callable[[], object]
+) -> tuple[Cell, BaseException | None]:
+    """The cell of a variant, eager or compiled, and what stopped it early: None, or the exception to raise.
+
+    `notes` gets a sentence if some of its cycles are of an earlier process.
+    """
+    variant, cfg = work.variant, work.cfg
+    torch.compiler.reset()
+    arms = arms_of(work, mode)
+    check_same([arm for arm in arms.values() if arm.other is None])
+    batches = Batches(work.corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
+    may_fail = {NANOGPT, *rules.LIBRARIES} - {variant.subject}
+
+    def earlier(names: Collection[str]) -> list[Cycle]:
+        if found := cycles.of(variant.overrides, mode, names):
+            notes.append(
+                f"{capital(label(variant.overrides, mode))}: {len(found)} of {cfg.ablate.cycles} cycles are of an earlier "
+                "process, which was stopped. The others follow a warm-up and an uncounted cycle of their own."
+            )
+        return found
+
+    def keep(*cycle: Any) -> None:
+        cycles.add(Cycle(variant.overrides, mode, *cycle))
+
+    times, failed, stop = timing.time_arms(arms, batches, done, may_fail, earlier, keep)
+    arms = {name: arms[name] for name in times}
+    left_out = {**variant.refused, **failed}
+    if mode == COMPILED and NormImpl.compiled in cfg.ablate.arms:
+        left_out[NormImpl.compiled] = "In a model that is compiled whole it is torch."
+    masks = [check_masks(arm, compiled=mode == COMPILED) for name, arm in arms.items() if name != AGAIN and not stop]
+    cell = Cell(
+        overrides=variant.overrides,
+        mode=mode,
+        tokens_per_step=cfg.train.batch_size * cfg.model.context,
+        arms=times,
+        subject=variant.subject,
+        pairs=compare_all({name: of.blocks_ms for name, of in times.items()}),
+        verdict="",
+        left_out=left_out,
+        masks=[one for one in masks if one],
+    )
+    cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
+    return (cell if stop or not on_gpu(work) else profiled(cell, work, arms, batches, done)), stop
+
+
+def arms_of(work: Work, mode: str) -> dict[str, Arm]:
+    tokenizer, compiled = work.corpus.tokenizer, mode == COMPILED
+    arms: dict[str, Arm] = {}
+    for name in work.variant.arms(mode):
+        if name == NANOGPT:
+            module = nanogpt.load(Path(work.cfg.ablate.nanogpt or ""))
+            arms[name] = nanogpt.nanogpt_arm(module, arms[TORCH], compiled=compiled)
+            continue
+        arms[name] = build_arm(name, work.cfg, work.precision, tokenizer.vocab_size, compiled=compiled, like=arms.get(TORCH))
+        if name == TORCH:
+            load_initial_weights(arms[TORCH], tokenizer)
+    return arms
+
+
+def profiled(cell: Cell, work: Work, arms: dict[str, Arm], batches: Batches, done: Callable[[], object]) -> Cell:
+    """The cell with its kernels by kind of work, and with clocks and power while each arm takes steps."""
+    cfg, precision, number = work.cfg, work.precision, work.cfg.ablate.warmup_steps
+    batch = batches[number]  # always the same
+    steps = {name: lambda arm=arm: arm.step(batch, number) for name, arm in arms.items()}
+    kernels = {}
+    for name, arm in arms.items():
+        # Norm sites of eager models are marked; compiled kernels name what they fuse.
+        kernels[name] = profile_step(steps[name], precision.device, arm.state.model if cell.mode == EAGER else None)
+        done()
+    gpu: dict[str, list[dict[str, str]]] = {name: [] for name in arms if name != AGAIN}
+    for name in [*gpu, *reversed(gpu)]:  # heat that gathers meanwhile is nobody's
+        gpu[name].append(gpu_state_during(steps[name], precision.device))
+    of_norms = cfg.ablate.switch is Switch.norm
+    attribution = attribute(
+        {name: shares(of) for name, of in kernels.items()},
+        {base: statistics.median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents},
+        cell.subject,
+        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, work.vocabulary),
+        copy_gb_per_s(precision.device),
+        "norm" if of_norms else "loss",
+    )
+    return replace(
+        cell,
+        arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
+        gpu=gpu,
+        attribution=replace(attribution, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN}),
+    )
+
+
+@cache
+def copy_gb_per_s(device: torch.device) -> float:
+    """The card's own copy bandwidth, measured once in this process."""
+    with side_stream(device):
+        return copy_bandwidth(device)
+
+
+# ---- folder and help ---------------------------------------------------------------------------------------------------------
+
+
 def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
     """The folder of the ablation, and its cycles: a new one, or with `resume` that of an ablation which was stopped.
 
@@ -459,6 +359,18 @@ def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
     if folder != wanted:
         show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
     return folder, Kept(folder, of)
+
+
+@contextmanager
+def unless_empty(folder: Path) -> Iterator[None]:
+    """Removes the folder afterwards if it has no report and no cycle: the data were refused, or no cycle was finished."""
+    try:
+        yield
+    finally:
+        if not any((folder / name).is_file() for name in ("report.md", kept.FILE)):
+            (folder / "config.yaml").unlink(missing_ok=True)
+            with suppress(OSError):  # what others put there stays
+                folder.rmdir()
 
 
 def exit_code(stop: KeyboardInterrupt | Stopped) -> int:

@@ -1,83 +1,46 @@
-"""Somebody's models, as `adoption` takes them: checks of what is given, and one forward and backward pass with all its results.
+"""Somebody's models, as `adoption` takes them: what is refused, copies with other norms, and one forward and backward pass."""
 
-A model that somebody fused by hand has no modules of ours. So model_b only has to differ from model_a in something.
-"""
-
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ablation.rounding import row_scales
+from ablation.rounding import in_another_order, row_scales
+from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
 Loss = Callable[[Any], Tensor]
 SHOWN = 5  # names in a message
-_WRAPPED = "_orig_mod"  # what torch.compile's wrapper calls the model that it was given
-_COMPILED_IN_PLACE = "_compiled_call_impl"  # what model.compile() leaves on the model
-_LEFT_BY_COMPILE = {_COMPILED_IN_PLACE, "_is_torch_compile"}  # the latter by its wrapper, on the model inside
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_TELL_NOTHING = {*vars(nn.Module()), *_LEFT_BY_COMPILE, "_super_module_initialized"}  # attributes; hooks are looked at apart
+WRAPPED = "_orig_mod"  # what torch.compile's wrapper calls the model that it was given
 
 
 def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
-    """Looks through torch.compile.
-
+    """
     Raises:
         TypeError: a model is no module.
-        ValueError: both are one model, norms of model_a are fused, or nothing is replaced in model_b.
+        ValueError: both are one model, compiled or not, or norms of model_a are fused.
     """
     for argument, model in (("model_a", model_a), ("model_b", model_b)):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(model).__name__}")
-    a, b = _modules(model_a), _modules(model_b)
-    if a[""] is b[""]:
+    if getattr(model_a, WRAPPED, model_a) is getattr(model_b, WRAPPED, model_b):
         raise ValueError(
             f"{function}: model_a and model_b are one and the same model, expected it before and after; copy it ahead of "
             "replace_norms (before = copy.deepcopy(model)), and give the copy as model_a"
         )
-    if fused := [name or "model_a itself" for name, module in a.items() if _is_fused_norm(module)]:
+    if fused := fused_norms(model_a):
         raise ValueError(
             f"{function}: model_a must be the model as it was, but {len(fused)} of its norms are fused: {_listed(fused)}. "
             "Copy it ahead of replace_norms (before = copy.deepcopy(model)), or restore_norms a copy of it; if it is model_b "
-            "that is as it was, exchange the two. To see what one more step of adoption adds, compare the model as it was with "
-            "each"
+            "that is as it was, exchange the two"
         )
-    if a.keys() == b.keys() and all(_same(module, b[name]) for name, module in a.items()):
-        raise ValueError(
-            f"{function}: nothing is replaced in model_b: all its modules have the classes and attributes of model_a's. Call "
-            "replace_norms on it, whose lines say why if a norm is left alone"
-        )
-
-
-def check_autocast(caller: str, autocast: object) -> None:
-    """Raises ValueError for a dtype that torch would refuse less clearly, or ignore with a warning."""
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(f"{caller}: autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
-
-
-def scalar(caller: str, loss: Loss) -> Loss:
-    """Wraps the loss, so that it raises ValueError if its value is no scalar.
-
-    Raises:
-        TypeError: loss is no function.
-    """
-    if not callable(loss):
-        raise TypeError(f"{caller}: loss must be a function of the model's output, got {loss!r}")
-
-    def checked(output: Any) -> Tensor:
-        value = loss(output)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{caller}: loss must give a tensor of one number, got {got}")
-        return value
-
-    return checked
 
 
 def check_not_compiled(model_a: nn.Module, model_b: nn.Module) -> None:
@@ -87,17 +50,12 @@ def check_not_compiled(model_a: nn.Module, model_b: nn.Module) -> None:
     """
     for argument, model in (("model_a", model_a), ("model_b", model_b)):
         for name, module in model.named_modules():
-            at = f"{argument}.{name}" if name else argument
-            if _is_wrapper(module):
-                todo = f"{at}.{_WRAPPED}, the model that torch.compile was given"
-                todo = f"a model with {todo}, in its place" if name else todo
-            elif vars(module).get(_COMPILED_IN_PLACE) is not None:
-                todo = f"copy.deepcopy({argument}), which leaves out what .compile() did"
-            elif _is_compiled(vars(module).get("forward")):
-                todo = f"the model without its compiled forward (del {at}.forward)"
-            else:
-                continue
-            raise ValueError(f"check_parity: {at} is compiled, expected models that are not; pass {todo}. measure takes both")
+            if WRAPPED in module._modules or vars(module).get("_compiled_call_impl") is not None:
+                raise ValueError(
+                    f"check_parity: {f'{argument}.{name}' if name else argument} is compiled, expected models that are not; "
+                    f"pass what torch.compile was given (.{WRAPPED}), or a copy.deepcopy, which leaves out what .compile() "
+                    "did. measure takes both"
+                )
 
 
 def check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
@@ -116,56 +74,79 @@ def check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
             raise ValueError(f"check_parity: {name} differs between the models; load the state_dict of one into the other")
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by the names that they have without torch.compile. The model itself has the name ''."""
-    return {
-        ".".join(part for part in name.split(".") if part != _WRAPPED): module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if not _is_wrapper(module)
-    }
+def fused_norms(model: nn.Module) -> list[str]:
+    """The names of the norms that are those of `ops`, or of a copy of it: the installed `prenorm` or a folder."""
 
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return _WRAPPED in module._modules
-
-
-def _is_compiled(function: Any) -> bool:
-    # torch.compiler.disable leaves the first attribute too
-    return hasattr(function, "_torchdynamo_orig_callable") and not hasattr(function, "_torchdynamo_disable")
-
-
-def _is_fused_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm of `ops`, or of a copy of it: the installed `prenorm` or a folder."""
-    for cls in type(module).__mro__:
+    def is_ours(cls: type) -> bool:
         package = sys.modules.get(cls.__module__.rpartition(".")[0])
         norms = [getattr(package, name, None) for name in ("LayerNorm", "RMSNorm")]
-        if hasattr(package, "replace_norms") and cls in norms:
-            return True
-    return False
+        return hasattr(package, "replace_norms") and cls in norms
 
-
-def _same(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two modules compute the same, as far as classes, hooks and attributes show. In doubt: no."""
-    if type(a) is not type(b):
-        return False
-    if any([*getattr(a, hooks).values()] != [*getattr(b, hooks).values()] for hooks in _HOOKS):
-        return False
-    # A forward that somebody put on the instance is an attribute too.
-    names = (a.__dict__.keys() | b.__dict__.keys()) - _TELL_NOTHING
-    return all(name in a.__dict__ and name in b.__dict__ and _equal(a.__dict__[name], b.__dict__[name]) for name in names)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor | nn.Module) and isinstance(b, Tensor | nn.Module):
-        return True  # values are compared as parameters are, and modules by their names
-    try:
-        return a is b or bool(a == b)
-    except Exception:  # an array has no one answer, and whose == raises has none
-        return False
+    named = ((name.replace(f"{WRAPPED}.", ""), module) for name, module in model.named_modules())
+    return [name or "model_a itself" for name, module in named if any(map(is_ours, type(module).__mro__))]
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + ", …" * (len(names) > SHOWN)
+
+
+# ---- copies with other norms -------------------------------------------------------------------------------------------------
+
+
+def norms_of(model: nn.Module) -> dict[str, Formula]:
+    """The norms of a model by name, with their formula."""
+    return {
+        name: formula
+        for name, module in model.named_modules()
+        if may_be_a_norm(module) and isinstance(formula := recognise(module), Formula)
+    }
+
+
+def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
+    """A copy in a wider dtype. Its norms are computed from their formula, since modules may round to fp32 inside."""
+    model = copy.deepcopy(model).to(dtype)
+    eager: Any = getattr(model, "set_experts_implementation", None)
+    if callable(eager):  # transformers: grouped matrix products take no fp64
+        eager("eager")
+    for name, formula in norms.items():
+        module = model.get_submodule(name)
+        parameters = dict(module.named_parameters(recurse=False))
+        _exchange(module, partial(_by_formula, formula, parameters))
+    return model
+
+
+def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return compute(formula, parameters, x).to(x.dtype)
+
+
+def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
+    """A copy whose norms sum in another order."""
+    model = copy.deepcopy(model)
+    for name in norms:
+        module = model.get_submodule(name)
+        _exchange(module, partial(in_another_order, partial(_with_its_weights_in_order, module)))
+    return model
+
+
+def _with_its_weights_in_order(module: nn.Module, rows: Tensor, order: Tensor) -> Tensor:
+    clone = object.__new__(type(module))
+    clone.__dict__.update(module.__dict__)
+    weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
+    clone.__dict__["_parameters"] = weights
+    return type(module).forward(clone, rows)
+
+
+def _exchange(module: nn.Module, norm: Callable[[Tensor], Tensor]) -> None:
+    """Puts `norm` in the place of the module's forward where it is called with a tensor and nothing else."""
+    own = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return norm(args[0]) if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) else own(*args, **kwargs)
+
+    module.forward = forward
+
+
+# ---- one pass ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,11 +158,7 @@ class How:
 
 
 def results_of(
-    model: nn.Module,
-    sites: Mapping[str, nn.Module],
-    how: How,
-    rows: dict[str, Tensor],
-    batch: Any,
+    model: nn.Module, sites: Mapping[str, nn.Module], how: How, rows: dict[str, Tensor], batch: Any
 ) -> dict[str, Tensor]:
     """All tensors that are compared, by name, of one model and batch. `sites` and `rows` are those of `row_scales`."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -199,10 +176,9 @@ def results_of(
     ):
         output = call(model, batch)
         value = how.loss(output)
-    reached = bool(parameters) and value.requires_grad
-    gradients = (
-        torch.autograd.grad(value, list(parameters.values()), allow_unused=True) if reached else [None] * len(parameters)
-    )
+    gradients: Any = [None] * len(parameters)
+    if parameters and value.requires_grad:
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     outputs = [t for t in float_tensors(output) if t.dim() > 0]
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     found["loss"] = value.detach()

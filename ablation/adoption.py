@@ -8,7 +8,6 @@ Statistics, the other order of summation, alternating blocks and conclusions are
 """
 
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,30 +22,19 @@ from ablation.adopted_models import (
     Loss,
     autocasting,
     call,
-    check_autocast,
     check_before_and_after,
     check_not_compiled,
     check_same_parameters,
     default_loss,
     device_of,
-    float_tensors,
-    results_of,
-    scalar,
-)
-from ablation.rounding import (
-    FEW,
-    GROSS_FEW,
-    LEVEL,
-    REFERENCE,
-    REORDERED,
-    Distances,
-    Sums,
     exact_copy,
+    float_tensors,
+    fused_norms,
     norms_of,
     reordered_copy,
-    sign_test,
-    size_test,
+    results_of,
 )
+from ablation.rounding import FEW, GROSS_FEW, LEVEL, REFERENCE, REORDERED, Sums, sign_test, size_test
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks
 from measure.statistics import LEAST_SAMPLES
@@ -59,6 +47,7 @@ _ROUTES = (
     " The model routes tokens by top_k: where two scores are nearly equal, rounding alone sends a token to another expert. "
     'Check it in float32, and with transformers after model.set_experts_implementation("eager") of both.'
 )
+_SAME_BITS = " model_b gives the same bits as model_a: is anything replaced in it?"
 NO_ROUNDING = 0.25  # of the output: bf16 comes to a few hundredths in deep models
 ANOTHER_LOSS = 1.0  # of all gradients together: those of two losses that have nothing to do with each other are 1.4 apart
 
@@ -143,54 +132,51 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
-        TypeError: a model is no module, or loss no function.
-        ValueError: the models are not one before and after: both are the same object, norms of model_a are fused, or nothing
-            is replaced in model_b; or one is compiled; or they differ in their parameters' names, shapes, values or
-            requires_grad, or in the number of their outputs; or there is no batch; or model_a in higher precision has another
-            output or other gradients, and so is no reference; or autocast has no such dtype, or loss gives no scalar.
+        TypeError: a model is no module.
+        ValueError: the models are not one before and after: both are the same object, or norms of model_a are fused; or one is
+            compiled; or they differ in their parameters' names, shapes, values or requires_grad, or in the shapes of their
+            outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
+            reference.
     """
     check_before_and_after("check_parity", model_a, model_b)
     check_not_compiled(model_a, model_b)
     check_same_parameters(model_a, model_b)
-    check_autocast("check_parity", autocast)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
     dtypes = {p.dtype for p in model_a.parameters()} or {t.dtype for t in float_tensors(batches)}
     dtypes |= {autocast} if autocast else set()
     wide = torch.float64 if dtypes <= {torch.float32, torch.float64} else torch.float32
-    norms, loss = norms_of(model_a), default_loss() if loss is None else scalar("check_parity", loss)
-    arms: list[Callable[[Any], dict[str, Tensor]]] = []
-    rows: dict[str, Tensor] = {}
-    for name, model in (
-        (REFERENCE, exact_copy(model_a, norms, wide)),
-        (TORCH, model_a),
-        (FUSED, model_b),
-        (REORDERED, reordered_copy(model_a, norms)),
-    ):
-        sites = {site: module for site, module in model.named_modules() if site in norms}
-        how = How(loss, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
-        arms.append(partial(results_of, model, sites, how, rows))
+    exact = "fp64" if wide is torch.float64 else "fp32"
+    norms, criterion, rows = norms_of(model_a), loss or default_loss(), dict[str, Tensor]()
 
+    def arm(name: str, model: nn.Module) -> Callable[[Any], dict[str, Tensor]]:
+        sites = {site: module for site, module in model.named_modules() if site in norms}
+        how = How(criterion, seed, *((None, wide) if name == REFERENCE else (autocast, None)))
+        return partial(results_of, model, sites, how, rows)
+
+    reference, *arms = (
+        arm(REFERENCE, exact_copy(model_a, norms, wide)),
+        arm(TORCH, model_a),
+        arm(FUSED, model_b),
+        arm(REORDERED, reordered_copy(model_a, norms)),
+    )
     found: list[dict[str, Sums]] = []
+    same_bits = not fused_norms(model_b)  # which without kernels may compute as model_a does
     for one in batches:
         rows.clear()
-        quantities = [_of_reference(arms[0], one, wide), *(run(one) for run in arms[1:])]
-        _check_same_outputs(*quantities[1:3])
-        _check_reference(model_a, quantities[0], quantities[1], "fp64" if wide is torch.float64 else "fp32")
-        shared = [name for name in quantities[0] if all(name in other for other in quantities)]
-        sums: dict[str, Sums] = {name: Sums() for name in shared}
-        for name in shared:
-            shapes = {tuple(other[name].shape) for other in quantities}
-            if len(shapes) > 1:
-                raise ValueError(f"check_parity: {name} has shape {' and '.join(map(str, sorted(shapes)))} in the two models")
-            sums[name].add(*(other[name] for other in quantities))
+        a, b, c, d = quantities = [_of_reference(reference, one, exact), *(run(one) for run in arms)]
+        _check_same_outputs(b, c)
+        _check_reference(a, b, exact)
+        sums = {name: Sums() for name in a if all(name in other for other in quantities)}
+        for name, of in sums.items():
+            of.add(a[name], b[name], c[name], d[name])
+            same_bits = same_bits and torch.equal(b[name], c[name])
         found.append(sums)
-    precision = ", ".join(str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=str))
-    check = _judged(found, precision, "fp64" if wide is torch.float64 else "fp32")
+    check = _judged(found, ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)), exact)
     if not check.holds and any(getattr(module, "top_k", None) for module in model_a.modules()):
         check = replace(check, verdict=check.verdict + _ROUTES)
-    return check
+    return replace(check, verdict=check.verdict + _SAME_BITS) if same_bits else check
 
 
 def measure(
@@ -217,9 +203,9 @@ def measure(
         warmup_steps: of each model, before.
 
     Raises:
-        TypeError: a model is no module, or loss no function.
+        TypeError: a model is no module.
         ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6 or block_steps
-            less than 1, or autocast has no such dtype, or the loss is no scalar or needs no gradient.
+            less than 1.
     """
     check_before_and_after("measure", model_a, model_b)
     for argument, count, least in (("cycles", cycles, LEAST_SAMPLES), ("block_steps", block_steps, 1)):
@@ -228,14 +214,11 @@ def measure(
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = device_of(model_a, batch)
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
-    check_autocast("measure", autocast)
-    criterion = default_loss() if loss is None else scalar("measure", loss)
+    criterion = loss or default_loss()
 
     def step(model: nn.Module) -> None:
         with autocasting(device, autocast):
             value = criterion(call(model, batch))
-        if not value.requires_grad:
-            raise ValueError("measure: the loss needs no gradient, and backward is timed too; unfreeze a parameter")
         value.backward()
         for p in model.parameters():
             p.grad = None
@@ -263,73 +246,44 @@ def measure(
     return Timing(a_ms, b_ms, comparison, control, words if runs_kernels(device) else f"{words}. {NO_KERNEL}")
 
 
-def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, wide: torch.dtype) -> dict[str, Tensor]:
+def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, exact: str) -> dict[str, Tensor]:
     try:
         return run(batch)
     except Exception as error:
-        name = str(wide).removeprefix("torch.")
-        narrower = "; or check copies in bfloat16, whose reference is float32" if wide is torch.float64 else ""
+        narrower = "; or check copies in bfloat16, whose reference is in fp32" if exact == "fp64" else ""
         error.add_note(
-            f"check_parity: its reference, a copy of model_a in {name}, raised this; what model_a computes has to follow the "
-            f"dtype of its weights and to run in {name}{narrower}"
+            f"check_parity: its reference, a copy of model_a in {exact}, raised this; what model_a computes has to follow the "
+            f"dtype of its weights and to run in {exact}{narrower}"
         )
         raise
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------------------
-
-
 def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    outputs_a, outputs_b = ([name for name in quantities if name.startswith("output")] for quantities in (a, b))
-    if outputs_a != outputs_b:
+    shapes_a, shapes_b = (
+        [tuple(t.shape) for name, t in quantities.items() if name.startswith("output")] for quantities in (a, b)
+    )
+    if shapes_a != shapes_b:
         raise ValueError(
-            f"check_parity: model_a returns {len(outputs_a)} float tensors, model_b {len(outputs_b)}; they must return the same"
+            f"check_parity: model_a returns float tensors of shapes {shapes_a}, model_b {shapes_b}; they must return the same"
         )
 
 
-def _shared(model: nn.Module) -> str:
-    """Says so if there are functions in the model that copy.deepcopy does not copy, and that hold its own modules."""
-    own = set(model.modules())
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != _EMPTY_CELL]
-            if any(
-                isinstance(held, nn.Module) and held in own for held in (*cells, *(getattr(value, "__defaults__", None) or ()))
-            ):
-                return (
-                    f"; or is it {name or 'model_a'}.{attribute}? copy.deepcopy copies no function, so in each copy of the "
-                    "model that one still runs the modules of the first"
-                )
-    return ""
-
-
-_EMPTY_CELL = types.CellType()
-
-
-def _check_reference(model: nn.Module, reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
+def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:
     """Refuses a reference that computes something else: beside it every error would look expected."""
-    for name in (name for name in own if name.startswith("output") and name in reference):
-        a, b = reference[name].double(), own[name].to(reference[name].device).double()
-        error = float((b - a).norm() / a.norm().clamp_min(1e-300)) if a.shape == b.shape and a.isfinite().all() else 0.0
-        if error > NO_ROUNDING:
+
+    def away(kind: str) -> float:
+        pairs = [(own[name].to(a.device).double(), a.double()) for name, a in reference.items() if name.startswith(kind)]
+        size = math.hypot(*(float(a.norm()) for _, a in pairs))
+        return math.hypot(*(float((b - a).norm()) for b, a in pairs)) / max(size, 1e-300)
+
+    for kind, accepted in (("output", NO_ROUNDING), ("gradient of ", ANOTHER_LOSS)):
+        if (error := away(kind)) > accepted:
             raise ValueError(
-                f"check_parity: {name} of model_a is {error:.2g} away from that of its copy in {exact}, relative, which is "
-                "more than rounding; make what forward computes follow the dtype of its input (a mask made in fp32, a cast), "
-                f"or draw its random numbers by seed={_shared(model)}"
+                f"check_parity: the {kind.split()[0]}s of model_a are {error:.2g} away from those of its copy in {exact}, "
+                "relative, which is more than rounding; make what forward and loss compute follow the dtype of their input (a "
+                "mask made in fp32, a cast), and draw random numbers by seed=. A function that is an attribute of model_a and "
+                "holds its modules is not copied by copy.deepcopy: the copy runs the modules of the first through it"
             )
-    names = [name for name in own if name.startswith("gradient of ") and name in reference]
-    errors = [(own[name].to(reference[name].device).double() - reference[name].double()).norm() for name in names]
-    sizes = [reference[name].double().norm() for name in names]
-    away = math.hypot(*map(float, errors)) / max(math.hypot(*map(float, sizes)), 1e-300)
-    if away > ANOTHER_LOSS:
-        raise ValueError(
-            f"check_parity: the gradients of model_a, all together, are {away:.2g} away from those of its copy in {exact}, "
-            "relative, which is more than rounding; make what loss computes follow the dtype of the output, and draw no random "
-            "numbers in it"
-        )
-
-
-# ---- verdict -----------------------------------------------------------------------------------------------------------------
 
 
 def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -> ParityCheck:
@@ -337,11 +291,13 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
     level = LEVEL / (2 * len(names))
     rows = []
     for name in names:
-        distances = [_no_luck(sums[name].distances()) for sums in batches]
+        distances = [sums[name].distances() for sums in batches]
+        # A lucky reordered run counts as an average one: a single number is often nearer to the reference than expected.
+        distances = [replace(one, reordered=max(one.reordered, 1.0)) for one in distances]
         results = [size_test(name, distances, level, exact), sign_test(name, distances, level, over="batches")]
         failed = [result.failure for result in results if not result.quantity.holds]
         size = results[0].quantity
-        error = max(sums[name].errors().tested for sums in batches)
+        error = max(sums[name].errors()[1] for sums in batches)
         rows.append(Row(name, error, size.tested.median, size.reordered.median, failed[0] if failed else ""))
     rows.sort(key=lambda row: (not row.failure, -row.ratio / row.reordered))
     failures = [row for row in rows if row.failure]
@@ -357,8 +313,3 @@ def _judged(batches: Sequence[Mapping[str, Sums]], precision: str, exact: str) -
             f"({allowed})."
         )
     return ParityCheck(rows, precision, words)
-
-
-def _no_luck(distances: Distances) -> Distances:
-    """Takes a lucky reordered run as an average one: a single number is often nearer to the reference than expected."""
-    return replace(distances, reordered=max(distances.reordered, 1.0))

@@ -12,15 +12,13 @@ import sys
 import tomllib
 import traceback
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ablation.adopted_models import call, float_tensors
 from ops import Adoption, adopt
 
 MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
@@ -39,42 +37,6 @@ DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Row:
-    """One model of the table."""
-
-    name: str
-    norms: str  # replaced, of all
-    fused: str
-    parity: str
-
-    @property
-    def is_fused(self) -> bool:
-        return self.parity == "yes" and self.fused[:1].isdigit()
-
-
-def main(names: list[str]) -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    rows = []
-    for name, build in _builders(names):
-        torch.manual_seed(0)
-        try:
-            model, batch = build(name.rpartition("/")[2])
-            expected = _results(_shaken(model.eval()), batch)
-        except Exception as error:  # a tiny configuration of it needs more care than this script takes
-            print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
-            continue
-        rows.append(_row(name, model, batch, expected))
-        print(f"{rows[-1].name:40} {rows[-1].norms:10} {rows[-1].fused:60} {rows[-1].parity}", flush=True)
-    good = sum(row.is_fused for row in rows)
-    print(f"\n{good} of {len(rows)} models have fused sums and parity")
-    if not names:
-        header = ["| model | norms replaced | one kernel each | parity |", "|---|---|---|---|"]
-        lines = [f"| {row.name} | {row.norms} | {row.fused} | {row.parity} |" for row in rows]
-        TABLE.write_text("\n".join([f"{HEAD}{good} of {len(rows)} models have fused sums.\n", *header, *lines, ""]))
-
-
 TABLE = Path(__file__).parents[1] / "docs" / "adopted_models.md"
 HEAD = """# What `adopt` fuses, model by model
 
@@ -87,12 +49,29 @@ training.
 """
 
 
-def _builders(names: list[str]) -> Iterator[tuple[str, Any]]:
+def main(names: list[str]) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
     known = dict.fromkeys(MODELS["transformers"].split(), _of_transformers)
     known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()} if importlib.util.find_spec("timm") else {}
     known |= {f"diffusers/{name}": _of_diffusers for name in DIFFUSERS} if importlib.util.find_spec("diffusers") else {}
+    rows = []
     for name in names or known:
-        yield name, known.get(name, _of_transformers)
+        torch.manual_seed(0)
+        try:
+            model, batch = known.get(name, _of_transformers)(name.rpartition("/")[2])
+            expected = _results(_shaken(model.eval()), batch)
+        except Exception as error:  # a tiny configuration of it needs more care than this script takes
+            print(f"{name:40} not tried: {type(error).__name__}: {str(error)[:100]!r}", flush=True)
+            continue
+        rows.append((name, *_row(model, batch, expected)))
+        print("{:40} {:10} {:60} {}".format(*rows[-1]), flush=True)
+    good = sum(parity == "yes" and fused[:1].isdigit() for _, _, fused, parity in rows)
+    print(f"\n{good} of {len(rows)} models have fused sums and parity")
+    if not names:
+        lines = [f"| {' | '.join(row)} |" for row in [("model", "norms replaced", "one kernel each", "parity"), *rows]]
+        top = [f"{HEAD}{good} of {len(rows)} models have fused sums.\n", lines[0], "|---|---|---|---|"]
+        TABLE.write_text("\n".join([*top, *lines[1:], ""]))
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:
@@ -166,7 +145,8 @@ def _shaken(model: nn.Module) -> nn.Module:
     return model
 
 
-def _row(name: str, model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> Row:
+def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str, str, str]:
+    """How many norms are replaced, what is fused, and whether that computes the same."""
     adopted = copy.deepcopy(model)
     try:
         found = adopt(adopted, verbose=False)
@@ -180,8 +160,8 @@ def _row(name: str, model: nn.Module, batch: Any, expected: dict[str, Tensor]) -
             _results(adopted.train(), batch)
     except Exception as error:
         traceback.print_exc()
-        return Row(name, "", "", f"no: {type(error).__name__}: {str(error)[:200]}")
-    return Row(name, f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), parity)
+        return "", "", f"no: {type(error).__name__}: {str(error)[:200]}"
+    return f"{sum(site.fused for site in found.norms)} of {len(found.norms)}", _fused(found), parity
 
 
 def _fused(found: Adoption) -> str:
@@ -197,13 +177,12 @@ def _results(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Outputs and gradients by name."""
     torch.manual_seed(1)
     model.zero_grad()
-    output = model(*batch) if isinstance(batch, tuple) else model(**batch)
-    leaves: list[Any] = tree_leaves(output if isinstance(output, tuple | list | Tensor) else dict(output))
-    tensors = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+    output = call(model, batch)
+    tensors = float_tensors(output if isinstance(output, tuple | list | Tensor) else dict(output))
     values: list[Any] = [(t * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in tensors if t.requires_grad]
     torch.stack(values).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {f"output {i} of {len(leaves)}": t.detach() for i, t in enumerate(tensors)} | gradients
+    return {f"output {i}": t.detach() for i, t in enumerate(tensors)} | gradients
 
 
 def _compared(expected: dict[str, Tensor], found: dict[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Arms: one training run with another operator at its norm sites, everything else the same. `same.py` checks that it is."""
+"""Arms: one training run with another operator at its norm sites, everything else the same."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -106,6 +106,39 @@ def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
         with torch.device("meta"):  # where nothing is drawn
             model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss)
         pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
+
+
+def check_same(arms: Sequence[Arm]) -> None:
+    """That arms begin with the same parameters, buffers and optimizer groups. (That the code outside of the norm sites does not
+    depend on the implementation is for the tests.)
+
+    Raises:
+        AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
+    """
+    first, *others = arms
+    mine = _tensors_by_name(first)
+    for other in others:
+        yours = _tensors_by_name(other)
+        same = {name for name in mine.keys() & yours.keys() if _equal(mine[name], yours[name])}
+        differing = sorted((mine.keys() | yours.keys()) - same)
+        if differing or _groups(first) != _groups(other):
+            raise AssertionError(f"{first.name} and {other.name} differ in {', '.join(differing) or 'optimizer groups'}")
+
+
+def _tensors_by_name(arm: Arm) -> dict[str, Tensor]:
+    return {**dict(arm.state.model.named_parameters()), **dict(arm.state.model.named_buffers())}
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
+    names = {id(parameter): name for name, parameter in arm.state.model.named_parameters()}
+    return [
+        ([names[id(p)] for p in group["params"]], {key: value for key, value in group.items() if key != "params"})
+        for group in arm.state.optimizer.param_groups
+    ]
 
 
 # ---- state -------------------------------------------------------------------------------------------------------------------

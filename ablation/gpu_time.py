@@ -15,7 +15,6 @@ from training.attribution import Share
 from training.metrics import WAITING
 from training.precision import Precision
 
-READ = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
 AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
 
 
@@ -29,41 +28,23 @@ def gpu_time(cells: Sequence[Cell]) -> str:
     return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
 
 
-def clocks(cells: Sequence[Cell]) -> str:
-    """A table of all readings of clocks and power. Empty if nothing could be read."""
-    rows = []
-    for cell in cells:
-        for arm, readings in cell.gpu.items():
-            for state in filter(None, readings):
-                sm, most, memory, draw, limit, heat = (
-                    state.get(name, "–").removesuffix(" MHz").removesuffix(" W") for name in READ
-                )
-                rows.append([label(cell.overrides, cell.mode), arm, f"{sm} of {most}", memory, f"{draw} of {limit}", heat])
-    return markdown(["while steps ran", "arm", "SM, MHz", "memory, MHz", "power, W", "°C"], rows) if rows else ""
-
-
 def _attribution(cell: Cell) -> str:
     found = cell.attribution
     assert found is not None
-    arms = [name for name in found.shares if name != AGAIN]
-    by_arm = {name: {share.group: share for share in found.shares[name]} for name in arms}
-    totals = {name: sum(share.ms for share in found.shares[name]) for name in arms}
-    steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in arms}
+    shares = {name: of for name, of in found.shares.items() if name != AGAIN}
+    totals = {name: sum(share.ms for share in of) for name, of in shares.items()}
+    steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in shares}
+    idle = {name: max(0.0, steps[name] - totals[name]) for name in shares}
     rows = []
-    for group in dict.fromkeys(share.group for name in arms for share in found.shares[name]):
-        row = [group]
-        for name in arms:
-            share = by_arm[name].get(group)
-            row += [number(share.ms), f"{share.launches:,}"] if share else ["–"] * 2
-        rows.append(row)
-    for title, value in (
-        ("all", lambda name: [number(totals[name]), f"{sum(share.launches for share in found.shares[name]):,}"]),
-        ("idle", lambda name: [number(max(0.0, steps[name] - totals[name])), ""]),
-        ("a timed step", lambda name: [number(steps[name]), ""]),
-    ):
-        rows.append([title, *chain(*map(value, arms))])
-    header = ["GPU time", *chain(*([f"{name} ms", "launches"] for name in arms))]
-    title = f"### {capital(label(cell.overrides, cell.mode))}"
+    for group in dict.fromkeys(share.group for of in shares.values() for share in of):
+        by_arm = [next((share for share in of if share.group == group), None) for of in shares.values()]
+        rows.append([group, *chain(*([number(one.ms), f"{one.launches:,}"] if one else ["–"] * 2 for one in by_arm))])
+    launches = [f"{sum(share.launches for share in of):,}" for of in shares.values()]
+    rows.append(["all", *chain(*zip(map(number, totals.values()), launches, strict=True))])
+    rows += [
+        [title, *chain(*((number(ms), "") for ms in of.values()))] for title, of in (("idle", idle), ("a timed step", steps))
+    ]
+    header = ["GPU time", *chain(*([f"{name} ms", "launches"] for name in shares))]
     words = _limit(found, cell)
     for base, limit in found.limits.items():
         if cell.against(base).speedup.low > limit:
@@ -71,27 +52,22 @@ def _attribution(cell: Cell) -> str:
                 f" The step is {cell.against(base).speedup.median:.3f} × as fast as with {base}, which is more: part of what "
                 "its norms take is not in their group above, or the step is CPU-bound."
             )
-    words += _waits({name: max(0.0, 1 - totals[name] / steps[name]) for name in arms})
-    words += _power(cell.gpu)
-    return f"{title}\n\n{markdown(header, rows)}\n\n{wrapped(words)}"
-
-
-def _waits(idle: Mapping[str, float]) -> str:
-    """Which arms are CPU-bound, and what to do."""
-    if max(idle.values()) <= WAITING:
-        return ""
-    told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in idle.items())
-    return (
-        f" The GPU is idle in {told}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
-        "ablate.compile=true train.compile_mode=reduce-overhead."
-    )
+    parts = {name: idle[name] / steps[name] for name in shares}
+    if max(parts.values()) > WAITING:
+        told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in parts.items())
+        words += (
+            f" The GPU is idle in {told}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
+            "ablate.compile=true train.compile_mode=reduce-overhead."
+        )
+    title = f"### {capital(label(cell.overrides, cell.mode))}"
+    return f"{title}\n\n{markdown(header, rows)}\n\n{wrapped(words + _power(cell.gpu))}"
 
 
 def _limit(found: Attribution, cell: Cell) -> str:
     """The Amdahl limit over each base, and the part of it that the subject reaches."""
     least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
     norms = {name: ms_of(found.group, shares) for name, shares in found.shares.items() if name != AGAIN}
-    sites, kernel = {"norm": ("The norm sites of a step", "norm"), "loss": ("The loss of a step", "loss")}[found.group]
+    sites = "The norm sites of a step" if found.group == "norm" else "The loss of a step"
     taken = ", ".join(
         f"{number(ms)} ms under {name} ({100 * least / ms:.0f} % of copy bandwidth)" if ms else f"nothing under {name}"
         for name, ms in norms.items()
@@ -101,31 +77,25 @@ def _limit(found: Attribution, cell: Cell) -> str:
         for base, limit in found.limits.items()
     )
     return (
-        f"{sites} must move {found.norm_bytes / 1e9:.2f} GB, which takes {number(least)} ms at the "
-        f"{found.copy_gb_per_s:,.0f} GB/s that a copy reached here. In a profile: {taken}. Amdahl limit: no {kernel} kernel "
-        f"makes this step more than {limits}, unless the step is CPU-bound, where fewer launches may save more."
+        f"{sites} must move {found.norm_bytes / 1e9:.2f} GB, which takes {number(least)} ms at the {found.copy_gb_per_s:,.0f} "
+        f"GB/s that a copy reached here. In a profile: {taken}. Amdahl limit: no {found.group} kernel makes this step more "
+        f"than {limits}, unless the step is CPU-bound, where fewer launches may save more."
     )
 
 
 def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     """Clocks and power under each arm, and what follows if the power limit sets the clocks."""
-    told, limited, times = [], [], 0
+    told, limited = [], []
     for name, readings in gpu.items():
         try:
             fields = ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit")
             values = [[float(state[field].split()[0]) for field in fields] for state in readings]
         except (KeyError, ValueError):  # nvidia-smi was not there, or does not know it of this GPU
             continue
-        if not values:
-            continue
         clocks, draws = (" and ".join(f"{value[at]:.0f}" for value in values) for at in (0, 2))
         told.append(f"{clocks} of {values[0][1]:.0f} MHz and {draws} of {values[0][3]:.0f} W under {name}")
         limited += [name] if all(draw > AT_LIMIT * limit for _, _, draw, limit in values) else []
-        times = len(values)
-    if not told:
-        return ""
-    often = {1: "once", 2: "twice"}.get(times, f"{times} times")
-    words = f" Read {often} while it took steps, the GPU was at {', '.join(told)}."
+    words = f" Read while it took steps, the GPU was at {', '.join(told)}." if told else ""
     if limited:
         words += (
             f" Under {' and '.join(limited)} that is its power limit: clocks follow what the kernels draw, and GPU time that "
@@ -207,14 +177,7 @@ def attribute(
     Args:
         steps_ms: of each base, measured without a profiler.
         copy_gb_per_s: 10^9 bytes a second, read plus written.
-
-    Raises:
-        ValueError: a step time, byte count or bandwidth that is not positive.
     """
-    given = {f"steps_ms of {base}": ms for base, ms in steps_ms.items()}
-    for name, value in (given | {"norm_bytes": norm_bytes, "copy_gb_per_s": copy_gb_per_s}).items():
-        if not value > 0:
-            raise ValueError(f"attribute: {name} must be more than 0, got {value}")
     least = norm_bytes / copy_gb_per_s / 1e6
     limits, realised = {}, {}
     for base, step_ms in steps_ms.items():

@@ -1,26 +1,26 @@
-"""Loss parity: whether fused norms are wrong, or merely rounded elsewhere.
+"""Loss parity: whether what is compared, norms or losses, is wrong, or merely rounded elsewhere.
 
 Two correct programs may give different bits, so a comparison needs a tolerance. A tolerance that was tuned until tests pass
 proves nothing; this one is measured. Arms train from the same weights, on the same batches, with the same dropout masks:
 
-    a   reference   PyTorch's norms; weights, products and residual stream in fp32 (in fp64 where the run itself is in fp32)
-    b   torch       PyTorch's norms in the run's precision
-    c   tested      fused norms in the run's precision (where no kernel runs, their PyTorch reference); each other arm likewise
-    d   reordered   as b, with the sums of its norms in another, just as legitimate order
+    a   reference   PyTorch's operators; weights, products and residual stream in fp32 (in fp64 where the run itself is in fp32)
+    b   torch       PyTorch's operators in the run's precision
+    c   tested      fused ones in the run's precision (where no kernel runs, their PyTorch reference); each other arm likewise
+    d   reordered   as b, with the sums of its norms, or of its loss, in another, just as legitimate order
 
 The record has the loss, the gradient norm and the gradient of every layer, at every step. The tests are of these quantities:
 the loss and the gradient norm over all steps; at the first step, where all arms have the same weights, the gradient of every
-layer and the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y of a norm's output; and the parameters after the last step. (The
-statistics of a row decide its scale. A mistake in them is the same all along the row, and the rounding of single elements to
-bf16 would hide it.) Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and seed,
-over the elements of the quantity:
+layer, and of norms the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that they put out; and the parameters after the last step.
+(The statistics of a row decide its scale. A mistake in them is the same all along the row, and the rounding of single elements
+to bf16 would hide it.) Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and
+seed, over the elements of the quantity:
 
     D_x = rms(x − a)    expected = √(D_b² + rms(d − b)²)    R_c = D_c / expected    R_d = D_d / expected
     S_x = ⟨x − b, a⟩ / ⟨a, a⟩ · rms(a) / expected                   what all elements have in common, which rms hides in noise
 
 (No D, and no allowed shift, is less than a unit in the last place of fp32, ε · rms(a): 2⁻²³ of the quantity's size.)
 
-`expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct norm.
+`expected` is the error that the run's rounding and another order explain, so R is near 1 or below for a correct operator.
 
 **Size.** The tested arm may be farther from the reference than the reordered arm by the factor MARGIN, as it also rounds in
 other places. It fails if log R_c − log R_d is above log MARGIN: a one-sided t-test over seeds.
@@ -72,9 +72,10 @@ from ablation.rounding import (
     size_test,
 )
 from configs import Config
+from configs.schema import Switch
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
-from measure.statistics import Interval, mean_interval
+from measure.statistics import mean_interval
 from measure.timing import free_memory
 from train import training_step
 from training.evaluation import evaluate
@@ -82,6 +83,7 @@ from training.precision import Precision
 
 T = TypeVar("T")
 EVAL_BATCHES = 8  # unless the config says
+SUMMED = {Switch.norm: "norms", Switch.loss: "loss"}  # what is compared, in words
 
 
 @dataclass(frozen=True)
@@ -106,34 +108,34 @@ def parity(
     overrides: dict[str, str],
     progress: Callable[[int], None],
 ) -> list[Parity]:
-    """Runs the protocol at the head of this file over cfg.ablate.parity_seeds seeds, beginning with cfg.seed.
+    """Runs the protocol at the head of this file over cfg.ablate.parity_seeds seeds, at least one, beginning with cfg.seed.
 
     Args:
         precision: of the run.
-        tested: values of norm.impl. There is a verdict on each.
+        tested: values of the switch that cfg.ablate.switch names. There is a verdict on each.
         overrides: the swept keys that led to cfg, for the record.
         progress: called with a number of training steps after they are done, in all `steps_of(cfg, len(tested))`.
 
     Raises:
-        ValueError: cfg.ablate.parity_seeds is 0, the model's options do not fit together or the corpus is too short.
+        ValueError: the model's options do not fit together or the corpus is too short.
     """
-    if cfg.ablate.parity_seeds < 1:
-        raise ValueError(f"parity: ablate.parity_seeds must be 1 or more, got {cfg.ablate.parity_seeds}")
     runs: list[SeedRun] = []
     while len(runs) < cfg.ablate.parity_seeds:
         cut = runs[-1].cut if runs else 1
         runs.append(measure_in_memory(cfg, cfg.seed + len(runs), precision, corpus, tested, progress, cut))
-    found = [judge(runs, arm, precision, overrides) for arm in tested]
-    return [
-        no_kernel_ran(one) if one.arm == FUSED and ops.backend_for(precision.device) == "PyTorch reference" else one
-        for one in found
-    ]
+    what = SUMMED[cfg.ablate.switch]
+    found = [judge(runs, arm, precision, overrides, what) for arm in tested]
+    if ops.backend_for(precision.device) == "PyTorch reference":
+        # Fused norms are PyTorch's operators then; the fused loss has a backward of its own.
+        same = "identical, " if what == "norms" else ""
+        said = f"Parity holds: {same}as no kernel ran (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly); "
+        found = [replace(f, verdict=f.verdict.replace("Parity holds: ", said)) if f.arm == FUSED else f for f in found]
+    return found
 
 
-def no_kernel_ran(found: Parity) -> Parity:
-    """The same, said of what runs on a CPU: PyTorch's operators in both arms."""
-    same = "Parity holds: identical, as no kernel ran (TRITON_INTERPRET=1 runs the kernels on a CPU, slowly); "
-    return replace(found, verdict=found.verdict.replace("Parity holds: ", same))
+def steps_of(cfg: Config, tested: int) -> int:
+    """Training steps that `parity` takes, over all arms and seeds."""
+    return (3 + tested) * cfg.ablate.parity_seeds * cfg.ablate.parity_steps
 
 
 def measure_in_memory(
@@ -147,9 +149,8 @@ def measure_in_memory(
 ) -> SeedRun:
     """`measure` with the micro-batches of all arms cut into `cut` parts, or into more if memory runs out.
 
-    The reference is what needs it: that of an fp32 run is in fp64, where no attention kernel spares it the [T, T] weights, and
-    GPT-2's 32 sequences of 1024 tokens would take about 170 GB, by a count of its activations. All arms are cut alike, since
-    dropout masks belong to micro-batches.
+    The reference needs it: in fp64, where no attention kernel spares it the [T, T] weights, GPT-2's 32 sequences of 1024 tokens
+    would take about 170 GB. All arms are cut alike, since dropout masks belong to micro-batches.
 
     Raises:
         torch.OutOfMemoryError: single sequences do not fit.
@@ -167,11 +168,6 @@ def measure_in_memory(
         free_memory(precision.device)  # out here: the error held on to the arms
 
 
-def steps_of(cfg: Config, tested: int) -> int:
-    """Training steps that `parity` takes, over all arms and seeds."""
-    return (3 + tested) * cfg.ablate.parity_seeds * cfg.ablate.parity_steps
-
-
 def measure(
     cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested: Sequence[str], progress: Callable[[int], None]
 ) -> SeedRun:
@@ -185,41 +181,35 @@ def measure(
     losses: dict[str, list[float]] = {name: [] for name in arms}
     norms: dict[str, list[float]] = {name: [] for name in arms}
     errors: dict[str, list[dict[str, float]]] = {name: [] for name in arms if name != REFERENCE}
-    layers: dict[str, dict[str, Distances]] = {name: {} for name in tested}
-    scales: dict[str, dict[str, Tensor]] = {}
-    rows: dict[str, Tensor] = {}  # what the reference's norms put out
+    at_first_step: dict[str, dict[str, Distances]] = {}
     for step in range(cfg.ablate.parity_steps):
         gradients: dict[str, dict[str, Tensor]] = {}  # of each arm the size of the model
+        scales: dict[str, dict[str, Tensor]] = {}
+        rows: dict[str, Tensor] = {}  # what the reference's norms put out
+        looks = step == 0 and cfg.ablate.switch is Switch.norm
         for name, arm in arms.items():
-            sites = row_sites(arm.state.model) if step == 0 else {}
-            with unclipped_gradients(arm) as unclipped, row_scales(sites, rows) as row_scale:
+            sites = row_sites(arm.state.model) if looks else {}
+            with unclipped_gradients(arm) as gradients[name], row_scales(sites, rows) as scales[name]:
                 loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
             losses[name].append(loss.item())
             norms[name].append(norm.item())
-            gradients[name] = unclipped
-            if step == 0:
-                scales[name] = row_scale
             progress(1)
         for name in tested:
-            sums = compare_tensors(four(gradients, name))
-            of = {layer: one.errors() for layer, one in sums.items()}
-            errors[name].append({layer: error.tested for layer, error in of.items()})
-            if name == tested[0]:
-                errors[TORCH].append({layer: error.torch for layer, error in of.items()})
-                errors[REORDERED].append({layer: error.reordered for layer, error in of.items()})
+            layers = compare_tensors(four(gradients, name))
+            found = {layer: one.errors() for layer, one in layers.items()}
+            for at, arm_name in enumerate((TORCH, name, REORDERED)):
+                if len(errors[arm_name]) == step:  # else by another tested arm
+                    errors[arm_name].append({layer: of[at] for layer, of in found.items()})
             if step == 0:
-                layers[name] |= {f"gradient of {layer}": one.distances() for layer, one in sums.items()}
+                at_first_step[name] = {f"gradient of {layer}": one.distances() for layer, one in layers.items()}
                 compared = compare_tensors(four(scales, name))
-                layers[name] |= {f"row scale of {layer}": one.distances() for layer, one in compared.items()}
-        if step == 0:
-            rows.clear()
-            scales.clear()
+                at_first_step[name] |= {f"row scale of {layer}": one.distances() for layer, one in compared.items()}
 
     distances = {
         name: {
             "loss": compare(four(losses, name)),
             "gradient norm": compare(four(norms, name)),
-            **layers[name],
+            **at_first_step[name],
             "parameters": compare_parameters(four(arms, name)),
         }
         for name in tested
@@ -280,15 +270,17 @@ def layer_of(parameter: str) -> str:
 # ---- verdict -----------------------------------------------------------------------------------------------------------------
 
 
-def judge(runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: dict[str, str]) -> Parity:
+def judge(
+    runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: dict[str, str], what: str = SUMMED[Switch.norm]
+) -> Parity:
     """The verdict on a tested arm over seeds, by the statistic at the head of this file."""
     exact = "fp64" if precision.dtype is torch.float32 else "fp32"
     arms = (REFERENCE, TORCH, arm, REORDERED)
     distances = [run.distances[arm] for run in runs]
     names = list(distances[0])
     level = LEVEL / (2 * len(names) - 1)
-    tests = [size_test(name, [one[name] for one in distances], level, exact) for name in names]
-    tests += [sign_test(name, [one[name] for one in distances], level) for name in names if name != "parameters"]
+    tests = [size_test(name, [one[name] for one in distances], level, exact, what) for name in names]
+    tests += [sign_test(name, [one[name] for one in distances], level, what=what) for name in names if name != "parameters"]
 
     val_loss = {name: [run.val_loss[name] for run in runs] for name in arms}
     difference = mean_interval(np.subtract(val_loss[arm], val_loss[TORCH]))
@@ -300,7 +292,10 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: di
     setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision.name}"
     if (cut := max(run.cut for run in runs)) > 1:
         setting += f", micro-batches cut in {cut} so that the reference fits in memory"
-    val = f"final validation losses differ by {_in_words(difference)} nats"
+    val = (
+        f"final validation losses differ by {difference.median:+.2g} [{difference.low:+.2g}, {difference.high:+.2g}] nats "
+        f"({arm} − torch)"
+    )
     spread_words = f"the seeds spread by {spread:.2g}" if len(runs) > 1 else "one seed has no spread to compare it with"
     if 1 < len(runs) <= FEW:
         spread_words += f", which of {FEW} seeds or fewer is no measure to judge it by"
@@ -309,13 +304,13 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: di
     elif failures:
         verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."
     elif not outcome:
-        verdict = f"Parity fails: {val} ({arm} − torch), and {spread_words}."
+        verdict = f"Parity fails: {val}, and {spread_words}."
     else:
         worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.tested.median / q.reordered.median)
         verdict = (
             f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains "
-            f"(largest beside another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {other_order(worst)}); {val} "
-            f"({arm} − torch), {spread_words}."
+            f"(largest beside another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {other_order(worst, what)}); "
+            f"{val}, {spread_words}."
         )
     return Parity(
         overrides=overrides,
@@ -334,7 +329,3 @@ def judge(runs: Sequence[SeedRun], arm: str, precision: Precision, overrides: di
         gradient_errors={name: [run.gradient_errors[name] for run in runs] for name in arms[1:]},
         distances={name: [one[name] for one in distances] for name in names},
     )
-
-
-def _in_words(interval: Interval) -> str:
-    return f"{interval.median:+.2g} [{interval.low:+.2g}, {interval.high:+.2g}]"

@@ -1,7 +1,7 @@
 """The arms of the parity protocol, and the gradients that their steps gather."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -9,17 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ablation.arms import Arm, build_arm, load_initial_weights
-from ablation.rounding import (
-    REFERENCE,
-    REORDERED,
-    in_another_order,
-)
-from ablation.same import check_same, check_same_weights
+from ablation.arms import Arm, build_arm, check_same, load_initial_weights
+from ablation.rounding import REFERENCE, REORDERED, in_another_order, shuffled
 from configs import Config
-from configs.schema import DropoutMasks, ResidualDtype
+from configs.schema import DropoutMasks, NormImpl, ResidualDtype, Switch
 from data import Tokenizer
 from measure.comparison import TORCH
+from model import loss as losses
 from model.attention import QueryKeySite
 from model.norm import How, Normalise, NormSite
 from ops import seeded_dropout
@@ -29,7 +25,10 @@ FP16_SCALE = 1024.0  # torch's default of 65536 overflows first, and the arms wo
 
 
 def parity_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer, tested: Sequence[str]) -> dict[str, Arm]:
-    """The reference, torch, the tested values of norm.impl, and torch in another order of sums."""
+    """The reference, torch, the tested values of the switch, and torch in another order of sums."""
+    if cfg.ablate.switch is Switch.loss:  # then all have PyTorch's norms, since kernels have no fp64
+        cfg = copy.deepcopy(cfg)
+        cfg.norm.impl = NormImpl.torch
     # On MPS there is no fp64, neither for the reference nor for differences, so there the reference runs on the CPU.
     exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     wide = copy.deepcopy(cfg)
@@ -44,15 +43,13 @@ def parity_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer, tested:
         REORDERED: own(REORDERED, value=TORCH, like=torch_arm),
     }
     reference, *others = arms.values()
-    check_same(others)
-    if exact.device == precision.device:  # the reference also keeps its residual stream in fp32
-        check_same_weights(list(arms.values()))
+    check_same(list(arms.values()) if exact.device == precision.device else others)
     if precision.dtype is torch.float32:
         double(reference.state.model)
     if precision.dtype is torch.float16:
         for arm in others:
             arm.state.scaler = torch.amp.GradScaler(precision.device.type, init_scale=FP16_SCALE)
-    reorder(arms[REORDERED].state.model)
+    reorder(arms[REORDERED])
     return arms
 
 
@@ -92,14 +89,36 @@ def row_sites(model: nn.Module) -> dict[str, nn.Module]:
     return sites | (turned if len(sites) < len(norm_sites(model)) else {})
 
 
-def reorder(model: nn.Module) -> None:
-    """Makes the norm sites of `model` sum their rows, and the gradients of their weights, in another order.
+def reorder(arm: Arm) -> None:
+    """Makes what is compared sum in another order: the norm sites their rows and the gradients of their weights, or the loss
+    the exponentials of a row and the losses of rows.
 
     A norm does not depend on the order of a row's features, nor of the rows; its rounding does. So this changes what PyTorch's
-    norms give exactly as much as any other correct program for them may.
+    norms give exactly as much as any other correct program for them may. The same holds of the loss and its logits.
     """
-    for site in norm_sites(model).values():
-        site._norm = partial(_reordered, site._norm)
+    if arm.cfg.ablate.switch is Switch.loss:
+        arm.forward = partial(_with_reordered_loss, arm.forward)
+    else:
+        for site in norm_sites(arm.state.model).values():
+            site._norm = partial(_reordered, site._norm)
+
+
+def _with_reordered_loss(forward: Callable[..., Tensor], *args: Tensor, **kwargs: Tensor) -> Tensor:
+    own = losses.cross_entropy
+    losses.cross_entropy = partial(_reordered_loss, own)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        losses.cross_entropy = own
+
+
+def _reordered_loss(
+    loss: Callable[..., Tensor], logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
+    row_order, column_order = (shuffled(n, logits.device) for n in logits.shape)
+    moved = torch.where(targets < 0, targets, column_order.argsort()[targets.clamp_min(0)])  # below 0: it does not count
+    shuffled_logits = logits.index_select(0, row_order).index_select(1, column_order)
+    return loss(shuffled_logits, moved[row_order], softcap, z_loss)
 
 
 def _reordered(

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -66,26 +68,18 @@ def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step tim
 
 def step_times(cells: Sequence[Cell], path: Path, footer: str) -> None:
     """A panel for each cell: by arm a box between quartiles, whiskers p10 to p90; the medians of its blocks as dots."""
-    titled = [(label(cell.overrides, cell.mode), {name: arm.blocks_ms for name, arm in cell.arms.items()}) for cell in cells]
-    heights = [0.5 + 0.3 * len(parts) for _, parts in titled]
-    figure, panels = _rows(heights)
-    for axes, (title, parts) in zip(panels, titled, strict=True):
-        arms = list(parts)
-        boxes = axes.bxp(
-            [_box(parts[name]) for name in arms],
-            positions=range(len(arms)), orientation="horizontal", widths=0.62, showfliers=False, patch_artist=True,
-            medianprops={"color": "#c2410c", "linewidth": 2.0},
-        )  # fmt: skip
-        for name, box in zip(arms, boxes["boxes"], strict=True):
-            box.set(facecolor=ARMS.get(name, {"color": "white"})["color"], edgecolor=EDGE, alpha=0.7)
+    figure, panels = _panels([0.5 + 0.3 * len(cell.arms) for cell in cells])
+    for axes, cell in zip(panels, cells, strict=True):
         scatter = np.random.default_rng(0)
-        for at, name in enumerate(arms):
-            middles = [float(np.median(part)) for part in parts[name]]
-            heights_at = at + scatter.uniform(-0.24, 0.24, len(middles))
-            axes.plot(middles, heights_at, "o", markersize=2.6, color=INK, markerfacecolor="white", markeredgewidth=0.7)
-        axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
-        axes.invert_yaxis()
-        axes.set_title(title, loc="left", fontsize=9)
+        for at, (name, arm) in enumerate(cell.arms.items()):
+            axes.boxplot(
+                [list(chain(*arm.blocks_ms))], positions=[at], whis=(10, 90), orientation="horizontal", widths=0.62,
+                showfliers=False, patch_artist=True, medianprops={"color": "#c2410c", "linewidth": 2.0},
+                boxprops={"facecolor": ARMS.get(name, {"color": "white"})["color"], "edgecolor": EDGE, "alpha": 0.7},
+            )  # fmt: skip
+            heights = at + scatter.uniform(-0.24, 0.24, len(arm.blocks_ms))
+            axes.plot(list(map(median, arm.blocks_ms)), heights, "o", markersize=2.6, color=INK, markerfacecolor="white")
+        _named(axes, label(cell.overrides, cell.mode), list(cell.arms))
         axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
         _plain(axes, "x")
     panels[-1].set_xlabel("ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots blocks", fontsize=8)
@@ -94,67 +88,55 @@ def step_times(cells: Sequence[Cell], path: Path, footer: str) -> None:
 
 def attributions(cells: Sequence[Cell], path: Path, footer: str) -> bool:
     """Time of a step by kind of work and idle time, a bar for each arm, all on one axis; whether any cell was profiled."""
-    profiled = [(cell, cell.attribution) for cell in cells if cell.attribution is not None]
-    if not profiled:
-        return False
-    stacks = []  # title, by arm: kind of work → ms
-    for cell, found in profiled:
+    of_groups = list(GROUP_FILLS)
+    stacks: list[tuple[str, dict[str, dict[str, float]]]] = []  # title, by arm: kind of work → ms
+    for cell in (cell for cell in cells if cell.attribution is not None):
         arms = {}
-        for name in (name for name in found.shares if name != AGAIN):
-            parts = {share.group: share.ms for share in sorted(found.shares[name], key=lambda share: _order(share.group))}
-            step = float(np.median([ms for block in cell.arms[name].blocks_ms for ms in block]))
-            arms[name] = parts | {"idle": max(0.0, step - sum(parts.values()))}
+        for name, shares in cell.attribution.shares.items() if cell.attribution else ():
+            if name != AGAIN:
+                parts = {share.group: share.ms for share in sorted(shares, key=lambda one: of_groups.index(one.group.lower()))}
+                arms[name] = parts | {"idle": max(0.0, median(chain(*cell.arms[name].blocks_ms)) - sum(parts.values()))}
         stacks.append((label(cell.overrides, cell.mode), arms))
-    stacked(stacks, path, footer)
-    return True
-
-
-def stacked(stacks: Sequence[tuple[str, Mapping[str, Mapping[str, float]]]], path: Path, footer: str) -> None:
-    """Panels on one axis: by title and arm the milliseconds of each kind of work."""
-    figure, panels = _rows([0.45 + 0.27 * len(arms) for _, arms in stacks], sharex=True)
+    if not stacks:
+        return False
+    figure, panels = _panels([0.45 + 0.27 * len(arms) for _, arms in stacks], sharex=True)
     most = max(sum(parts.values()) for _, arms in stacks for parts in arms.values())
     entries: dict[str, Any] = {}
     for axes, (title, arms) in zip(panels, stacks, strict=True):
         for at, parts in enumerate(arms.values()):
             left = 0.0
             for group, ms in parts.items():
-                colour, hatch = GROUP_FILLS[_kind(group)]
-                style = ":" if group == "idle" else "-"
-                bar = axes.barh(
-                    at, ms, 0.72, left=left, color=colour, hatch=hatch, edgecolor=EDGE, linewidth=0.7, linestyle=style
-                )
-                entries.setdefault(group, bar[0])
+                colour, hatch = GROUP_FILLS[group.lower()]
+                line = {"edgecolor": EDGE, "linewidth": 0.7, "linestyle": ":" if group == "idle" else "-"}
+                entries.setdefault(group, axes.barh(at, ms, 0.72, left=left, color=colour, hatch=hatch, **line)[0])
                 if ms > 0.045 * most:
-                    light = "white" if _kind(group) == "norm" else INK
-                    box = (
-                        None
-                        if _kind(group) == "norm"
-                        else {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
-                    )
-                    axes.text(left + ms / 2, at, f"{ms:.1f}", ha="center", va="center", fontsize=7, color=light, bbox=box)
+                    box = None if group == "norm" else {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.9}
+                    ink = "white" if group == "norm" else INK
+                    axes.text(left + ms / 2, at, f"{ms:.1f}", ha="center", va="center", fontsize=7, color=ink, bbox=box)
                 left += ms
             axes.text(left + 0.01 * most, at, f"{left:.1f} ms", va="center", fontsize=8)
         axes.set_xlim(0, 1.1 * most)
-        axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
-        axes.set_ylim(len(arms) - 0.5, -0.5)
-        axes.set_title(title, loc="left", fontsize=9)
+        _named(axes, title, list(arms))
         _plain(axes, "")
     panels[-1].set_xlabel("ms of a step, by a profile of the GPU; idle: the rest of a timed step", fontsize=8)
     legend_below(figure, entries)
     finish(figure, "Where the time of a step goes", footer, path)
+    return True
 
 
 def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     """Error ratios: dots for every quantity and arm, beside the band that is accepted.
 
-    The ratio is the arm's distance from the reference over that of torch's norms summed in another order, a geometric mean over
-    seeds.
+    The ratio is the arm's distance from the reference over that of torch summed in another order, a geometric mean over seeds.
     """
     panels_of: dict[str, list[Parity]] = {}
     for one in found:
         panels_of.setdefault(label(one.overrides), []).append(one)
-    kinds = ("loss", "gradient norm", "gradients", "row scales", "parameters")
-    figure, panels = _rows([0.6 + 0.3 * len(kinds)] * len(panels_of), sharex=True)
+    kinds = ["loss", "gradient norm", "gradients", "row scales", "parameters"]
+    if not any(quantity.startswith("row scale") for one in found for quantity in one.distances):  # losses are compared
+        kinds.remove("row scales")
+    figure, panels = _panels([0.6 + 0.3 * len(kinds)] * len(panels_of), sharex=True)
+    drawn = [0.5 / 0.8, 2.0 / 1.25]  # at least what is drawn
     for axes, (title, tests) in zip(panels, panels_of.items(), strict=True):
         axes.axvspan(1e-9, MARGIN, color="#dcfce7", zorder=0)
         axes.axvline(1.0, color=GREY, linewidth=1.0)
@@ -165,121 +147,81 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
                 of_layers, layer, _ = quantity.partition(" of ")
                 row = kinds.index(f"{of_layers}s" if layer else quantity)
                 ratio = float(np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])))
-                ratio = min(max(ratio, 1e-2), FARTHEST)
+                drawn.append(min(max(ratio, 1e-2), FARTHEST))
                 y = row + (which - 0.5 * (len(tests) - 1)) * 0.3 + scatter.uniform(-0.08, 0.08)
-                axes.plot([ratio], [y], style["marker"], color=style["color"], markersize=4, alpha=0.75, markeredgewidth=0)
+                axes.plot(drawn[-1:], [y], style["marker"], color=style["color"], markersize=4, alpha=0.75, markeredgewidth=0)
         axes.set_xscale("log")
         axes.set_yticks(range(len(kinds)), kinds)
         axes.set_ylim(len(kinds) - 0.5, -0.5)
         axes.set_title(f"{title}, {tests[0].precision}, {len(tests[0].seeds)} seeds", loc="left", fontsize=9)
-        bare(axes, "x")
-    ratios = [float(line.get_xdata()[0]) for axes in panels for line in axes.lines[1:]]
-    left, right = min(0.8 * min(ratios), 0.5), max(1.25 * max(ratios), 2.0)
-    ticks = [tick for tick in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1000) if left <= tick <= right]
-    if right > 50:
-        ticks = [tick for tick in ticks if tick in (0.01, 0.1, 1, 10, 100, 1000)]
-    for axes in panels:
-        axes.set_xlim(left, right)
-        axes.xaxis.set_major_locator(ticker.FixedLocator(ticks))
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if max(drawn) < 50 else (1,)))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    panels[-1].set_xlabel(
-        f"found over expected error; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more", fontsize=8
-    )
-    dots = {name: {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]} for name in styled({one.arm for one in found})}
-    legend_below(figure, {NAMES.get(name, name): pyplot.Line2D([], [], linestyle="", **style) for name, style in dots.items()})
-    finish(figure, "Parity: the error beside that of torch's norms summed in another order", footer, path)
+        bare(axes, "x")
+    panels[-1].set_xlim(0.8 * min(drawn), 1.25 * max(drawn))
+    words = f"found over expected error; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more"
+    panels[-1].set_xlabel(words, fontsize=8)
+    dots = {}
+    for name in styled({one.arm for one in found}):
+        style = {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]}
+        dots[NAMES.get(name, name)] = pyplot.Line2D([], [], linestyle="", **style)
+    legend_below(figure, dots)
+    finish(figure, "Parity: the error beside that of torch summed in another order", footer, path)
 
 
 # Its operator, seed, and step and loss of each evaluation.
-TrainedRun = tuple[str, int, list[tuple[int, float]]]
+TrainedRun = tuple[str, int, Sequence[tuple[float, float]]]
 
 
-def trained(runs: Sequence[TrainedRun], title: str, path: Path) -> None:
-    """Two panels: the validation loss of every run as it trained; and how far fused is above torch, a line for each seed that
-    has both (means of runs made again) and a wide one for their mean, beside dotted ones of how far each run made again is from
-    the first.
+def losses_apart(runs: Sequence[TrainedRun], path: Path) -> None:
+    """How far fused is above torch as they trained, a line for each seed that has both (means of runs made again), and a wide
+    one for their mean; dotted, how far each run made again is from the first.
     """
-    figure, (above, between) = pyplot.subplots(
-        2, 1, figsize=(WIDTH, 5.6), dpi=DPI, layout="constrained", height_ratios=(3, 2), sharex=True
-    )
-    for at, (impl, width) in enumerate(((TORCH, 2.8), (FUSED, 1.0))):
-        style = {"color": ARMS[impl]["color"], "linestyle": ARMS[impl]["linestyle"], "linewidth": width}
-        for index, evaluated in enumerate(evaluated for name, _, evaluated in runs if name == impl):
-            steps, values = zip(*evaluated, strict=True) if evaluated else ((), ())
-            above.plot(steps, values, label=impl if index == 0 else None, zorder=2 + at, **style)
-    _losses_apart(between, runs)
-    between.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
-    above.set_ylabel("validation loss,\nnats per token", fontsize=9)
-    between.set_ylabel("fused − torch, nats:\nseeds and their mean", fontsize=9)
-    between.set_xlabel("step")
-    above.legend(frameon=False, fontsize=8, handlelength=3.2)
-    for axes in (above, between):
-        _plain(axes, "both")
-    finish(figure, f"Runs to their end: {title}", "", path)
-
-
-def _losses_apart(axes: Any, runs: Sequence[TrainedRun]) -> None:
-    curves: dict[tuple[str, int], list[dict[int, float]]] = {}
+    curves: dict[tuple[str, int], list[dict[float, float]]] = {}
     for name, seed, evaluated in runs:
         curves.setdefault((name, seed), []).append(dict(evaluated))
-    means = {
-        which: {step: float(np.mean([of[step] for of in made])) for step in _common(made)} for which, made in curves.items()
-    }
+    means = {which: _mean(made) for which, made in curves.items()}
     apart = [_minus(of, means[TORCH, seed]) for (name, seed), of in means.items() if name == FUSED and (TORCH, seed) in means]
     again = [_minus(of, first) for first, *more in curves.values() for of in more]
-    for differences, words, style in (
-        (apart, "a seed", {"color": GREY, "linewidth": 0.8}),
-        (
-            again,
-            "a run made again, minus the first (A/A)",
-            {"color": ARMS["torch"]["color"], "linewidth": 0.8, "linestyle": ":"},
-        ),
-    ):
-        for index, difference in enumerate(differences):
-            axes.plot(list(difference), list(difference.values()), label=words if index == 0 else None, **style)
-    if shared := _common(apart):
-        mean = [np.mean([of[step] for of in apart]) for step in shared]
-        axes.plot(shared, mean, color=INK, linewidth=2.0, label="mean")
-    if again:
-        low, high = axes.get_ylim()
-        axes.set_ylim(low, high + 0.15 * (high - low))  # room for the legend
-        axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper right")
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 3.4), dpi=DPI, layout="constrained")
+    lines: list[tuple[dict[float, float], str, dict[str, Any]]] = [
+        (one, "a seed", {"color": GREY, "linewidth": 0.8}) for one in apart
+    ]
+    made_again = {"color": ARMS[TORCH]["color"], "linewidth": 0.8, "linestyle": ":"}
+    lines += [(one, "a run made again, minus the first (A/A)", made_again) for one in again]
+    lines += [(_mean(apart), "mean", {"color": INK, "linewidth": 2.0})] if apart else []
+    entries = {words: axes.plot(list(of), list(of.values()), **style)[0] for of, words, style in lines}
+    axes.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
+    axes.set_ylabel("validation loss, fused − torch,\nnats per token", fontsize=9)
+    axes.set_xlabel("step")
+    _plain(axes, "both")
+    legend_below(figure, entries)
+    finish(figure, "Runs to their end", "", path)
 
 
-def _common(curves: Sequence[dict[int, float]]) -> list[int]:
-    """The steps that all of them have."""
-    return sorted(set.intersection(*map(set, curves))) if curves else []
+def _mean(curves: Sequence[Mapping[float, float]]) -> dict[float, float]:
+    """At the steps that all of them have."""
+    return {step: float(np.mean([of[step] for of in curves])) for step in sorted(set.intersection(*map(set, curves)))}
 
 
-def _minus(curve: dict[int, float], other: dict[int, float]) -> dict[int, float]:
-    return {step: curve[step] - other[step] for step in _common([curve, other])}
+def _minus(curve: Mapping[float, float], other: Mapping[float, float]) -> dict[float, float]:
+    return {step: curve[step] - other[step] for step in sorted(curve.keys() & other.keys())}
 
 
-def _kind(group: str) -> str:
-    """The key in GROUP_FILLS of a group's name."""
-    lowered = group.lower()
-    return next((kind for kind in GROUP_FILLS if lowered.startswith(kind)), "other")
-
-
-def _order(group: str) -> int:
-    return list(GROUP_FILLS).index(_kind(group))
-
-
-def _box(blocks: Sequence[Sequence[float]]) -> dict[str, float]:
-    samples = [ms for block in blocks for ms in block]
-    whole = spread(samples)
-    low, high = np.percentile(samples, (25, 75))
-    return {"med": whole.median, "q1": float(low), "q3": float(high), "whislo": whole.p10, "whishi": whole.p90}
-
-
-def _rows(heights: Sequence[float], sharex: bool = False) -> tuple[Any, list[Any]]:
+def _panels(heights: Sequence[float], sharex: bool = False) -> tuple[Any, list[Any]]:
     """A figure of panels one below the other, of these heights in inches."""
     figure, grid = pyplot.subplots(
         len(heights), 1, figsize=(WIDTH, 1.1 + sum(heights)), dpi=DPI, layout="constrained", squeeze=False,
         height_ratios=heights, sharex=sharex,
     )  # fmt: skip
     return figure, list(grid.flat)
+
+
+def _named(axes: Any, title: str, arms: Sequence[str]) -> None:
+    """A line for each arm, the first at the top."""
+    axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
+    axes.set_ylim(len(arms) - 0.5, -0.5)
+    axes.set_title(title, loc="left", fontsize=9)
 
 
 def _plain(axes: Any, grid: str) -> None:

@@ -22,9 +22,8 @@ class ArmTimes:
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
     positions: list[int]  # of each block: how many counted blocks, of all arms, ran before it
-    forward_ms: (
-        float | None
-    )  # medians of a window of its own, since marks inside a step cost time; None if it was stopped before
+    # Medians of a window of its own, since marks inside a step cost time; None if it was stopped before.
+    forward_ms: float | None
     backward_ms: float | None
     optimizer_ms: float | None
     peak_gb: float | None  # GiB; None but on CUDA, and with CUDA graphs, whose memory the allocator does not tell
@@ -143,27 +142,23 @@ def save(ablation: Ablation, folder: Path) -> None:
     for each arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
     """
     report = _plain(ablation)
-    steps: list[dict[str, Any]] = []
-    losses: list[dict[str, Any]] = []
-    kernels: list[dict[str, Any]] = []
-    written: set[tuple[str, str]] = set()
+    lines: dict[str, list[dict[str, Any]]] = {STEPS: [], PARITY: [], KERNELS: []}
     for cell in report["cells"]:
+        attribution = cell["attribution"]
+        profiles = attribution.pop("kernels") if attribution else {}
         for name, arm in cell["arms"].items():
+            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             blocks, positions = arm.pop("blocks_ms"), arm.pop("positions")
             arm["block_steps"] = [len(block) for block in blocks]
             arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
-            of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
-            for number, block in enumerate(blocks):
-                steps.append(of | {"block": number, "turn": positions[number], "ms": block})
-        if attribution := cell["attribution"]:
-            profiles = attribution.pop("kernels")
+            turns = zip(positions, blocks, strict=True)
+            lines[STEPS] += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
+            lines[KERNELS] += [of | kernel for kernel in profiles.get(name, ())]
+        if attribution:
             attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
-            for name, found in profiles.items():
-                of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
-                kernels += [of | kernel for kernel in found]
+    written: set[tuple[str, str]] = set()
     for parity in report["parity"]:
-        arms = parity.pop("losses")
-        norms, errors = parity.pop("gradient_norms"), parity.pop("gradient_errors")
+        arms, norms, errors = (parity.pop(name) for name in ("losses", "gradient_norms", "gradient_errors"))
         parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
         for name, runs in arms.items():
             if (told := (str(parity["overrides"]), name)) in written:  # the arms that several tests share
@@ -173,18 +168,13 @@ def save(ablation: Ablation, folder: Path) -> None:
                 of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
                 for step, loss in enumerate(run):
                     line = of | {"step": step, "loss": loss, "gradient_norm": norms[name][at][step]}
-                    if name in errors:
-                        line["gradient_error"] = errors[name][at][step]
-                    losses.append(line)
+                    lines[PARITY].append(line | ({"gradient_error": errors[name][at][step]} if name in errors else {}))
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in ((STEPS, steps), (PARITY, losses), (KERNELS, kernels)):
-        replace_text(folder / name, "".join(map(_line, lines)))
+    for name, records in lines.items():
+        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        replace_text(folder / name, text)
     replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

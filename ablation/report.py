@@ -4,18 +4,17 @@ python -m ablation.report RUN_FOLDER…        folders that train.py wrote, or t
 """
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
 from ablation import finished, plots
-from ablation.gpu_time import clocks, gpu_time
+from ablation.gpu_time import gpu_time
 from ablation.records import Ablation, ArmTimes, Cell
 from ablation.report_parity import parity_sections, parity_sentence
 from measure.comparison import AGAIN, NO_KERNEL, TORCH, cycle_times, is_different
-from measure.statistics import Interval, spread, unpaired_ratio
+from measure.statistics import spread, unpaired_ratio
 from measure.tables import (
     NOTHING,
     aligned,
@@ -31,8 +30,6 @@ from measure.tables import (
     wrapped,
 )
 from training.storage import as_storage_errors, replace_text
-
-MODES = ("eager", "compiled")
 
 
 def write(ablation: Ablation, folder: Path) -> Path:
@@ -52,8 +49,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Parity", parity_sections(ablation.parity)),
         section("More plots", rest),
         section("Step times", _step_times(cells)),
-        section("Forward, backward, optimizer", _split(cells)),
-        section("Environment", _environment(ablation)),
+        section("Environment", environment({name: of for name, of in ablation.environment.items() if name != "command"})),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
     ]
@@ -78,18 +74,14 @@ def table(ablation: Ablation) -> str:
         table = aligned([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
         lines += [label(cell.overrides, cell.mode), table, ""]
     if ablation.cells:
-        subjects = " and ".join(dict.fromkeys(cell.subject for cell in ablation.cells))
         lines += [
-            f"The speed-up is that of {subjects} over the arm of the row: the median over cycles of each cycle's ratio.",
+            f"The speed-up is that of {_subjects(ablation.cells)} over the arm of the row: the median over cycles of each "
+            "cycle's ratio.",
             "That of torch again is over torch: A/A, what no difference looks like.",
             "",
         ]
     lines += [f"{label(cell.overrides, cell.mode)}: {cell.verdict}." for cell in ablation.cells]
-    lines += [
-        f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}"
-        for cell in ablation.cells
-        for arm, why in cell.left_out.items()
-    ]
+    lines += _left_out(ablation.cells)
     lines += [parity_sentence(parity, several=len(ablation.parity) > 1) for parity in ablation.parity]
     return "\n".join(lines)
 
@@ -102,42 +94,39 @@ def _verdicts(ablation: Ablation) -> str:
     parity = ablation.parity
     broken = [one for one in parity if not one.holds]
     agreement = "parity was not measured" if not parity else "parity FAILS" if broken else "parity holds"
-    found = f"{_headline(ablation.cells)}; {agreement}" if ablation.kernels else NO_KERNEL
-    heading = f"# {f'NOT FINISHED ({ablation.unfinished}). ' if ablation.unfinished else ''}{capital(found)}"
+    heading = f"{_headline(ablation.cells)}; {agreement}" if ablation.kernels else NO_KERNEL
     timing = _timing(ablation.cells)
     if not ablation.kernels:
         timing = f"Of the reference path: {timing[:1].lower()}{timing[1:]}"
-    if not parity:
-        return f"{heading}\n{timing}  \nParity was not measured."
     if len(parity) == 1:
-        one_of_several = bool(ablation.unfinished and parity[0].overrides)  # of a sweep that was stopped
-        return f"{heading}\n{timing}  \n{parity_sentence(parity[0], several=one_of_several)}"
-    if not broken:
-        return f"{heading}\n{timing}  \nParity holds in each of {len(parity)} tests."
-    fails = " ".join(parity_sentence(one, several=True) for one in broken)
-    return f"{heading}\n{timing}  \nParity FAILS in {len(broken)} of {len(parity)} tests. {fails}"
+        # Of a sweep that was stopped it is one of several.
+        agreement = parity_sentence(parity[0], several=bool(ablation.unfinished and parity[0].overrides))
+    elif broken:
+        fails = " ".join(parity_sentence(one, several=True) for one in broken)
+        agreement = f"Parity FAILS in {len(broken)} of {len(parity)} tests. {fails}"
+    elif parity:
+        agreement = f"Parity holds in each of {len(parity)} tests."
+    else:
+        agreement = "Parity was not measured."
+    unfinished = f"NOT FINISHED ({ablation.unfinished}). " if ablation.unfinished else ""
+    return f"# {unfinished}{capital(heading)}\n{timing}  \n{agreement}"
 
 
 def _headline(cells: Sequence[Cell]) -> str:
-    """fused against the fastest other arm: 1.040 × as fast eager (compiled), 1.070 × compiled (torch)"""
+    """fused against the fastest other arm: 1.040 × as fast eager (against compiled), 1.070 × compiled (against torch)"""
     if not cells:
         return "step times were not measured"
     parts: list[str] = []
-    for mode, of in _by_mode(cells).items():
+    for mode in dict.fromkeys(cell.mode for cell in cells):
+        of = [cell for cell in cells if cell.mode == mode]
         found = [cell.against(cell.fastest).speedup.median for cell in of if _is_found(cell)]
         low, high = (f"{extreme(found, default=0.0):.3f}" for extreme in (min, max))
-        fast = "× as fast" if not any("fast" in part for part in parts) else "×"
+        fast = "×" if any("as fast" in part for part in parts) else "× as fast"
         words = f"{low if low == high else f'{low} to {high}'} {fast} {mode}" if found else f"no difference found {mode}"
         missing = f", no difference found in {len(of) - len(found)} of {len(of)}" if 0 < len(found) < len(of) else ""
         fastest = " or ".join(dict.fromkeys(cell.fastest for cell in of))
         parts.append(f"{words} (against {fastest}{missing})")
-    subjects = " and ".join(dict.fromkeys(cell.subject for cell in cells))
-    return f"{subjects} against the fastest other arm: {', '.join(parts)}"
-
-
-def _is_found(cell: Cell) -> bool:
-    """Whether the subject differs from its fastest opponent."""
-    return is_different(cell.against(cell.fastest), cell.control)
+    return f"{_subjects(cells)} against the fastest other arm: {', '.join(parts)}"
 
 
 def _timing(cells: Sequence[Cell]) -> str:
@@ -145,16 +134,24 @@ def _timing(cells: Sequence[Cell]) -> str:
         return "Step times were not measured."
     if len(cells) <= 2:
         return " ".join(f"{capital(label(cell.overrides, cell.mode))}: {cell.verdict}." for cell in cells)
-    found = [cell for cell in cells if _is_found(cell)]
-    slower = sum(cell.against(cell.fastest).speedup.median < 1 for cell in found)
+    found = [cell.against(cell.fastest).speedup.median for cell in cells if _is_found(cell)]
+    slower = sum(speedup < 1 for speedup in found)
     off = max(abs(end - 1) for cell in cells for end in (cell.control.speedup.low, cell.control.speedup.high))
     counts = {"faster": len(found) - slower, "slower": slower, "no difference found": len(cells) - len(found)}
     words = ", ".join(f"{outcome} in {count}" for outcome, count in counts.items() if count)
-    subjects = " and ".join(dict.fromkeys(cell.subject for cell in cells))
     return (
-        f"{capital(subjects)} against the fastest other arm in {len(cells)} cells: {words}. "
+        f"{capital(_subjects(cells))} against the fastest other arm in {len(cells)} cells: {words}. "
         f"The 95 % interval of A/A reaches {100 * off:.2f} % from 1 at most."
     )
+
+
+def _is_found(cell: Cell) -> bool:
+    """Whether the subject differs from its fastest opponent."""
+    return is_different(cell.against(cell.fastest), cell.control)
+
+
+def _subjects(cells: Sequence[Cell]) -> str:
+    return " and ".join(dict.fromkeys(cell.subject for cell in cells))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------------
@@ -166,19 +163,16 @@ def _setting(ablation: Ablation) -> str:
     libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
     card = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
     took = f" The ablation has taken {known['minutes']} minutes." if "minutes" in known else ""
-    missing = f"Not finished: {ablation.unfinished}. What is missing below has not been measured."
-    left_out = {
-        f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}": None
-        for cell in ablation.cells
-        for arm, why in cell.left_out.items()
-    }
-    notes = [*ablation.notes, *left_out, *([missing] if ablation.unfinished else []), f"{card}.{took}"]
-    return "\n".join(wrapped(f"- {note}") for note in notes)
+    notes = [*ablation.notes, *_left_out(ablation.cells)]
+    if ablation.unfinished:
+        notes.append(f"Not finished: {ablation.unfinished}. What is missing below has not been measured.")
+    return "\n".join(wrapped(f"- {note}") for note in [*notes, f"{card}.{took}"])
 
 
-def _environment(ablation: Ablation) -> str:
-    facts = environment({name: fact for name, fact in ablation.environment.items() if name != "command"})
-    return "\n\n".join(part for part in (facts, clocks(ablation.cells)) if part)
+def _left_out(cells: Sequence[Cell]) -> list[str]:
+    return [
+        f"{label(cell.overrides, cell.mode)}: {arm} was left out. {why}" for cell in cells for arm, why in cell.left_out.items()
+    ]
 
 
 def _step_times(cells: Sequence[Cell]) -> str:
@@ -186,26 +180,25 @@ def _step_times(cells: Sequence[Cell]) -> str:
     rows = _rows(cells, lambda cell: [[_arm(name), *_arm_figures(cell, arm)] for name, arm in cell.arms.items()])
     if not rows:
         return ""
-    note = f"Milliseconds a step; tokens/s from the mean; kernel launches a step. {_blocks(cells)}"
-    return f"{markdown(header, rows)}\n\n{wrapped(note)}"
-
-
-def _blocks(cells: Sequence[Cell]) -> str:
-    """Each arm was timed in 20 blocks of 5 steps (eager), of 12 steps (compiled)."""
-    lengths: dict[tuple[int, int], list[str]] = defaultdict(list)  # by how many blocks and steps, which cells
-    for cell, name in zip(cells, _short_labels(cells), strict=True):
-        blocks = cell.arms[TORCH].blocks_ms
-        lengths[len(blocks), len(blocks[0])].append(name)
-    words = [f"{count} blocks of {steps} steps" for count, steps in lengths]
-    if len(words) > 1:
-        words = [f"{of} ({'; '.join(names)})" for of, names in zip(words, lengths.values(), strict=True)]
-    return (
-        f"Each arm has {', '.join(words)}: two in each cycle, after warm-up and one uncounted cycle. A cycle has the arms in "
-        "some order and then in its reverse. An order is drawn in as many cycles as there are arms; between, the first arm "
-        "moves to the end. The first step of a block is not counted: it fills the GPU's queue, which is empty after the copy "
-        "of the weights. Between cycles the arms exchange places in memory: weights and optimizer state of each arm move to "
-        "the addresses of another's. With CUDA graphs, which contain the addresses, they stay."
+    blocks = [(len(cell.arms[TORCH].blocks_ms), len(cell.arms[TORCH].blocks_ms[0])) for cell in cells]
+    counted = [f"{name}: {count} of {steps} steps" for name, (count, steps) in zip(_short_labels(cells), blocks, strict=True)]
+    if len(set(blocks)) == 1:
+        counted = ["{} of {} steps".format(*blocks[0])]
+    note = (
+        f"Milliseconds a step; tokens/s from the mean; kernel launches a step. Blocks of each arm: {'; '.join(counted)}; two "
+        "in each cycle, after warm-up and one uncounted cycle, and without the first step of each. docs/ablation.md has the "
+        "protocol."
     )
+    parts = _rows(
+        [cell for cell in cells if cell.arms[TORCH].forward_ms is not None],
+        lambda cell: [
+            [_arm(name), *(number(ms or 0.0) for ms in (arm.forward_ms, arm.backward_ms, arm.optimizer_ms))]
+            for name, arm in cell.arms.items()
+        ],
+    )
+    split = markdown(["cell", "arm", "forward ms", "backward ms", "optimizer ms"], parts) if parts else ""
+    of_parts = "Medians of short windows of their own: marks inside a step cost time, so the parts need not add up to the step."
+    return "\n\n".join([markdown(header, rows), wrapped(note), *([split, wrapped(of_parts)] if split else [])])
 
 
 def _comparisons(cells: Sequence[Cell]) -> str:
@@ -248,35 +241,25 @@ def _masks(cells: Sequence[Cell]) -> str:
     return "\n".join([*map(wrapped, lines), "", wrapped(note)]) if lines else ""
 
 
-def _split(cells: Sequence[Cell]) -> str:
-    header = ["cell", "arm", "forward ms", "backward ms", "optimizer ms"]
-    rows = _rows(
-        cells,
-        lambda cell: [
-            [name, *(number(ms) for ms in (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) if ms is not None)]
-            for name, arm in cell.arms.items()
-            if name != AGAIN and arm.forward_ms is not None
-        ],
-    )
-    note = "Medians of short windows of their own: marks inside a step cost time, so the parts need not add up to the step."
-    return f"{markdown(header, rows)}\n\n{note}" if rows else ""
-
-
 def _compile(cells: Sequence[Cell]) -> str:
-    """Torch eager against torch compiled. The cells run one after the other, so this comparison is unpaired."""
-    pairs: dict[tuple[tuple[str, str], ...], dict[str, Cell]] = defaultdict(dict)
-    for cell in cells:
-        pairs[tuple(cell.overrides.items())][cell.mode] = cell
-    both = [(modes["eager"], modes["compiled"]) for modes in pairs.values() if modes.keys() >= set(MODES)]
+    """Torch eager against torch compiled. The cells run one after the other, so this comparison is unpaired.
+
+    Its bootstrap draws cycles, because what slows one block of a cycle slows the other too: on an H200 the two blocks of GPT-2
+    are correlated by up to 0.5. An interval that draws the 20 blocks one by one then misses the truth 9 times in 100.
+    """
+    compiled_cells = {tuple(cell.overrides.items()): cell for cell in cells if cell.mode == "compiled"}
+    eager_cells = [cell for cell in cells if cell.mode == "eager" and tuple(cell.overrides.items()) in compiled_cells]
     rows: list[list[str]] = []
-    for name, (eager, compiled) in zip(_short_labels([eager for eager, _ in both], mode=False), both, strict=True):
-        alone = _unpaired(eager.arms[TORCH], compiled.arms[TORCH])
-        together = _unpaired(eager.arms[TORCH], compiled.arms[compiled.subject])
-        rows.append([name, *map(interval_text, (alone, compiled.against(TORCH).speedup, together))])
+    for name, eager in zip(_short_labels(eager_cells, mode=False), eager_cells, strict=True):
+        compiled = compiled_cells[tuple(eager.overrides.items())]
+        torch, *after = (
+            cycle_times(arm.blocks_ms) for arm in (eager.arms[TORCH], compiled.arms[TORCH], compiled.arms[compiled.subject])
+        )
+        alone, both = (unpaired_ratio(torch, times) for times in after)
+        rows.append([name, *map(interval_text, (alone, compiled.against(TORCH).speedup, both))])
     if not rows:
         return ""
-    subjects = " and ".join(dict.fromkeys(compiled.subject for _, compiled in both))
-    header = ["configuration", "compile alone", f"{subjects} after compile", "both"]
+    header = ["configuration", "compile alone", f"{_subjects(list(compiled_cells.values()))} after compile", "both"]
     note = (
         "Speed-ups of the whole model under torch.compile, with 95 % intervals; `both` is over torch and eager. `compile "
         "alone` and `both` are unpaired: those cells ran one after the other."
@@ -320,22 +303,6 @@ def _arm_figures(cell: Cell, arm: ArmTimes) -> list[str]:
         NOTHING if arm.peak_gb is None else f"{arm.peak_gb:.2f}",
         NOTHING if arm.launches is None else f"{arm.launches:,}",
     ]
-
-
-def _unpaired(numerator: ArmTimes, denominator: ArmTimes) -> Interval:
-    """Ratio of the medians over cycles.
-
-    The bootstrap draws cycles, because what slows one block of a cycle slows the other too: on an H200 the two blocks of GPT-2
-    are correlated by up to 0.5. An interval that draws the 20 blocks one by one then misses the truth 9 times in 100.
-    """
-    return unpaired_ratio(*(cycle_times(arm.blocks_ms) for arm in (numerator, denominator)))
-
-
-def _by_mode(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    found: dict[str, list[Cell]] = defaultdict(list)
-    for cell in cells:
-        found[cell.mode].append(cell)
-    return found
 
 
 def _short_labels(cells: Sequence[Cell], mode: bool = True) -> list[str]:

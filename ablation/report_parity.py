@@ -1,20 +1,13 @@
 """The section on parity of an ablation's report."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
 from ablation.records import Parity
 from ablation.rounding import Quantity
-from measure.tables import (
-    capital,
-    interval_text,
-    label,
-    loss,
-    markdown,
-    signed,
-    wrapped,
-)
+from measure.tables import capital, interval_text, label, loss, markdown, signed, wrapped
 
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
 
@@ -22,23 +15,20 @@ MOST_QUANTITIES = 10
 
 PARITY_RULE = (
     "All arms have the same initial weights, batches and dropout masks, and no dropout on attention weights. They run eager, "
-    "with one loss.impl. Models that are compiled as a whole were not compared. reference: PyTorch's "
-    "norms, everything in fp32 (in fp64 if the run is in fp32). torch and the tested arm: the run's precision. reordered: "
-    "torch with the sums of its norms in another order, which is what a legitimate change looks like. An error ratio is a "
-    "distance from the reference, or a shift, divided by the error that rounding explains. They are means over seeds "
-    "(geometric means of distances) with Student's intervals. ablation/parity.py states the statistic and its level."
+    "and differ in what is compared alone; where that is the loss, all have PyTorch's norms. Models that are compiled as a "
+    "whole were not compared. reference: PyTorch's operators, everything in fp32 (in fp64 if the run is in fp32). torch and "
+    "the tested arm: the run's precision. reordered: torch with the sums of its norms, or of its loss, in another order, which "
+    "is what a legitimate change looks like. An error ratio is a distance from the reference, or a shift, divided by the error "
+    "that rounding explains. They are means over seeds (geometric means of distances) with Student's intervals. "
+    "ablation/parity.py states the statistic and its level."
 )
 
 
 def parity_sentence(parity: Parity, several: bool) -> str:
+    """The verdict, with its configuration and arm if there are several."""
     where = f"{capital(label(parity.overrides))}, {parity.arm}: p" if several else "P"
-    words = f"{where}arity {'holds' if parity.holds else 'FAILS'}"
-    said = parity.verdict.rstrip(".")
-    # The verdict may or may not begin with the words that are already here.
-    for opening in ("parity holds", "parity fails", "parity does not hold"):
-        if said.lower().startswith(opening):
-            said = said[len(opening) :].lstrip(" :,;.")
-    return f"{words}: {said}." if said else f"{words}."
+    said = re.sub(r"^parity (holds|fails|does not hold)[ :,;.]*", "", parity.verdict, flags=re.IGNORECASE).rstrip(".")
+    return f"{where}arity {'holds' if parity.holds else 'FAILS'}{': ' * bool(said)}{said}."
 
 
 def parity_sections(found: Sequence[Parity]) -> str:

@@ -1,16 +1,14 @@
-"""What rounding explains: how far arms are apart in one quantity, and norms that sum in another order.
+"""What rounding explains: how far arms are apart in one quantity, and operators that sum in another order.
 
 The head of parity.py states the statistic. This module needs no model, corpus or config of ours, so that adoption.py can use it
 for other people's models.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 
 from measure.statistics import Interval, mean_interval, t_tail
 from ops.adopt.lazy import Lazy
-from ops.adopt.recognise import Formula, compute, may_be_a_norm, recognise
 
 REFERENCE, REORDERED = "reference", "reordered"
 LEVEL = 0.01
@@ -57,14 +54,6 @@ class Result:
     failure: str  # in words
 
 
-class Errors(NamedTuple):
-    """rms(x − a) / rms(a) of an arm x, with a the reference."""
-
-    torch: float
-    tested: float
-    reordered: float
-
-
 class Sums:
     """Sums over elements that give the distances of a quantity. Its tensors can be added one after the other."""
 
@@ -89,9 +78,9 @@ class Sums:
         shifts = self.shifts / self.elements / max(size, 1e-30) / max(expected, unit / BIAS)  # and none is held to less here
         return Distances(*(_finite(float(x)) for x in (*ratios, *shifts)))
 
-    def errors(self) -> Errors:
-        found = np.sqrt(self.squares[1:4] / max(self.squares[0], 1e-300))
-        return Errors(*(_finite(float(error)) for error in found))
+    def errors(self) -> list[float]:
+        """rms(x − a) / rms(a) of the arms x = b, c, d, with a the reference."""
+        return [_finite(float(error)) for error in np.sqrt(self.squares[1:4] / max(self.squares[0], 1e-300))]
 
 
 @contextmanager
@@ -125,18 +114,22 @@ def row_scales(
             hook.remove()
 
 
-def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str) -> Result:
+def size_test(name: str, seeds: Sequence[Distances], level: float, exact: str, what: str = "norms") -> Result:
+    """Whether the tested arm is farther from the reference, in `exact`, than another order of the sums of `what` explains."""
     tested, reordered = (np.log([getattr(one, arm) for one in seeds]) for arm in ("tested", "reordered"))
     excess = tested - reordered
     fails = excess.mean() > math.log(GROSS_FEW) or excess.max() > math.log(GROSS)
     if len(seeds) > FEW:
         fails = fails or _p_above(excess, math.log(MARGIN), excess.std(ddof=1)) < level
     quantity = Quantity(name, _interval(tested, math.exp), _interval(reordered, math.exp), not bool(fails))
-    failure = f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity)})"
+    failure = (
+        f"{name} is {quantity.tested.median:.3g} × as far from {exact} as rounding explains ({other_order(quantity, what)})"
+    )
     return Result(quantity, float(excess.mean()), failure)
 
 
-def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds") -> Result:
+def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "seeds", what: str = "norms") -> Result:
+    """Whether the tested arm is off in one direction over the seeds."""
     tested, reordered = (np.array([getattr(one, arm) for one in seeds]) for arm in ("tested_shift", "reordered_shift"))
     towards = tested * np.sign(tested.mean())
     fails = towards.mean() > GROSS_FEW or abs(tested).max() > GROSS
@@ -146,14 +139,14 @@ def sign_test(name: str, seeds: Sequence[Distances], level: float, over: str = "
     quantity = Quantity(f"{name}, shift", _interval(tested), _interval(reordered), not bool(fails))
     failure = (
         f"{name} is shifted in one direction over the {over}, by {quantity.tested.median:+.2g} × what rounding explains "
-        f"({other_order(quantity)})"
+        f"({other_order(quantity, what)})"
     )
     # a shift is a part of the distance, so a quantity that fails by both is better told by its distance
     return Result(quantity, math.log(max(abs(float(tested.mean())), 1e-9)) - 100, failure)
 
 
-def other_order(quantity: Quantity) -> str:
-    return f"PyTorch's norms summed in another order: {quantity.reordered.median:.2g} ×"
+def other_order(quantity: Quantity, what: str = "norms") -> str:
+    return f"PyTorch's {what} summed in another order: {quantity.reordered.median:.2g} ×"
 
 
 def _p_above(samples: np.ndarray, bound: float, deviation: float) -> float:
@@ -182,67 +175,12 @@ def in_another_order(norm: Callable[[Tensor, Tensor], Tensor], r: Tensor) -> Ten
         norm: called with rows [M, N] and the order int64 [N] in which their features stand, which its weights have to follow.
     """
     rows = r.reshape(-1, r.shape[-1])
-    row_order, column_order = (_shuffled(n, r.device) for n in rows.shape)
+    row_order, column_order = (shuffled(n, r.device) for n in rows.shape)
     y = norm(rows.index_select(0, row_order).index_select(1, column_order), column_order)
     return y.index_select(1, column_order.argsort()).index_select(0, row_order.argsort()).view(r.shape)
 
 
 @lru_cache
-def _shuffled(n: int, device: torch.device) -> Tensor:
+def shuffled(n: int, device: torch.device) -> Tensor:
     """A fixed random order of n things, int64 [n]. A reversal would leave vector lanes with the same elements."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(n), device="cpu").to(device)
-
-
-def norms_of(model: nn.Module) -> dict[str, Formula]:
-    """The norms of a model by name, with their formula."""
-    return {
-        name: formula
-        for name, module in model.named_modules()
-        if may_be_a_norm(module) and isinstance(formula := recognise(module), Formula)
-    }
-
-
-def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtype) -> nn.Module:
-    """A copy in a wider dtype. Its norms are computed from their formula, since modules may round to fp32 inside."""
-    model = copy.deepcopy(model).to(dtype)
-    eager: Any = getattr(model, "set_experts_implementation", None)
-    if callable(eager):  # transformers: grouped matrix products take no fp64
-        eager("eager")
-    for name, formula in norms.items():
-        module = model.get_submodule(name)
-        _patch(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
-    return model
-
-
-def _by_formula(formula: Formula, parameters: Mapping[str, Tensor], own: Callable, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return own(*args, **kwargs)
-    return compute(formula, parameters, args[0]).to(args[0].dtype)
-
-
-def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
-    """A copy whose norms sum in another order."""
-    model = copy.deepcopy(model)
-    for name in norms:
-        module = model.get_submodule(name)
-        _patch(module, partial(_in_another_order, module))
-    return model
-
-
-def _in_another_order(module: nn.Module, own: Callable, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
-        return own(*args, **kwargs)
-
-    def norm(rows: Tensor, order: Tensor) -> Tensor:
-        clone = object.__new__(type(module))
-        clone.__dict__.update(module.__dict__)
-        weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
-        clone.__dict__["_parameters"] = weights
-        return type(module).forward(clone, rows)
-
-    return in_another_order(norm, args[0])
-
-
-def _patch(module: nn.Module, forward: Callable) -> None:
-    """Puts forward(the module's own forward, its arguments …) in its place."""
-    module.forward = partial(forward, module.forward)

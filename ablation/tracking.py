@@ -18,6 +18,7 @@ from measure.tables import label
 from training.tracking import Tracker, agent_job, described, settle
 
 PAIR_COLUMNS: list[str | int] = ["cell", "arm", "base", "speed-up", "low", "high", "ms", "ms low", "ms high"]
+PARITY_COLUMNS: list[str | int] = ["configuration", "arm", "holds", "arm − torch, nats", "low", "high", "of seeds", "verdict"]
 
 
 def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
@@ -37,18 +38,12 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
     if agent_job() and logging.wandb is not WandbMode.disabled:
         raise ConfigError("an ablation is several runs, the job of a W&B agent is one. Sweep with ablate.py KEY=A,B instead.")
     group = logging.group or folder.name
-    tags = logging.tags or []
 
     def tracker(name: str, its: list[str], cfg: Config) -> Tracker:
         nonlocal logging
-        run = Tracker(
-            logging,
-            folder,
-            group=group,
-            name=f"{logging.name or group}/{name}",
-            tags=list(dict.fromkeys([*tags, "ablation", *its])),
-            config=configs.to_dict(cfg),
-        )
+        named = f"{logging.name or group}/{name}"
+        tags = list(dict.fromkeys([*(logging.tags or []), "ablation", *its]))
+        run = Tracker(logging, folder, group=group, name=named, tags=tags, config=configs.to_dict(cfg))
         logging = replace(logging, wandb=run.mode)
         facts.extend([run.note] if run.note else [])
         return run
@@ -58,24 +53,20 @@ def log(found: Ablation, variants: Mapping[tuple, Config], folder: Path) -> str:
             own = variants[tuple(cell.overrides.items())]
             own = copy.deepcopy(own) if arm == NANOGPT else switched(own, arm)
             own.train.compile = cell.mode == "compiled"
-            run = tracker(
-                "_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")]),
-                [arm, cell.mode, own.norm.impl.value, own.norm.kind.value],
-                own,
-            )
-            for step, ms in enumerate(ms for block in times.blocks_ms for ms in block):
+            name = "_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")])
+            run = tracker(name, [arm, cell.mode, own.norm.impl.value, own.norm.kind.value], own)
+            for step, ms in enumerate(chain(*times.blocks_ms)):
                 run.log({"perf/step_ms": ms}, step)
             run.summarise(figures(cell, times))
             run.finish(0)
     summary = tracker("summary", ["summary"], cfg)
     verdicts = {"cells": [cell.verdict for cell in found.cells], "parity": [one.verdict for one in found.parity]}
     summary.summarise({f"verdicts/{what}": said for what, said in verdicts.items()})
+    summary.summarise(dict(chain(*map(scalars, found.cells))))
     summary.log_table("tables/cells", ["cell", "verdict"], [[label(c.overrides, c.mode), c.verdict] for c in found.cells])
     summary.log_table("tables/pairs", PAIR_COLUMNS, [row for cell in found.cells for row in rows(cell)])
-    summary.summarise(dict(chain(*map(scalars, found.cells))))
     if found.parity:
-        columns: list[str | int] = ["configuration", "arm", "holds", "arm − torch, nats", "low", "high", "of seeds", "verdict"]
-        summary.log_table("tables/parity", columns, [parity_row(one) for one in found.parity])
+        summary.log_table("tables/parity", PARITY_COLUMNS, [parity_row(one) for one in found.parity])
     for picture in sorted(folder.glob("*.png")):
         summary.log_image(f"plots/{picture.stem}", picture, 0)
     summary.finish(0)
@@ -110,13 +101,9 @@ def parity_row(one: Parity) -> list:
 
 def rows(cell: Cell) -> list[list]:
     """A row for each pair of arms."""
+    name = label(cell.overrides, cell.mode)
     return [
-        [
-            label(cell.overrides, cell.mode),
-            arm,
-            base,
-            *(x for one in (pair.speedup, pair.difference_ms) for x in vars(one).values()),
-        ]
+        [name, arm, base, *vars(pair.speedup).values(), *vars(pair.difference_ms).values()]
         for base, of in cell.pairs.items()
         for arm, pair in of.items()
     ]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ablate
+import model.loss
 import model.norm
 from ablation.rounding import REFERENCE, REORDERED
 from measure.comparison import AGAIN, FUSED, TORCH
@@ -20,6 +21,7 @@ from tests.runs import raising, train_here
 from training import attribution
 
 TIMES = "ablate.parity_seeds=0"  # without parity
+BOTH = ["eager", "compiled"]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
     assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
     assert len((whole / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
-    assert "Each arm has 12 blocks of 1 steps" in " ".join(report.split())
+    assert "Blocks of each arm: 12 of 1 steps" in " ".join(report.split())
     assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
@@ -119,15 +121,12 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
             "fuse is none of fused, torch, compiled, flash_attn, liger, quack, nanogpt. Did you mean fused?",
         ),
         ("ablate.switch=loss loss.impl=torch", "loss.impl=torch: loss.impl is what ablate.py compares."),
-        ("ablate.switch=loss ablate.arms=[torch,liger]", "liger is none of fused, compiled, torch, nanogpt"),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
-        ("ablate.arms=[compiled,fused]", "needs torch, the control"),
         ("ablate.arms=[torch,fused,fused]", "an arm comes twice"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
-        ("-m", "an ablation sweeps without it"),
         ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
         ("hydra.run.dir=x", "hydra.run.dir=x: is for train.py. Use folder=PATH."),
         ("norm.kind=rmsnorm,layernorm,rmsnorm", "kind=rmsnorm comes twice in "),
@@ -159,13 +158,17 @@ def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measu
     assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
 
 
-def test_the_loss_may_be_what_is_compared(tiny, here, ablations):
-    assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == 0
+@pytest.mark.parametrize("fault", [None, faults.loss_gradient_off])
+def test_the_loss_may_be_what_is_compared_and_its_parity_is_tested(fault, tiny, here, monkeypatch, ablations):
+    monkeypatch.setattr(model.loss, "linear_cross_entropy_fn", fault or model.loss.linear_cross_entropy_fn)
+    assert ablate.main([*tiny, "ablate.switch=loss", "norm.impl=torch", "norm.kind=rmsnorm"]) == (0 if fault is None else 1)
     found = ablations[-1]
-    (cell,) = found.cells
+    (cell,), (parity,) = found.cells, found.parity
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and found.config.count("impl: torch") == 2  # of the norm, and the control
-    assert not found.parity and any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
-    assert "Parity was not measured" in (here() / "report.md").read_text(encoding="utf-8")
+    assert parity.arm == FUSED and parity.holds == (fault is None)
+    assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
+    report = " ".join((here() / "report.md").read_text(encoding="utf-8").split())
+    assert "PyTorch's loss summed in another order" in report and f"Parity {'holds' if fault is None else 'FAILS'}" in report
 
 
 def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, ablations):
@@ -240,23 +243,11 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, m
     assert "Out of memory" in text and "NOT FINISHED (1 of 2 parts)" in text.splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("compile", "device", "modes"),
-    [("null", "cpu", ["eager"]), ("null", "cuda", ["eager", "compiled"]), ("true", "cpu", ["eager", "compiled"])],
-)
-def test_ablate_compile_chooses_the_cells(compile, device, modes, tiny, monkeypatch):
-    monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine(device))  # with a C++ compiler
-    (variant,) = ablate.variants_of([*tiny, f"ablate.compile={compile}"])
-    assert variant.modes == modes
-
-
 def test_help_says_where_the_report_goes_and_lists_the_keys_that_are_refused(capsys):
     assert ablate.main(["--help"]) == 0
     text, _, refused = capsys.readouterr().out.partition("which are refused")
-    assert "ablate.cycles=12" in text and "at least 6" in text and "train.batch_size" not in text
-    assert "runs/TIME_ablation/" in refused and "folder=PATH" in refused
-    listed = {line.split()[0] for line in refused.splitlines() if line.startswith("  ")}
-    assert listed >= {"the", "profile", "train.compile"} and "folder" not in listed
+    assert "ablate.cycles=12" in text and "train.batch_size" not in text
+    assert "runs/TIME_ablation/" in refused and "train.compile" in refused
 
 
 def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(
@@ -301,17 +292,10 @@ def test_on_a_gpu_kernels_are_timed_counted_and_attributed_eager_and_compiled(ti
     # What PyTorch's sites launch is known by the place that launched it: dropout, add (not at the first) and norm of each, and
     # their backward.
     assert sum(k.launches for k in eager.attribution.kernels[TORCH] if k.group == "norm") >= 3 * 3 - 1 + 3 * 2
+    sites = [k for k in eager.attribution.kernels["compiled"] if k.name.startswith("triton_")]
+    assert sites and {k.group for k in sites} <= {"norm", "loss"}, "sites that are compiled alone"
     report = (here() / "report.md").read_text(encoding="utf-8")
     assert "no kernel was measured" not in report.lower() and "attribution.png" in report
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_sites_of_the_compiled_arm_count_as_norm(tiny, here, ablations):
-    arms = ["ablate.arms=[torch,compiled]", "ablate.parity_seeds=0", "ablate.block_steps=2"]
-    assert ablate.main([*tiny, *arms, "device=cuda", "model.width=128", "model.dropout=0.1", "ablate.compile=false"]) == 0
-    (cell,) = ablations[-1].cells
-    kernels = [k for k in cell.attribution.kernels["compiled"] if k.name.startswith("triton_")]
-    assert kernels and {k.group for k in kernels} <= {"norm", "loss"}
 
 
 def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_the_fastest_opponent(
@@ -338,7 +322,6 @@ def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_t
     "change",
     [
         {"eps": "1e-6"},
-        {"activation": "nn.ReLU()"},
         {"replaced": {"is_causal=True": "is_causal=False"}},
         {"replaced": {"self.transformer.wte.weight = self.lm_head.weight": "pass"}},
     ],
@@ -350,8 +333,10 @@ def test_a_nanogpt_that_computes_something_else_is_not_timed(change, tiny, here,
     assert re.search(r"nanoGPT's (model and ours differ|parameters are not those of ours)", capsys.readouterr().err)
 
 
-def test_in_compiled_cells_compiled_sites_are_torch_and_left_out(tiny, monkeypatch):
+def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left_out(tiny, monkeypatch):
+    assert [ablate.variants_of([*tiny, *more])[0].modes for more in ([], ["ablate.compile=true"])] == [["eager"], BOTH]
     monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
+    assert [ablate.variants_of([*tiny, *more])[0].modes for more in ([], ["ablate.compile=false"])] == [BOTH, ["eager"]]
     (variant,) = ablate.variants_of([*tiny, "ablate.arms=[torch,compiled,fused]"])
     assert variant.arms("eager") == [TORCH, AGAIN, "compiled", FUSED] and variant.arms("compiled") == [TORCH, AGAIN, FUSED]
     (variant,) = ablate.variants_of([*tiny, "ablate.arms=[torch,compiled]"])
@@ -374,6 +359,6 @@ def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_a
 def test_a_report_says_whose_bytes_the_amdahl_limit_counts(tiny):
     def said(*more):
         (variant,) = ablate.variants_of([*tiny, *more])
-        return ablate.described(variant.cfg, ablate.corpus_of(variant.cfg), "fp32")
+        return ablate.prepare(variant).size
 
     assert "Amdahl" not in said() and said("norm.placement=sandwich").endswith("counts the bytes of norm.placement=pre.")

@@ -1,10 +1,10 @@
-"""Norm operators with a mistake in them, in place of `norm_fn` at the sites of the fused arm."""
+"""Operators with a mistake in them, in place of `norm_fn` at the sites of the fused arm and of `linear_cross_entropy_fn`."""
 
 from functools import partial
 
 import torch
 
-from ops import norm_fn
+from ops import linear_cross_entropy_fn, norm_fn
 
 
 def wrong_eps(eps):
@@ -51,3 +51,22 @@ def _statistics(r, eps):
 
 bf16_statistics = partial(handmade, rough=True)
 no_mean_term = partial(handmade, mean_term=False)  # a backward that treats the mean as a constant
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------------------
+
+
+def loss_regularised(*args, **options):
+    """log² Σ exp(logits) in a loss that asks for none."""
+    return linear_cross_entropy_fn(*args, **options | {"z_loss": 1e-4})
+
+
+def loss_gradient_off(*args, **options):
+    """The right value, with a gradient that is a hundredth too long."""
+    loss = linear_cross_entropy_fn(*args, **options)
+    return loss.detach() + 1.01 * (loss - loss.detach())
+
+
+def loss_without_a_row(hidden, weight, targets, **options):
+    """The mean over all rows but the first."""
+    return linear_cross_entropy_fn(hidden[1:], weight, targets[1:], **options)

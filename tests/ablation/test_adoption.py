@@ -1,7 +1,6 @@
 """check_parity and measure: of models that this project has never seen, and of none that would make their sentences wrong."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -44,13 +43,6 @@ class Masked(nn.Module):
 class ByDtype(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * (-1 if x.dtype is torch.float64 else 1)
-
-
-class HalfOnly(nn.LayerNorm):
-    def forward(self, input):
-        if input.dtype == torch.float64:
-            raise RuntimeError("Expected mat_a to be Float32")
-        return super().forward(input)
 
 
 @pytest.fixture
@@ -101,7 +93,7 @@ def lost_weight_gradient(norm):
 def test_fused_norms_and_blocks_are_at_parity(model, how):
     model = model.to(BF16 if how == "bf16" else FP32)
     if "parameter" in how:
-        model.unused = nn.Parameter(torch.ones(3))
+        model.unused, model.empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.empty(0))
     given = [batch(seed) for seed in range(5)] if "five" in how else batch()[0] if how == "no loss" else batch()
     check = check_parity(model, adopted(model), given, autocast=BF16 if how == "autocast" else None)
     assert check.holds and "Parity holds" in str(check) and ("5 batches" in check.verdict) == ("five" in how), check
@@ -124,13 +116,6 @@ def test_a_planted_mistake_fails_and_is_named(model, change, dtype, with_loss):
     assert change is not lost_weight_gradient or worst.error == pytest.approx(1.0)
 
 
-def test_models_without_gradients_are_compared_by_what_they_put_out(model):
-    model.requires_grad_(False)
-    check = check_parity(model, adopted(model), batch())
-    assert check.holds and not [row for row in check.rows if row.name.startswith("gradient")], check
-    assert not check_parity(model, with_norms(model, wrong_eps), batch()).holds
-
-
 def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
     torch.manual_seed(0)
     before = Masked()
@@ -141,19 +126,10 @@ def test_a_mask_that_forward_makes_does_not_spoil_the_reference():
 
 
 def test_a_reference_that_computes_something_else_is_refused_and_does_not_make_everything_right():
-    with pytest.raises(ValueError, match="output of model_a is 2 away from that of its copy in fp64"):
+    with pytest.raises(ValueError, match="the outputs of model_a are 2 away from those of its copy in fp64"):
         check_parity(model := ByDtype(nn.LayerNorm(WIDTH)), replaced(model), X)
-    with pytest.raises(ValueError, match=r"the gradients of model_a, all together, are \S+ away from those of its copy"):
+    with pytest.raises(ValueError, match=r"the gradients of model_a are \S+ away from those of its copy"):
         check_parity(model := Masked(), replaced(model), X, loss=lambda y: (y.sin() if y.dtype is FP32 else y.square()).mean())
-
-
-def test_a_model_that_can_not_run_in_fp64_is_told_of_the_reference_and_checked_in_bf16():
-    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(HalfOnly((12, WIDTH))))
-    after = replaced(before)
-    with pytest.raises(RuntimeError, match="mat_a") as error:
-        check_parity(before, after, X)
-    assert "its reference, a copy of model_a in float64" in error.value.__notes__[0]
-    assert check_parity(before.bfloat16(), after.bfloat16(), X.bfloat16()).holds
 
 
 def test_models_stay_as_they_were(model):
@@ -175,7 +151,10 @@ def test_models_stay_as_they_were(model):
         (lambda model: model.ln_f.weight.data.add_(1), r"ln_f\.weight differs between the models"),
         (lambda model: model.add_module("extra", nn.Linear(2, 2)), r"only one of them has extra\.bias, extra\.weight"),
         (lambda model: model.ln_f.weight.requires_grad_(False), r"ln_f\.weight requires a gradient in one model only"),
-        (lambda model: model.register_forward_hook(lambda *call: (*call[-1], X)), "model_a returns 1 float tensors, model_b 2"),
+        (
+            lambda model: model.register_forward_hook(lambda *call: (*call[-1], X)),
+            r"shapes \[\(4, 16, 50\)\], model_b \[\(4, 16, 50\), \(2, 12, 32\)\]",
+        ),
     ],
 )
 def test_models_that_can_not_be_compared_are_refused(model, change, message):
@@ -183,22 +162,6 @@ def test_models_that_can_not_be_compared_are_refused(model, change, message):
     change(other)
     with pytest.raises(ValueError, match=message):
         check_parity(model, other, batch())
-
-
-@pytest.mark.parametrize(
-    ("compare", "given", "message"),
-    [
-        (check_parity, {"autocast": torch.int8}, "autocast must be torch.bfloat16, torch.float16 or None, got torch.int8"),
-        (measure, {"loss": "loss"}, "loss must be a function of the model's output, got 'loss'"),
-        (check_parity, {"loss": lambda _: torch.zeros(2)}, "loss must give a tensor of one number, got a tensor of shape (2,)"),
-        (check_parity, {"batch": []}, "batch is an empty list"),
-        (measure, {"cycles": 5}, "cycles must be a whole number of 6 or more, got 5"),
-        (measure, {"loss": lambda _: torch.zeros(())}, "the loss needs no gradient, and backward is timed too"),
-    ],
-)
-def test_an_argument_that_can_not_be_used_is_named(model, compare, given, message):
-    with pytest.raises((TypeError, ValueError), match=re.escape(f"{compare.__name__}: {message}")):
-        compare(model, adopted(model), **{"batch": batch()} | given)
 
 
 def test_measure_times_both_models_in_turn_against_a_control(model):
@@ -220,14 +183,11 @@ def test_the_loss_is_the_models_own_or_a_fixed_projection_of_the_output():
         default_loss()([torch.ones(2).long()])
 
 
-def test_the_device_is_the_models_or_its_batchs_and_not_the_default():
-    rounding._shuffled.cache_clear()
-    norm, x = nn.LayerNorm(WIDTH), X.clone().requires_grad_()
-    for before in (nn.Sequential(norm, nn.Linear(WIDTH, WIDTH)), nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False))):
-        after = replaced(before)
-        with torch.device("meta"):
-            assert check_parity(before, after, x).verdict.startswith("Parity holds in float32: ")
-            assert measure(before, after, x, **QUICK).a_ms > 0
+def test_the_device_is_the_models_and_not_the_default():
+    rounding.shuffled.cache_clear()
+    before = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    with torch.device("meta"):
+        assert check_parity(before, replaced(before), X).verdict.startswith("Parity holds in float32: ")
 
 
 def test_a_parity_check_with_a_seed_leaves_the_generators_of_all_devices_alone(monkeypatch):
@@ -238,9 +198,3 @@ def test_a_parity_check_with_a_seed_leaves_the_generators_of_all_devices_alone(m
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
     assert check_parity(before, after, batches, seed=3).holds
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_an_empty_parameter_and_experts_that_take_no_fp64_fail_no_check(model):
-    model.unused = nn.Parameter(torch.empty(0))
-    model.set_experts_implementation = lambda how: None
-    assert check_parity(model, adopted(model), batch()).holds

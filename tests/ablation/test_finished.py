@@ -1,15 +1,13 @@
 """The report of finished training runs, unpaired: groups, comparisons, and what is refused."""
 
 import json
-import re
 
 import pytest
 
-from ablation import finished, records
-from ablation.finished_runs import grouped, read_run
+from ablation import finished, plots, records
+from ablation.finished import check_comparable, read_run
 from measure.comparison import FUSED, NO_KERNEL, TORCH
 from tests.ablation import results
-from tests.runs import corpus, train_here
 
 
 def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="train:\n  steps: 10\n", gpu="NVIDIA H200"):
@@ -18,7 +16,7 @@ def finished_run(folder, impl="torch", seed=1, step_ms=100.0, loss=3.0, config="
     (folder / "config.yaml").write_text(f"norm:\n  impl: {impl}\nseed: {seed}\nlogging:\n  name: {folder.name}\n{config}")
     rates = {"perf/tokens_per_s": 32768.0, "perf/peak_gb": 18.64}
     times = [None, step_ms - 1, step_ms, step_ms + 1]
-    lines = [{"step": step, "train/loss": 3.0, "perf/step_ms": ms} | rates for step, ms in enumerate(times)]
+    lines = [{"step": step, "train/loss": 3.0, "val/loss": loss, "perf/step_ms": ms} | rates for step, ms in enumerate(times)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"final": {"loss": loss}}))
     facts = {"command": f"train.py seed={seed} norm.impl={impl}", "gpu": {"name": gpu} if gpu else None, "git": None}
@@ -41,34 +39,26 @@ def test_finished_runs_are_grouped_and_compared_by_impl(tmp_path, report):
     for seed in (1, 2, 3):
         finished_run(tmp_path / f"torch{seed}", "torch", seed, 120.0 + seed, 3.0 + 0.1 * seed)
         finished_run(tmp_path / f"fused{seed}", "fused", seed, 100.0, 3.002 + 0.1 * seed)
-    code, text, _ = report(tmp_path)
-    found, _, rest = (tmp_path / "out" / "report.md").read_text(encoding="utf-8").partition("## Commands")
-    assert code == 0 and text == f"{found.rstrip()}\n\nreport: {tmp_path / 'out'}/report.md\n" and NO_KERNEL not in text
+    code, text, _ = report(*tmp_path.iterdir())
+    found = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert code == 0 and text == f"{found}\nreport: {tmp_path / 'out'}/report.md\n" and NO_KERNEL not in text
     first, second, third = text.splitlines()[:3]
     assert first.endswith("from 6 finished runs") and third.startswith("Step times of runs are unpaired")
     difference = "fused − torch 0.00200 (0.00200 to 0.00200), mean and 95 % t-interval, paired over 3 seeds"
     assert second.startswith(f"Final validation loss: {difference}")
     row = next(line for line in text.splitlines() if line.startswith("| torch1"))
-    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "120.20", "121.80", "32,768", "18.64", "3.10000"]
+    assert [cell.strip() for cell in row.split("|")[4:-1]] == ["121.00", "32,768", "18.64", "3.10000"]
     assert "](losses.png)" in text and (tmp_path / "out" / "losses.png").stat().st_size > 5000
-    assert f"python -m ablation.report {tmp_path} --output" in rest and "python train.py seed=3 norm.impl=fused" in rest
-    assert "NVIDIA H200" in rest and "steps: 10" in rest.partition("## Configuration of the first run")[2]
+    assert "All runs: gpu.name NVIDIA H200." in text
 
 
 def test_losses_that_differ_in_one_direction_at_every_seed_are_called_different_and_others_not(tmp_path, report):
     for seed, apart in enumerate((0.01, 0.012, 0.011), start=1):
-        for size, by in ((16, apart), (32, apart * (-1) ** seed)):
-            config = f"train:\n  batch_size: {size}\n"
-            finished_run(tmp_path / f"torch{size}_{seed}", "torch", seed, loss=3.0, config=config)
-            finished_run(tmp_path / f"fused{size}_{seed}", "fused", seed, loss=3.0 + by, config=config)
-    code, text, _ = report(tmp_path)
-    assert code == 0
-    assert text.splitlines()[1].startswith("Final validation loss, in 2 groups: no difference found in 1, a difference in 1.")
-    words = " ".join(text.split())
-    assert "loss: fused − torch 0.01100" in words and "loss: no difference found, fused − torch −0.00300" in words
-    assert "## train.batch_size=16" in text and "## train.batch_size=32" in text
-    pictures = {"losses_0.png", "losses_1.png"}
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.md", *pictures}
+        for folder, by in (("same", apart), ("mixed", apart * (-1) ** seed)):
+            finished_run(tmp_path / folder / f"torch{seed}", "torch", seed, loss=3.0)
+            finished_run(tmp_path / folder / f"fused{seed}", "fused", seed, loss=3.0 + by)
+    same, mixed = (report(*(tmp_path / name).iterdir())[1].splitlines()[1] for name in ("same", "mixed"))
+    assert "loss: fused − torch 0.01100" in same and "loss: no difference found, fused − torch −0.00300" in mixed
 
 
 def test_runs_made_again_are_the_control_of_the_losses(tmp_path, report):
@@ -79,7 +69,9 @@ def test_runs_made_again_are_the_control_of_the_losses(tmp_path, report):
         finished_run(tmp_path / "near" / f"torch{seed}", "torch", seed, loss=3.002 if seed == 2 else 3.0)
         finished_run(tmp_path / "far" / f"torch{seed}", "torch", seed, loss=3.03)
         finished_run(tmp_path / "far" / f"torch{seed}again", "torch", seed, loss=2.97)
-    near, far = (report(tmp_path / "a", tmp_path / name)[1].splitlines()[1] for name in ("near", "far"))
+    near, far = (
+        report(*(tmp_path / "a").iterdir(), *(tmp_path / name).iterdir())[1].splitlines()[1] for name in ("near", "far")
+    )
     # of 0.010, 0.010 and 0.009, and of 0, 0.002 and 0: Student's 97.5 % quantile of two degrees of freedom is 4.303
     assert "loss: fused − torch 0.00967 (0.00823 to 0.01110), mean" in near
     assert "; A/A, of 3 runs made again, 0.00067 (−0.00220 to 0.00354);" in near
@@ -92,7 +84,7 @@ def test_what_else_could_explain_a_difference_is_noted(tmp_path, report, masks):
     for impl, gpu in ((TORCH, "NVIDIA A100"), (FUSED, None)):
         file = finished_run(tmp_path / impl, impl, config="model:\n  dropout: 0.1\n", gpu=gpu) / "config.yaml"
         file.write_text(file.read_text().replace("norm:\n", f"norm:\n  dropout_masks: {masks}\n"))
-    words = " ".join(report(tmp_path)[1].split())
+    words = " ".join(report(*tmp_path.iterdir())[1].split())
     assert "differ in gpu.name: " in words and "NVIDIA A100" in words and NO_KERNEL in words and "+0.00000 (seed 1)" in words
     assert ("norm.dropout_masks=shared would" in words) == (masks == "native")
 
@@ -110,60 +102,42 @@ def test_keys_that_change_neither_steps_nor_times_nor_losses_do_not_set_runs_apa
     other = finished_run(tmp_path / "b", "fused", config=f"{config}train:\n  steps: 10\n")
     runs = [read_run(one), read_run(other)]
     if config in FREE:
-        assert grouped(runs) == [({}, runs)]
+        check_comparable(runs)
     else:
-        with pytest.raises(ValueError, match=r"no run with .* has norm\.impl="):
-            grouped(runs)
+        with pytest.raises(ValueError, match=r"the runs differ in \w+\.?\w* \(.*Give those of one value"):
+            check_comparable(runs)
 
 
-def test_runs_that_did_not_finish_are_named_and_left_out(tmp_path, report):
-    for name, impl in (("torch", "torch"), ("fused", "fused"), ("stopped", "fused")):
+def test_what_is_no_finished_run_is_named_with_the_reason_and_left_out(tmp_path, report):
+    for name, impl in (("torch", "torch"), ("fused", "fused"), ("stopped", "fused"), ("torn", "torch")):
         finished_run(tmp_path / name, impl)
     (tmp_path / "stopped" / "summary.json").unlink()
+    (tmp_path / "torn" / "environment.json").write_text("{")
     (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, where the runs are a sweep's
-    code, out, err = report(*tmp_path.glob("*"))
-    assert code == 0 and err.startswith(f"left out: {tmp_path}/stopped: no summary.json.") and len(err.splitlines()) == 1
-    assert "from 2 finished runs" in out and "left out, being no finished runs: stopped." in " ".join(out.split())
-    for name, error in (("torch", "no run has norm.impl=torch"), ("fused", "error: no finished run is left to compare.")):
-        (tmp_path / name / "summary.json").unlink()
-        code, _, err = report(tmp_path / "torch", tmp_path / "fused")
+    (tmp_path / "a_note").mkdir()
+    records.save(results.ablation(overrides=[{}], modes=["eager"]), tmp_path / "ablation")
+    code, out, err = report(*sorted(tmp_path.iterdir()), tmp_path / "nowhere")
+    reasons = (
+        "metrics.jsonl is missing",
+        "an ablation, whose report is",
+        "resume=",
+        "not as train.py writes it",
+        "no such folder",
+    )
+    assert code == 0 and "from 2 finished runs" in out
+    assert "left out, being no finished runs: a_note, ablation, stopped, torn, nowhere." in " ".join(out.split())
+    for line, why in zip(err.splitlines(), reasons, strict=True):
+        assert line.startswith("left out: ") and why in line
+    for folders, error in ((["torch"], "no finished run has norm.impl=fused:"), (["a_note"], "has norm.impl=fused nor torch:")):
+        code, _, err = report(*(tmp_path / name for name in folders))
         assert code == 2 and error in err
 
 
-def test_folders_that_are_no_finished_run_are_errors_that_name_them(tmp_path, report):
-    empty, unfinished, torn, ablation = (tmp_path / name for name in ("empty", "unfinished", "torn", "now_ablation"))
-    empty.mkdir()
-    (finished_run(unfinished) / "summary.json").unlink()
-    finished_run(tmp_path / "sweeps" / "a_sweep" / "0")
-    (finished_run(torn) / "environment.json").write_text("{")
-    records.save(results.ablation(overrides=[{}], modes=["eager"]), ablation)
-    (ablation / "config.yaml").touch()
-    for folder, why in (
-        (tmp_path / "nowhere", "is no folder"),
-        (empty, "no config.yaml"),
-        (tmp_path / "sweeps", f"Give those: {tmp_path}/sweeps/*."),
-        (unfinished, f"resume={unfinished}"),
-        (torn, "not as train.py writes it"),
-        (ablation, f"an ablation, whose report is {ablation}/report.md."),
-    ):
-        code, _, error = report(folder)
-        assert code == 2 and str(folder) in error and why in error and "Traceback" not in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_report_of_runs_that_were_trained(tmp_path, report):
-    overrides = [*corpus(tmp_path), "train.steps=10", "eval.every=0", "logging.every=2", "sample.tokens=0"]
-    for impl in (TORCH, FUSED):
-        train_here([*overrides, f"norm.impl={impl}"], tmp_path / impl)
-    code, text, _ = report(tmp_path / TORCH, tmp_path / FUSED)
-    assert code == 0 and NO_KERNEL in text
-    difference = re.search(r"fused − torch ([+−][\d.]+) \(seed", text)
-    assert difference and abs(float(difference[1].replace("−", "-"))) < 1e-3
-
-
-def test_folders_that_are_no_run_are_left_out_by_name_where_others_are(tmp_path, report):
-    for impl in (TORCH, FUSED):
-        finished_run(tmp_path / impl, impl)
-    (tmp_path / "a_note").mkdir()
-    code, text, said = report(*sorted(tmp_path.iterdir()))
-    assert code == 0 and "2 finished runs" in text and "left out: " in said and "a_note: no training run" in said
+def test_the_picture_has_how_far_every_pair_and_every_run_made_again_are_apart(tmp_path, monkeypatch):
+    """Of a seed whose run with torch was made again, and of one that has no run with torch."""
+    figures = []
+    monkeypatch.setattr(plots, "finish", lambda figure, *_: figures.append(figure))
+    one, two, three = ([(250, first), (500, last)] for first, last in ((2.0, 1.5), (2.5, 1.5), (2.5, 1.0)))
+    plots.losses_apart([("torch", 1, one), ("fused", 1, two), ("torch", 1, three), ("fused", 2, [])], tmp_path)
+    apart, again, mean = (list(line.get_ydata()) for line in figures[0].axes[0].lines[:3])
+    assert (apart, again, mean) == ([0.25, 0.25], [0.5, -0.5], [0.25, 0.25]), "fused from the mean of torch's runs"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import configs
+import model.loss
 import model.norm
 from ablation import parity as protocol
 from ablation.parity import judge, measure, parity, steps_of
@@ -91,6 +91,7 @@ GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_st
     [
         (None, BF16, ("norm.kind=rmsnorm", "model.residual_dtype=compute")),
         (None, FP32, ("model.block=parallel", "model.drop_path=0.2", "model.positions=rotary", "model.qk_norm=true")),
+        (None, "float16", ()),
         (None, BF16, ("train.accumulation=2", "model.dropout=0", "model.tie_embeddings=false")),
         *((faults.handmade, dtype, ()) for dtype in (FP32, BF16)),  # as the faulty ones are made
         (faults.wrong_eps(1.001e-5), FP32, ()),  # of 1e-5; in bf16 that is below a rounding step
@@ -107,6 +108,27 @@ def test_a_planted_fault_fails_parity_and_the_norms_pass_with_any_options(tiny, 
     result = found(tiny(*keys), dtype)
     assert result.holds == (fault in (None, faults.handmade)), result.verdict
     assert result.holds or (result.verdict.startswith("Parity fails: ") and " × " in result.verdict)
+
+
+LOSS = ("ablate.switch=loss", "loss.softcap=20.0", "loss.z_loss=1e-3")
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype", "keys"),
+    [
+        (None, "float16", ()),
+        (None, FP32, LOSS[1:]),
+        (None, BF16, ("loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
+        *((fault, FP32, ONE_SEED) for fault in (faults.loss_regularised, faults.loss_gradient_off, faults.loss_without_a_row)),
+        *((fault, BF16, ()) for fault in (faults.loss_regularised, faults.loss_gradient_off, faults.loss_without_a_row)),
+    ],
+)
+def test_a_planted_fault_in_a_loss_fails_parity_and_the_loss_passes_with_any_options(tiny, fault, dtype, keys, monkeypatch):
+    monkeypatch.setattr(model.loss, "linear_cross_entropy_fn", fault or model.loss.linear_cross_entropy_fn)
+    result = found(tiny(LOSS[0], *keys), dtype)
+    assert result.holds == (fault is None), result.verdict
+    assert "PyTorch's loss summed in another order" in result.verdict
+    assert {"loss", "gradient norm", "gradient of the final norm", "parameters"} <= set(result.distances)
 
 
 def test_a_fault_at_one_seed_of_many_is_not_lost_in_its_spread(tiny, monkeypatch):
@@ -143,22 +165,6 @@ def test_arms_share_weights_batches_and_masks_and_what_the_tests_are_made_of_is_
     for quantity in result.quantities[: len(result.distances)]:  # the mean of log R over seeds, as the report has it
         again = np.exp(np.mean(np.log([one.tested for one in result.distances[quantity.name]])))
         assert quantity.tested.median == pytest.approx(again)
-
-
-def test_the_callers_config_and_random_state_decide_nothing(tiny):
-    loaded = tiny("ablate.parity_seeds=2")
-    before = configs.to_dict(loaded[0])
-    first = found(loaded, FP32)
-    torch.manual_seed(1234)
-    assert first == found(loaded, FP32) and configs.to_dict(loaded[0]) == before
-    with pytest.raises(ValueError, match="parity_seeds must be 1 or more, got 0"):
-        found(tiny("ablate.parity_seeds=0"), FP32)
-
-
-def test_fp16_is_judged_without_skipped_steps(tiny):
-    result = found(tiny(), "float16")
-    assert result.holds, result.verdict
-    assert next(q for q in result.quantities if q.name == "parameters").tested.median < 2
 
 
 def made_up(draw, seeds, ratio=1.0, shift=0.0):

@@ -1,0 +1,96 @@
+"""What a command line of ablate.py asks for: configurations, and the arms and cells of each. Everything is refused here that
+can be refused without data or a model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import configs
+from ablation.arms import switched
+from configs import Config, ConfigError, machine, rules
+from configs.rules import NANOGPT
+from configs.schema import DropoutMasks, NormImpl
+from measure.comparison import AGAIN, FUSED, TORCH
+from measure.tables import label
+from training.tracking import settle
+
+EAGER, COMPILED = "eager", "compiled"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the swept configurations, whose arms differ in norm.impl alone, or in loss.impl."""
+
+    cfg: Config
+    overrides: dict[str, str]  # the swept keys
+    refused: dict[str, str]  # arms that this configuration can't have, and why
+
+    @property
+    def modes(self) -> list[str]:
+        # compiled is torch in a model that is compiled whole, the norms and the loss alike
+        return [EAGER, COMPILED] if self.cfg.train.compile and self.subject != NormImpl.compiled else [EAGER]
+
+    @property
+    def subject(self) -> str:
+        """The arm that the verdict is about: fused, or else the last."""
+        ours = [arm for arm in self.cfg.ablate.arms if arm != NANOGPT and arm not in self.refused]
+        return FUSED if FUSED in ours else ours[-1]
+
+    def arms(self, mode: str) -> list[str]:
+        """The names of a cell's arms: the control first, the subject last, so that all pairs have it as their second."""
+        left = {TORCH, self.subject, *self.refused}
+        if mode == COMPILED:
+            left.add(NormImpl.compiled)  # which there is torch
+        others = [arm for arm in self.cfg.ablate.arms if arm not in left]
+        return [TORCH, AGAIN, *others, self.subject]
+
+    @property
+    def tested(self) -> list[str]:
+        """The arms that have a parity test: eager ones that can take the shared dropout masks."""
+        if not self.cfg.ablate.parity_seeds:
+            return []
+        found = []
+        for arm in self.arms(EAGER)[2:]:
+            cfg = switched(self.cfg, arm) if arm != NANOGPT else None
+            if cfg is not None:
+                cfg.norm.dropout_masks = DropoutMasks.shared
+                found += [] if any(rules.refused_by_library(cfg, machine.inspect(cfg.device))) else [arm]
+        return found
+
+
+def variants_of(arguments: Sequence[str]) -> list[Variant]:
+    """The configurations of a command line. key=A,B gives two.
+
+    Raises:
+        ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
+    """
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError("-m: an ablation sweeps without it, by several values of a key: norm.kind=layernorm,rmsnorm.")
+    swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
+    if "folder" in swept:
+        raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")
+    found: list[Variant] = []
+    for job in configs.jobs(arguments):
+        rules.check_ablation(job)
+        cfg = configs.compose_only(job)
+        on = machine.inspect(cfg.device)
+        # As the arms will have it, whatever the config says.
+        cfg = switched(cfg, TORCH)
+        cfg.train.compile = on.device == "cuda" if cfg.ablate.compile is None else cfg.ablate.compile
+        rules.check(cfg, on)
+        rules.check_arms(cfg)
+        settle(cfg.logging)
+        pairs = (override.partition("=")[::2] for override in job)
+        refused = {
+            arm: why
+            for arm in cfg.ablate.arms
+            if arm != NANOGPT and (why := " ".join(rules.refused_by_library(switched(cfg, arm), on)))
+        }
+        one = Variant(cfg, {key: value for key, value in pairs if key in swept}, refused)
+        if one.overrides in [other.overrides for other in found]:
+            raise ConfigError(f"{label(one.overrides)} comes twice in {' '.join(arguments)}. Leave one.")
+        found.append(one)
+    for variant in found:
+        for arm, why in variant.refused.items():
+            if variant.subject == TORCH or all(arm in other.refused for other in found):
+                raise ConfigError(f"ablate.arms: {arm} can't take part in {label(variant.overrides)}. {why}")
+    return found

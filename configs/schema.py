@@ -119,7 +119,8 @@ class BlockLayout(Choice):
 
 
 class EmbeddingScale(Choice):
-    sqrt_width = "sqrt_width", "√width, as in the first transformer and in Gemma"
+    sqrt_width = "sqrt_width", "√width, as in Gemma; embeddings start at 0.02, so the stream starts at 0.02·√width"
+    unit = "unit", "√width, and embeddings start at 1/√width, so the stream starts at 1; as in the first transformer"
 
 
 class ResidualScale(Choice):

@@ -118,8 +118,8 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
             )
         if on.device == "cuda" and arm.cfg.optim.kind is OptimKind.muon:
             raise ConfigError(
-                f"optim.kind={arm.cfg.optim.kind}: PyTorch's Muon reads its learning rate on the host, which a CUDA graph can't "
-                "change. On a GPU compare.py takes optim.kind=adamw; `python train.py -m` takes both."
+                f"optim.kind={arm.cfg.optim.kind}: PyTorch's Muon reads its rate on the host, which a CUDA graph can't change. "
+                "On a GPU compare.py takes optim.kind=adamw; `python train.py -m` takes both."
             )
         if 0 < (arm.cfg.compare.timing_cycles or 0) < LEAST_SAMPLES:
             raise ConfigError(

@@ -14,7 +14,7 @@ from study.probes import ROWS, SATURATED, probe
 from study.runs import _run
 from tests.runs import composed, losses, precision, train_here
 
-DYT = ["norm.kind=dyt", "norm.alpha=2.0", "model.embedding_scale=sqrt_width"]
+DYT = ["norm.kind=dyt", "norm.alpha=2.0", "model.embedding_scale=unit"]
 GROUPED = ["norm.kind=rmsnorm", "model.heads=4", "model.kv_heads=2", "model.qk_norm=true", "model.positions=rotary"]
 
 

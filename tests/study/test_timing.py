@@ -17,7 +17,7 @@ from tests.runs import composed
 def test_each_arm_is_timed_beside_torch_twice_and_the_baseline(tiny, tmp_path):
     import compare
 
-    sweep = ["norm.kind=layernorm,rmsnorm", "train.steps=8", "eval.batches=1", "compare.timing_cycles=6"]
+    sweep = ["norm.kind=layernorm,rmsnorm", "train.steps=6", "eval.batches=1", "compare.timing_cycles=6"]
     assert compare.main([*tiny, *sweep, f"folder={tmp_path / 'study'}"]) == 0
     times = read(tmp_path / "study" / "runs.jsonl").times
     assert [list(of) for of in times.values()] == [["fused", "torch", TORCH_AGAIN], ["fused", "torch", TORCH_AGAIN, BASELINE]]

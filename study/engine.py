@@ -111,22 +111,23 @@ class Engine:
             self.step += 1
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """The mean validation loss, as `training.evaluation.evaluate` computes it."""
+    def evaluate(self, most: int | None = None) -> float:
+        """The mean validation loss, as `training.evaluation.evaluate` computes it; of at most so many batches."""
         self.model.eval()
         self.val_total.zero_()
         self.val_at.zero_()
-        full = 0 if self.val_full is None else len(self.val_full)
+        val = self.val[:most]
+        full = min(0 if self.val_full is None else len(self.val_full), len(val))
         for _ in range(full):
             if self._val_graph is None:
                 self._validate()
             else:
                 self._val_graph.replay()
-        for inputs, targets in self.val[full:]:
+        for inputs, targets in val[full:]:
             with self.precision.autocast():
                 self.val_total += self.model(inputs, targets) * targets.numel()
         self.model.train()
-        return self.val_total.item() / sum(targets.numel() for _, targets in self.val)
+        return self.val_total.item() / sum(targets.numel() for _, targets in val)
 
     # ---- what is captured ------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from study.timing import block_times, cycles_of
 from training.precision import Precision
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
+FIRST_BATCHES = 16  # of the validation set, for the loss before training
 
 
 @dataclass
@@ -149,8 +150,8 @@ def _run(engine: Engine, name: str, others: list[Result]) -> Result:
     cfg, total = engine.cfg, engine.cfg.train.steps
     every = cfg.eval.every or total
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
-    same = [other.initial for other in others if other.seed == cfg.seed]  # of other rates: the same weights
-    result = Result(name, cfg.optim.lr, cfg.seed, [(0, same[0] if same else engine.evaluate())])
+    # Before training all windows tell the same, and a whole validation set takes as long as a hundred steps of a small model.
+    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate(FIRST_BATCHES))])
     seconds, since = 0.0, 0
     stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
     for stop in stops:

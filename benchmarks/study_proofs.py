@@ -38,7 +38,7 @@ from training.precision import Precision
 SEEDS = 5  # of a study
 SHIFT, FROZEN = 0.02, 0.5
 SIZES = {  # by --quick: studies, and the keys of all arms
-    False: (20, ["model.layers=4", "model.width=128", "model.context=128", "train.batch_size=32", "train.steps=300"]),
+    False: (20, ["model.layers=4", "model.width=128", "model.context=128", "train.batch_size=32", "train.steps=250"]),
     True: (2, ["model.layers=2", "model.width=32", "model.context=32", "train.batch_size=8", "train.steps=30"]),
 }
 KEYS = ["experiment=shakespeare_char", "model.heads=4", "model.dropout=0.0", "norm.kind=rmsnorm", "optim.lr=3e-3"]

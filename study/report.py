@@ -106,8 +106,8 @@ def _times(made: Report) -> tuple[list[str], list[list[str]]]:
     for arm in made.arms:
         price = arm.price
         cells = [number(price.ms[impl]) if impl in price.ms else NOTHING for impl in impls]
-        cells += [interval_text(one) if one else NOTHING for one in (price.over_torch, price.again)]
-        cells += [interval_text(price.of_baseline) if price.of_baseline and arm.difference else "baseline"]
+        ratios_of = (price.over_torch, price.again, price.of_baseline if arm.name != made.baseline else None)
+        cells += [interval_text(one) if one else NOTHING for one in ratios_of]
         cells += [f"{arm.equal_time.median:.4f}" if arm.equal_time else NOTHING]
         lines.append([arm.name, *cells, _against_baseline(arm.equal_time_difference) if arm.equal_time else NOTHING])
     return ["arm", *(f"{impl}, ms" for impl in impls), *ratios, "loss at equal GPU time", "− baseline (95 %)"], lines

@@ -9,7 +9,6 @@ study that was killed goes on with the same decisions.
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,10 +37,8 @@ class Result:
     seed: int
     evaluated: list[tuple[int, float]]  # step and validation loss; step 0 is before training
     over: str = ""  # why the run ended early
-    train: float = math.nan  # mean training loss since the last evaluation but one
     grad_norm: float = math.nan  # median over the steps
     spikes: int = 0
-    step_ms: float = math.nan  # wall time of the steps, evaluation excluded
     probes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -152,24 +149,19 @@ def _run(engine: Engine, name: str, others: list[Result]) -> Result:
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
     # Before training all windows tell the same, and a whole validation set takes as long as a hundred steps of a small model.
     result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate(FIRST_BATCHES))])
-    seconds, since = 0.0, 0
     stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
     for stop in stops:
-        begin = time.perf_counter()
         engine.advance(stop - engine.step)
-        losses = engine.losses[:stop].cpu()  # waits for the steps
-        seconds += time.perf_counter() - begin
+        losses = engine.losses[:stop].cpu()
         if look and (stop % look == 0 or stop == total):
             result.probes.append({"step": stop, **probe(engine)})
         if stop % every == 0 or stop == total:
             result.evaluated.append((stop, engine.evaluate()))
-            result.train, since = losses[since:].mean().item(), stop
             result.over = over(result, losses, total, others, cfg.compare.diverged)
         if result.over:
             break
     result.grad_norm = engine.grad_norms[: engine.step].median().item()
     result.spikes = spikes(engine.losses[: engine.step].cpu().numpy(), total // 20)
-    result.step_ms = 1000 * seconds / engine.step
     return result
 
 

@@ -119,7 +119,8 @@ class BlockLayout(Choice):
 
 
 class EmbeddingScale(Choice):
-    sqrt_width = "sqrt_width", "√width, as in the first transformer and in Gemma"
+    sqrt_width = "sqrt_width", "√width, as in Gemma; embeddings start at 0.02, so the stream starts at 0.02·√width"
+    unit = "unit", "√width, and embeddings start at 1/√width, so the stream starts at 1; as in the first transformer"
 
 
 class ResidualScale(Choice):
@@ -381,8 +382,8 @@ class CompareConfig:
     probe_every: int | None = key(
         None, "steps between looks at stream and attention; null: steps / 4; 0: none", affects="nothing", at_least=0
     )
-    timing_cycles: int = key(
-        4, "cycles in which an arm's step is timed, fused and torch in turn; 0: no timing", affects="nothing", at_least=0
+    timing_cycles: int | None = key(
+        None, "cycles in which steps are timed; 0: no timing; null: 6 on a GPU, 0 on a CPU", affects="nothing", at_least=0
     )
 
 

@@ -109,7 +109,7 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """[B, T] int64 -> [B, T, width]. Their dropout happens at the first norm site."""
         x = self.embedding(tokens)
-        if self.cfg.embedding_scale == EmbeddingScale.sqrt_width:
+        if self.cfg.embedding_scale is not None:
             x = x * math.sqrt(self.cfg.width)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
@@ -131,6 +131,7 @@ class GPT(nn.Module):
     def initialize(self) -> None:
         """GPT-2's initialisation: normal(0, 0.02), and 1/√(2·layers) of it for the projections that feed the residual stream.
 
+        With model.embedding_scale=unit the tokens' embeddings have 1/√width instead: tied, they are the head's weights too.
         With DeepNorm that of its paper (arXiv:2203.00555, table 2, decoder only): Xavier's normal distribution, with gain 1 for
         queries and keys and (8·layers)^-¼ for all else that feeds the stream. Norms start with ones and zeros and draw nothing,
         so that the draws are the same for every norm.
@@ -143,6 +144,8 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 weight.mul_(1 / math.sqrt(2 * self.cfg.layers))
+        if self.cfg.embedding_scale == EmbeddingScale.unit:
+            self.embedding.weight.mul_(1 / (0.02 * math.sqrt(self.cfg.width)))
         if self.cfg.residual_scale == ResidualScale.deepnorm:
             gain, rows = (8 * self.cfg.layers) ** -0.25, [self.cfg.heads, *[self.cfg.kv_heads or self.cfg.heads] * 2]
             for name, weight in self.blocks.named_parameters():

@@ -6,9 +6,22 @@ from statistics import fmean, median
 
 import numpy as np
 
+from measure.comparison import AGAIN as TORCH_AGAIN
+from measure.comparison import TORCH, compare_blocks
 from measure.statistics import Interval, mean_interval
-from study.arms import Study
+from study.arms import Arm, Study
 from study.runs import AGAIN, Found, Result
+from study.timing import BASELINE
+
+
+@dataclass(frozen=True)
+class Price:
+    """The time of an arm's step, paired over cycles. Ratios are None where nothing was timed."""
+
+    ms: dict[str, float]  # by contender, see study/timing.py
+    over_torch: Interval | None = None  # time with PyTorch's norms over the arm's own
+    again: Interval | None = None  # A/A of PyTorch's norms
+    of_baseline: Interval | None = None  # the arm's time over the baseline's
 
 
 @dataclass(frozen=True)
@@ -25,8 +38,9 @@ class ArmReport:
     sensitivity: Interval  # to the rate
     diverged: float  # share of all runs
     speedup: Interval | None  # steps of the baseline over steps of the arm, to the same loss
-    equal_time: float  # loss of the fused arm after the GPU time that every arm has, interpolated; NaN without times
-    step_ms: dict[str, float]  # by norm.impl
+    price: Price
+    equal_time: Interval | None  # loss after the GPU time in which the fastest arm makes all its steps
+    equal_time_difference: Interval | None
 
 
 @dataclass(frozen=True)
@@ -42,9 +56,9 @@ def analyse(study: Study, found: Found) -> Report:
     base = at_rate(found, baseline, best_rate(found, baseline))
     others = sorted(found.of(baseline + AGAIN), key=lambda run: run.seed)
     again = mean_interval([a.last - b.last for a, b in zip(others, base, strict=True)])
-    steps_ms = {name: {impl: median(ms) for impl, ms in of.items()} for name, of in found.times.items()}
-    own_ms = {arm.name: steps_ms.get(arm.name, {}).get(str(arm.cfg.norm.impl), math.nan) for arm in study.arms}
-    budget = min(own_ms.values()) * study.cfg.train.steps  # of the fastest arm
+    prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
+    reached = steps_at_equal_time(prices, study.cfg.train.steps)
+    base_at = [loss_at(run, reached[baseline]) for run in base] if reached else []
     made = []
     for arm in study.arms:
         rate = best_rate(found, arm.name)
@@ -53,7 +67,7 @@ def analyse(study: Study, found: Found) -> Report:
         difference = mean_interval([a.last - b.last for a, b in pairs]) if pairs else None
         ratios = mean_interval([math.log(saved(a, b)) for a, b in pairs]) if pairs else None
         finite = difference is not None and math.isfinite(difference.median)
-        reached = budget / own_ms[arm.name]
+        at = [loss_at(run, reached[arm.name]) for run in runs] if reached else []
         made.append(
             ArmReport(
                 name=arm.name,
@@ -66,11 +80,35 @@ def analyse(study: Study, found: Found) -> Report:
                 sensitivity=mean_interval([sensitivity(found, arm.name, seed) for seed in study.seeds]),
                 diverged=fmean(diverged(run, found, threshold) for run in found.of(arm.name)),
                 speedup=Interval(*(math.exp(x) for x in (ratios.median, ratios.low, ratios.high))) if ratios else None,
-                equal_time=fmean(loss_at(run, reached) for run in runs) if math.isfinite(reached) else math.nan,
-                step_ms=steps_ms.get(arm.name, {}),
+                price=prices[arm.name],
+                equal_time=mean_interval(at) if at else None,
+                equal_time_difference=mean_interval(np.subtract(at, base_at)) if at and pairs else None,
             )
         )
     return Report(made, baseline, again, len(found.results))
+
+
+def price(found: Found, arm: Arm, baseline: str) -> Price:
+    blocks, own = found.times.get(arm.name, {}), str(arm.cfg.norm.impl)
+
+    def ratio(numerator: str, denominator: str) -> Interval | None:
+        if not {numerator, denominator} <= blocks.keys():
+            return None
+        return compare_blocks(*([[ms] for ms in blocks[name]] for name in (numerator, denominator))).speedup
+
+    return Price(
+        ms={name: median(of) for name, of in blocks.items() if name != BASELINE},
+        over_torch=ratio(TORCH, own) if own != TORCH else None,
+        again=ratio(TORCH, TORCH_AGAIN),
+        of_baseline=ratio(own, BASELINE) if arm.name != baseline else Interval(1.0, 1.0, 1.0) if blocks else None,
+    )
+
+
+def steps_at_equal_time(prices: dict[str, Price], steps: int) -> dict[str, float]:
+    """How many steps each arm makes while the fastest one makes all of them; empty where an arm has no time."""
+    times = {name: of.of_baseline.median for name, of in prices.items() if of.of_baseline is not None}
+    fastest = min(times.values(), default=math.nan)
+    return {name: steps * fastest / time for name, time in times.items()} if len(times) == len(prices) else {}
 
 
 def is_different(difference: Interval, again: Interval) -> bool:

@@ -1,7 +1,7 @@
 """The arms of a study: what the command line or a file of configs/study/ sweeps, but for learning rates and seeds."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ import yaml
 
 import configs
 from configs import Config, ConfigError, keys, machine, rules
-from configs.schema import CUDA_GRAPHS, Parallel, Precision
+from configs.schema import CUDA_GRAPHS, OptimKind, Parallel, Precision
+from measure.statistics import LEAST_SAMPLES
+from model import GPT
 from training.tracking import settle
 
 RATE, SEED = "optim.lr", "seed"
@@ -21,10 +23,16 @@ FIELDS = {"claim", "source", "limits", "arguments", "arms"}  # of a file
 
 @dataclass(frozen=True)
 class Arm:
-    """One model, trained at every learning rate with every seed."""
+    """One model, trained at every learning rate with every seed.
+
+    Args:
+        fill: called with the model before its step is captured, and for its initial weights. It may set weights and register
+            hooks of gradients. No key sets it: benchmarks/study_proofs.py makes an arm with it that has to be worse.
+    """
 
     name: str
     cfg: Config
+    fill: Callable[[GPT], object] = lambda model: None
 
     def at(self, rate: float, seed: int) -> Config:
         """The config of one run: that of `python train.py` with the same keys."""
@@ -107,6 +115,16 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
             raise ConfigError(
                 f"train.precision={train.precision}, parallel={arm.cfg.parallel}, profile={keys.shown(arm.cfg.profile)}: "
                 "compare.py takes train.precision=bf16 or fp32, parallel=auto and profile=false."
+            )
+        if on.device == "cuda" and arm.cfg.optim.kind is OptimKind.muon:
+            raise ConfigError(
+                f"optim.kind={arm.cfg.optim.kind}: PyTorch's Muon reads its rate on the host, which a CUDA graph can't change. "
+                "On a GPU compare.py takes optim.kind=adamw; `python train.py -m` takes both."
+            )
+        if 0 < (arm.cfg.compare.timing_cycles or 0) < LEAST_SAMPLES:
+            raise ConfigError(
+                f"compare.timing_cycles={arm.cfg.compare.timing_cycles}: takes 0, which times nothing, or {LEAST_SAMPLES} and "
+                "more, of which an interval can be made."
             )
         arm.cfg.logging = settle(logging)[0]
     names = [arm.name for arm in arms]

@@ -3,16 +3,22 @@
 A run is `train.py`'s: the same weights, batches, rates, dropout seeds and optimizer. They enter through tensors that stay where
 they are: a run begins by filling them, and a CUDA graph of the whole step (forward, backward, clipping, optimizer) is replayed
 from there. The graph counts the steps itself. On a CPU the same function is called without a graph.
+
+Any optimizer will do whose groups have an `lr`, and whose state begins as zeros. On a GPU that state has to be tensors there,
+and the step must not read a value on the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config
-from data import Corpus, ValidationWindows
+from configs import Config, ConfigError
+from data import Batches, Corpus, ValidationWindows
+from measure.timing import describe
+from model import GPT
 from train import learning_rate
 from training import pretrained
 from training.build import build
@@ -20,6 +26,9 @@ from training.precision import Precision
 from training.step import seed_micro_batch
 
 WARM_UP = 3  # steps before the capture: kernels are compiled and memory is reserved
+WITHOUT_GRAPH = "`python train.py -m` with the same keys makes the runs without a graph."
+
+Fill = Callable[[GPT], object]
 
 
 class Engine:
@@ -28,27 +37,28 @@ class Engine:
     Args:
         cfg: of any of the arm's runs: they differ in learning rate and seed.
         corpus: the validation windows are those of `train.py`.
+        fill: of the arm, see `study.arms.Arm`.
+
+    Raises:
+        ConfigError: on a GPU, a step that can't be captured.
     """
 
-    def __init__(self, cfg: Config, precision: Precision, corpus: Corpus) -> None:
-        self.cfg, self.precision, self.corpus = cfg, precision, corpus
+    def __init__(self, cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> None:
+        self.cfg, self.precision = cfg, precision
         device, train = precision.device, cfg.train
-        self.model, state, self.forward = build(cfg, precision, corpus.tokenizer.vocab_size)
+        self.model, state, self.forward = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill)
         self.optimizer, self.on_gpu = state.optimizer, device.type == "cuda"
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.draws = bool(cfg.model.dropout or cfg.model.attention_dropout or cfg.model.drop_path)
 
         self.windows = torch.zeros(train.steps, train.batch_size, cfg.model.context + 1, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(train.steps, train.accumulation, self.model.dropout_sites, dtype=torch.int64, device=device)
-        # PyTorch's fused optimizer reads an fp32 rate on a GPU. On a CPU it computes with an fp64 one, as with a number.
         self.rates = torch.zeros(train.steps, dtype=torch.float32 if self.on_gpu else torch.float64, device=device)
-        self.rate = self.rates.new_zeros(())
         self.losses, self.grad_norms = (torch.zeros(train.steps, device=device) for _ in range(2))
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step
         self.step = 0  # the same for the host
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
-            group["capturable"] = self.on_gpu
+            group["capturable"] = self.on_gpu  # PyTorch's optimizers refuse a capture without it
 
         batch = train.batch_size // train.accumulation
         windows = ValidationWindows(corpus.val.tokens, context=cfg.model.context, batch_size=batch, batches=cfg.eval.batches)
@@ -71,12 +81,7 @@ class Engine:
             initial: from `initial_values`.
             windows: from `windows_of`.
         """
-        self.cfg, self.step = cfg, 0
-        torch._foreach_copy_(list(self.model.parameters()), list(initial))
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        self.cfg = cfg
         self.windows.copy_(windows)
         steps, micro_batches, sites = self.seeds.shape
         self.rates.copy_(torch.tensor([learning_rate(step, steps, cfg.optim) for step in range(steps)], dtype=torch.float64))
@@ -84,7 +89,15 @@ class Engine:
             drawn = [[seed_micro_batch(cfg.seed, s, m, 0, sites, self.precision.device) for m in range(micro_batches)]
                      for s in range(steps)]  # fmt: skip
             self.seeds.copy_(torch.stack([torch.stack(of_step) for of_step in drawn]))
+        self.restart(initial)
+
+    @torch.no_grad()
+    def restart(self, initial: Sequence[Tensor]) -> None:
+        """Back to before the first step of the run."""
+        torch._foreach_copy_(list(self.model.parameters()), list(initial))
+        reset(self.optimizer)
         self.at.zero_()
+        self.step = 0
 
     def advance(self, steps: int) -> None:
         """Takes training steps. On a GPU it returns before they are done."""
@@ -98,22 +111,23 @@ class Engine:
             self.step += 1
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """The mean validation loss, as `training.evaluation.evaluate` computes it."""
+    def evaluate(self, most: int | None = None) -> float:
+        """The mean validation loss, as `training.evaluation.evaluate` computes it; of at most so many batches."""
         self.model.eval()
         self.val_total.zero_()
         self.val_at.zero_()
-        full = 0 if self.val_full is None else len(self.val_full)
+        val = self.val[:most]
+        full = min(0 if self.val_full is None else len(self.val_full), len(val))
         for _ in range(full):
             if self._val_graph is None:
                 self._validate()
             else:
                 self._val_graph.replay()
-        for inputs, targets in self.val[full:]:
+        for inputs, targets in val[full:]:
             with self.precision.autocast():
                 self.val_total += self.model(inputs, targets) * targets.numel()
         self.model.train()
-        return self.val_total.item() / sum(targets.numel() for _, targets in self.val)
+        return self.val_total.item() / sum(targets.numel() for _, targets in val)
 
     # ---- what is captured ------------------------------------------------------------------------------------------------
 
@@ -122,7 +136,9 @@ class Engine:
         parts = self.seeds.shape[1]
         inputs, targets = (part.contiguous().chunk(parts) for part in (rows[:, :-1], rows[:, 1:]))
         seeds = self.seeds.index_select(0, self.at)[0]
-        self.rate.copy_(self.rates.index_select(0, self.at)[0])
+        rate: Any = self.rates.index_select(0, self.at)[0]
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate if self.on_gpu else rate.item()
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros_like(self.val_total)
         for part, (x, y) in enumerate(zip(inputs, targets, strict=True)):
@@ -150,7 +166,7 @@ class Engine:
     def _captured(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | None]:
         """Graphs of a training step and of a validation batch."""
 
-        def capture(step) -> torch.cuda.CUDAGraph:
+        def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -159,8 +175,14 @@ class Engine:
                     self.at.zero_()
                     self.val_at.zero_()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                step()
+            refuse_outside_graph(self.optimizer, self.precision.device)
+            try:
+                with torch.cuda.graph(graph, stream=stream):
+                    step()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ConfigError(f"this step can't be captured in a CUDA graph: {describe(error)}. {WITHOUT_GRAPH}") from error
             return graph
 
         train = capture(self._train)
@@ -172,17 +194,44 @@ class Engine:
         return train, val
 
 
-def initial_values(cfg: Config, precision: Precision, corpus: Corpus) -> list[Tensor]:
-    """The weights that `train.py` begins with."""
-    fill = lambda model: pretrained.load(model, cfg.init_from, corpus.tokenizer) if cfg.init_from else None  # noqa: E731
-    model = build(cfg, precision, corpus.tokenizer.vocab_size, fill=fill).model
+def reset(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state zeros, with which AdamW, SGD and Muon begin. Tensors stay where they are."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                value.zero_()
+            elif isinstance(value, int | float):
+                state[name] = type(value)(0)
+
+
+def refuse_outside_graph(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raises ConfigError where a step counts on the host: a graph would repeat its first count."""
+    states = [item for state in optimizer.state.values() for item in state.items()]
+    on_host = [name for name, value in states if not ((isinstance(value, Tensor) and value.device == device) or value is None)]
+    if on_host:
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(set(on_host)))} on the host, which a CUDA graph can't change. "
+            f"On a GPU compare.py takes optimizers whose state is tensors there. {WITHOUT_GRAPH}"
+        )
+
+
+def initial_values(cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
+    """The weights that `train.py` begins with, and what `fill` makes of them."""
+
+    def filled(model: GPT) -> None:
+        if cfg.init_from:
+            pretrained.load(model, cfg.init_from, corpus.tokenizer)
+        fill(model)
+
+    model = build(cfg, precision, corpus.tokenizer.vocab_size, fill=filled).model
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def windows_of(batches, steps: int, device: torch.device) -> Tensor:
+def windows_of(cfg: Config, corpus: Corpus, device: torch.device) -> Tensor:
     """All batches of a run: int32 [steps, rows, context + 1]."""
+    batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
     found = []
-    for step in range(steps):
+    for step in range(cfg.train.steps):
         inputs, targets = batches[step]
         found.append(np.concatenate([inputs.numpy(), targets.numpy()[:, -1:]], axis=1).astype(np.int32))
     return torch.from_numpy(np.stack(found)).to(device)

@@ -1,14 +1,15 @@
 """The report of a study: report.md, report.json and pictures, all from the same figures."""
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from measure import tables
-from measure.tables import NOTHING, interval_text
+from measure.comparison import AGAIN as TORCH_AGAIN
+from measure.statistics import Interval
+from measure.tables import NOTHING, interval_text, number
 from study import plots
 from study.analysis import ArmReport, Report, at_rate
 from study.arms import Study
@@ -31,7 +32,8 @@ def write(made: Report, study: Study, found: Found, facts: dict[str, Any], folde
         tables.wrapped(words(made, len(study.seeds))),
         pictures,
         tables.markdown(HEADER, [row(arm) for arm in made.arms]),
-        tables.section("Best checkpoint, equal time, step", tables.markdown(*_more(made))),
+        tables.section("Best checkpoint", tables.markdown(*_best(made))),
+        tables.section("Time", tables.markdown(*_times(made)) if any(arm.price.ms for arm in made.arms) else ""),
         tables.section("All runs", tables.markdown(*_runs(study, found))),
         tables.section("Environment", tables.environment(facts)),
     ]
@@ -56,6 +58,8 @@ def words(made: Report, seeds: int) -> str:
             said.append(f"{arm.name}: loss {side} by {interval_text(_abs(arm), 4)} nats.")
         else:
             said.append(f"{arm.name}: no difference was found; the interval is {interval_text(arm.difference, 4)} nats.")
+        if arm.price.of_baseline:
+            said[-1] = f"{said[-1][:-1]}; a step takes {interval_text(arm.price.of_baseline)} × the baseline's time."
     if seeds == 1:
         said.append("One seed has no interval, so nothing can be called different.")
     said.append(f"The baseline with other seeds (A/A) differs by {interval_text(made.again, 4)} nats.")
@@ -76,7 +80,7 @@ def row(arm: ArmReport) -> list[str]:
         arm.name,
         f"{arm.rate:g}",
         f"{arm.last.median:.4f}",
-        interval_text(arm.difference, 4) if arm.difference else "baseline",
+        _against_baseline(arm.difference),
         NOTHING if arm.difference is None else "yes" if arm.different else "no",
         interval_text(arm.speedup, 2) if arm.speedup else NOTHING,
         interval_text(arm.sensitivity),
@@ -89,18 +93,28 @@ def summary(made: Report) -> str:
     return tables.aligned(HEADER, [row(arm) for arm in made.arms])
 
 
-def _more(made: Report) -> tuple[list[str], list[list[str]]]:
-    impls = list(dict.fromkeys(impl for arm in made.arms for impl in arm.step_ms))
-    return ["arm", "best loss", "− baseline (95 %)", "loss at equal GPU time", *(f"{impl}, ms" for impl in impls)], [
-        [
-            arm.name,
-            f"{arm.best.median:.4f}",
-            interval_text(arm.best_difference, 4) if arm.best_difference else "baseline",
-            NOTHING if math.isnan(arm.equal_time) else f"{arm.equal_time:.4f}",
-            *(f"{arm.step_ms[impl]:.3f}" if impl in arm.step_ms else NOTHING for impl in impls),
-        ]
-        for arm in made.arms
-    ]
+def _best(made: Report) -> tuple[list[str], list[list[str]]]:
+    lines = [[arm.name, f"{arm.best.median:.4f}", _against_baseline(arm.best_difference)] for arm in made.arms]
+    return ["arm", "best loss", "− baseline (95 %)"], lines
+
+
+def _times(made: Report) -> tuple[list[str], list[list[str]]]:
+    """Step times of each arm, with PyTorch's norms too, and what is learned in the same time."""
+    impls = list(dict.fromkeys(impl for arm in made.arms for impl in arm.price.ms if impl != TORCH_AGAIN))
+    ratios = ["torch / own (95 %)", "A/A (95 %)", "× the baseline's (95 %)"]
+    lines = []
+    for arm in made.arms:
+        price = arm.price
+        cells = [number(price.ms[impl]) if impl in price.ms else NOTHING for impl in impls]
+        ratios_of = (price.over_torch, price.again, price.of_baseline if arm.name != made.baseline else None)
+        cells += [interval_text(one) if one else NOTHING for one in ratios_of]
+        cells += [f"{arm.equal_time.median:.4f}" if arm.equal_time else NOTHING]
+        lines.append([arm.name, *cells, _against_baseline(arm.equal_time_difference) if arm.equal_time else NOTHING])
+    return ["arm", *(f"{impl}, ms" for impl in impls), *ratios, "loss at equal GPU time", "− baseline (95 %)"], lines
+
+
+def _against_baseline(difference: Interval | None) -> str:
+    return interval_text(difference, 4) if difference else "baseline"
 
 
 def _runs(study: Study, found: Found) -> tuple[list[str], list[list[str]]]:

@@ -9,7 +9,6 @@ study that was killed goes on with the same decisions.
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,18 +16,16 @@ from typing import Any
 
 import torch
 
-from configs import Config
-from configs.schema import NormImpl
-from data import Batches, Corpus
-from measure.schedule import run_blocks
+from data import Corpus
 from measure.timing import free_memory
 from study.arms import Arm, Study
 from study.engine import Engine, initial_values, windows_of
 from study.probes import probe, spikes
+from study.timing import block_times, cycles_of
 from training.precision import Precision
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
-BLOCK_MS, LEAST_STEPS, MOST_STEPS = 60.0, 2, 20  # of a block that is timed
+FIRST_BATCHES = 16  # of the validation set, for the loss before training
 
 
 @dataclass
@@ -40,10 +37,8 @@ class Result:
     seed: int
     evaluated: list[tuple[int, float]]  # step and validation loss; step 0 is before training
     over: str = ""  # why the run ended early
-    train: float = math.nan  # mean training loss since the last evaluation but one
     grad_norm: float = math.nan  # median over the steps
     spikes: int = 0
-    step_ms: float = math.nan  # wall time of the steps, evaluation excluded
     probes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -61,7 +56,7 @@ class Result:
 
 @dataclass
 class Found:
-    """What runs.jsonl has: results, and step times in ms by arm and norm.impl."""
+    """What runs.jsonl has: results and, by arm and contender, the times of study/timing.py."""
 
     results: list[Result] = field(default_factory=list)
     times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -114,7 +109,7 @@ def train_all(
         best_rate: of an arm; the A/A runs are the baseline's at this rate, with as many other seeds.
         done: called after each run.
     """
-    found = read(path)
+    found, cycles = read(path), cycles_of(study.cfg, precision.device)
     batches: dict[int, torch.Tensor] = {}
 
     def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int]) -> None:
@@ -122,25 +117,23 @@ def train_all(
         left = [(seed, rate) for seed in seeds for rate in rates if (name, rate, seed) not in had]
         for _ in range(len(rates) * len(seeds) - len(left)):
             done()
-        untimed = (
-            study.cfg.compare.timing_cycles and name not in found.times and not name.endswith(AGAIN) and arm.cfg.train.steps > 1
-        )
+        untimed = cycles > 0 and name not in found.times and not name.endswith(AGAIN)
         if not left and not untimed:
             return
         free_memory(precision.device)
-        engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus)
+        engine = Engine(arm.at(rates[0], seeds[0]), precision, corpus, arm.fill)
         initial: dict[int, list[torch.Tensor]] = {}
         for seed, rate in left:
             cfg = arm.at(rate, seed)
             if seed not in initial:
-                initial = {seed: initial_values(cfg, precision, corpus)}
+                initial = {seed: initial_values(cfg, precision, corpus, arm.fill)}
             if batches.get(seed, torch.empty(0)).shape != engine.windows.shape:
-                batches[seed] = windows_of(_batches(cfg, corpus), cfg.train.steps, precision.device)
+                batches[seed] = windows_of(cfg, corpus, precision.device)
             engine.begin(cfg, initial[seed], batches[seed])
             keep(path, found, asdict(_run(engine, name, found.of(name))))
             done()
         if untimed:
-            keep(path, found, {"arm": name, "times": _step_times(arm, engine, precision, corpus, rates[0], seeds[0])})
+            keep(path, found, {"arm": name, "times": block_times(arm, study.baseline, engine, cycles, precision, corpus)})
 
     for arm in study.arms:
         runs_of(arm, arm.name, study.rates, study.seeds)
@@ -149,34 +142,26 @@ def train_all(
     return found
 
 
-def _batches(cfg: Config, corpus: Corpus) -> Batches:
-    return Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-
-
 def _run(engine: Engine, name: str, others: list[Result]) -> Result:
     """One run to its end, from a state that `begin` made."""
     cfg, total = engine.cfg, engine.cfg.train.steps
     every = cfg.eval.every or total
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
-    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate())])
-    seconds, since = 0.0, 0
+    # Before training all windows tell the same, and a whole validation set takes as long as a hundred steps of a small model.
+    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate(FIRST_BATCHES))])
     stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
     for stop in stops:
-        begin = time.perf_counter()
         engine.advance(stop - engine.step)
-        losses = engine.losses[:stop].cpu()  # waits for the steps
-        seconds += time.perf_counter() - begin
+        losses = engine.losses[:stop].cpu()
         if look and (stop % look == 0 or stop == total):
             result.probes.append({"step": stop, **probe(engine)})
         if stop % every == 0 or stop == total:
             result.evaluated.append((stop, engine.evaluate()))
-            result.train, since = losses[since:].mean().item(), stop
             result.over = over(result, losses, total, others, cfg.compare.diverged)
         if result.over:
             break
     result.grad_norm = engine.grad_norms[: engine.step].median().item()
     result.spikes = spikes(engine.losses[: engine.step].cpu().numpy(), total // 20)
-    result.step_ms = 1000 * seconds / engine.step
     return result
 
 
@@ -190,40 +175,3 @@ def over(result: Result, losses: torch.Tensor, steps: int, others: list[Result],
     if step >= steps / 4 and loss > lowest + threshold:
         return f"step {step}: loss {loss:.3f}, another run's {lowest:.3f}"
     return ""
-
-
-def _step_times(
-    arm: Arm, engine: Engine, precision: Precision, corpus: Corpus, rate: float, seed: int
-) -> dict[str, list[float]]:
-    """Milliseconds of a step, one figure for each block: with the arm's norm.impl and with PyTorch's norms, in the order of
-    blocks of measure/schedule.py. Each block begins at the first step of the same run."""
-    engines = {str(arm.cfg.norm.impl): engine}
-    cfg = arm.at(rate, seed)
-    if cfg.norm.impl is not NormImpl.torch:
-        other = arm.at(rate, seed)
-        other.norm.impl = NormImpl.torch
-        engines["torch"] = Engine(other, precision, corpus)
-    values = initial_values(cfg, precision, corpus)
-    windows = windows_of(_batches(cfg, corpus), cfg.train.steps, precision.device)
-    for one in engines.values():
-        one.begin(one.cfg, values, windows)
-    usual = timed(engine, 1)
-    steps = min(max(int(BLOCK_MS / usual), LEAST_STEPS), MOST_STEPS, cfg.train.steps - 1)
-
-    def block(name: str, cycle: int) -> list[float]:
-        return [timed(engines[name], steps)]
-
-    blocks = run_blocks(block, list(engines), cfg.compare.timing_cycles, cfg.seed)
-    return {name: [ms for one in of for ms in one] for name, of in blocks.items()}
-
-
-def timed(engine: Engine, steps: int) -> float:
-    """Milliseconds of one of `steps` steps, after one that fills the queue, from the first step of the run."""
-    engine.at.zero_()
-    engine.step = 0
-    engine.advance(1)
-    engine.losses[0].item()  # waits
-    begin = time.perf_counter()
-    engine.advance(steps)
-    engine.losses[steps].item()
-    return 1000 * (time.perf_counter() - begin) / steps

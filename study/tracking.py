@@ -27,8 +27,8 @@ def log(study: Study, made: Report, folder: Path) -> str:
 
     for result in read(folder / "runs.jsonl").results:
         config = configs.to_dict(arms[result.arm].at(result.rate, result.seed))
-        about = {"arm": result.arm, "rate": result.rate, "run_seed": result.seed}
-        run = tracker(f"{result.arm} lr={result.rate:g} seed={result.seed}", config | about)
+        name = f"{result.arm} lr={result.rate:g} seed={result.seed}"
+        run = tracker(name, config | {"arm": result.arm, "rate": result.rate})  # seed is a key of the config
         for step, loss in result.evaluated:
             run.log({"val/loss": loss}, step)
         run.summarise({"val/last": result.last, "val/best": result.best, "spikes": result.spikes, "over": result.over})

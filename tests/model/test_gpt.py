@@ -33,6 +33,19 @@ def test_initialisation_is_gpt2s():
             assert parameter.mean().item() == pytest.approx(0, abs=0.05 * std), name
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_with_unit_embeddings_the_stream_starts_at_one_and_all_else_as_before(tied):
+    sizes = {"width": 256, "context": 16, "tie_embeddings": tied}
+    torch.manual_seed(0)
+    plain = GPT(ModelConfig(**sizes), NormConfig(), 512)
+    torch.manual_seed(0)
+    unit = GPT(ModelConfig(**sizes, embedding_scale="unit"), NormConfig(), 512)
+    tokens = torch.arange(512).view(32, 16)
+    assert unit.embed(tokens).square().mean().sqrt().item() == pytest.approx(1, rel=0.01)
+    for (name, p), q in zip(plain.named_parameters(), unit.parameters(), strict=True):
+        torch.testing.assert_close(q, p / (0.02 * 16) if name == "embedding.weight" else p, rtol=1e-6, atol=0)
+
+
 def test_vocabulary_is_padded_or_as_given(build, batch):
     assert [build(vocab_size=given)(batch[0]).shape[-1] for given in (None, 60, 100)] == [64, 60, 100]
     with pytest.raises(ValueError, match=r"model\.vocab_size is 59, less than the tokenizer's 60"):

@@ -1,0 +1,147 @@
+"""Whether compare.py finds what is there, and nothing else: real runs of arms whose difference is known.
+
+python -m benchmarks.study_proofs                  under 4 minutes on an H100
+python -m benchmarks.study_proofs --device cpu --quick train.steps=20       to try it
+
+aa         studies of two equal arms that have other seeds: at most a tenth may be called different
+shifted    the same studies, with SHIFT added to each loss of the second arm: the power of a study whose arms share nothing
+planted    an arm that differs from the baseline in rounding alone (norm.eps), on its seeds, with SHIFT added to its losses
+handicap   half the width of all norm weights frozen at FROZEN, on the baseline's seeds
+
+A record is one study: the difference of last losses with its 95 % interval, that of A/A, and whether it was called different.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from benchmarks import command
+from benchmarks.command import Record
+from configs import machine
+from data import load_corpus
+from measure.progress import progress
+from measure.statistics import Interval
+from measure.tables import NOTHING, aligned, interval_text
+from model import GPT
+from model.norm import NormSite
+from study.analysis import ArmReport, Report, analyse, best_rate
+from study.arms import Arm, Study, study_of
+from study.runs import AGAIN, Found, Result, train_all
+from training.precision import Precision
+
+SEEDS = 5  # of a study
+SHIFT, FROZEN = 0.02, 0.5
+SIZES = {  # by --quick: studies, and the keys of all arms
+    False: (20, ["model.layers=4", "model.width=128", "model.context=128", "train.batch_size=32", "train.steps=250"]),
+    True: (2, ["model.layers=2", "model.width=32", "model.context=32", "train.batch_size=8", "train.steps=30"]),
+}
+KEYS = ["experiment=shakespeare_char", "model.heads=4", "model.dropout=0.0", "norm.kind=rmsnorm", "optim.lr=3e-3"]
+KEYS += ["optim.warmup_steps=null", "eval.every=0", "eval.batches=16", "compare.probe_every=0", "compare.timing_cycles=0"]
+KEYS += ["logging.wandb=disabled"]
+BASE, EQUAL, HANDICAP = "baseline", "another eps", "handicap"
+
+
+def half_frozen(model: GPT) -> None:
+    """Half the width of each norm weight is FROZEN from the first step on."""
+    for site in model.modules():
+        if isinstance(site, NormSite) and site.weight is not None:
+            half = site.width // 2
+            with torch.no_grad():
+                site.weight[:half] = FROZEN
+            site.weight.register_hook(lambda g, half=half: torch.cat((torch.zeros_like(g[:half]), g[half:])))
+
+
+def shifted(results: Sequence[Result], by: float) -> list[Result]:
+    return [replace(run, evaluated=[(step, loss + by) for step, loss in run.evaluated]) for run in results]
+
+
+def drawn(study: Study, runs: Sequence[Result], by: float) -> Report:
+    """A study of runs with distinct seeds: those of two equal arms, the second shifted, and of A/A.
+
+    Losses are paired by number, as those of seeds are.
+    """
+    base, arm, again = (
+        [replace(run, arm=name, seed=number) for number, run in enumerate(runs[i * SEEDS : (i + 1) * SEEDS])]
+        for i, name in enumerate((BASE, EQUAL, BASE + AGAIN))
+    )
+    arms = [Arm(name, study.cfg) for name in (BASE, EQUAL)]
+    return analyse(Study(arms, study.rates, list(range(SEEDS)), {}), Found([*base, *shifted(arm, by), *again]))
+
+
+def record(proof: str, number: int, arm: ArmReport, made: Report) -> Record:
+    assert arm.difference is not None
+    facts = {"proof": proof, "study": number, "different": arm.different}
+    return facts | {"difference": asdict(arm.difference), "again": asdict(made.again), "loss": arm.last.median}
+
+
+def records_of(study: Study, equal: Sequence[Result], known: Found, studies: int) -> list[Record]:
+    """All studies.
+
+    Args:
+        equal: runs of equal arms, with distinct seeds.
+        known: runs of the arms of `study`.
+    """
+    made: list[Record] = []
+    for proof, by in (("aa", 0.0), ("shifted", SHIFT)):
+        for i in range(studies):
+            report = drawn(study, equal[3 * SEEDS * i :], by)
+            made.append(record(proof, i, report.arms[1], report))
+    planted = [one for run in known.results for one in (shifted([run], SHIFT) if run.arm == EQUAL else [run])]
+    report = analyse(study, replace(known, results=planted))
+    return [*made, *(record(p, 0, a, report) for p, a in zip(("planted", "handicap"), report.arms[1:], strict=True))]
+
+
+def summary(records: Sequence[Record]) -> str:
+    rows = []
+    for proof, expected in (("aa", "at most a tenth"), ("shifted", "found"), ("planted", "found"), ("handicap", "found")):
+        of = [one for one in records if one["proof"] == proof]
+        difference = interval_text(Interval(**of[0]["difference"]), 4) if len(of) == 1 else NOTHING
+        half = fmean((one["difference"]["high"] - one["difference"]["low"]) / 2 for one in of)
+        called = f"{sum(one['different'] for one in of)} of {len(of)}"
+        rows.append([proof, called, expected, difference, f"{half:.4f}"])
+    return aligned(["proof", "called different", "expected", "difference (95 %)", "± mean"], rows)
+
+
+def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = command.parser("study_proofs", __doc__.splitlines()[0])
+    parser.add_argument(
+        "--studies", type=command.positive, help=f"of equal arms ({SIZES[False][0]}; {SIZES[True][0]} with --quick)"
+    )
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs, as train.py takes them")
+    return parser, command.parse(parser, argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    parser, options = options_of(argv)
+    device = command.pick_device(parser, options)
+    studies, sizes = SIZES[options.quick]
+    studies = options.studies or studies
+    results = command.open_results("study_proofs", options, device, [], argv)
+    seeds = list(range(1, SEEDS + 1))
+    study = study_of([*KEYS, *sizes, f"device={options.device}", *options.keys])
+    arm = study.arms[0]
+    other = study_of([*KEYS, *sizes, f"device={options.device}", "norm.eps=1.01e-5", *options.keys]).arms[0]
+    arms = [Arm(BASE, arm.cfg), Arm(EQUAL, other.cfg), Arm(HANDICAP, arm.cfg, half_frozen)]
+    known = Study(arms, study.rates, seeds, {})
+    # Half of them are the A/A runs, which have as many other seeds.
+    equal = Study(arms[:1], study.rates, list(range(1, (3 * SEEDS * studies + 1) // 2 + 1)), {})
+
+    precision = Precision.settle(arm.cfg.train.precision, machine.inspect(arm.cfg.device))
+    corpus = load_corpus(arm.cfg.data, arm.cfg.tokenizer, context=arm.cfg.model.context)
+    with tempfile.TemporaryDirectory() as folder, progress(2 * len(equal.seeds) + 4 * SEEDS, "study_proofs", "run") as bar:
+        runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", best_rate, bar.update).results
+        found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", best_rate, bar.update)
+    results.add(records_of(known, runs, found, studies))
+    print(summary(results.finish()["records"]))
+    print(f"records: {results.path}")
+
+
+if __name__ == "__main__":
+    command.run(main)

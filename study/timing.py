@@ -1,0 +1,69 @@
+"""The time of an arm's step by the ablation's protocol: short blocks that alternate, paired, with an interval.
+
+measure/schedule.py has the order of the blocks. An arm is timed beside its own model with PyTorch's norms, beside that once
+more (A/A: the difference that the protocol measures where there is none), and beside the baseline. A step is the captured one,
+so the GPU does not wait for the host, and blocks can be shorter than those of ablate.py. Each block begins at the first step of
+the same run; its first step is not counted.
+"""
+
+import copy
+import math
+from statistics import median
+
+import torch
+
+from configs import Config
+from configs.schema import NormImpl
+from data import Corpus
+from measure.comparison import AGAIN, TORCH
+from measure.schedule import LEAD_IN, LEAST_STEPS, MOST_STEPS, run_blocks
+from measure.statistics import LEAST_SAMPLES
+from study.arms import Arm
+from study.engine import Engine, initial_values, windows_of
+from training.clock import StepClock
+from training.precision import Precision
+
+BASELINE = "baseline"  # the contender; the others are named after their norm.impl
+BLOCK_MS = 50.0
+
+
+def cycles_of(cfg: Config, device: torch.device) -> int:
+    """No timing on a CPU by default: no kernel of a norm runs there. None of runs with too few steps for a block."""
+    cycles = cfg.compare.timing_cycles
+    cycles = cycles if cycles is not None else LEAST_SAMPLES * (device.type == "cuda")
+    return cycles if cfg.train.steps >= LEAD_IN + LEAST_STEPS else 0
+
+
+def block_times(
+    arm: Arm, baseline: Arm, engine: Engine, cycles: int, precision: Precision, corpus: Corpus
+) -> dict[str, list[float]]:
+    """By contender the median step of each block in ms, two blocks a cycle.
+
+    Args:
+        engine: of the arm.
+    """
+    torch_cfg = copy.deepcopy(engine.cfg)
+    torch_cfg.norm.impl = NormImpl.torch
+    plan = {str(arm.cfg.norm.impl): (engine.cfg, arm)}
+    plan |= {TORCH: (torch_cfg, arm), AGAIN: (torch_cfg, arm)}
+    if arm.name != baseline.name:
+        plan[BASELINE] = (baseline.at(engine.cfg.optim.lr, engine.cfg.seed), baseline)
+    engines: dict[str, Engine] = {}
+    initial = {}
+    for name, (cfg, of) in plan.items():
+        engines[name] = engine if not engines else Engine(cfg, precision, corpus, of.fill)
+        initial[name] = initial_values(cfg, precision, corpus, of.fill)
+        engines[name].begin(cfg, initial[name], windows_of(cfg, corpus, precision.device))
+
+    def steps_ms(name: str, steps: int) -> list[float]:
+        one, clock = engines[name], StepClock(precision.device, warmup=LEAD_IN)
+        one.restart(initial[name])
+        for _ in range(LEAD_IN + steps):
+            with clock.step():
+                one.advance(1)
+        return clock.steps_ms
+
+    slowest = max(min(steps_ms(name, LEAST_STEPS)) for name in engines)
+    steps = min(max(math.ceil(BLOCK_MS / slowest), LEAST_STEPS), MOST_STEPS, engine.cfg.train.steps - LEAD_IN)
+    blocks = run_blocks(lambda name, cycle: steps_ms(name, steps), list(engines), cycles, engine.cfg.seed)
+    return {name: [round(median(block), 4) for block in of] for name, of in blocks.items()}

@@ -1,0 +1,55 @@
+"""The proofs of compare.py at toy size."""
+
+import pytest
+import torch
+
+from benchmarks import study_proofs
+from study.engine import Engine, initial_values, windows_of
+from study.runs import Found, Result
+from tests.runs import composed, precision
+from training.build import build
+
+
+def test_it_records_every_study_and_prints_a_table(tiny, recorded, monkeypatch):
+    monkeypatch.setattr(study_proofs, "SEEDS", 2)
+    file, printed = recorded(
+        study_proofs, "--device", "cpu", "--quick", "--studies", "1", *tiny[:4], "train.steps=6", "eval.batches=2"
+    )
+    records = {one["proof"]: one for one in file["records"]}
+    assert list(records) == ["aa", "shifted", "planted", "handicap"] and "called different" in printed
+    shift = records["shifted"]["difference"]["median"] - records["aa"]["difference"]["median"]
+    assert shift == pytest.approx(study_proofs.SHIFT)
+    planted = records["planted"]["difference"]
+    assert planted["low"] > 0 and planted["median"] == pytest.approx(study_proofs.SHIFT, abs=0.002)
+    assert records["handicap"]["difference"]["median"] != 0
+
+
+def test_half_of_the_norm_weights_stay_frozen_and_the_other_half_learns(tiny):
+    from data import load_corpus
+
+    cfg = composed([*tiny, "norm.kind=rmsnorm", "train.steps=5"])
+    corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
+    engine = Engine(cfg, precision(torch.float32), corpus, study_proofs.half_frozen)
+    for _ in range(2):  # and after a reset
+        initial = initial_values(cfg, engine.precision, corpus, study_proofs.half_frozen)
+        engine.begin(cfg, initial, windows_of(cfg, corpus, torch.device("cpu")))
+        engine.advance(5)
+        weights = [p for name, p in engine.model.named_parameters() if "norm" in name]
+        assert len(weights) == 5
+        for weight in weights:
+            assert torch.equal(weight[:16], torch.full((16,), study_proofs.FROZEN)) and (weight[16:] != 1).all()
+
+
+def test_the_handicap_changes_no_other_initial_value(tiny):
+    cfg = composed([*tiny, "norm.kind=rmsnorm"])
+    plain, handicapped = (build(cfg, precision(), 64, fill=fill).model for fill in (lambda _: None, study_proofs.half_frozen))
+    same = {name: torch.equal(p, dict(handicapped.named_parameters())[name]) for name, p in plain.named_parameters()}
+    assert {name for name, is_same in same.items() if not is_same} == {name for name in same if "norm" in name}
+
+
+def test_a_study_is_drawn_of_runs_that_no_other_has():
+    made = [Result("a", 1e-3, seed, [(0, 4.0), (9, 1.5 + seed / 1000)]) for seed in range(30)]
+    study = study_proofs.Study([study_proofs.Arm("a", study_proofs.study_of([]).cfg)], [1e-3], [1], {})
+    report = study_proofs.drawn(study, made[15:], 0.0)
+    assert report.arms[0].last.median == pytest.approx(1.517) and report.arms[1].difference.median == pytest.approx(0.005)
+    assert report.again.median == pytest.approx(0.010) and isinstance(Found([]).of("a"), list)

@@ -43,6 +43,7 @@ from configs.rules import NANOGPT
 from configs.schema import DropoutMasks, NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
+from measure.gpu import gpu_state_during
 from measure.progress import progress
 from measure.sources import fingerprints
 from measure.tables import capital, label
@@ -50,7 +51,7 @@ from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.console import show, take_any_encoding
-from training.environment import environment, gpu_state_during
+from training.environment import environment
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.storage import StorageError, claim, relative, replace_text

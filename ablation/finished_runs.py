@@ -20,7 +20,7 @@ from measure.tables import (
     flat,
     label,
 )
-from training.plot import read_metrics
+from training.metrics import read_metrics
 from training.storage import resume_command
 
 COMPARED = {"norm.impl", "seed"}

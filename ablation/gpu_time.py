@@ -12,10 +12,10 @@ from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.comparison import AGAIN
 from measure.tables import capital, label, markdown, number, wrapped
 from training.attribution import Share
-from training.metrics import WAITING
 from training.precision import Precision
 
 READ = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
+WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
 
 

@@ -12,6 +12,9 @@ names its kernels after the operators in them; there the name decides.
     loss       log-softmax and likelihood, with the casts around them; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
     other      embeddings, activations, copies to the GPU, and casts
+
+`profile_step` is for ablate.py, and `profiled` for profile=true: of a run, the first WAIT steps compile and fill caches, WARMUP
+more start the profiler, and then STEPS are profiled.
 """
 
 import math
@@ -20,21 +23,30 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from model import loss as losses
 from model.attention import QueryKeySite
 from model.norm import NormSite
+from training import storage
+from training.distributed import ALONE, World
+from training.run import Run
+from training.storage import relative
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
 LOSS_SITE = "prenorm loss"  # around PyTorch's loss where it runs eager
+WAIT, WARMUP, STEPS = 3, 1, 3  # of a run: steps without the profiler, steps that start it, profiled steps
+UNTIMED = WAIT + WARMUP + STEPS  # the steps of a profiled run that are no step time
+TRACE, TABLE = "trace.json", "profile.txt"
+LONGEST, WIDTH = 20, 100  # kernels in the table, and letters of their names
 
 
 @dataclass(frozen=True)
@@ -84,17 +96,73 @@ def profile_step(
         step()
     if on_gpu:
         torch.cuda.synchronize(device)
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-    with marked_sites(model), profile(activities=activities) as profiler:
+    with marked_sites(model), profile(activities=_activities(on_gpu)) as profiler:
         for _ in range(steps):
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = list(profiler.events() or ())
-    if not on_gpu:
-        return host_times(events, steps)
-    times = device_times(events, steps)
-    return times if model is None else [_of_compiled_site(time) for time in times]
+    times = _times(profiler, on_gpu, steps)
+    return [_of_compiled_site(time) for time in times] if on_gpu and model is not None else times
+
+
+def profiled(run: Run, steps: Iterator[int], model: nn.Module, device: torch.device, world: World = ALONE) -> Iterator[int]:
+    """Yields the steps of a run. With profile=true the first rank profiles some of them: trace.json and profile.txt.
+
+    Raises:
+        StorageError: a file can't be written.
+    """
+    cfg, left = run.cfg, run.cfg.train.steps - run.origin.step
+    if cfg.profile and left < UNTIMED:
+        run.say(f"profile=true: nothing will be profiled, as this start has {left} steps and a profile needs {UNTIMED}")
+    elif cfg.profile and world.leads:
+        yield from islice(steps, WAIT)
+        plan = schedule(wait=0, warmup=WARMUP, active=STEPS, repeat=1)
+        marked, on_gpu = marked_sites(None if cfg.train.compile else model), device.type == "cuda"
+        with marked, profile(activities=_activities(on_gpu), schedule=plan) as profiler:
+            for step in islice(steps, WARMUP + STEPS):
+                yield step
+                if on_gpu:
+                    torch.cuda.synchronize(device)  # so that a step's kernels are in its own part of the trace
+                profiler.step()
+        _keep(run, profiler, on_gpu)
+    yield from steps
+
+
+def _keep(run: Run, profiler: profile, on_gpu: bool) -> None:
+    kernels = _times(profiler, on_gpu, STEPS)
+    title = f"{'GPU time' if on_gpu else 'time of CPU operators'} of a step, mean of {STEPS}"
+    unfinished = run.folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
+    with storage.as_storage_errors(run.folder / TRACE):
+        profiler.export_chrome_trace(str(unfinished))
+        unfinished.replace(run.folder / TRACE)
+    storage.replace_text(run.folder / TABLE, f"{title}\n\n{table(kernels)}\n\n{longest(kernels)}\n")
+    run.say(f"\n{title}; {TRACE} and {TABLE} are in {relative(run.folder)}\n\n{table(kernels)}\n")
+
+
+def table(kernels: list[KernelTime]) -> str:
+    """Milliseconds, share and launches of each kind of work, a line each and one for all."""
+    rows = [(share.group, share.ms, share.launches) for share in shares(kernels)]
+    total = sum(ms for _, ms, _ in rows)
+    lines = [f"{'':<9}  {'ms':>10}  {'%':>5}  {'launches':>8}"]
+    for group, ms, count in [*rows, ("all", total, launches(kernels))]:
+        lines.append(f"{group:<9}  {ms:>10.3f}  {100 * ms / total if total else 0:>5.1f}  {count:>8,}")
+    return "\n".join(lines)
+
+
+def longest(kernels: list[KernelTime]) -> str:
+    """The kernels that take most of a step, and the kind of work that each is counted as."""
+    found = by_name(kernels)
+    lines = [f"{'ms':>10}  {'launches':>8}  {'':<9}  the {min(LONGEST, len(found))} longest of {len(found)}"]
+    lines += [f"{k.ms:>10.3f}  {k.launches:>8.1f}  {k.group:<9}  {k.name[:WIDTH]}" for k in found[:LONGEST]]
+    return "\n".join(lines)
+
+
+def _activities(on_gpu: bool) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+
+
+def _times(profiler: profile, on_gpu: bool, steps: int) -> list[KernelTime]:
+    return (device_times if on_gpu else host_times)(list(profiler.events() or ()), steps)
 
 
 def _of_compiled_site(kernel: KernelTime) -> KernelTime:
@@ -137,6 +205,10 @@ class Rule(NamedTuple):
     pattern: re.Pattern[str]
 
 
+def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str) -> Rule:
+    return Rule(group, where, re.compile(pattern, re.IGNORECASE))
+
+
 def _kernel(kernel: KernelTime) -> Sequence[str]:
     return (kernel.name,)
 
@@ -145,24 +217,18 @@ def _within(kernel: KernelTime) -> Sequence[str]:
     return kernel.within
 
 
-def _within_loss(kernel: KernelTime) -> Sequence[str]:
-    return kernel.within if any("::linear_cross_entropy" in name for name in kernel.within) else ()
-
-
 def _site(kernel: KernelTime) -> Sequence[str]:
     return kernel.within + kernel.forward
 
 
+def _within_loss(kernel: KernelTime) -> Sequence[str]:
+    return kernel.within if any("::linear_cross_entropy" in name for name in kernel.within) else ()
+
+
 def _summed_by_compiled_code(kernel: KernelTime) -> Sequence[str]:
     """The outermost range of compiled code around a sum that it calls as an operator."""
-    called = kernel.within[:1] == ("aten::sum",)
-    return (
-        [name for name in kernel.within if name.startswith(("CompiledFunction", "## Call CompiledFxGraph"))] if called else ()
-    )
-
-
-def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str) -> Rule:
-    return Rule(group, where, re.compile(pattern, re.IGNORECASE))
+    compiled = ("CompiledFunction", "## Call CompiledFxGraph")
+    return [name for name in kernel.within if name.startswith(compiled)] if kernel.within[:1] == ("aten::sum",) else ()
 
 
 # The first that matches decides.
@@ -259,6 +325,10 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
             hook.remove()
 
 
+Place = tuple[tuple[str, ...], tuple[str, ...]]  # `within` and `forward` of a KernelTime
+NOWHERE: Place = ((), ())
+
+
 def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
     """GPU time by kernel and place. All together, it is the time in which the GPU had something to do."""
     # The profiler draws ranges (ours, the optimizer's, torch.compile's) on the GPU's timeline too; there they span kernels that
@@ -268,20 +338,17 @@ def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime
     left: dict[tuple[str, float], list[float]] = defaultdict(list)  # what a kernel took alone, by what its launch knows of it
     for event, alone in _alone(ran):
         left[event.name, event.time_range.elapsed_us()].append(alone)
-    place = _places(events)
-    times = _Times(steps)
+    place, launched = _places(events), []
     for event in events:
         # A driver call's number may by chance be an operator's, and then that operator's kernels are listed at the call again.
         if event.device_type != DeviceType.CPU or _DRIVER_CALL.match(event.name):
             continue
         for kernel in event.kernels:
             if same := left.get((kernel.name, kernel.duration)):
-                times.add(kernel.name, same.pop(0), *place(event))
+                launched.append((kernel.name, same.pop(0), place(event)))
     # Kernels that no operator has launched are in no operator's list, but they ran.
-    for (name, _), rest in left.items():
-        for alone in rest:
-            times.add(name, alone, (), ())
-    return times.kernels()
+    launched += [(name, alone, NOWHERE) for (name, _), rest in left.items() for alone in rest]
+    return _summed(launched, steps)
 
 
 def _alone(ran: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, float]]:
@@ -302,34 +369,21 @@ _DRIVER_CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKe
 def host_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
     """The same of CPU operators, each with the time that is not its children's. Ranges count for nothing by themselves."""
     place = _places(events)
-    times = _Times(steps)
-    for event in events:
-        if event.device_type == DeviceType.CPU and not event.is_async and not event.is_user_annotation:
-            times.add(event.name, event.self_cpu_time_total, *place(event))
-    return times.kernels()
+    ran = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async and not e.is_user_annotation]
+    return _summed([(event.name, event.self_cpu_time_total, place(event)) for event in ran], steps)
 
 
-class _Times:
-    """Sums by name and place."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._us: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[float]] = defaultdict(list)
-
-    def add(self, name: str, us: float, within: tuple[str, ...], forward: tuple[str, ...]) -> None:
-        self._us[name, within, forward].append(us)
-
-    def kernels(self) -> list[KernelTime]:
-        """Longest first."""
-        kernels = [
-            KernelTime(name, sum(us) / self._steps, len(us) / self._steps, within, forward)
-            for (name, within, forward), us in self._us.items()
-        ]
-        return sorted(kernels, key=lambda kernel: -kernel.us)
+def _summed(launched: Iterable[tuple[str, float, Place]], steps: int) -> list[KernelTime]:
+    """The launches (name, microseconds, place) of all steps by name and place, as the mean of a step, longest first."""
+    found: dict[tuple[str, Place], list[float]] = defaultdict(list)
+    for name, us, place in launched:
+        found[name, place].append(us)
+    kernels = [KernelTime(name, sum(us) / steps, len(us) / steps, *place) for (name, place), us in found.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.us)
 
 
-def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """A function that gives `within` and `forward` of what a CPU event launches.
+def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], Place]:
+    """A function that gives the place of what a CPU event launches.
 
     Autograd numbers its nodes as a forward thread makes them. The profiler notes the number on the node's backward, and on each
     forward operator the number that the next node will get (`sequence_nr`, read when the operator starts: ATen's
@@ -343,7 +397,7 @@ def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], tuple[
             if key not in makers or event.time_range.start >= makers[key].time_range.start:
                 makers[key] = event
 
-    def place(event: FunctionEvent) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def place(event: FunctionEvent) -> Place:
         within = tuple(_ancestors(event))
         nodes = ((e.fwd_thread, e.sequence_nr) for e in within if e.fwd_thread and e.sequence_nr >= 0)
         maker = makers.get(next(nodes, (0, -1)))

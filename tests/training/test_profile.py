@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.runs import bits, train_here
-from training.attribution import GROUPS, NORM_SITE
-from training.profile import STEPS
+from training.attribution import GROUPS, NORM_SITE, STEPS
 
 
 def test_a_profiled_run_leaves_a_trace_and_a_table_and_gives_the_same_bits(tiny, tmp_path, capsys):

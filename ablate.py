@@ -42,6 +42,7 @@ from configs import Config, ConfigError, command_line, keys, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import DropoutMasks, NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
+from measure.attribution import KernelTime, by_name, launches, profile_step, shares
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, conclusion, cycle_times
 from measure.gpu import gpu_state_during
 from measure.progress import progress
@@ -49,7 +50,6 @@ from measure.sources import fingerprints
 from measure.tables import capital, label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
-from training.attribution import KernelTime, by_name, launches, profile_step, shares
 from training.console import show, take_any_encoding
 from training.environment import environment
 from training.interrupt import Stopped, exit_on_signals

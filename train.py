@@ -23,7 +23,6 @@ from configs.schema import OptimConfig, Schedule
 from data import Batches, load_corpus
 from measure.clock import StepClock
 from training import pretrained
-from training.attribution import UNTIMED, profiled
 from training.build import build
 from training.checkpoint import Saver, TrainState
 from training.command import main
@@ -33,6 +32,7 @@ from training.facts import Summary, facts
 from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics, quantities
 from training.precision import Precision
+from training.profile import UNTIMED, profiled
 from training.run import Run
 from training.sampling import encode_prompt, write_sample
 from training.sharding import full_tensor

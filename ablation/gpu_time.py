@@ -9,9 +9,9 @@ import torch
 from ablation.records import Attribution, Cell
 from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
+from measure.attribution import Share
 from measure.comparison import AGAIN
 from measure.tables import capital, label, markdown, number, wrapped
-from training.attribution import Share
 from training.precision import Precision
 
 READ = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")

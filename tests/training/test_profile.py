@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from measure.attribution import GROUPS, NORM_SITE
 from tests.runs import bits, train_here
-from training.attribution import GROUPS, NORM_SITE, STEPS
+from training.profile import STEPS
 
 
 def test_a_profiled_run_leaves_a_trace_and_a_table_and_gives_the_same_bits(tiny, tmp_path, capsys):

@@ -12,9 +12,6 @@ names its kernels after the operators in them; there the name decides.
     loss       log-softmax and likelihood, with the casts around them; the head's product is a GEMM
     optimizer  update, clipping, loss scaling
     other      embeddings, activations, copies to the GPU, and casts
-
-`profile_step` is for ablate.py, and `profiled` for profile=true: of a run, the first WAIT steps compile and fill caches, WARMUP
-more start the profiler, and then STEPS are profiled.
 """
 
 import math
@@ -23,30 +20,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from model import loss as losses
 from model.attention import QueryKeySite
 from model.norm import NormSite
-from training import storage
-from training.distributed import ALONE, World
-from training.run import Run
-from training.storage import relative
 
 GROUPS = ("GEMM", "attention", "norm", "loss", "optimizer", "other")
 NORM_SITE = "prenorm norm site"  # the range around a site's forward
 LOSS_SITE = "prenorm loss"  # around PyTorch's loss where it runs eager
-WAIT, WARMUP, STEPS = 3, 1, 3  # of a run: steps without the profiler, steps that start it, profiled steps
-UNTIMED = WAIT + WARMUP + STEPS  # the steps of a profiled run that are no step time
-TRACE, TABLE = "trace.json", "profile.txt"
-LONGEST, WIDTH = 20, 100  # kernels in the table, and letters of their names
 
 
 @dataclass(frozen=True)
@@ -96,78 +84,28 @@ def profile_step(
         step()
     if on_gpu:
         torch.cuda.synchronize(device)
-    with marked_sites(model), profile(activities=_activities(on_gpu)) as profiler:
+    with marked_sites(model), profile(activities=activities(device)) as profiler:
         for _ in range(steps):
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    times = _times(profiler, on_gpu, steps)
-    return [_of_compiled_site(time) for time in times] if on_gpu and model is not None else times
+    found = times(profiler, device, steps)
+    return [_of_compiled_site(time) for time in found] if on_gpu and model is not None else found
 
 
-def profiled(run: Run, steps: Iterator[int], model: nn.Module, device: torch.device, world: World = ALONE) -> Iterator[int]:
-    """Yields the steps of a run. With profile=true the first rank profiles some of them: trace.json and profile.txt.
-
-    Raises:
-        StorageError: a file can't be written.
-    """
-    cfg, left = run.cfg, run.cfg.train.steps - run.origin.step
-    if cfg.profile and left < UNTIMED:
-        run.say(f"profile=true: nothing will be profiled, as this start has {left} steps and a profile needs {UNTIMED}")
-    elif cfg.profile and world.leads:
-        yield from islice(steps, WAIT)
-        plan = schedule(wait=0, warmup=WARMUP, active=STEPS, repeat=1)
-        marked, on_gpu = marked_sites(None if cfg.train.compile else model), device.type == "cuda"
-        with marked, profile(activities=_activities(on_gpu), schedule=plan) as profiler:
-            for step in islice(steps, WARMUP + STEPS):
-                yield step
-                if on_gpu:
-                    torch.cuda.synchronize(device)  # so that a step's kernels are in its own part of the trace
-                profiler.step()
-        _keep(run, profiler, on_gpu)
-    yield from steps
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler records there."""
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
 
 
-def _keep(run: Run, profiler: profile, on_gpu: bool) -> None:
-    kernels = _times(profiler, on_gpu, STEPS)
-    title = f"{'GPU time' if on_gpu else 'time of CPU operators'} of a step, mean of {STEPS}"
-    unfinished = run.folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
-    with storage.as_storage_errors(run.folder / TRACE):
-        profiler.export_chrome_trace(str(unfinished))
-        unfinished.replace(run.folder / TRACE)
-    storage.replace_text(run.folder / TABLE, f"{title}\n\n{table(kernels)}\n\n{longest(kernels)}\n")
-    run.say(f"\n{title}; {TRACE} and {TABLE} are in {relative(run.folder)}\n\n{table(kernels)}\n")
-
-
-def table(kernels: list[KernelTime]) -> str:
-    """Milliseconds, share and launches of each kind of work, a line each and one for all."""
-    rows = [(share.group, share.ms, share.launches) for share in shares(kernels)]
-    total = sum(ms for _, ms, _ in rows)
-    lines = [f"{'':<9}  {'ms':>10}  {'%':>5}  {'launches':>8}"]
-    for group, ms, count in [*rows, ("all", total, launches(kernels))]:
-        lines.append(f"{group:<9}  {ms:>10.3f}  {100 * ms / total if total else 0:>5.1f}  {count:>8,}")
-    return "\n".join(lines)
-
-
-def longest(kernels: list[KernelTime]) -> str:
-    """The kernels that take most of a step, and the kind of work that each is counted as."""
-    found = by_name(kernels)
-    lines = [f"{'ms':>10}  {'launches':>8}  {'':<9}  the {min(LONGEST, len(found))} longest of {len(found)}"]
-    lines += [f"{k.ms:>10.3f}  {k.launches:>8.1f}  {k.group:<9}  {k.name[:WIDTH]}" for k in found[:LONGEST]]
-    return "\n".join(lines)
-
-
-def _activities(on_gpu: bool) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-
-
-def _times(profiler: profile, on_gpu: bool, steps: int) -> list[KernelTime]:
-    return (device_times if on_gpu else host_times)(list(profiler.events() or ()), steps)
+def times(profiler: profile, device: torch.device, steps: int) -> list[KernelTime]:
+    """What the profiled steps launched, as the mean of a step: GPU time on CUDA, else the self time of CPU operators."""
+    return (device_times if device.type == "cuda" else host_times)(list(profiler.events() or ()), steps)
 
 
 def _of_compiled_site(kernel: KernelTime) -> KernelTime:
     """Of a model that runs eager, torch.compile makes kernels for norm sites and the loss alone. Those of a site are marked."""
-    if not kernel.name.startswith("triton_") or COMPILED_LOSS.pattern.search(kernel.name):
+    if not kernel.name.startswith("triton_") or re.search(COMPILED_LOSS, kernel.name):
         return kernel
     return replace(kernel, within=(*kernel.within, NORM_SITE))
 
@@ -199,16 +137,6 @@ def launches(kernels: Iterable[KernelTime]) -> int:
 # --- which group ---
 
 
-class Rule(NamedTuple):
-    group: str
-    where: Callable[[KernelTime], Sequence[str]]
-    pattern: re.Pattern[str]
-
-
-def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str) -> Rule:
-    return Rule(group, where, re.compile(pattern, re.IGNORECASE))
-
-
 def _kernel(kernel: KernelTime) -> Sequence[str]:
     return (kernel.name,)
 
@@ -231,64 +159,68 @@ def _summed_by_compiled_code(kernel: KernelTime) -> Sequence[str]:
     return [name for name in kernel.within if name.startswith(compiled)] if kernel.within[:1] == ("aten::sum",) else ()
 
 
+COMPILED_LOSS = r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"
+
 # The first that matches decides.
-RULES = (
+Where = Callable[[KernelTime], Sequence[str]]
+RULES: tuple[tuple[str, Where, str], ...] = (  # the group, the texts that are looked at, a pattern without case
     # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
-    _rule(
+    (
         "norm",
         _kernel,
         r"^(norm_(forward|backward)|finish_weight_gradients|dropout|rotary_(forward|backward)|finish_rotary_weights)_kernel",
     ),
-    _rule("loss", _kernel, r"^(cross_entropy|cross_entropy_gradient|count_targets|sum_losses)_kernel"),
+    ("loss", _kernel, r"^(cross_entropy|cross_entropy_gradient|count_targets|sum_losses)_kernel"),
     # The operator of the head's product with its loss has matrix products inside.
-    _rule("GEMM", _within_loss, r"^aten::(mm|addmm)$"),
-    _rule("loss", _within, r"^prenorm_\w+::(linear_)?cross_entropy"),
+    ("GEMM", _within_loss, r"^aten::(mm|addmm)$"),
+    ("loss", _within, r"^prenorm_\w+::(linear_)?cross_entropy"),
     # Under torch.compile they run inside our operators, with the fills that these need.
-    _rule("norm", _within, r"^prenorm_\w+::"),
+    ("norm", _within, r"^prenorm_\w+::"),
     # Sites that are compiled alone; see `_of_compiled_site`.
-    _rule("norm", lambda kernel: [f"{kernel.name[:7]} {name}" for name in kernel.within], rf"^triton_ {NORM_SITE}$"),
+    ("norm", lambda kernel: [f"{kernel.name[:7]} {name}" for name in kernel.within], rf"^triton_ {NORM_SITE}$"),
     # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
-    _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
+    ("loss", _kernel, COMPILED_LOSS),
     # A bias gradient: the sum, over rows, of what a dropout's backward gives, made anew for it. It takes as long as the plain
     # triton_red_fused_sum_view_ that stands in its place with fused norms.
-    _rule("other", _kernel, r"^triton_(red|per)_fused_(_to_copy_)?native_dropout_backward_sum_(view_)?\d+$"),
-    _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
+    ("other", _kernel, r"^triton_(red|per)_fused_(_to_copy_)?native_dropout_backward_sum_(view_)?\d+$"),
+    ("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
     # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
-    _rule("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
+    ("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
     # The turn of queries and keys joins two halves, and its backward the gradients of queries, keys and values. So does that of
     # a gated MLP, with its activation in the name.
-    _rule("norm", _kernel, r"^triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
-    _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
+    ("norm", _kernel, r"^triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
+    ("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.
-    _rule("norm", _summed_by_compiled_code, r""),
+    ("norm", _summed_by_compiled_code, r""),
     # Before GEMM: the math backend is made of matrix products, flash kernels have cutlass types in their names.
-    _rule("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
-    _rule("attention", _kernel, r"flash|fmha|sdpa|attention|cudnn::fusion"),
+    ("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
+    ("attention", _kernel, r"flash|fmha|sdpa|attention|cudnn::fusion"),
     # Matrix products by operator, for the kernels around one (split-K sums, fills). Not by forward's operator: the sum of a
     # bias gradient is launched by an addmm's backward and multiplies nothing.
-    _rule("GEMM", _within, r"^aten::(mm|addmm|bmm|baddbmm|_addmm_activation|_scaled_mm)$"),
-    _rule("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
+    ("GEMM", _within, r"^aten::(mm|addmm|bmm|baddbmm|_addmm_activation|_scaled_mm)$"),
+    ("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
     # Everything else that a marked site or its backward launches: dropout, residual add, casts, the norm.
-    _rule("norm", _site, rf"^{NORM_SITE}$"),
-    _rule("loss", _site, rf"^{LOSS_SITE}$|^aten::_?(log_softmax|nll_loss|cross_entropy)"),
+    ("norm", _site, rf"^{NORM_SITE}$"),
+    ("loss", _site, rf"^{LOSS_SITE}$|^aten::_?(log_softmax|nll_loss|cross_entropy)"),
     # Clipping and unscaling count as optimizer, as where a step is split in forward, backward and optimizer.
-    _rule("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),
+    ("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),
     # What no range has claimed, for instance since nothing was marked: eager kernels by name.
-    _rule("optimizer", _kernel, r"multi_tensor_apply|adam"),
-    _rule("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
-    _rule("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
+    ("optimizer", _kernel, r"multi_tensor_apply|adam"),
+    ("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
+    ("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
 )
-COMPILED_LOSS = next(rule for rule in RULES if rule.group == "loss" and rule.pattern.pattern.startswith("^triton_"))
 
 
 def group_of(kernel: KernelTime) -> str:
     """One of GROUPS."""
-    matches = (rule.group for rule in RULES if any(rule.pattern.search(text) for text in rule.where(kernel)))
-    return next(matches, "other")
+    for group, where, pattern in RULES:
+        if any(re.search(pattern, text, re.IGNORECASE) for text in where(kernel)):
+            return group
+    return "other"
 
 
 # --- what launched it ---

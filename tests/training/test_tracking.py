@@ -68,18 +68,15 @@ def test_a_wrong_value_is_refused_in_words_before_anything_starts_and_a_key_is_n
     assert settle(LoggingConfig(wandb=DISABLED))[0].wandb is DISABLED, "what is not used may be wrong"
 
 
-@pytest.mark.parametrize("without_key", [OFFLINE, DISABLED])
-def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monkeypatch, tmp_path, without_key):
+def test_a_server_that_does_not_answer_makes_the_run_go_on_as_without_a_key(monkeypatch, tmp_path):
     closed = {"API_KEY": KEY, "BASE_URL": "http://127.0.0.1:9", "INIT_TIMEOUT": "1"}  # nobody listens there
     for name, value in closed.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    settled, _ = settle(LoggingConfig(wandb=ONLINE, without_key=without_key))
-    run = Tracker(settled, tmp_path / "run", **NAMED)
+    run = Tracker(settle(LoggingConfig(wandb=ONLINE))[0], tmp_path / "run", **NAMED)
     run.log({"a": 1}, step=1)
     run.finish(0)
-    assert run.mode is without_key
+    assert run.mode is OFFLINE and len(list(tmp_path.glob("run/wandb/offline-run-*-r1"))) == 1
     assert run.note.startswith("online start failed: ") and "connection refused" in run.note
-    assert len(list(tmp_path.glob("run/wandb/offline-run-*-r1"))) == (without_key is OFFLINE)
 
 
 def test_a_run_goes_on_where_wandbs_process_dies(tmp_path, capsys):
@@ -95,15 +92,14 @@ def test_a_run_goes_on_where_wandbs_process_dies(tmp_path, capsys):
     assert capsys.readouterr().err.count("W&B failed and is left out from here on: ") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_a_server_that_never_answers_is_waited_for_ends_the_run_at_once(tiny, tmp_path, number):
+def test_a_signal_while_a_server_that_never_answers_is_waited_for_ends_the_run_at_once(tiny, tmp_path):
     with closing(socket.create_server(("127.0.0.1", 0))) as mute:
         reached = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": f"http://127.0.0.1:{mute.getsockname()[1]}"}
         process = Command([*tiny, "logging.wandb=online"], tmp_path, **reached, WANDB_INIT_TIMEOUT="600")
         wait_until(process, lambda: any(tmp_path.glob("runs/*/wandb/run-*/logs/debug-internal.log")))
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         done = process.finish(within=20)  # W&B's own process goes on for 30 s
-    assert done.returncode == 128 + number and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 143 and "Traceback" not in done.stderr, done.stderr
 
 
 def start(run):
@@ -121,17 +117,13 @@ def agent(monkeypatch, tmp_path):
         monkeypatch.setenv(f"WANDB_{name}", value)
 
 
-@pytest.mark.parametrize(
-    ("own", "group", "name"),
-    [([], "sweep_s1", "sweep_s1/norm.impl-fused_seed-2"), (["logging.group=mine", "logging.name=best"], "mine", "best")],
-)
-def test_a_job_of_an_agent_is_its_run_in_the_sweeps_project(agent, tmp_path, own, group, name):
-    cfg = composed(["logging.project=mine", "logging.entity=me", *own])
+def test_a_job_of_an_agent_is_its_run_in_the_sweeps_project(agent, tmp_path):
+    cfg = composed(["logging.project=mine", "logging.entity=me"])
     with open_run(Start(cfg, tmp_path / "run"), torch.device("cpu")) as run:
         start(run)
         theirs = run.tracker._run
         assert (theirs.id, theirs.project, theirs.settings.sweep_id) == ("r1", "p", "s1")
-        assert (theirs.group, theirs.name) == (group, name)
+        assert (theirs.group, theirs.name) == ("sweep_s1", "sweep_s1/norm.impl-fused_seed-2")
     assert [path.name for path in tmp_path.glob("wandb/offline-run-*/*.wandb")] == ["run-r1.wandb"]
 
 

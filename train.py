@@ -108,12 +108,11 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
                     run.sync()
                     saver.save(state)
             if stopping:
-                break
+                saver.wait()
+                run.stop(done, interrupt)
 
         # ---- results -------------------------------------------------------------------------------------------------------
         saver.wait()
-        if state.owes_validation or state.step < cfg.train.steps:
-            run.stop(state.step, interrupt)
         assert state.validation is not None and state.best is not None  # the last step was evaluated
         interrupt.answer = "Stopping."
         results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}

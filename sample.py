@@ -21,7 +21,7 @@ from data import Tokenizer
 from model import GPT
 from training import checkpoint
 from training.console import mute, take_any_encoding
-from training.evaluation import continue_text, encode_prompt
+from training.sampling import continue_text, encode_prompt
 
 SEPARATOR = "\n\n---\n\n"  # between several texts
 

@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: Ctrl-C during them prints no traceback
@@ -21,19 +21,21 @@ from configs import Config, command_line
 from configs.machine import Machine
 from configs.schema import OptimConfig, Schedule
 from data import Batches, load_corpus
+from measure.clock import StepClock
 from training import pretrained
 from training.build import build
 from training.checkpoint import Saver, TrainState
-from training.clock import StepClock
 from training.command import main
-from training.distributed import ALONE, World, full_tensor, without_reduction
-from training.evaluation import Evaluator, encode_prompt, write_sample
-from training.facts import Summary, facts, non_finite_explained
-from training.interrupt import Interrupt
+from training.distributed import ALONE, World, without_reduction
+from training.evaluation import validate
+from training.facts import Summary, facts
+from training.interrupt import Interrupt, Stopped
 from training.metrics import Metrics, quantities
 from training.precision import Precision
-from training.profile import StepProfiler
+from training.profile import UNTIMED, profiled
 from training.run import Run
+from training.sampling import encode_prompt, write_sample
+from training.sharding import full_tensor
 from training.step import allocate_gradients, makes_cuda_graphs, seed_micro_batch, to_device
 
 
@@ -81,15 +83,14 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     with world.shared_errors():
         sizes = quantities(cfg, corpus, model)
         run.start(facts(run.origin, precision, corpus, model, sizes, world), sizes, corpus.tokenizer)
-    clock = StepClock(precision.device, gpu_time=True)
+    clock = StepClock(precision.device, warmup=UNTIMED if cfg.profile else 3)
     metrics = Metrics(state, cfg, corpus, precision, clock, world)
-    profiler = StepProfiler(cfg.profile and world.leads, run, clock, precision.device, None if cfg.train.compile else model)
-    with non_finite_explained(run, batches), Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver, profiler:
-        evaluator = Evaluator(run, corpus.val, metrics, interrupt, world)
-        evaluator.make_up()
+    with Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver:
+        if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
+            validate(run, corpus.val, metrics, interrupt, world)
         saver.update_links(state.best_step)  # the newest checkpoint of a resumed run may be damaged and out of use
-        for step in run.progress(evaluator.steps_left()):
-            with profiler.step():
+        for step in profiled(run, run.progress(range(state.step, cfg.train.steps)), model, precision.device, world):
+            with clock.step():
                 loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)
             state.step = done = step + 1
             metrics.add(loss, grad_norm)
@@ -97,9 +98,9 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
             last = done == cfg.train.steps
             if last or due(done, cfg.logging.every):
                 run.log(done, metrics.line())
-                run.say(metrics.advice())
             if last or due(done, cfg.eval.every):
-                evaluator.evaluate()
+                with suppress(Stopped):  # the poll below sees the signal too
+                    validate(run, corpus.val, metrics, interrupt, world)
             stopping, overdue = interrupt.poll(saver.overdue)  # one message between the ranks
             if last or stopping or overdue or due(done, cfg.checkpoint.every) or state.best_step == done:
                 with clock.paused():
@@ -107,12 +108,11 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
                     run.sync()
                     saver.save(state)
             if stopping:
-                break
+                saver.wait()
+                run.stop(done, interrupt)
 
         # ---- results -------------------------------------------------------------------------------------------------------
         saver.wait()
-        if state.owes_validation or state.step < cfg.train.steps:
-            run.stop(state.step, interrupt)
         assert state.validation is not None and state.best is not None  # the last step was evaluated
         interrupt.answer = "Stopping."
         results = {"final": vars(state.validation), "best": vars(state.best), "median_step_ms": clock.median_ms}

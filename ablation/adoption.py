@@ -35,12 +35,12 @@ from ablation.adopted_models import (
     results_of,
 )
 from ablation.rounding import FEW, GROSS_FEW, LEVEL, REFERENCE, REORDERED, Sums, sign_test, size_test
+from measure.clock import StepClock
 from measure.comparison import AGAIN, FUSED, NO_KERNEL, TORCH, Comparison, compare_blocks, conclusion, cycle_times
 from measure.schedule import LEAD_IN, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from measure.tables import aligned, interval_text, number
 from ops.kernels import runs_kernels
-from training.clock import StepClock
 
 SHOWN = 8  # rows of a table
 _ROUTES = (

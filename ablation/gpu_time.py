@@ -9,12 +9,12 @@ import torch
 from ablation.records import Attribution, Cell
 from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
+from measure.attribution import Share
 from measure.comparison import AGAIN
 from measure.tables import capital, label, markdown, number, wrapped
-from training.attribution import Share
-from training.metrics import WAITING
 from training.precision import Precision
 
+WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
 AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
 
 

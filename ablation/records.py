@@ -10,9 +10,9 @@ from typing import Any
 
 from ablation.rounding import Distances, Quantity
 from configs.rules import NANOGPT
+from measure.attribution import Kernel, Share
 from measure.comparison import AGAIN, TORCH, Comparison, Pairs, cycle_times
 from measure.statistics import Interval, spread
-from training.attribution import Kernel, Share
 from training.storage import replace_text
 
 

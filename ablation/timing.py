@@ -24,11 +24,11 @@ from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.kept import Cycle
 from ablation.records import ArmTimes
 from data import Batches
+from measure.clock import PartClock, StepClock
 from measure.comparison import TORCH
 from measure.schedule import LEAD_IN, block_length, block_orders, memory_orders, positions_of, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from measure.timing import allocated_gb, describe, free_memory
-from training.clock import PartClock, StepClock
 from training.step import makes_cuda_graphs
 
 BlocksMs = Mapping[str, list[list[float]]]  # by arm: the steps of its blocks

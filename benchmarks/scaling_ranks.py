@@ -22,11 +22,11 @@ import configs
 from configs import Config, machine
 from configs.schema import Parallel
 from data import Batches
+from measure.clock import StepClock
 from measure.schedule import no_garbage_collection
 from measure.timing import describe, free_memory
 from train import training_step
 from training.build import build
-from training.clock import StepClock
 from training.distributed import ALONE, World, join
 from training.environment import ROOT
 from training.precision import Precision

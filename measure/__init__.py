@@ -1,1 +1,1 @@
-"""What ablation and benchmarks share: statistics, timing, the order of blocks, tables. It imports none of them."""
+"""What programs share that measure: clocks, kinds of GPU work, statistics, order of blocks, tables. It imports none of them."""

@@ -40,7 +40,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "losses": LOSSES,
     "calls": (*NORMS, *CALLS),
     "step": STEP,
-    "ranks": (*STEP, "training/distributed.py"),
+    "ranks": (*STEP, "training/distributed.py", "training/sharding.py"),
 }
 OF_RECORD = {  # of all others, norms_models, norms_random and sites among them: norms
     "rotary": "rotary", "losses": "losses", "host": "calls", "memory": "calls", "ablation": "step", "scaling": "ranks",

@@ -127,8 +127,8 @@ def job_of(call: Training, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bo
     needs: which gradients autograd asks for, of the inputs that there are.
     """
     options = call.options
-    of: Any = Inputs(*call.dtypes)
-    need: Any = Inputs(*[name in call.names and needs[call.names.index(name)] for name in Inputs._fields])
+    of: Any = Inputs._make(call.dtypes)
+    need: Any = Inputs._make([name in call.names and needs[call.names.index(name)] for name in Inputs._fields])
     # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
     dz_is_upstream = options.norm == Norm.none and of.weight is None and of.bias is None and not has_dy1 and has_dy != has_dr
     upstream_dtype = options.out_dtype if has_dy else options.residual_dtype
@@ -158,6 +158,7 @@ def job_of(call: Training, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bo
     names = [*upstream, *call.kept]
     place_of_r = names.index("r")
     pick = picker([takes.get(name) for name in call.names], [*gradients_of(computed), *names])
+    in_record = picker(BackwardInputs._fields, names)
     runs: dict[tuple, Callable] = {}  # `launch.backward_call`, by the kinds of tensors
 
     def gradients(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -173,7 +174,7 @@ def job_of(call: Training, needs: tuple, has_dy: bool, has_dy1: bool, has_dr: bo
         return pick((*run(tensors), *tensors, None))
 
     def named(tensors: tuple[Tensor, ...]) -> BackwardInputs:
-        return BackwardInputs(**dict.fromkeys(BackwardInputs._fields) | dict(zip(names, tensors, strict=True)))
+        return BackwardInputs._make(in_record((*tensors, None)))
 
     return Job(computed, picker(names, ["dy", "dy1", "dr", *call.kept]), gradients)
 

@@ -246,11 +246,11 @@ def _call(
     elif isinstance(seed, int):
         seed = seed_tensor(seed, x.device)
     if out is not None or residual_out is not None:
-        outputs = _into_buffers(Inputs(*operands, seed), plan, eager, prenorm, out, residual_out)
+        outputs = _into_buffers(Inputs._make((*operands, seed)), plan, eager, prenorm, out, residual_out)
     elif plan.kernels:
         outputs = _run_kernels((*operands, seed), plan, eager)
     else:
-        outputs = reference.norm(Inputs(*operands, seed), plan.inference)
+        outputs = reference.norm(Inputs._make((*operands, seed)), plan.inference)
 
     y = outputs[0]
     r = outputs[1] if outputs[1] is not None else y if plan.y_is_r else x

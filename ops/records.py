@@ -199,7 +199,7 @@ def gradients_of(options: BackwardOptions) -> dict[str, torch.dtype]:
 def shapes_of(gradients: Mapping[str, torch.dtype], inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:
     """Of each gradient, the place of the input with its shape, or None: (N,); and its dtype. inputs: their names."""
     likes = [_SHAPED_LIKE.get(name) for name in gradients]
-    return [(like and inputs.index(like), dtype) for like, dtype in zip(likes, gradients.values(), strict=True)]
+    return [(None if like is None else inputs.index(like), dtype) for like, dtype in zip(likes, gradients.values(), strict=True)]
 
 
 def empty_gradients(tensors: Sequence[Tensor], r: Tensor, shapes: Iterable[tuple[int | None, torch.dtype]]) -> list[Tensor]:

@@ -15,12 +15,12 @@ import torch
 from configs import Config
 from configs.schema import NormImpl
 from data import Corpus
+from measure.clock import StepClock
 from measure.comparison import AGAIN, TORCH
 from measure.schedule import LEAD_IN, LEAST_STEPS, MOST_STEPS, run_blocks
 from measure.statistics import LEAST_SAMPLES
 from study.arms import Arm
 from study.engine import Engine, initial_values, windows_of
-from training.clock import StepClock
 from training.precision import Precision
 
 BASELINE = "baseline"  # the contender; the others are named after their norm.impl

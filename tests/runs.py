@@ -19,7 +19,7 @@ from configs import Config
 from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
-from training.plot import read_metrics
+from training.metrics import read_metrics
 from training.precision import Precision
 from training.resume import settle
 from training.run import open_run

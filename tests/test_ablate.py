@@ -14,11 +14,11 @@ import ablate
 import model.loss
 import model.norm
 from ablation.rounding import REFERENCE, REORDERED
+from measure import attribution
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
 from tests.ablation.peer import checkout
 from tests.runs import raising, train_here
-from training import attribution
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 BOTH = ["eager", "compiled"]

@@ -58,7 +58,7 @@ def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder_and_in_one_w
     [
         (["+norm.fusd=1"], "error: norm.fusd: no such key. Keys of norm: norm.impl,"),
         (["sample.prompt=ROMEO"], "error: sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)"),
-        (["logging.wandb=null"], "error: WANDB_MODE=foo: "),
+        (["logging.wandb=null"], "error: W&B refuses a key of logging, or a variable WANDB_…: mode (logging.wandb): "),
         (["resume=RUN"], "is at step 8: raise train.steps=8 to go on"),
     ],
 )

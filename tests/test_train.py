@@ -9,17 +9,16 @@ import yaml
 
 import configs
 import train
-from configs.machine import Machine
+from measure.clock import StepClock, Window
 from model import GPT, norm
 from model.loss import TWO_PASSES
 from tests.resume.stops import in_step, spoil
 from tests.runs import FakeWandb, corpus, losses, read_json, train_here
 from training import checkpoint, evaluation, plot
 from training.checkpoint import Saver
-from training.clock import StepClock, Window
 from training.distributed import ALONE
 from training.evaluation import Validation
-from training.metrics import Health, NonFiniteError, waiting
+from training.metrics import Health, NonFiniteError
 from training.precision import Precision
 
 GOOD, NAN, INF = torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(float("inf"))
@@ -133,7 +132,7 @@ def test_settings_metrics_summary_and_picture_reach_wandb(tiny, tmp_path, monkey
     summary, metrics = train_here([*tiny, *overrides], tmp_path / "run", plot=True)
     settings = {"project": "p", "group": "g", "name": "n", "tags": ["a", "b", "fused", "layernorm"], "mode": "offline"}
     assert settings.items() <= fake.arguments.items()
-    assert "offline (WANDB_PROJECT=p; logging.group=g, not WANDB_RUN_GROUP=theirs)\n" in capsys.readouterr().out
+    assert "offline (project p)\n" in capsys.readouterr().out
     assert "  project: p\n" in (summary.folder / "config.yaml").read_text(), "the run goes on there"
     assert fake.arguments["config"]["optim"]["lr"] == 3e-3
     assert "parameters" in fake.arguments["config"]["facts"]["model"]
@@ -192,7 +191,7 @@ def test_evaluation_and_checkpoints_stand_in_a_pause(tiny, tmp_path, monkeypatch
 
 
 def test_the_last_good_checkpoint_is_the_one_with_the_most_steps(tiny, tmp_path):
-    stops = pytest.raises(NonFiniteError, match=r"at step 9\.(.|\n)*Last good checkpoint: .*run/checkpoints/step_00000008")
+    stops = pytest.raises(NonFiniteError, match=r"at step 9\. Checkpoints have finite weights only")
     with in_step(9, spoil):
         with stops:  # the best so far is the last
             train_here([*tiny, "checkpoint.every=5", "eval.every=8", "logging.every=30"], tmp_path / "run")
@@ -236,13 +235,6 @@ def test_a_bad_weight_is_found_while_the_loss_is_still_finite():
     model.weight.data[1, 2] = INF
     with pytest.raises(NonFiniteError, match="a weight is NaN or infinite at step 5"):
         health.check_weights(model, 5)
-
-
-def test_what_helps_where_the_gpu_waits():
-    graphs = ["train.compile=true", "train.compile_mode=reduce-overhead"]
-    plain, compiled = (configs.load(overrides, on=Machine("cuda")) for overrides in ([], graphs))
-    assert f"60 % of a step: its kernels take 4.0 of 10.0 ms. Try {' '.join(graphs)}" in waiting(10.0, 4.0, plain)
-    assert "Try a larger train.batch_size" in waiting(10.0, 4.0, compiled) and waiting(10.0, 9.0, plain) == ""
 
 
 def test_compiled_sites_learn_the_same_and_go_on_from_a_run_with_torchs(tiny, tmp_path, monkeypatch):

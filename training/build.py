@@ -10,9 +10,10 @@ from configs import Config, command_line
 from configs.schema import Parallel
 from model import GPT
 from training.checkpoint import TrainState
-from training.distributed import ALONE, World, shard
+from training.distributed import ALONE, World
 from training.optimizer import make_optimizer
 from training.precision import Precision
+from training.sharding import shard
 from training.step import compile_model
 
 

@@ -32,7 +32,8 @@ from data import Tokenizer
 from model import GPT
 from training import storage
 from training.console import show
-from training.distributed import ALONE, World, gather_to_host, is_sharded, sharded_like
+from training.distributed import ALONE, World
+from training.sharding import gather_to_host, is_sharded, sharded_like
 from training.storage import DamagedError, Sink, relative
 
 FORMAT = 2

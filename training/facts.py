@@ -1,8 +1,6 @@
-"""What a run reports: facts before the first step, the place where it stopped on NaN, and its results."""
+"""What a run prints: the facts before its first step, and its results."""
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +8,13 @@ import torch
 
 import ops
 from configs.schema import DropoutMasks, NormImpl, NormWeight, Placement
-from data import Batches, Corpus
+from data import Corpus
 from model import GPT
-from training import storage
 from training.checkpoint import Validation
-from training.distributed import ALONE, World, is_sharded
-from training.metrics import NonFiniteError
+from training.distributed import ALONE, World
 from training.precision import Precision
 from training.resume import Start
-from training.run import Run
+from training.sharding import is_sharded
 from training.storage import relative
 
 OPERATORS = {
@@ -81,28 +77,6 @@ def facts(
         "batch": f"{sizes['tokens_per_step']:,} tokens ({sequences}{pieces})",
         "steps": f"{cfg.train.steps:,} ({epochs:.2f} epochs)" + (f", resumed from {origin.step:,}" if origin.stored else ""),
     }
-
-
-@contextmanager
-def non_finite_explained(run: Run, batches: Batches) -> Iterator[None]:
-    """Adds to a NonFiniteError of the block its batch, the last good checkpoint, and what may help."""
-    try:
-        yield
-    except NonFiniteError as error:
-        raise NonFiniteError(_described(error, run, batches), error.step) from None
-
-
-def _described(error: NonFiniteError, run: Run, batches: Batches) -> str:
-    at = batches.position(error.step - 1)  # batches are counted from 0
-    found, _ = storage.newest(run.folder)
-    good = found or (run.origin.stored.path if run.origin.stored else None)
-    return (
-        f"{error}. Batch: epoch {at.epoch}, window {at.window} of {at.windows}, first token {at.offsets[0]:,}.\n"
-        f"Last good checkpoint: {relative(good) if good else 'none (checkpoint.minutes, .every and eval.every write some)'}.\n"
-        "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
-        # other errors, such as a full disk
-        + "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
-    )
 
 
 def report(summary: Summary) -> str:

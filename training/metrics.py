@@ -1,22 +1,21 @@
-"""The figures of training steps: the lines of metrics.jsonl, and the check that they are finite numbers."""
+"""The lines of metrics.jsonl: the figures of training steps, and the check that they are finite numbers."""
 
-import math
-import os
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from configs import Config
-from configs.schema import Parallel
 from data import Corpus
+from measure.clock import StepClock
+from measure.gpu import peak_flops
 from model import GPT
-from training.checkpoint import TrainState, Validation
-from training.clock import StepClock
-from training.distributed import World, full_tensor
-from training.environment import peak_flops
+from training.checkpoint import TrainState
+from training.distributed import World
 from training.precision import Precision
-from training.step import makes_cuda_graphs
-
-WAITING = 0.2  # of a step: if the GPU waits for longer, the CPU is the bound
+from training.sharding import full_tensor
 
 
 def batch_tokens(cfg: Config) -> int:
@@ -47,10 +46,10 @@ class Metrics:
         self, state: TrainState, cfg: Config, corpus: Corpus, precision: Precision, clock: StepClock, world: World
     ) -> None:
         self.health = Health(precision.device, state.scaler)
-        self.state, self.precision, self.clock, self._cfg = state, precision, clock, cfg
-        self._advised, self._ranks = False, world.size
+        self.state, self.precision, self.clock = state, precision, clock
         self._corpus, self._batch_tokens = corpus, batch_tokens(cfg)
-        self._peak_flops = world.size * (peak_flops(precision.device, precision.dtype) or 0)
+        gpu = torch.cuda.get_device_name(precision.device) if precision.device.type == "cuda" else ""
+        self._peak_flops = world.size * (peak_flops(gpu, precision.dtype) or 0)
         state.loss_sum = state.loss_sum.to(precision.device)
 
     def add(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
@@ -85,52 +84,27 @@ class Metrics:
         state.loss_sum, state.losses = torch.zeros_like(state.loss_sum), 0
         return line
 
-    def validation(self, validation: Validation) -> dict[str, float | None]:
-        """The figures of an evaluation, for a line of metrics.jsonl."""
-        return {"tokens": self.state.tokens} | {f"val/{name}": value for name, value in vars(validation).items()}
 
-    def advice(self) -> str:
-        """One line, the first time that enough steps are timed to say it: the GPU waits for the CPU, or other programs use the
-        cores. Else empty."""
-        if self._advised or (step_ms := self.clock.median_ms) is None:
-            return ""
-        if (gpu_ms := self.clock.gpu_ms) is None:
-            self._advised = self.precision.device.type == "cpu"
-            return crowded(os.getloadavg()[0], os.cpu_count() or 1, torch.get_num_threads()) if self._advised else ""
-        self._advised = True
-        return waiting(step_ms, gpu_ms, self._cfg, self._ranks)
-
-
-def crowded(load: float, cores: int, threads: int) -> str:
-    """What to do where other programs use the cores. Empty where they don't; `load` is the mean number of runnable threads."""
-    if threads == 1 or load - threads < cores / 2:
-        return ""
-    what = f"Other programs use the {cores} cores too (load {load:.1f}), and this run's {threads} threads wait for each other."
-    return f"{what} OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive may make steps many times faster."
-
-
-def waiting(step_ms: float, gpu_ms: float, cfg: Config, ranks: int = 1) -> str:
-    """What to do where the GPU waits for the CPU in much of a step. Empty where it does not."""
-    share = 1 - gpu_ms / step_ms
-    if share <= WAITING:
-        return ""
-    helps = (
-        "a larger train.batch_size"
-        if makes_cuda_graphs(cfg.train) or ranks > 1 or cfg.parallel is Parallel.fsdp  # which take no graphs
-        else "train.compile=true train.compile_mode=reduce-overhead (CUDA graphs)"
-    )
-    return (
-        f"The GPU waits for the CPU in {100 * share:.0f} % of a step: its kernels take {gpu_ms:.1f} of {step_ms:.1f} ms. "
-        f"Try {helps}."
-    )
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl that are records: `step`, and figures by name. Damaged lines are left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            numbers = isinstance(record, dict) and all(type(value) in (int, float) for value in record.values())
+            if numbers and type(record.get("step")) is int:
+                lines.append(record)
+    return lines
 
 
 class NonFiniteError(RuntimeError):
     """The loss, the gradient or a weight is NaN or infinite."""
 
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step  # the first bad one, counted from 1 as in metrics.jsonl
+    def __init__(self, what: str, step: int) -> None:
+        super().__init__(
+            f"{what} at step {step}. Checkpoints have finite weights only: resume=FOLDER goes on from the newest one. "
+            "A lower optim.lr, a longer optim.warmup_steps or train.precision=fp32 may help."
+        )
 
 
 class Health:
@@ -161,15 +135,9 @@ class Health:
             NonFiniteError: a watched value was NaN or infinite, or the gradient overflows at any scale.
         """
         if (step := int(self._first_bad)) >= 0:
-            raise NonFiniteError(f"the loss or the gradient is NaN or infinite at step {step}", step)
+            raise NonFiniteError("the loss or the gradient is NaN or infinite", step)
         if self._scaler.is_enabled() and (scale := self._scaler.get_scale()) < self.SMALLEST_SCALE:
-            what = f"the gradient is NaN or infinite at every loss scale down to {scale:g}"
-            raise NonFiniteError(f"{what} at step {self._step}", self._step)
-
-    def check_validation(self, loss: float, step: int) -> None:
-        """Raises NonFiniteError: the validation loss after step `step` is NaN or infinite."""
-        if not math.isfinite(loss):
-            raise NonFiniteError(f"the validation loss is NaN or infinite at step {step}", step)
+            raise NonFiniteError(f"the gradient is NaN or infinite at every loss scale down to {scale:g}", self._step)
 
     def check_weights(self, model: torch.nn.Module, step: int) -> None:
         """Before a checkpoint: a step with a finite loss can still make a weight infinite.
@@ -181,4 +149,4 @@ class Health:
         # the sum of absolute values: the largest one fails on a rank that holds no part of a sharded weight
         total = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()], norm_type=1)
         if not torch.isfinite(full_tensor(total)):
-            raise NonFiniteError(f"a weight is NaN or infinite at step {step}", step)
+            raise NonFiniteError("a weight is NaN or infinite", step)

@@ -1,114 +1,70 @@
 """profile=true: a trace of a few steps of a run, and a table of where their time goes.
 
-The first WAIT steps compile and fill caches, WARMUP more start the profiler, then STEPS are profiled. Profiled steps do not
-count as step time. The run folder gets trace.json (for chrome://tracing or ui.perfetto.dev) and profile.txt.
+The first WAIT steps compile and fill caches, WARMUP more start the profiler, then STEPS are profiled. None of them counts as
+step time. The run folder gets trace.json (for chrome://tracing or ui.perfetto.dev) and profile.txt.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from itertools import islice
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, schedule
-from torch.profiler import profile as TorchProfiler
+from torch.profiler import profile, schedule
 
+from measure import attribution
+from measure.attribution import KernelTime, by_name, launches, shares
 from training import storage
-from training.attribution import GROUPS, KernelTime, by_name, device_times, host_times, launches, marked_sites, shares
-from training.clock import StepClock
+from training.distributed import ALONE, World
 from training.run import Run
 from training.storage import relative
 
 WAIT, WARMUP, STEPS = 3, 1, 3  # steps without the profiler, steps that start it, profiled steps
+UNTIMED = WAIT + WARMUP + STEPS
 TRACE, TABLE = "trace.json", "profile.txt"
-LONGEST = 20  # kernels in the table
-WIDTH = 100  # of a kernel's name there
+LONGEST, WIDTH = 20, 100  # kernels in the table, and letters of their names
 
 
-class StepProfiler:
-    """Times or profiles the steps of a run: `with profiler.step(): training_step(...)`.
+def profiled(run: Run, steps: Iterator[int], model: nn.Module, device: torch.device, world: World = ALONE) -> Iterator[int]:
+    """Yields the steps of a run. With profile=true the first rank profiles some of them: trace.json and profile.txt.
 
-    Args:
-        wanted: profile the run. Otherwise a step is `clock.step()` and nothing else.
-        clock: times the steps that are not profiled. It is paused in the others.
-        model: its norm sites are marked while the profiler runs. None for a compiled step: hooks would compile it again.
+    Raises:
+        StorageError: a file can't be written.
     """
+    cfg, left = run.cfg, run.cfg.train.steps - run.origin.step
+    if cfg.profile and left < UNTIMED:
+        run.say(f"profile=true: nothing will be profiled, as this start has {left} steps and a profile needs {UNTIMED}")
+    elif cfg.profile and world.leads:
+        yield from islice(steps, WAIT)
+        plan = schedule(wait=0, warmup=WARMUP, active=STEPS, repeat=1)
+        marked = attribution.marked_sites(None if cfg.train.compile else model)  # hooks would compile a compiled step again
+        with marked, profile(activities=attribution.activities(device), schedule=plan) as profiler:
+            for step in islice(steps, WARMUP + STEPS):
+                yield step
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # so that a step's kernels are in its own part of the trace
+                profiler.step()
+        _keep(run, profiler, device)
+    yield from steps
 
-    def __init__(self, wanted: bool, run: Run, clock: StepClock, device: torch.device, model: nn.Module | None) -> None:
-        self._run, self._clock, self._device, self._model = run, clock, device, model
-        self._left = WAIT + WARMUP + STEPS if wanted else 0  # steps until the profile is done
-        self._open = ExitStack()
-        self._profiler: TorchProfiler | None = None
 
-    def __enter__(self) -> "StepProfiler":
-        has = self._run.cfg.train.steps - self._run.origin.step
-        if has < self._left:
-            self._run.say(
-                f"profile=true: nothing will be profiled, as this start has {has} steps and a profile needs {self._left}"
-            )
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._open.close()
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """One training step.
-
-        Raises:
-            StorageError: after the last profiled step, its files can't be written.
-        """
-        if not 0 < self._left <= WARMUP + STEPS:
-            with self._clock.step():
-                yield
-            self._left = max(0, self._left - 1)
-            return
-        with self._clock.paused():
-            if self._profiler is None:
-                self._profiler = self._start()
-            yield
-            self._left -= 1
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # so that a step's kernels are in its own part of the trace
-            self._profiler.step()
-            if not self._left:
-                self._open.close()
-                self._keep(self._profiler)
-                self._profiler = None
-
-    def _start(self) -> TorchProfiler:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
-        self._open.enter_context(marked_sites(self._model))
-        return self._open.enter_context(
-            TorchProfiler(activities=activities, schedule=schedule(wait=0, warmup=WARMUP, active=STEPS, repeat=1))
-        )
-
-    def _keep(self, profiler: TorchProfiler) -> None:
-        events = list(profiler.events() or ())
-        on_gpu = self._device.type == "cuda"
-        kernels = (device_times if on_gpu else host_times)(events, STEPS)
-        what = "GPU time" if on_gpu else "time of CPU operators"
-        found = table(kernels)
-        unfinished = self._run.folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
-        with storage.as_storage_errors(self._run.folder / TRACE):
-            profiler.export_chrome_trace(str(unfinished))
-            unfinished.replace(self._run.folder / TRACE)
-        text = f"{what} of a step, mean of {STEPS}\n\n{found}\n\n{longest(kernels)}\n"
-        storage.replace_text(self._run.folder / TABLE, text)
-        self._run.say(
-            f"\n{what} of a step, mean of {STEPS}; {TRACE} and {TABLE} are in {relative(self._run.folder)}\n\n{found}\n"
-        )
+def _keep(run: Run, profiler: profile, device: torch.device) -> None:
+    kernels = attribution.times(profiler, device, STEPS)
+    title = f"{'GPU time' if device.type == 'cuda' else 'time of CPU operators'} of a step, mean of {STEPS}"
+    unfinished = run.folder / f".unfinished_{TRACE}"  # the profiler wants a name that ends in .json
+    with storage.as_storage_errors(run.folder / TRACE):
+        profiler.export_chrome_trace(str(unfinished))
+        unfinished.replace(run.folder / TRACE)
+    storage.replace_text(run.folder / TABLE, f"{title}\n\n{table(kernels)}\n\n{longest(kernels)}\n")
+    run.say(f"\n{title}; {TRACE} and {TABLE} are in {relative(run.folder)}\n\n{table(kernels)}\n")
 
 
 def table(kernels: list[KernelTime]) -> str:
     """Milliseconds, share and launches of each kind of work, a line each and one for all."""
-    found = shares(kernels)
-    total = sum(share.ms for share in found)
-    rows = [(share.group, share.ms, share.launches) for share in found] + [("all", total, launches(kernels))]
-    width = max(map(len, GROUPS))
-    lines = [f"{'':<{width}}  {'ms':>10}  {'%':>5}  {'launches':>8}"]
-    for group, ms, count in rows:
-        lines.append(f"{group:<{width}}  {ms:>10.3f}  {100 * ms / total if total else 0:>5.1f}  {count:>8,}")
+    rows = [(share.group, share.ms, share.launches) for share in shares(kernels)]
+    total = sum(ms for _, ms, _ in rows)
+    lines = [f"{'':<9}  {'ms':>10}  {'%':>5}  {'launches':>8}"]
+    for group, ms, count in [*rows, ("all", total, launches(kernels))]:
+        lines.append(f"{group:<9}  {ms:>10.3f}  {100 * ms / total if total else 0:>5.1f}  {count:>8,}")
     return "\n".join(lines)
 
 

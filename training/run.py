@@ -20,7 +20,8 @@ from training.console import show, show_beside_bar
 from training.distributed import ALONE, World
 from training.environment import environment
 from training.interrupt import Interrupt, Stopped
-from training.plot import loss_curve, read_metrics
+from training.metrics import read_metrics
+from training.plot import loss_curve
 from training.resume import Start
 from training.storage import claim, identity, locked, relative
 from training.tracking import Tracker, agent_job, described, settle

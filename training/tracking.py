@@ -5,10 +5,8 @@ import logging as python_logging
 import netrc
 import os
 import secrets
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,63 +17,50 @@ import yaml
 from wandb.sdk import wandb_setup
 
 from configs import ConfigError
-from configs.keys import shown
 from configs.schema import LoggingConfig, WandbMode
 from training.console import show
 
 START_TIMEOUT_S = 30.0  # for W&B's servers to answer, unless WANDB_INIT_TIMEOUT is set; training does not wait longer
 
-# Keys of LoggingConfig that may be null: the variable that then decides, and their name in W&B's settings.
-VARIABLES = {
-    "wandb": ("WANDB_MODE", "mode"),
-    "project": ("WANDB_PROJECT", "project"),
-    "entity": ("WANDB_ENTITY", "entity"),
-    "group": ("WANDB_RUN_GROUP", "run_group"),
-    "name": ("WANDB_NAME", "run_name"),
-    "tags": ("WANDB_TAGS", "run_tags"),
-}
-MODES = {mode.value: mode for mode in WandbMode} | {"run": WandbMode.online, "dryrun": WandbMode.offline}  # and W&B's old names
+# Keys of LoggingConfig that may be null, by their names in W&B's settings, where W&B's variables then decide.
+KEYS = {"mode": "wandb", "project": "project", "entity": "entity", "run_group": "group", "run_name": "name", "run_tags": "tags"}
+OLD_MODES = {"run": "online", "dryrun": "offline"}
 
 
 def settle(logging: LoggingConfig) -> tuple[LoggingConfig, list[str]]:
     """Fills keys that are null from W&B's environment variables or with defaults. Uses no network.
 
     Returns:
-        The config, and facts for the user: which variables were used or overruled, and why the mode is another one.
+        The config, and facts for the user: the project, and why the mode is another one.
 
     Raises:
         ConfigError: W&B refuses a variable or a key. Nothing is refused where W&B is disabled.
     """
+    if (logging.wandb or os.environ.get("WANDB_MODE")) == WandbMode.disabled:
+        return replace(logging, wandb=WandbMode.disabled), []
     if agent_job():
         logging = replace(logging, project=None, entity=None)  # W&B's agent has set the variables of its sweep
-    asked = os.environ.get("WANDB_MODE", WandbMode.offline.value)
-    if logging.wandb is None and asked not in MODES:
-        raise ConfigError(f"WANDB_MODE={asked}: not a mode that can be used here. Use online, offline or disabled.")
-    mode = logging.wandb or MODES[asked]
-    off = mode is WandbMode.disabled
-    theirs = wandb.Settings() if off else _checked(logging)
-    facts: list[str] = []
-    found: dict[str, Any] = {"project": "prenorm", "tags": []}
-    for key, (variable, field) in VARIABLES.items():
-        own, value = getattr(logging, key), os.environ.get(variable)
-        if value and (key == "wandb" or not off):
-            given = getattr(theirs, field)
-            found[key] = list(given) if isinstance(given, tuple) else given
-            wins = own is not None and own != found[key]
-            facts.append(f"logging.{key}={shown(own)}, not {variable}={value}" if wins else f"{variable}={value}")
-    if off:
-        return replace(logging, wandb=mode), facts
-    for variable in ("WANDB_RUN_ID", "WANDB_RESUME"):
-        if os.environ.get(variable) and not agent_job():
-            facts.append(f"{variable} is not used: a run keeps an id of its own")
-    if place := os.environ.get("WANDB_DIR"):
-        facts.append(f"WANDB_DIR={place}")
-    found = {key: value for key, value in found.items() if getattr(logging, key) is None}
-    logging = replace(logging, **found | {"wandb": mode})
-    if mode is WandbMode.online and not has_key():
-        logging.wandb = WandbMode(logging.without_key)
+    theirs: Any = wandb.Settings(mode="offline", project="prenorm")
+    try:
+        theirs.update_from_env_vars(dict(os.environ))
+        for name, key in KEYS.items():
+            if (value := getattr(logging, key)) is not None:
+                setattr(theirs, name, value)
+        mode = WandbMode(OLD_MODES.get(theirs.mode, theirs.mode))
+    except (ValueError, wandb.errors.UsageError) as error:
+        why = str(error)
+        if hasattr(error, "errors"):  # of pydantic, whose own text shows the value, which may be a password
+            (first, *_) = error.errors()
+            name = str(first["loc"][0])
+            why = f"{name} (logging.{KEYS[name]})" if name in KEYS else name
+            why += f": {first['msg']}"
+        raise ConfigError(f"W&B refuses a key of logging, or a variable WANDB_…: {why}.") from None
+    tags, facts = list(theirs.run_tags or ()), [f"project {theirs.project}"]
+    if mode is WandbMode.online and not _has_key(theirs):
+        mode = WandbMode(logging.without_key)
         facts.append("no API key found; `wandb login` stores one")
-    return logging, facts
+    names = {"project": theirs.project, "entity": theirs.entity, "group": theirs.run_group, "name": theirs.run_name}
+    return replace(logging, wandb=mode, tags=tags, **names), facts
 
 
 def described(mode: WandbMode, facts: list[str]) -> str:
@@ -83,50 +68,17 @@ def described(mode: WandbMode, facts: list[str]) -> str:
     return f"{mode} ({'; '.join(facts)})" if facts else mode.value
 
 
-def _checked(logging: LoggingConfig) -> Any:
-    """W&B's settings from the environment, after W&B has checked them and those of the config."""
-    theirs = wandb.Settings()
-    for variable, value in os.environ.items():
-        if variable.startswith("WANDB_"):
-            with _refused(variable if variable == "WANDB_API_KEY" else f"{variable}={value}"):
-                theirs.update_from_env_vars({variable: value})
-    for variable in ("WANDB_DIR", "WANDB_CACHE_DIR"):
-        if place := os.environ.get(variable):
-            with _refused(f"{variable}={place}"):
-                Path(place).expanduser().mkdir(parents=True, exist_ok=True)
-                if not os.access(Path(place).expanduser(), os.R_OK | os.W_OK | os.X_OK):
-                    raise PermissionError
-    own = wandb.Settings()
-    for key, (_, field) in VARIABLES.items():
-        if (value := getattr(logging, key)) is not None:
-            with _refused(f"logging.{key}={shown(value)}"):
-                setattr(own, field, value)
-    return theirs
-
-
-@contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError):  # RuntimeError: ~name of an unknown user
-        raise ConfigError(f"{what}: this folder can't be written. Choose another.") from None
-    except (ValueError, wandb.errors.UsageError) as error:
-        # a ValueError of pydantic has errors()
-        why = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
-        raise ConfigError(f"{what}: W&B refuses this value: {why}.") from None
-
-
-def has_key() -> bool:
-    """Whether W&B would find credentials: in the environment, in netrc, or in its settings."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+def _has_key(theirs: Any) -> bool:
+    """Whether W&B would find credentials: in the environment, in its settings, or in netrc."""
+    if theirs.api_key or theirs.identity_token_file or wandb_setup.singleton().settings.api_key:
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for place in places:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(str(Path(place).expanduser())).authenticators(host):
-                return True
-    return bool(getattr(wandb_setup.singleton().settings, "api_key", None))
+    hosts = [urlsplit(theirs.base_url).netloc]
+    if "WANDB_BASE_URL" not in os.environ:
+        hosts.append("api.wandb.ai")  # as `wandb login` has long called it
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        stored = netrc.netrc(os.environ.get("NETRC"))
+        return any(stored.authenticators(host) for host in hosts)
+    return False
 
 
 def agent_job() -> tuple[str, str] | None:
@@ -165,42 +117,32 @@ class Tracker:
         assert logging.wandb is not None
         self.mode: WandbMode = logging.wandb
         self._run: Any = None
-        by_agent = agent_job() is not None
-        # Each job has its own id: with WANDB_RUN_ID all jobs of a multirun would be one run to W&B. An agent has one job,
-        # and finds its run by the id and the project that it sets in the environment.
-        run_id = os.environ.get("WANDB_RUN_ID") if by_agent else run_id or secrets.token_hex(4)
-        place = Path(os.environ.get("WANDB_DIR") or folder).expanduser()
+        arguments: dict[str, Any] = {"group": group, "name": name, "tags": tags, "config": config}
+        # not "must": it may have stopped before W&B knew of it; and the config has changed: device, checkpoint
+        arguments |= {"resume": "allow", "allow_val_change": True} if resumed else {"resume": None}
+        if "WANDB_DIR" not in os.environ:
+            arguments["dir"] = str(folder)
+        if agent_job() is None:
+            # Each job has its own id: with WANDB_RUN_ID all jobs of a multirun would be one run to W&B. An agent has one job,
+            # and finds its run by the id and the project that it sets in the environment.
+            arguments |= {"id": run_id or secrets.token_hex(4), "project": logging.project, "entity": logging.entity}
         timeout: dict[str, Any] = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": START_TIMEOUT_S}
+        arguments["settings"] = wandb.Settings(silent=True, console="off", **timeout)
 
-        def start(mode: WandbMode) -> Any:
-            with _failed_start_cleaned(place, run_id):
-                return wandb.init(
-                    mode=mode.value,  # type: ignore[arg-type]
-                    dir=str(place),
-                    id=None if by_agent else run_id,
-                    resume="allow" if resumed else None,  # not "must": the run may have stopped before W&B knew of it
-                    allow_val_change=True if resumed else None,  # the config has changed: device, checkpoint
-                    project=None if by_agent else logging.project,
-                    entity=None if by_agent else logging.entity,
-                    group=group,
-                    name=name,
-                    tags=tags,
-                    config=config,
-                    settings=wandb.Settings(silent=True, console="off", **timeout),
-                )
-
-        if self.mode is not WandbMode.disabled:
-            _find_cache()
         python_logging.raiseExceptions = False  # on a full disk each line of W&B's log would print a traceback
         less = {WandbMode.online: WandbMode(logging.without_key), WandbMode.offline: WandbMode.disabled}
         failures = []
         while self.mode is not WandbMode.disabled:
             try:
-                self._run = start(self.mode)
+                self._run = wandb.init(**arguments | {"mode": self.mode.value})
                 break
             except Exception as error:  # the network, the key, the disk: training goes on without W&B
+                _end_process()
                 failures.append(f"{self.mode} start failed: {str(error).partition(chr(10))[0]}")
                 self.mode = less[self.mode]
+            except BaseException:  # a signal
+                _end_process()
+                raise
         self.note = "; ".join(failures)
         self._tell(lambda run: [run.define_metric(metrics, step_metric="tokens") for metrics in ("train/*", "val/*")])
 
@@ -208,12 +150,11 @@ class Tracker:
         self._tell(lambda run: run.log(values, step=step))
 
     def log_image(self, name: str, path: Path, step: int) -> None:
-        if self._run is not None and path.is_file():
-            self._run.log({name: wandb.Image(str(path))}, step=step)
+        if path.is_file():
+            self._tell(lambda run: run.log({name: wandb.Image(str(path))}, step=step))
 
     def log_table(self, name: str, columns: list[str | int], rows: list[list[Any]]) -> None:
-        if self._run is not None:
-            self._run.log({name: wandb.Table(columns=columns, data=rows)}, step=0)
+        self._tell(lambda run: run.log({name: wandb.Table(columns=columns, data=rows)}, step=0))
 
     def summarise(self, values: dict[str, Any]) -> None:
         self._tell(lambda run: run.summary.update(values))
@@ -235,42 +176,9 @@ class Tracker:
                 wandb.teardown()
 
 
-@contextlib.contextmanager
-def _failed_start_cleaned(place: Path, run_id: str | None) -> Iterator[None]:
-    """Deletes the files and ends the process of a W&B start that fails or that a signal stops."""
-    files = f"*wandb/*run-*-{run_id}*"  # also of other starts of this run
-    before = set(place.glob(files))
-    try:
-        yield
-    except BaseException:
-        # W&B's own teardown waits until the start has timed out
-        process: Any = wandb_setup.singleton()
-        for part in ("_connection", "_proc", "_process"):  # W&B has no public name for it
-            process = getattr(process, part, None)
-        if process is not None:
-            process.kill()
-        with contextlib.suppress(Exception, SystemExit):  # the process is gone, or has failed
-            wandb.teardown()
-        for path in set(place.glob(files)) - before:
-            shutil.rmtree(path, ignore_errors=True)
-        for folder in place.glob("*wandb"):
-            for link in folder.iterdir():
-                if link.is_symlink() and not link.exists():
-                    link.unlink()
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
-
-
-def _find_cache() -> None:
-    """Gives W&B's process a cache folder for its log; without one it prints the log."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        cache.mkdir(parents=True, exist_ok=True)
-        usable = os.access(cache, os.W_OK | os.X_OK)
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home
-        usable = False
-    if not usable:
-        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="prenorm-wandb-")  # not one that is another user's
-    elif not os.environ.get("HOME"):
-        os.environ["XDG_CACHE_HOME"] = str(cache)
+def _end_process() -> None:
+    """Ends W&B's own process after a start that failed. Its teardown alone would wait until the start has timed out."""
+    with contextlib.suppress(AttributeError):  # W&B has no public name for it
+        wandb_setup.singleton()._connection._proc._process.kill()  # type: ignore[union-attr]
+    with contextlib.suppress(Exception, SystemExit):
+        wandb.teardown()

@@ -7,9 +7,9 @@ import torch
 
 from ablation.gpu_time import attribute, gpu_time, norm_bytes
 from configs.schema import BlockLayout, Positions, ResidualDtype
+from measure.attribution import Share
 from tests.ablation import results
 from tests.runs import config, precision
-from training.attribution import Share
 
 
 @pytest.mark.parametrize(

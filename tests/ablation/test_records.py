@@ -4,9 +4,9 @@ import dataclasses
 import json
 
 from ablation import records
+from measure.attribution import GROUPS
 from measure.comparison import FUSED, TORCH
 from tests.ablation import results
-from training.attribution import GROUPS
 
 FILES = ["kernels.jsonl", "parity.jsonl", "report.json", "steps.jsonl"]
 

@@ -11,7 +11,7 @@ import torch
 from tests.resume.stops import AUTO, after, in_operation, stop_with, train_and_kill, train_until
 from tests.runs import bits, logged, losses, train_here
 from training import evaluation, storage
-from training.plot import read_metrics
+from training.metrics import read_metrics
 from training.precision import Precision
 
 

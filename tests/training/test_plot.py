@@ -7,6 +7,7 @@ import yaml
 
 import configs
 from training import plot
+from training.metrics import read_metrics
 from training.plot import BITS, NATS, names_of, overlay, read_run
 
 
@@ -47,7 +48,7 @@ def test_runs_are_laid_over_one_another_by_step_and_by_time(tmp_path, drawn, cap
     run(tmp_path / "a")
     run(tmp_path / "b", ["norm.impl=torch"], speed=1024.0)
     (tmp_path / "multirun.yaml").write_text("hydra: {}\n")  # Hydra's, which runs/*_sweep/* matches too
-    assert plot.main([*map(str, sorted(tmp_path.glob("*"))), "--output", str(tmp_path / "both.png")]) == 0
+    assert plot.main([*map(str, sorted(tmp_path.glob("*"))), "--output", str(tmp_path / "both.png"), "--unit", "nats"]) == 0
     assert (tmp_path / "both.png").stat().st_size > 5000
     assert "both.png: loss, nats per token, 2 runs" in capsys.readouterr().out
     by_step, by_minute = drawn
@@ -57,78 +58,59 @@ def test_runs_are_laid_over_one_another_by_step_and_by_time(tmp_path, drawn, cap
         assert by_minute[name] == [(pytest.approx(s / 60), loss) for s, loss in zip(seconds, (4.0, 3.0, 2.0), strict=True)]
 
 
-def test_losses_of_different_tokenizers_are_drawn_in_bits_per_byte(tmp_path, drawn):
+def test_runs_are_drawn_in_bits_per_byte_and_without_time_where_one_recorded_no_speed(tmp_path, drawn):
     curves = [read_run(run(tmp_path / "a")), read_run(run(tmp_path / "b", ["tokenizer=char"], bytes_per_token=1.0))]
-    assert overlay(curves, tmp_path / "x.png") == BITS
+    overlay(curves, tmp_path / "x.png")
     name = next(name for name in drawn[0] if "char" in name)
-    assert drawn[0][name][0][1] == pytest.approx(4.0 / 0.6931471805599453)
-    assert overlay(curves, tmp_path / "x.png", NATS) == NATS and drawn[0][name][0][1] == 4.0
-    assert overlay(curves[:1], tmp_path / "x.png") == NATS and len(drawn) == 2
+    assert drawn[0][name][0][1] == pytest.approx(4.0 / 0.6931471805599453) and len(drawn) == 2
+    overlay(curves, tmp_path / "x.png", NATS)
+    assert drawn[0][name][0][1] == 4.0
     overlay([curves[0], read_run(run(tmp_path / "c", ["seed=2"], speed=None))], tmp_path / "x.png")
-    assert len(drawn) == 1, "a run that recorded no speed leaves the panel of time out"
+    assert len(drawn) == 1
 
 
 def test_the_legend_has_what_differs_and_folders_where_that_does_not_tell(tmp_path):
     given = {"a": [], "b": ["optim.clip_norm=0"], "c": ["optim.clip_norm=0"]}
     a, b, c = (read_run(run(tmp_path / name, ["seed=3", f"logging.name={name}", *more])) for name, more in given.items())
     assert names_of([a, b]) == ["optim.clip_norm=1.0", "optim.clip_norm=0.0"]
-    assert names_of([a, b, c]) == ["optim.clip_norm=1.0", "b: optim.clip_norm=0.0", "c: optim.clip_norm=0.0"]
-    assert names_of([b, c]) == ["b", "c"] and names_of([a]) == ["a"]
+    assert names_of([a, b, c])[1] == f"{tmp_path}/b: optim.clip_norm=0.0"
+    assert names_of([b, c]) == [f"{tmp_path}/b", f"{tmp_path}/c"]
     d = read_run(run(tmp_path / "d", ["model=gpt2", "norm.impl=torch", "model.dropout=0.1"]))
-    assert names_of([a, d])[1].startswith("d: norm.impl=torch, ") and names_of([a, d])[1].endswith(", …")
+    assert names_of([a, d])[1].startswith(f"{tmp_path}/d: norm.impl=torch, ") and names_of([a, d])[1].endswith(", …")
 
 
-def test_what_can_not_be_drawn_is_refused_by_name(tmp_path, capsys):
+def test_what_can_not_be_drawn_is_refused_by_name_and_left_out_where_others_can(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    run(tmp_path / "sweep" / "0_seed-1")
     old = run(tmp_path / "old", val=False)
     (old / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n{"step": 2, "train/loss": 2.0}\n')
     for arguments, message in (
-        (["nowhere"], "nowhere: no such folder"),
-        (["empty"], "empty: no run has logged anything there (metrics.jsonl is missing)"),
-        (["sweep"], f"Name those: {tmp_path}/sweep/*."),
-        (["old", "--unit", "bits"], "old: it has recorded no bits per byte by step. Use other --unit and --by."),
-        (["old", "--by", "tokens"], "old: it has recorded no loss, nats per token by tokens."),
-        (["multirun.yaml"], "multirun.yaml: no such folder"),
+        (["nowhere"], "nowhere: no metrics.jsonl there"),
+        (["old"], "old: it has recorded no bits per byte by step. Use other --unit and --by."),
+        (["old", "--by", "tokens", "--unit", "nats"], "old: it has recorded no loss, nats per token by tokens."),
     ):
         assert plot.main([str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_folders_that_are_no_run_are_left_out_by_name_where_others_are(tmp_path, capsys):
-    (tmp_path / "a_note").mkdir()
     run(tmp_path / "run")
-    assert plot.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "x.png")]) == 0
+    assert plot.main([str(tmp_path / "empty"), str(tmp_path / "run"), "--output", str(tmp_path / "x.png")]) == 0
     said = capsys.readouterr()
-    assert "left out: " in said.err and "a_note: no run has logged" in said.err and "1 run\n" in said.out
+    assert "left out: " in said.err and "empty: no metrics.jsonl there" in said.err and "1 run\n" in said.out
 
 
-NO_RECORDS = [
-    "null",
-    "1",
-    "[]",
-    '"step"',
-    "{}",
-    '{"train/loss": 1.0}',
-    '{"step": "1"}',
-    '{"step": 1, "train/loss": "x"}',
-    "[" * 9999,
-]
+NO_RECORDS = ["null", "1", "[]", "{}", '{"train/loss": 1.0}', '{"step": "1"}', '{"step": 1, "train/loss": "x"}', "[" * 9999]
 
 
 def test_lines_of_metrics_that_are_no_record_are_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "train/loss": 2.0}', *NO_RECORDS, '{"step": 2}']))
-    assert plot.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 2.0}, {"step": 2}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "train/loss": 2.0}, {"step": 2}]
 
 
 def test_bits_per_byte_and_tokens_are_drawn_as_they_were_logged(tmp_path, drawn):
     overlay([read_run(run(tmp_path / "a"))], tmp_path / "x.png", BITS, "tokens")
-    bits = {line.get("step"): line["train/bits_per_byte"] for line in plot.read_metrics(tmp_path / "a" / "metrics.jsonl")[::2]}
+    bits = {line.get("step"): line["train/bits_per_byte"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")[::2]}
     assert next(iter(drawn[0].values())) == [(1024 * step, loss) for step, loss in bits.items()]
 
 
-@pytest.mark.parametrize("many", [1, 6])
-def test_a_legend_of_long_names_is_inside_the_picture_and_a_single_evaluation_is_seen(tmp_path, monkeypatch, many):
+def test_a_legend_of_long_names_is_inside_the_picture_and_a_single_evaluation_is_seen(tmp_path, monkeypatch):
     """The picture is as large as all that is drawn on it."""
     seen = []
 
@@ -141,8 +123,8 @@ def test_a_legend_of_long_names_is_inside_the_picture_and_a_single_evaluation_is
             low, high = axes.get_ylim()
             assert all(low < y < high and line.get_marker() == "o" for line in axes.lines for y in line.get_ydata())
 
-    monkeypatch.setattr(plot, "save_figure", check)
-    for at in range(many):
+    monkeypatch.setattr("measure.plots.save_figure", check)
+    for at in range(6):
         long = ["data=text", f"data.files=[{'a/long/path/to/a/file/of/text/' * 3}{at}.txt]", f"optim.lr=0.00{at + 1}"]
         folder = run(tmp_path / f"a_run_with_a_long_name_{at}", long)
         lines = (folder / "metrics.jsonl").read_text().splitlines()

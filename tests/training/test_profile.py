@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from measure.attribution import GROUPS, NORM_SITE
 from tests.runs import bits, train_here
-from training.attribution import GROUPS, NORM_SITE
 from training.profile import STEPS
 
 

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,22 +84,28 @@ def profile_step(
         step()
     if on_gpu:
         torch.cuda.synchronize(device)
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
-    with marked_sites(model), profile(activities=activities) as profiler:
+    with marked_sites(model), profile(activities=activities(device)) as profiler:
         for _ in range(steps):
             step()
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = list(profiler.events() or ())
-    if not on_gpu:
-        return host_times(events, steps)
-    times = device_times(events, steps)
-    return times if model is None else [_of_compiled_site(time) for time in times]
+    found = times(profiler, device, steps)
+    return [_of_compiled_site(time) for time in found] if on_gpu and model is not None else found
+
+
+def activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler records there."""
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+
+
+def times(profiler: profile, device: torch.device, steps: int) -> list[KernelTime]:
+    """What the profiled steps launched, as the mean of a step: GPU time on CUDA, else the self time of CPU operators."""
+    return (device_times if device.type == "cuda" else host_times)(list(profiler.events() or ()), steps)
 
 
 def _of_compiled_site(kernel: KernelTime) -> KernelTime:
     """Of a model that runs eager, torch.compile makes kernels for norm sites and the loss alone. Those of a site are marked."""
-    if not kernel.name.startswith("triton_") or COMPILED_LOSS.pattern.search(kernel.name):
+    if not kernel.name.startswith("triton_") or re.search(COMPILED_LOSS, kernel.name):
         return kernel
     return replace(kernel, within=(*kernel.within, NORM_SITE))
 
@@ -131,12 +137,6 @@ def launches(kernels: Iterable[KernelTime]) -> int:
 # --- which group ---
 
 
-class Rule(NamedTuple):
-    group: str
-    where: Callable[[KernelTime], Sequence[str]]
-    pattern: re.Pattern[str]
-
-
 def _kernel(kernel: KernelTime) -> Sequence[str]:
     return (kernel.name,)
 
@@ -145,84 +145,82 @@ def _within(kernel: KernelTime) -> Sequence[str]:
     return kernel.within
 
 
-def _within_loss(kernel: KernelTime) -> Sequence[str]:
-    return kernel.within if any("::linear_cross_entropy" in name for name in kernel.within) else ()
-
-
 def _site(kernel: KernelTime) -> Sequence[str]:
     return kernel.within + kernel.forward
 
 
+def _within_loss(kernel: KernelTime) -> Sequence[str]:
+    return kernel.within if any("::linear_cross_entropy" in name for name in kernel.within) else ()
+
+
 def _summed_by_compiled_code(kernel: KernelTime) -> Sequence[str]:
     """The outermost range of compiled code around a sum that it calls as an operator."""
-    called = kernel.within[:1] == ("aten::sum",)
-    return (
-        [name for name in kernel.within if name.startswith(("CompiledFunction", "## Call CompiledFxGraph"))] if called else ()
-    )
+    compiled = ("CompiledFunction", "## Call CompiledFxGraph")
+    return [name for name in kernel.within if name.startswith(compiled)] if kernel.within[:1] == ("aten::sum",) else ()
 
 
-def _rule(group: str, where: Callable[[KernelTime], Sequence[str]], pattern: str) -> Rule:
-    return Rule(group, where, re.compile(pattern, re.IGNORECASE))
-
+COMPILED_LOSS = r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"
 
 # The first that matches decides.
-RULES = (
+Where = Callable[[KernelTime], Sequence[str]]
+RULES: tuple[tuple[str, Where, str], ...] = (  # the group, the texts that are looked at, a pattern without case
     # Our kernels: eager code launches them past the dispatcher, so that no operator is around them.
-    _rule(
+    (
         "norm",
         _kernel,
         r"^(norm_(forward|backward)|finish_weight_gradients|dropout|rotary_(forward|backward)|finish_rotary_weights)_kernel",
     ),
-    _rule("loss", _kernel, r"^(cross_entropy|cross_entropy_gradient|count_targets|sum_losses)_kernel"),
+    ("loss", _kernel, r"^(cross_entropy|cross_entropy_gradient|count_targets|sum_losses)_kernel"),
     # The operator of the head's product with its loss has matrix products inside.
-    _rule("GEMM", _within_loss, r"^aten::(mm|addmm)$"),
-    _rule("loss", _within, r"^prenorm_\w+::(linear_)?cross_entropy"),
+    ("GEMM", _within_loss, r"^aten::(mm|addmm)$"),
+    ("loss", _within, r"^prenorm_\w+::(linear_)?cross_entropy"),
     # Under torch.compile they run inside our operators, with the fills that these need.
-    _rule("norm", _within, r"^prenorm_\w+::"),
+    ("norm", _within, r"^prenorm_\w+::"),
     # Sites that are compiled alone; see `_of_compiled_site`.
-    _rule("norm", lambda kernel: [f"{kernel.name[:7]} {name}" for name in kernel.within], rf"^triton_ {NORM_SITE}$"),
+    ("norm", lambda kernel: [f"{kernel.name[:7]} {name}" for name in kernel.within], rf"^triton_ {NORM_SITE}$"),
     # Inductor names a kernel after all operators fused into it, also those that it only feeds: its kernels are settled before
     # any other name is looked at. Embeddings or sums of bias gradients that share a kernel with a norm count as norm.
     # The loss's softmax may be named prepare_softmax_online alone; it is the only one, attention has kernels of its own.
-    _rule("loss", _kernel, r"^triton_(?!tem_|mm).*(nll_loss|log_softmax|softmax_online)"),
+    ("loss", _kernel, COMPILED_LOSS),
     # A bias gradient: the sum, over rows, of what a dropout's backward gives, made anew for it. It takes as long as the plain
     # triton_red_fused_sum_view_ that stands in its place with fused norms.
-    _rule("other", _kernel, r"^triton_(red|per)_fused_(_to_copy_)?native_dropout_backward_sum_(view_)?\d+$"),
-    _rule("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
+    ("other", _kernel, r"^triton_(red|per)_fused_(_to_copy_)?native_dropout_backward_sum_(view_)?\d+$"),
+    ("norm", _kernel, r"^triton_(?!tem_|mm).*(layer_norm|rms_norm|rsqrt|native_dropout|bernoulli|inductor_random)"),
     # A cast alone: of the gradient that leaves a site of an fp32 stream, where no dropout's backward takes it in. Flattened to
     # rows for the matrix product behind it, hence the view; casts of weights have none. A fused site writes it by itself.
-    _rule("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
+    ("norm", _kernel, r"^triton_poi_fused__to_copy_view_\d+$"),
     # The turn of queries and keys joins two halves, and its backward the gradients of queries, keys and values. So does that of
     # a gated MLP, with its activation in the name.
-    _rule("norm", _kernel, r"^triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
-    _rule("other", _kernel, r"^triton_(?!tem_|mm)"),
+    ("norm", _kernel, r"^triton_(?!tem_|mm|.*(silu|sigmoid)).*_cat_"),
+    ("other", _kernel, r"^triton_(?!tem_|mm)"),
     # Where inductor makes the gradients of a norm's input and of its weights in one kernel ("mix-order reduction"), it adds the
     # programs' partial sums of the latter up by an operator; it calls sum for nothing else.
-    _rule("norm", _summed_by_compiled_code, r""),
+    ("norm", _summed_by_compiled_code, r""),
     # Before GEMM: the math backend is made of matrix products, flash kernels have cutlass types in their names.
-    _rule("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
-    _rule("attention", _kernel, r"flash|fmha|sdpa|attention|cudnn::fusion"),
+    ("attention", _site, r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention)"),
+    ("attention", _kernel, r"flash|fmha|sdpa|attention|cudnn::fusion"),
     # Matrix products by operator, for the kernels around one (split-K sums, fills). Not by forward's operator: the sum of a
     # bias gradient is launched by an addmm's backward and multiplies nothing.
-    _rule("GEMM", _within, r"^aten::(mm|addmm|bmm|baddbmm|_addmm_activation|_scaled_mm)$"),
-    _rule("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
+    ("GEMM", _within, r"^aten::(mm|addmm|bmm|baddbmm|_addmm_activation|_scaled_mm)$"),
+    ("GEMM", _kernel, r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_(tem_|mm)"),
     # Everything else that a marked site or its backward launches: dropout, residual add, casts, the norm.
-    _rule("norm", _site, rf"^{NORM_SITE}$"),
-    _rule("loss", _site, rf"^{LOSS_SITE}$|^aten::_?(log_softmax|nll_loss|cross_entropy)"),
+    ("norm", _site, rf"^{NORM_SITE}$"),
+    ("loss", _site, rf"^{LOSS_SITE}$|^aten::_?(log_softmax|nll_loss|cross_entropy)"),
     # Clipping and unscaling count as optimizer, as where a step is split in forward, backward and optimizer.
-    _rule("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),
+    ("optimizer", _within, r"^(Optimizer\.|aten::(_foreach_|_amp_|_fused_adam|linalg_vector_norm))"),
     # What no range has claimed, for instance since nothing was marked: eager kernels by name.
-    _rule("optimizer", _kernel, r"multi_tensor_apply|adam"),
-    _rule("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
-    _rule("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
+    ("optimizer", _kernel, r"multi_tensor_apply|adam"),
+    ("loss", _kernel, r"nll_loss|log_?softmax|cunn_softmax"),
+    ("norm", _kernel, r"layer_?norm|rms_?norm|GammaBeta|fused_dropout|masked_scale"),
 )
-COMPILED_LOSS = next(rule for rule in RULES if rule.group == "loss" and rule.pattern.pattern.startswith("^triton_"))
 
 
 def group_of(kernel: KernelTime) -> str:
     """One of GROUPS."""
-    matches = (rule.group for rule in RULES if any(rule.pattern.search(text) for text in rule.where(kernel)))
-    return next(matches, "other")
+    for group, where, pattern in RULES:
+        if any(re.search(pattern, text, re.IGNORECASE) for text in where(kernel)):
+            return group
+    return "other"
 
 
 # --- what launched it ---
@@ -259,6 +257,10 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
             hook.remove()
 
 
+Place = tuple[tuple[str, ...], tuple[str, ...]]  # `within` and `forward` of a KernelTime
+NOWHERE: Place = ((), ())
+
+
 def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
     """GPU time by kernel and place. All together, it is the time in which the GPU had something to do."""
     # The profiler draws ranges (ours, the optimizer's, torch.compile's) on the GPU's timeline too; there they span kernels that
@@ -268,20 +270,17 @@ def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime
     left: dict[tuple[str, float], list[float]] = defaultdict(list)  # what a kernel took alone, by what its launch knows of it
     for event, alone in _alone(ran):
         left[event.name, event.time_range.elapsed_us()].append(alone)
-    place = _places(events)
-    times = _Times(steps)
+    place, launched = _places(events), []
     for event in events:
         # A driver call's number may by chance be an operator's, and then that operator's kernels are listed at the call again.
         if event.device_type != DeviceType.CPU or _DRIVER_CALL.match(event.name):
             continue
         for kernel in event.kernels:
             if same := left.get((kernel.name, kernel.duration)):
-                times.add(kernel.name, same.pop(0), *place(event))
+                launched.append((kernel.name, same.pop(0), place(event)))
     # Kernels that no operator has launched are in no operator's list, but they ran.
-    for (name, _), rest in left.items():
-        for alone in rest:
-            times.add(name, alone, (), ())
-    return times.kernels()
+    launched += [(name, alone, NOWHERE) for (name, _), rest in left.items() for alone in rest]
+    return _summed(launched, steps)
 
 
 def _alone(ran: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, float]]:
@@ -302,34 +301,21 @@ _DRIVER_CALL = re.compile(r"(cu|cuda|hip)[A-Z]")  # cudaLaunchKernel, cuLaunchKe
 def host_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
     """The same of CPU operators, each with the time that is not its children's. Ranges count for nothing by themselves."""
     place = _places(events)
-    times = _Times(steps)
-    for event in events:
-        if event.device_type == DeviceType.CPU and not event.is_async and not event.is_user_annotation:
-            times.add(event.name, event.self_cpu_time_total, *place(event))
-    return times.kernels()
+    ran = [e for e in events if e.device_type == DeviceType.CPU and not e.is_async and not e.is_user_annotation]
+    return _summed([(event.name, event.self_cpu_time_total, place(event)) for event in ran], steps)
 
 
-class _Times:
-    """Sums by name and place."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._us: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[float]] = defaultdict(list)
-
-    def add(self, name: str, us: float, within: tuple[str, ...], forward: tuple[str, ...]) -> None:
-        self._us[name, within, forward].append(us)
-
-    def kernels(self) -> list[KernelTime]:
-        """Longest first."""
-        kernels = [
-            KernelTime(name, sum(us) / self._steps, len(us) / self._steps, within, forward)
-            for (name, within, forward), us in self._us.items()
-        ]
-        return sorted(kernels, key=lambda kernel: -kernel.us)
+def _summed(launched: Iterable[tuple[str, float, Place]], steps: int) -> list[KernelTime]:
+    """The launches (name, microseconds, place) of all steps by name and place, as the mean of a step, longest first."""
+    found: dict[tuple[str, Place], list[float]] = defaultdict(list)
+    for name, us, place in launched:
+        found[name, place].append(us)
+    kernels = [KernelTime(name, sum(us) / steps, len(us) / steps, *place) for (name, place), us in found.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.us)
 
 
-def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """A function that gives `within` and `forward` of what a CPU event launches.
+def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], Place]:
+    """A function that gives the place of what a CPU event launches.
 
     Autograd numbers its nodes as a forward thread makes them. The profiler notes the number on the node's backward, and on each
     forward operator the number that the next node will get (`sequence_nr`, read when the operator starts: ATen's
@@ -343,7 +329,7 @@ def _places(events: Sequence[FunctionEvent]) -> Callable[[FunctionEvent], tuple[
             if key not in makers or event.time_range.start >= makers[key].time_range.start:
                 makers[key] = event
 
-    def place(event: FunctionEvent) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def place(event: FunctionEvent) -> Place:
         within = tuple(_ancestors(event))
         nodes = ((e.fwd_thread, e.sequence_nr) for e in within if e.fwd_thread and e.sequence_nr >= 0)
         maker = makers.get(next(nodes, (0, -1)))

@@ -9,10 +9,8 @@ from torch.autograd.profiler_util import FunctionEvent
 from ablation.arms import build_arm
 from configs import Config
 from configs.schema import LossImpl, NormKind
-from tests.runs import config, precision
-from train import training_step
-from training import attribution
-from training.attribution import (
+from measure import attribution
+from measure.attribution import (
     GROUPS,
     LOSS_SITE,
     NORM_SITE,
@@ -24,6 +22,8 @@ from training.attribution import (
     profile_step,
     shares,
 )
+from tests.runs import config, precision
+from train import training_step
 
 VOCABULARY = 64
 NAMES = {

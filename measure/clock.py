@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
-
-CYCLES_PER_S = 2e9  # of a GPU's clock, about
-LONGEST_WAIT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,22 +24,10 @@ class StepClock:
 
     On CUDA two events enclose a step, and the device is synchronised only when times are read, so that the clock does not slow
     the steps. The first `warmup` steps (compilation, allocator, caches) are not counted.
-
-    With `gpu_time`, on CUDA, the last warm-up step is queued behind a sleep of the GPU, so that it takes only the time of its
-    kernels. A step that does not fit into the GPU's queue (about 1,000 launches) gives no such time.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        warmup: int = 3,
-        now: Callable[[], float] = time.perf_counter,
-        gpu_time: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
         self.warmup = warmup
-        self._queues = gpu_time
-        self._queued: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the step behind the wait
-        self._issue_s = 0.0  # CPU time of the last step
         self._device, self._now = device, now
         self._seen = 0  # steps begun, warm-up included
         self._inside = False
@@ -55,28 +41,20 @@ class StepClock:
     def step(self) -> Iterator[None]:
         """The time of the block is one step, unless an exception ends it."""
         assert not self._inside, "a step inside a step"
-        self._inside, counted = True, self._seen >= self.warmup
+        self._inside = True
         try:
             if self._device.type == "cuda":
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                queued = self._queues and self._seen == self.warmup - 1
-                if queued:
-                    with torch.cuda.device(self._device):
-                        torch.cuda._sleep(round(CYCLES_PER_S * min(2 * self._issue_s, LONGEST_WAIT_S)))
                 stream = torch.cuda.current_stream(self._device)
-                began = self._now()
                 begin.record(stream)
                 yield
                 end.record(stream)
-                self._issue_s = self._now() - began
-                if counted:
+                if self._seen >= self.warmup:
                     self._events.append((begin, end))
-                elif queued and not begin.query():  # else the sleep was over before all was queued
-                    self._queued = begin, end
             else:
                 began = self._synchronised_now()
                 yield
-                if counted:
+                if self._seen >= self.warmup:
                     self._steps_ms.append(1000 * (self._synchronised_now() - began))
             self._seen += 1
         finally:
@@ -104,14 +82,6 @@ class StepClock:
         return statistics.median(self.steps_ms) if self.steps_ms else None
 
     @property
-    def gpu_ms(self) -> float | None:
-        """What the kernels of a step take without waiting for the CPU. None: not measured. Synchronises."""
-        if self._queued is None:
-            return None
-        self._queued[1].synchronize()
-        return self._queued[0].elapsed_time(self._queued[1])
-
-    @property
     def steps_ms(self) -> list[float]:
         """Every step after warm-up, in order. Synchronises."""
         if self._events:
@@ -132,9 +102,7 @@ class StepClock:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def _synchronised_now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        elif self._device.type != "cpu":  # work is queued on every accelerator
+        if self._device.type != "cpu":  # work is queued on every accelerator
             torch.accelerator.synchronize(self._device)
         return self._now()
 
@@ -146,8 +114,8 @@ class PartClock:
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._device, self._now = device, now
-        self._steps: list[list[tuple[str, torch.cuda.Event | float]]] = []
+        self._device, self._on_gpu, self._now = device, device.type == "cuda", now
+        self._steps: list[list[tuple[str, Any]]] = []  # marks: the part that ends, and a CUDA event or seconds
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -157,28 +125,21 @@ class PartClock:
 
     def mark(self, part: str) -> None:
         """Ends `part`, which began at the last mark."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._steps[-1].append((part, event))
-        else:
-            self._steps[-1].append((part, self._now()))
+        now: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else self._now()
+        if self._on_gpu:
+            now.record()
+        self._steps[-1].append((part, now))
 
     def read(self) -> dict[str, list[float]]:
         """Milliseconds of each part, one number a step: times of a part that ends several times are summed. Synchronises."""
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize(self._device)
         parts: dict[str, list[float]] = {}
         for marks in self._steps:
             total: dict[str, float] = {}
             for (_, before), (part, after) in pairwise(marks):
-                total[part] = total.get(part, 0.0) + _between(before, after)
+                ms = before.elapsed_time(after) if self._on_gpu else 1000 * (after - before)
+                total[part] = total.get(part, 0.0) + ms
             for part, ms in total.items():
                 parts.setdefault(part, []).append(ms)
         return parts
-
-
-def _between(before: "torch.cuda.Event | float", after: "torch.cuda.Event | float") -> float:
-    if isinstance(before, float) and isinstance(after, float):
-        return 1000 * (after - before)
-    return before.elapsed_time(after)  # type: ignore[union-attr, arg-type]

@@ -198,8 +198,8 @@ def gradients_of(options: BackwardOptions) -> dict[str, torch.dtype]:
 
 def shapes_of(gradients: Mapping[str, torch.dtype], inputs: Sequence[str]) -> list[tuple[int | None, torch.dtype]]:
     """Of each gradient, the place of the input with its shape, or None: (N,); and its dtype. inputs: their names."""
-    likes = [_SHAPED_LIKE.get(name) for name in gradients]
-    return [(None if like is None else inputs.index(like), dtype) for like, dtype in zip(likes, gradients.values(), strict=True)]
+    places = {name: inputs.index(like) for name, like in _SHAPED_LIKE.items() if like in inputs}
+    return [(places.get(name), dtype) for name, dtype in gradients.items()]
 
 
 def empty_gradients(tensors: Sequence[Tensor], r: Tensor, shapes: Iterable[tuple[int | None, torch.dtype]]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import yaml
 
 import configs
 from configs import Config, ConfigError, keys, machine, rules
-from configs.schema import CUDA_GRAPHS, OptimKind, Parallel, Precision
+from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
 from model import GPT
 from training.tracking import settle
@@ -115,11 +115,6 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
             raise ConfigError(
                 f"train.precision={train.precision}, parallel={arm.cfg.parallel}, profile={keys.shown(arm.cfg.profile)}: "
                 "compare.py takes train.precision=bf16 or fp32, parallel=auto and profile=false."
-            )
-        if on.device == "cuda" and arm.cfg.optim.kind is OptimKind.muon:
-            raise ConfigError(
-                f"optim.kind={arm.cfg.optim.kind}: PyTorch's Muon reads its rate on the host, which a CUDA graph can't change. "
-                "On a GPU compare.py takes optim.kind=adamw; `python train.py -m` takes both."
             )
         if 0 < (arm.cfg.compare.timing_cycles or 0) < LEAST_SAMPLES:
             raise ConfigError(

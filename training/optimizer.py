@@ -22,9 +22,7 @@ def make_optimizer(model: GPT, optim: OptimConfig) -> torch.optim.Optimizer:
     if optim.kind is OptimKind.adamw:
         return adamw(model, optim)
     matrices = [p for p in model.blocks.parameters() if p.requires_grad and p.ndim == 2]
-    muon = torch.optim.Muon(
-        matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = Muon(matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw")
     return Chained(muon, adamw(model, optim, without=matrices))
 
 
@@ -52,6 +50,28 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     for name, p in model.named_parameters():
         assert not ("norm" in name.lower() and id(p) in decayed), f"norm parameter {name} {tuple(p.shape)} would be decayed"
     return decay, no_decay
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon, whose rate may also be a scalar tensor on the device of the parameters, for a CUDA graph of the step.
+
+    An update is linear in the rate. So the step is made at rate 1, and the weights go that part of the way.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        rates = [group["lr"] for group in self.param_groups]
+        if not any(isinstance(rate, torch.Tensor) for rate in rates):
+            return super().step(closure)
+        starts = [[p.clone() for p in group["params"]] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = 1.0
+        loss = super().step(closure)
+        for group, start, rate in zip(self.param_groups, starts, rates, strict=True):
+            group["lr"] = rate
+            for parameter, before in zip(group["params"], start, strict=True):
+                parameter.copy_(before.lerp(parameter, rate))
+        return loss
 
 
 class Chained(torch.optim.Optimizer):

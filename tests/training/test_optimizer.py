@@ -76,3 +76,17 @@ def test_chained_optimizers_share_groups_and_state(tiny):
     assert all(torch.equal(a, b) for a, b in zip(start, model.parameters(), strict=True)), "the rate reaches both"
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_rate_on_the_device_gives_the_step_of_the_same_number(tiny):
+    ends = []
+    for as_rate in (float, torch.tensor):
+        _, model, optimizer = model_and_optimizer([*tiny, "optim.kind=muon"])
+        for seed in (1, 2):
+            with_gradients(model, seed)
+            for group in optimizer.param_groups:
+                group["lr"] = as_rate(3e-2)
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.blocks.parameters() if p.ndim == 2])
+    for number, tensor in zip(*ends, strict=True):
+        torch.testing.assert_close(number, tensor, rtol=1e-6, atol=1e-7)

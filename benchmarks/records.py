@@ -57,7 +57,12 @@ RECORDS = (
         "-m benchmarks.norms --models --residual fp32 --width 1152 1536 2304 3072 3584 4608 5120 7168 8192 --warm 16",
         7,
     ),
-    Record("gpt2_loss", f"{GPT2} model.dropout=0.0 ablate.switch=loss", 4),
+    Record(
+        "gpt2_loss",
+        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.compile=true ablate.arms=[torch,compiled,fused,nanogpt] "
+        "ablate.nanogpt=../nanoGPT",
+        4,
+    ),
     Record("llama_qk_norm", f"{LLAMA} model.dropout=0.0 model.qk_norm=true", 4),
     Record("gemma", f"{GEMMA} model.dropout=0.0", 4),
     Record("shakespeare_char", CHAR, 3),

@@ -59,7 +59,7 @@ class Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         rates = [group["lr"] for group in self.param_groups]
         if not any(isinstance(rate, torch.Tensor) for rate in rates):
             return super().step(closure)

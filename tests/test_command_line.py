@@ -106,7 +106,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tin
 def test_a_run_that_stops_on_nan_ends_with_code_1_and_its_wandb_run_closed(tiny, tmp_path):
     nan = ["optim.lr=1e38", "optim.warmup_steps=0", "optim.min_lr=0", "logging.every=30", "logging.wandb=offline"]
     said = train([*tiny, *nan], tmp_path, code=1).stderr
-    assert re.search(r"stopped: .* at step [1-4]\. Batch: epoch 0, window \d+(.|\n)*Last good checkpoint: none", said)
+    assert re.search(r"stopped: .* at step [1-4]\. Checkpoints have finite weights only", said)
     assert len(list(tmp_path.glob("runs/*/wandb/offline-run-*/run-*.wandb"))) == 1
 
 

@@ -44,6 +44,7 @@ from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
 from measure.attribution import by_name, launches, profile_step, shares
 from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
+from measure.environment import environment
 from measure.gpu import gpu_state_during
 from measure.progress import progress
 from measure.sources import fingerprints
@@ -51,7 +52,6 @@ from measure.tables import capital, label
 from measure.timing import copy_bandwidth, free_memory, side_stream
 from model import GPT
 from training.console import show, take_any_encoding
-from training.environment import environment
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.storage import StorageError, claim, relative, replace_text

@@ -27,12 +27,12 @@ import yaml
 import configs
 from configs import Config, ConfigError, command_line, machine
 from data import load_corpus
+from measure.environment import environment
 from measure.progress import progress
 from study import analysis, report, tracking
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
 from training.console import show, take_any_encoding
-from training.environment import environment
 from training.interrupt import Stopped, exit_on_signals
 from training.precision import Precision
 from training.storage import StorageError, claim, locked, relative, replace_text

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks import providers
+from measure.environment import environment as facts_of
 from measure.sources import ROOT, fingerprints
 from training.console import take_any_encoding
-from training.environment import environment as facts_of
 
 FOLDER = Path(__file__).parent / "results"
 Record = dict[str, Any]

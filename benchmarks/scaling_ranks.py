@@ -23,12 +23,12 @@ from configs import Config, machine
 from configs.schema import Parallel
 from data import Batches
 from measure.clock import StepClock
+from measure.environment import ROOT
 from measure.schedule import no_garbage_collection
 from measure.timing import describe, free_memory
 from train import training_step
 from training.build import build
 from training.distributed import ALONE, World, join
-from training.environment import ROOT
 from training.precision import Precision
 
 # Keys of the store in which ranks and the program that started them meet. An empty turn is the end.

@@ -1,1 +1,1 @@
-"""What programs share that measure: clocks, kinds of GPU work, statistics, order of blocks, tables. It imports none of them."""
+"""What programs share that measure: clocks, the machine, kinds of GPU work, statistics, tables. It imports none of them."""

@@ -15,10 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from configs import Config, ConfigError, command_line, compose, machine, rules
 from configs.machine import Machine
+from measure.environment import ROOT, environment
 from training import resume, tracking
 from training.console import mute, show, take_any_encoding
 from training.distributed import World, join
-from training.environment import ROOT, environment
 from training.facts import Summary, report
 from training.interrupt import exit_on_signals
 from training.metrics import NonFiniteError

@@ -15,10 +15,10 @@ from tqdm import tqdm
 import configs
 from configs import Config, ConfigError
 from data import Tokenizer
+from measure.environment import environment
 from training import storage
 from training.console import show, show_beside_bar
 from training.distributed import ALONE, World
-from training.environment import environment
 from training.interrupt import Interrupt, Stopped
 from training.metrics import read_metrics
 from training.plot import loss_curve

@@ -42,7 +42,7 @@ def test_environment_has_device_versions_sources_and_the_revision_of_the_reposit
     assert facts["gpu"] is None and slug(facts) == "cpu"
     assert slug({"gpu": {"name": "NVIDIA H100 80GB HBM3"}}) == "nvidia-h100"
     assert slug({"gpu": {"name": "AMD Instinct MI300X (OAM)"}}) == "amd-instinct-mi300x-oam"
-    monkeypatch.setattr("training.environment._git", lambda *_: None)  # copied without its repository
+    monkeypatch.setattr("measure.environment._git", lambda *_: None)  # copied without its repository
     assert environment(torch.device("cpu"), {})["git"] is None
     monkeypatch.setenv("GIT_REVISION", "abc")
     assert environment(torch.device("cpu"), {})["git"]["revision"] == "abc"

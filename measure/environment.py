@@ -1,4 +1,4 @@
-"""The facts that a run's numbers depend on: code, versions, machine."""
+"""The facts that numbers depend on: code, versions, machine."""
 
 import os
 import platform
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+from measure.sources import ROOT
+
 PACKAGES = ("prenorm", "torch", "triton", "numpy", "datasets", "tokenizers", "wandb")
 
 

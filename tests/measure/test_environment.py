@@ -3,8 +3,8 @@
 import os
 import subprocess
 
-from training import environment
-from training.environment import git_state
+from measure import environment
+from measure.environment import git_state
 
 
 def test_the_git_state_says_whether_the_code_was_changed(tmp_path):

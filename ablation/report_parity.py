@@ -3,11 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import fmean
 
 from ablation.records import Parity
 from ablation.rounding import Quantity
-from measure.tables import capital, interval_text, label, loss, markdown, signed, wrapped
+from measure.tables import capital, interval_text, label, markdown, wrapped
 
 SHIFT = ", shift"  # how parity ends the names of what it looks at for a sign that all seeds share
 
@@ -38,30 +37,12 @@ def parity_sections(found: Sequence[Parity]) -> str:
 def parity_section(parity: Parity) -> str:
     size = [one for one in parity.quantities if not one.name.endswith(SHIFT)]
     shift = [replace(one, name=one.name.removesuffix(SHIFT)) for one in parity.quantities if one.name.endswith(SHIFT)]
-    arms = list(parity.val_loss)
-    rows = [[str(seed), *(loss(parity.val_loss[arm][i]) for arm in arms)] for i, seed in enumerate(parity.seeds)]
-    if len(parity.seeds) > 1:
-        rows.append(["mean", *(loss(fmean(parity.val_loss[arm])) for arm in arms)])
-        spread_words = (
-            f"mean and 95 % t-interval, paired by seed; standard deviation of torch's over seeds {parity.val_spread:.3g}."
-        )
-    else:
-        spread_words = "of one seed, so without an interval."
-    difference = interval_text(parity.val_difference, 6) if len(parity.seeds) > 1 else signed(parity.val_difference.median, 6)
+    over_reordered = f"{parity.arm} over reordered"
     parts = [
         f"### {capital(label(parity.overrides))}, {parity.arm}",
         wrapped(parity_sentence(parity, several=False)),
-        _quantities(
-            "error ratio",
-            parity.arm,
-            size,
-            f"{parity.arm} over reordered",
-            lambda one: one.tested.median / max(one.reordered.median, 1e-9),
-        ),
+        _quantities("error ratio", parity.arm, size, over_reordered, lambda one: one.tested.median / one.reordered.median),
         _quantities("shift in one direction", parity.arm, shift, "its size", lambda one: abs(one.tested.median)),
-        "Final validation loss, nats per token:",
-        markdown(["seed", *arms], rows),
-        wrapped(f"{capital(parity.arm)} − torch {difference}, {spread_words}"),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -75,8 +56,5 @@ def _quantities(title: str, arm: str, quantities: Sequence[Quantity], by: str, n
     if not rows:
         return ""
     kept = markdown([title, f"{arm} (95 %)", "reordered (95 %)", "holds"], rows)
-    if len(worst) < len(quantities):
-        order = f"The first {len(worst)} of {len(quantities)}: what failed, then by {by}. report.json has all."
-    else:
-        order = f"In order: what failed, then by {by}."
-    return f"{kept}\n\n{order}"
+    first = f"The first {len(worst)} of {len(quantities)}" if len(worst) < len(quantities) else "In order"
+    return f"{kept}\n\n{first}: what failed, then by {by}. report.json has all."

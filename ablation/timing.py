@@ -15,12 +15,13 @@ All blocks of a cell have the same number of steps: ablate.block_steps, or what 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from statistics import median
 
 from torch import Tensor
 
-from ablation.arms import Arm, Snapshot, move, places_of
+from ablation.arms import Arm, Snapshot, move, places_of, unmarked
 from ablation.kept import Cycle
 from ablation.records import ArmTimes
 from data import Batches
@@ -123,7 +124,7 @@ def time_arms(
     for name in chain.from_iterable(block_orders(names, 0 if stop else 1, cfg.seed)):
         starts[name].restore(arms[name])
         parts = PartClock(device)
-        run(arms[name], batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts=parts)
+        run(arms[name], batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts)
         done()
         for part, times in parts.read().items():
             splits[name].setdefault(part, []).extend(times[LEAD_IN:])
@@ -148,18 +149,10 @@ def calls_of(arms: int, cycles: int) -> int:
     return arms * (1 + 2 * (1 + cycles + 1))
 
 
-def run(
-    arm: Arm, batches: Batches, steps: range, clock: StepClock | None = None, parts: PartClock | None = None
-) -> list[Tensor]:
+def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | PartClock | None = None) -> list[Tensor]:
     """Takes training steps and returns their losses. A clock times them one by one. The batches are drawn before the first."""
     losses = []
     for step, batch in zip(steps, [batches[step] for step in steps], strict=True):
-        if clock is not None:
-            with clock.step():
-                losses.append(arm.step(batch, step))
-        elif parts is not None:
-            with parts.step():
-                losses.append(arm.step(batch, step, parts.mark))
-        else:
-            losses.append(arm.step(batch, step))
+        with clock.step() if clock is not None else nullcontext():
+            losses.append(arm.step(batch, step, getattr(clock, "mark", unmarked)))
     return losses

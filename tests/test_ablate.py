@@ -171,67 +171,46 @@ def test_the_loss_may_be_what_is_compared_and_its_parity_is_tested(fault, tiny, 
     assert "PyTorch's loss summed in another order" in report and f"Parity {'holds' if fault is None else 'FAILS'}" in report
 
 
-def test_a_stop_in_the_first_cell_keeps_its_cycles(tiny, here, monkeypatch, ablations):
-    blocks = iter(range(3 * (1 + 2 * 7)))
-
-    def times(arms, batches, done, *rest):
-        def stopping():
-            if next(blocks, None) is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-            done()
-
-        return time_arms(arms, batches, stopping, *rest)
-
-    time_arms = ablate.timing.time_arms
-    monkeypatch.setattr(ablate.timing, "time_arms", times)
-    assert ablate.main([*tiny, "ablate.cycles=9"]) == 143
-    (cell,) = ablations[-1].cells
-    assert len(cell.arms[FUSED].blocks_ms) == 12 and "fused" in cell.verdict
-    text = (here() / "report.md").read_text(encoding="utf-8")
-    assert "NOT FINISHED (0 of 2 parts)" in text.splitlines()[0] and "was stopped after 6 cycles" in " ".join(text.split())
-
-
-def test_an_ablation_that_is_stopped_in_its_first_cell_goes_on_behind_its_last_cycle(
+def test_an_ablation_that_is_stopped_in_its_first_cell_reports_its_cycles_and_goes_on_behind_the_last(
     tiny, here, monkeypatch, capsys, ablations
 ):
     """Three arms: three warm-ups, then six blocks a cycle. The first cycle of a process is not counted."""
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
-        def one(arm, batches, steps, *rest, **named):
+        def one(arm, batches, steps, *clock):
             runs.append((arm.name, steps.start))
             if len(runs) == call:
                 os.kill(os.getpid(), signal.SIGINT)
-            return run(arm, batches, steps, *rest, **named)
+            return run(arm, batches, steps, *clock)
 
         runs.clear()
         monkeypatch.setattr(ablate.timing, "run", one)
 
-    def times(path):
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-    stopping_at(3 + 6 * 4 + 2)
-    assert ablate.main([*tiny, TIMES]) == 130
+    command = [*tiny, TIMES, "ablate.cycles=8"]
+    stopping_at(3 + 6 * 7 + 2)
+    assert ablate.main(command) == 130
     said, folder = capsys.readouterr().err, here()
-    assert "cycles kept: 3 of eager" in said and f"the same command with resume=runs/{folder.name}" in said
-    _, *kept = times(folder / "cycles.jsonl")
-    assert not ablations and len(kept) == 3
-    for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 6")):
-        assert ablate.main([*tiny, TIMES, f"resume={folder}", other]) == 2 and why in capsys.readouterr().err
+    assert "cycles kept: 6 of eager" in said and f"the same command with resume=runs/{folder.name}" in said
+    _, *kept = [json.loads(line) for line in (folder / "cycles.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(kept) == 6 and len(ablations[-1].cells[0].arms[FUSED].blocks_ms) == 12
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    assert "NOT FINISHED (0 of 1 parts)" in text.splitlines()[0] and "was stopped after 6 cycles" in " ".join(text.split())
+    for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 8")):
+        assert ablate.main([*command, f"resume={folder}", other]) == 2 and why in capsys.readouterr().err
 
     stopping_at(None)
-    assert ablate.main([*tiny, TIMES, f"resume={folder}"]) == 0
+    assert ablate.main([*command, f"resume={folder}"]) == 0
     begun = [start for _, start in runs[3:]]  # after the warm-ups, which come again
-    assert begun[: 6 * 4] == [1 + 2 * cycle for cycle in (3, 4, 5, 6) for _ in range(6)]
-    (cell,) = ablations[-1].cells
-    for name, arm in cell.arms.items():
-        assert len(arm.blocks_ms) == 12, "two blocks in each of six cycles"
-        assert arm.blocks_ms[:6] == [block for cycle in kept for block in cycle["blocks_ms"][name]]
-        assert not set(map(tuple, arm.blocks_ms[6:])) & set(map(tuple, arm.blocks_ms[:6])), "the third was not counted again"
+    assert begun[: 6 * 3] == [1 + 2 * cycle for cycle in (6, 7, 8) for _ in range(6)]
+    for name, arm in ablations[-1].cells[0].arms.items():
+        assert len(arm.blocks_ms) == 16, "two blocks in each of eight cycles"
+        assert arm.blocks_ms[:12] == [block for cycle in kept for block in cycle["blocks_ms"][name]]
+        assert not set(map(tuple, arm.blocks_ms[12:])) & set(map(tuple, arm.blocks_ms[:12])), "the sixth was not counted again"
     report = " ".join((folder / "report.md").read_text(encoding="utf-8").split())
-    assert "Eager: 3 of 6 cycles are of an earlier process" in report and "NOT FINISHED" not in report
+    assert "Eager: 6 of 8 cycles are of an earlier process" in report and "NOT FINISHED" not in report
     assert not (folder / "cycles.jsonl").exists()
-    assert ablate.main([*tiny, TIMES, f"resume={folder}"]) == 2 and "no ablation that was stopped" in capsys.readouterr().err
+    assert ablate.main([*command, f"resume={folder}"]) == 2 and "no ablation that was stopped" in capsys.readouterr().err
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys, ablations):

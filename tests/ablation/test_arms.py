@@ -53,17 +53,6 @@ def addresses(arm):
     return [parameter.data_ptr() for parameter in arm.state.model.parameters()]
 
 
-@pytest.mark.parametrize("options", [[], ["model.positions=rotary", "model.tie_embeddings=false", "norm.kind=rmsnorm"]])
-def test_an_arm_like_another_is_the_arm_that_its_seed_would_have_made(options):
-    cfg = load(*options)
-    first, drawn = (built(cfg)[TORCH] for _ in range(2))
-    copied = build_arm("fused", cfg, FP32, vocab_size=64, like=first)
-    check_same([drawn, copied])
-    take(copied, 0)
-    assert all(torch.isfinite(p).all() and not p.is_meta for p in copied.state.model.parameters())
-    assert all(map(torch.equal, weights(first), weights(drawn)))  # its values were copied, not shared
-
-
 class Outside(TorchDispatchMode):
     """The operators that run outside of norm sites, with dtype and shape of their tensors."""
 

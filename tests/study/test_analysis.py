@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from configs import Config, ConfigError
-from configs.machine import Machine
+from configs import Config
 from measure.statistics import Interval
 from study.analysis import analyse, best_rate, saved, sensitivity, steps_to
 from study.arms import FOLDER, Arm, Study, study_of
@@ -84,13 +83,6 @@ def test_an_arm_is_what_is_swept_but_for_rate_and_seed():
     study = study_of(["norm.kind=layernorm,rmsnorm", "model.qk_norm=false,true", "optim.lr=1e-3,3e-3", "seed=range(1,4)"])
     assert len(study.arms) == 4 and study.rates == RATES and study.seeds == [1, 2, 3]
     assert study.arms[-1].cfg.model.qk_norm and study.arms[-1].at(3e-3, 2).optim.lr == 3e-3
-
-
-def test_muon_is_refused_where_its_step_would_be_captured(monkeypatch):
-    assert study_of(["optim.kind=muon"]).arms
-    monkeypatch.setattr("study.arms.machine.inspect", lambda device: Machine("cuda"))
-    with pytest.raises(ConfigError, match=r"optim\.kind=muon: PyTorch's Muon reads its rate on the host"):
-        study_of(["optim.kind=adamw,muon", "norm.impl=torch"])
 
 
 def test_intervals_of_one_seed_call_nothing_different():

@@ -1,6 +1,6 @@
 """Whether compare.py finds what is there, and nothing else: real runs of arms whose difference is known.
 
-python -m benchmarks.study_proofs                  under 4 minutes on an H100
+python -m benchmarks.study_proofs                  planned for 4 minutes on an H100
 python -m benchmarks.study_proofs --device cpu --quick train.steps=20       to try it
 
 aa         studies of two equal arms that have other seeds: at most a tenth may be called different

@@ -30,7 +30,7 @@ def studied(tiny, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("more", [[], ["model.dropout=0.1", "train.accumulation=2"]])
+@pytest.mark.parametrize("more", [[], ["model.dropout=0.1", "train.accumulation=2"], ["optim.kind=muon"]])
 def test_a_run_is_that_of_train_py(tiny, tmp_path, more):
     assert compare.main([*tiny, *more, "norm.kind=rmsnorm", "optim.lr=3e-3", "seed=2", f"folder={tmp_path / 'study'}"]) == 0
     summary, _ = train_here([*tiny, *more, "norm.kind=rmsnorm", "optim.lr=3e-3", "seed=2"], tmp_path / "run")
@@ -68,6 +68,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_table(studied, tiny, tmp
         (["optim.lr=fast,slow"], "optim.lr takes numbers"),
         (["compare.baseline=x", "norm.kind=layernorm,rmsnorm"], "no such arm"),
         (["seed=1,1"], "twice"),
+        (["compare.timing_cycles=3"], "takes 0, which times nothing, or 6 and more"),
     ],
 )
 def test_it_refuses_what_it_cant_compare(tiny, wrong, message, capsys, tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 """Runs that follow each other in one engine, with any optimizer."""
 
-import copy
-
 import pytest
 import torch
 
 from configs import ConfigError
-from study.engine import refuse_outside_graph, reset
+from configs.schema import OptimKind
+from data import load_corpus
+from study.engine import Engine, initial_values, refuse_outside_graph, reset, windows_of
+from tests.runs import composed
+from training.precision import Precision
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -58,16 +60,35 @@ def test_an_optimizer_that_counts_on_the_host_is_refused_where_there_is_a_graph(
             refuse_outside_graph(optimizer, torch.device("cpu"))
 
 
-@pytest.mark.gpu
-def test_a_step_that_reads_a_value_on_the_host_is_refused_in_words(tiny, monkeypatch):
-    from data import load_corpus
-    from study.engine import Engine
-    from tests.runs import composed, precision
+@pytest.fixture
+def on_gpu(tiny):
+    """(a config, the precision, the corpus) of a tiny run on the GPU."""
+    cfg = composed([*tiny, "norm.kind=rmsnorm"])
+    gpu = Precision(torch.device("cuda", 0), torch.bfloat16)
+    return cfg, gpu, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
-    cfg = copy.deepcopy(composed([*tiny, "norm.kind=rmsnorm"]))
-    corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    on_gpu = precision(torch.bfloat16).__class__(torch.device("cuda", 0), torch.bfloat16)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(OptimKind))
+def test_a_run_of_replays_is_that_of_the_same_steps_without_a_graph(on_gpu, kind):
+    cfg, gpu, corpus = on_gpu
+    cfg.optim.kind = kind
+    engine = Engine(cfg, gpu, corpus)
+    found = []
+    for _ in range(3):
+        engine.begin(cfg, initial_values(cfg, gpu, corpus), windows_of(cfg, corpus, gpu.device))
+        engine.advance(10)
+        found.append(engine.losses[:10].tolist())
+        if len(found) == 2:
+            engine._graph = None
+    replayed, again, eager = found
+    assert replayed[-1] < replayed[0]
+    assert again == pytest.approx(replayed, rel=1e-3) and eager == pytest.approx(replayed, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_step_that_reads_a_value_on_the_host_is_refused_in_words(on_gpu, monkeypatch):
     clip = torch.nn.utils.clip_grad_norm_
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *of: torch.tensor(clip(*of).item()).cuda())
     with pytest.raises(ConfigError, match="can't be captured"):
-        Engine(cfg, on_gpu, corpus)
+        Engine(*on_gpu)

@@ -44,6 +44,7 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("What was measured", _setting(ablation)),
         section("Every pair", _comparisons(cells)),
         section("What torch.compile buys, and what is left", _compile(cells)),
+        section("What the swept keys cost", _prices(cells)),
         section("Where the time goes", gpu_time([cell for cell in cells if cell.attribution])),
         section("Dropout masks", _masks(cells)),
         section("Parity", parity_sections(ablation.parity)),
@@ -265,6 +266,21 @@ def _compile(cells: Sequence[Cell]) -> str:
         "alone` and `both` are unpaired: those cells ran one after the other."
     )
     return f"{markdown(header, rows)}\n\n{wrapped(note)}"
+
+
+def _prices(cells: Sequence[Cell]) -> str:
+    """The step time of each arm over that of the same arm in the first cell: what another placement or kind costs."""
+    rows: list[list[str]] = []
+    for mode in dict.fromkeys(cell.mode for cell in cells):
+        first, *others = [cell for cell in cells if cell.mode == mode]
+        for cell in others:
+            for name in [name for name in cell.arms if name in first.arms and name != AGAIN]:
+                ratio = unpaired_ratio(*(cycle_times(of.arms[name].blocks_ms) for of in (cell, first)))
+                rows.append([label(cell.overrides, mode), label(first.overrides, ""), name, interval_text(ratio)])
+    if not rows:
+        return ""
+    note = "Above 1: the cell's step takes longer. Unpaired, as cells run one after the other; 95 % intervals over cycles."
+    return f"{markdown(['cell', 'over', 'arm', 'step time (95 %)'], rows)}\n\n{wrapped(note)}"
 
 
 def _pictures(ablation: Ablation, folder: Path) -> tuple[str, str]:

@@ -22,12 +22,18 @@ def _ops(*names: str) -> tuple[str, ...]:
 
 
 NORMS = _ops(
-    "kernels/backward", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms", "kernels/nvidia",
+    "kernels/backward", "kernels/constants", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms", "kernels/nvidia",
     "kernels/rows", "kernels/weight_gradients", "tiling",
 )  # fmt: skip
-ROTARY = _ops("kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary_launch")
+ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary_launch")
 LOSSES = _ops(
-    "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "cross_entropy_launch", "softmax_launch"
+    "kernels/constants",
+    "kernels/cross_entropy",
+    "kernels/nvidia",
+    "kernels/rows",
+    "kernels/softmax",
+    "cross_entropy_launch",
+    "softmax_launch",
 )
 CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
 STEP = (

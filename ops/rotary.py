@@ -221,7 +221,7 @@ def _check(name: str, inputs: Inputs, options: Options, D: int, accepted: tuple[
             raise ValueError(f"{name}: cos and sin get no gradient; detach them")
     if positions is not None and cos is None:
         raise ValueError(f"{name}: positions were given without cos and sin, whose rows they are")
-    weights = {name: t for name, t in zip(Inputs._fields[5:], inputs[5:], strict=True) if t is not None}
+    weights = {argument: t for argument, t in zip(Inputs._fields[5:], inputs[5:], strict=True) if t is not None}
     for argument, weight in weights.items():
         if options.norm < 0:
             raise ValueError(f"{name}: {argument} was given without a norm; pass norm, or leave it out")

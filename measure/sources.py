@@ -22,19 +22,14 @@ def _ops(*names: str) -> tuple[str, ...]:
 
 
 NORMS = _ops(
-    "kernels/backward", "kernels/constants", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms", "kernels/nvidia",
-    "kernels/rows", "kernels/weight_gradients", "tiling",
+    "kernels/backward", "kernels/constants", "kernels/dropout", "kernels/exchange", "kernels/forward", "kernels/norms",
+    "kernels/nvidia", "kernels/rows", "kernels/weight_gradients", "tiling",
 )  # fmt: skip
 ROTARY = _ops("kernels/constants", "kernels/norms", "kernels/nvidia", "kernels/rotary", "kernels/rows", "rotary_launch")
 LOSSES = _ops(
-    "kernels/constants",
-    "kernels/cross_entropy",
-    "kernels/nvidia",
-    "kernels/rows",
-    "kernels/softmax",
-    "cross_entropy_launch",
+    "kernels/constants", "kernels/cross_entropy", "kernels/nvidia", "kernels/rows", "kernels/softmax", "cross_entropy_launch",
     "softmax_launch",
-)
+)  # fmt: skip
 CALLS = _ops("autograd", "checks", "functional", "launch", "operators", "philox", "plan", "records", "reference", "torch_state")
 STEP = (
     "ops/kernels", "ops/tiling.py", "model", "train.py:training_step", "training/build.py", "training/optimizer.py",

@@ -55,8 +55,11 @@ class Work(NamedTuple):
 
 
 def work_of(D: int, inputs: Inputs) -> Work:
-    cos, weights = inputs.cos, [t for t in inputs[5:] if t is not None]  # all by head, or none
-    return Work(D, 0 if cos is None else 2 * cos.shape[1], bool(weights) and weights[0].dim() == 2)
+    R = 0 if inputs.cos is None else 2 * inputs.cos.shape[1]
+    for t in inputs[5:]:
+        if t is not None:  # weights and biases are all by head, or none is
+            return Work(D, R, t.dim() == 2)
+    return Work(D, R, False)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:

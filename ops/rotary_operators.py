@@ -123,7 +123,8 @@ def empty_gradients(upstream: Upstream, inputs: Inputs, options: Options, wanted
     if dv is None:
         gradients = [dq.new_empty(dq.shape), dk.new_empty(dk.shape)]
     else:
-        gradients = [dq.new_empty(*dq.shape[:-2], (options.heads + 2 * options.kv_heads) * dq.shape[-1])]
+        *tokens, _, D = dq.shape
+        gradients = [dq.new_empty((*tokens, (options.heads + 2 * options.kv_heads) * D))]
     return gradients + [t.new_empty(t.shape) for t, wants in zip(inputs[5:], wanted, strict=True) if wants and t is not None]
 
 

@@ -271,12 +271,13 @@ def _compile(cells: Sequence[Cell]) -> str:
 def _prices(cells: Sequence[Cell]) -> str:
     """The step time of each arm over that of the same arm in the first cell: what another placement or kind costs."""
     rows: list[list[str]] = []
+    named = list(zip(cells, _short_labels(cells, mode=False), strict=True))
     for mode in dict.fromkeys(cell.mode for cell in cells):
-        first, *others = [cell for cell in cells if cell.mode == mode]
-        for cell in others:
-            for name in [name for name in cell.arms if name in first.arms and name != AGAIN]:
-                ratio = unpaired_ratio(*(cycle_times(of.arms[name].blocks_ms) for of in (cell, first)))
-                rows.append([label(cell.overrides, mode), label(first.overrides, ""), name, interval_text(ratio)])
+        (first, base), *others = [(cell, name) for cell, name in named if cell.mode == mode]
+        for cell, name in others:
+            for arm in [arm for arm in cell.arms if arm in first.arms and arm != AGAIN]:
+                ratio = unpaired_ratio(*(cycle_times(of.arms[arm].blocks_ms) for of in (cell, first)))
+                rows.append([f"{mode}, {name}", base, arm, interval_text(ratio)])
     if not rows:
         return ""
     note = "Above 1: the cell's step takes longer. Unpaired, as cells run one after the other; 95 % intervals over cycles."

@@ -40,8 +40,8 @@ def row(text, start):
 def test_report_has_every_section_and_its_pictures(tmp_path):
     text = report.write(results.ablation(), tmp_path).read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", text, re.M) == [
-        "What was measured", "Every pair", "What torch.compile buys, and what is left",
-        "What the swept keys cost", "Where the time goes", "Parity", "More plots", "Step times", "Environment", "Command", "Configuration",
+        "What was measured", "Every pair", "What torch.compile buys, and what is left", "What the swept keys cost",
+        "Where the time goes", "Parity", "More plots", "Step times", "Environment", "Command", "Configuration",
     ]  # fmt: skip
     pictures = re.findall(r"\]\((\S+)\)", text)
     assert pictures == ["speedup.png", "attribution.png", "parity.png", "step_times.png"]

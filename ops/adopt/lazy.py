@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dropout import seeded_dropout
 from ..functional import norm_fn
 from ..reference import Norm
 from ..torch_state import register_container
@@ -71,26 +70,17 @@ class Lazy:
         """The value, which is computed once more later: for a hook that wants to see it and change nothing."""
         if self._value is not None:
             return self._value
-        if self.residual is None:
-            return self._branch()
-        residual = self.residual if self.residual_scale == 1.0 else self.residual * self.residual_scale
         if self.x is None:
-            return residual
-        if TRACE is not None:
+            assert self.residual is not None
+            return self.residual * self.residual_scale
+        if TRACE is not None and self.residual is not None:
             TRACE.append((None, self.then()))
-        if self.is_plain():
-            return residual + self.x
-        options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
-        return norm_fn(Norm.none, **self.arguments(), out_dtype=residual.dtype, **options)  # type: ignore[return-value]
-
-    def _branch(self) -> Tensor:
-        y: Any = self.x if self.branch_norm is None else self.branch_norm.of_tensor(self.x)
-        y = y if self.branch_weight is None else y * self.branch_weight
-        y = y if self.scale == 1.0 else y * self.scale
-        y = y if self.rowscale is None else y * self.rowscale.unsqueeze(-1)
-        if self.dropout_p > 0.0:
-            y = seeded_dropout(y, self.dropout_p, self.seed)  # type: ignore[arg-type]
-        return y if self.x1 is None else y + self.x1
+        if not self.is_plain():
+            options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
+            return norm_fn(Norm.none, **self.arguments(), out_dtype=self.dtype, **options)  # type: ignore[return-value]
+        if self.residual is None:
+            return self.x
+        return (self.residual if self.residual_scale == 1.0 else self.residual * self.residual_scale) + self.x
 
     def normed(self, norm: Any) -> Tensor:
         """An AdoptedNorm of it. A stream holds its sum afterwards."""
@@ -101,7 +91,7 @@ class Lazy:
             TRACE.append((norm, self.then()))
         parts = self
         if residual.dtype is torch.float64 or not norm.goes_with(self):
-            x = self._branch()
+            x = self.then(residual=None).tensor()
             parts = Lazy(x, residual, self.residual_scale)
         follows_x = torch.is_autocast_enabled(x.device.type) or residual.dtype == torch.float32 != x.dtype
         weight, bias = norm.weights()

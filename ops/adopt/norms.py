@@ -73,10 +73,11 @@ def replace_norms(
 
 
 def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool] | None) -> Site | None:
-    if isinstance(module, (AdoptedNorm, *MODULES.values())):
-        return Site(name, _described(module), False, "it is fused already")
     if any(cls.__name__ in (AdoptedNorm.__name__, "_Fused") for cls in type(module).__mro__):
-        return Site(name, _described(module), False, "it is fused already, by another copy of this package")
+        ours = isinstance(module, (AdoptedNorm, *MODULES.values()))
+        return Site(
+            name, _described(module), False, f"it is fused already{'' if ours else ', by another copy of this package'}"
+        )
     if not may_be_a_norm(module, name):
         return None
     was, formula = _described(module), recognise(module)

@@ -190,15 +190,17 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
         zeros = torch.zeros(1, width)
         if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
-        if names and (taken := _takes_other_widths(module, values, width)):
-            return taken
+        wider = _attempt(module, values, torch.ones(2, 2 * width)) if names else None
+        if wider is not None and wider.shape[-1] == 2 * width:  # one gain for all features, or a norm of each head of a row
+            return f"it also takes rows of {2 * width}, as a norm of parts of a row does"
         if _has_other_gradients(module, formula, values, rows[[0, 4]]):
             return "it computes the formula, but its gradient is another: something in it is detached"
         permuted = rows.view(2, 4, width).permute(1, 0, 2)  # as it lies in memory after a transpose
         formula = replace(formula, keeps_strides=_run(module, values, permuted).stride() == permuted.stride())
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # the module's code may raise anything; each is a reason to leave it alone
-        if _takes_channels(module, values, width):
+        image = _attempt(module, values, torch.ones(2, width, 3, 5))
+        if image is not None and image.shape == (2, width, 3, 5):
             return f"it takes channels first, (batch, {width}, height, width); the kernels norm the last dimension"
         message = (str(error).splitlines() or ["without a message"])[0]
         return f"trying it on {tuple(rows.shape)} raised {type(error).__name__}: {message}"
@@ -214,20 +216,12 @@ def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool
     return type(module).forward(clone, x.to(device, copy=True)).cpu()
 
 
-def _takes_other_widths(module: nn.Module, values: dict[str, Tensor], width: int) -> str:
-    """Why its weights say nothing about the rows that it gets: one gain for all features, or a norm of each head of a row."""
+def _attempt(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor | None:
+    """The output, or None where the module does not take x."""
     try:
-        y = _run(module, values, torch.ones(2, 2 * width))
-    except (RuntimeError, ValueError):
-        return ""
-    return f"it also takes rows of {2 * width}, as a norm of parts of a row does" if y.shape[-1] == 2 * width else ""
-
-
-def _takes_channels(module: nn.Module, values: dict[str, Tensor], width: int) -> bool:
-    try:
-        return _run(module, values, torch.ones(2, width, 3, 5)).shape == (2, width, 3, 5)
+        return _run(module, values, x)
     except Exception:  # anybody's code
-        return False
+        return None
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -273,8 +267,6 @@ def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, 
                 torch.autograd.grad(output, leaves, upstream, allow_unused=True, materialize_grads=True)
                 for output in (y.double(), expected)
             )
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError:  # made for inference, or overwrites what its own gradient needs
             return False
     # Relative to the upstream gradient too: with two columns, the gradient of x is next to nothing.
@@ -287,9 +279,8 @@ def _with_out_dtype(module: nn.Module, formula: Formula, values: dict[str, Tenso
     seen = {}
     for x, weight in ((half, half), (half, full), (full, half)) if values else ((half, half),):
         rounded = {name: value.to(weight) for name, value in values.items()}
-        try:
-            y = _run(module, rounded, rows.to(x))
-        except RuntimeError:  # it takes no such mix, so any dtype will do
+        y = _attempt(module, rounded, rows.to(x))
+        if y is None:  # it takes no such mix, so any dtype will do
             continue
         seen[x, weight] = y.dtype
         if _distance(y, compute(formula, rounded, rows.to(x))) > BF16_TOLERANCE:

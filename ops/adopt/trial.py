@@ -7,10 +7,9 @@ The block itself is not run and not changed; its weights may be anywhere, on met
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +99,16 @@ class _Differs(Exception):
     pass
 
 
+class _Event(NamedTuple):
+    """What happened to a sum."""
+
+    kind: str  # normed, summed, or left: handed on
+    path: str  # of the norm
+    features: tuple[str, ...]  # what the kernel does along
+    enters: bool  # from the block before
+    fed_by: list[str]  # paths of stand-ins; this alone depends on which of them make a branch
+
+
 class _Run:
     def __init__(
         self, block: nn.Module, width: int, deep: bool, inside: tuple[str, ...], shape: tuple[int, ...], given: dict[str, Any]
@@ -119,40 +128,39 @@ class _Run:
 
     def found(self, argument: str) -> Trial:
         trial = Trial(self.width, argument)
-        events: list[tuple] = []
+        events: list[_Event] = []
         for training in (False, True):
-            for module in _modules(self.clone):
-                module.__dict__["training"] = training
-            self.branches = set()
+            for module in self.clone.modules():
+                module.training = training
             self.learns = True
             self._call(self.residual + self.hidden)
-            self.learns = False
+            self.learns, self.branches = False, set()
             expected = self._call(self.residual + self.hidden)
             self.branches = set(self.stand_ins)
-            met, feeds = self._traced(expected)
+            met = self._traced(expected)
+            feeds = {path for event in met for path in event.fed_by}
             self.branches &= feeds
             for name in sorted(feeds):  # those that can do without stay as they are
                 self.branches.remove(name)
-                if self._traced(expected)[0] != met:
+                if [event[:4] for event in self._traced(expected)] != [event[:4] for event in met]:
                     self.branches.add(name)
             self.got_lazy.clear()
-            events += self._traced(expected)[0]
+            events += self._traced(expected)
             for known, names in ((trial.feeds, feeds), (trial.parts, self.branches), (trial.plain, self.got_lazy)):
                 known += sorted(names.difference(known))
-        left = [features for kind, _, features, _ in events if kind == "left"]
+        left = [event.features for event in events if event.kind == "left"]
         trial.leaves = bool(left)
-        for kind, path, features, enters in events:
-            if enters and not trial.leaves:  # no block before it hands on a sum
+        for event in events:
+            if event.enters and not left:  # no block before it hands on a sum
                 continue
-            along = tuple(dict.fromkeys((*features, *(f for one in left if enters for f in one))))
-            if kind == "normed":
-                trial.norms[path] = tuple(dict.fromkeys((*trial.norms.get(path, ()), *along)))
-            elif kind == "summed" and along and along not in trial.sums:
+            along = tuple(dict.fromkeys((*event.features, *(f for one in left if event.enters for f in one))))
+            if event.kind == "normed":
+                trial.norms[event.path] = tuple(dict.fromkeys((*trial.norms.get(event.path, ()), *along)))
+            elif event.kind == "summed" and along and along not in trial.sums:
                 trial.sums.append(along)
         return trial
 
-    def _traced(self, expected: Any) -> tuple[list[tuple], set[str]]:
-        """What happened to sums: kind, path of the norm, what goes along, whether the sum entered; what fed them."""
+    def _traced(self, expected: Any) -> "list[_Event]":
         self.made.clear()
         lazy.TRACE = trace = []
         try:
@@ -164,16 +172,17 @@ class _Run:
             first = first[0]
         if isinstance(first, Lazy) and first.residual is not None and first.x is not None:
             trace.append(("left", first.then()))
-        events, feeds = [], set()
+        events = []
         for norm, of in trace:
             kind = norm if norm == "left" else "summed" if norm is None else "normed"
             addresses = [t.data_ptr() for t in (of.x, of.x1) if t is not None]
-            feeds |= {self.made[address][0] for address in addresses if address in self.made}
-            events.append((kind, self.paths.get(id(norm), ""), _features(of), self.hidden.data_ptr() in addresses))
+            fed_by = [self.made[address][0] for address in addresses if address in self.made]
+            enters = self.hidden.data_ptr() in addresses
+            events.append(_Event(kind, self.paths.get(id(norm), ""), _features(of), enters, fed_by))
         a, b = _tensors(expected), _tensors(output)
         if len(a) != len(b) or not all(map(_close, a, b)):
             raise _Differs("it computes something else when its sums are computed later")
-        return events, feeds
+        return events
 
     def _call(self, x: Any) -> Any:
         torch.manual_seed(0)
@@ -216,13 +225,6 @@ class _Run:
 
     def _random(self, p: Tensor | None) -> Tensor | None:
         return None if p is None else nn.Parameter(torch.randn(p.shape, generator=self.generator), requires_grad=False)
-
-
-def _modules(clone: Any) -> Iterator[Any]:
-    yield clone
-    for child in clone._modules.values():
-        if child is not None:
-            yield from _modules(child)
 
 
 def _features(of: Lazy) -> tuple[str, ...]:

@@ -77,7 +77,8 @@ class Lazy:
             TRACE.append((None, self.then()))
         if not self.is_plain():
             options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
-            return norm_fn(Norm.none, **self.arguments(), out_dtype=self.dtype, **options)  # type: ignore[return-value]
+            options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
+            return norm_fn(Norm.none, **self.arguments(), **options)  # type: ignore[return-value]
         if self.residual is None:
             return self.x
         return (self.residual if self.residual_scale == 1.0 else self.residual * self.residual_scale) + self.x

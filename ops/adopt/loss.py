@@ -78,7 +78,9 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
             raise ValueError(f"replace_loss: {name}.loss_function is {loss}, {problem}; left alone")
         model.loss_function = loss  # type: ignore[assignment]
     loss.in_place = in_place
-    return _said(f"{name}.loss_function: {loss} → fused cross-entropy{', in place' if in_place else ''}", verbose)
+    line = f"{name}.loss_function: {loss} → fused cross-entropy{', in place' if in_place else ''}"
+    print(f"{line}\n" * verbose, end="")
+    return line
 
 
 def restore_loss(model: nn.Module, *, verbose: bool = True) -> str:
@@ -94,19 +96,15 @@ def restore_loss(model: nn.Module, *, verbose: bool = True) -> str:
         del model._loss_function  # where transformers keeps what is set
     else:
         model.loss_function = found.was  # type: ignore[assignment]
-    return _said(f"{type(model).__name__}.loss_function: {found} as it was", verbose)
+    line = f"{type(model).__name__}.loss_function: {found} as it was"
+    print(f"{line}\n" * verbose, end="")
+    return line
 
 
 def _loss_of(model: nn.Module, function: str) -> Any:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
     return getattr(model, "loss_function", None)
-
-
-def _said(line: str, verbose: bool) -> str:
-    if verbose:
-        print(line)
-    return line
 
 
 def _difference(loss: Callable[..., Tensor], ours: Callable[..., Tensor]) -> str:

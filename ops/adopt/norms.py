@@ -67,8 +67,7 @@ def replace_norms(
     if only is not None and not callable(only):
         raise TypeError(f"replace_norms: only must be a function of a norm's name and module, got {only!r}")
     sites = [site for name, module in model.named_modules() if (site := _replace(name or "model", module, only))]
-    if verbose:
-        print("".join(f"{line}\n" for line in sites), end="")
+    print("".join(f"{line}\n" for line in sites if verbose), end="")
     return sites
 
 
@@ -133,8 +132,7 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
         if isinstance(module, AdoptedNorm):
             restore(module)
             lines.append(f"{name or 'model'}: {type(module).__name__} as it was")
-    if verbose:
-        print("".join(f"{line}\n" for line in lines), end="")
+    print("".join(f"{line}\n" for line in lines if verbose), end="")
     return lines
 
 

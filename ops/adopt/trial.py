@@ -191,11 +191,11 @@ class _Run:
 
     def learnt_from(self, error: Exception) -> bool:
         """Whether the last stand-in whose output was unpacked now returns another number of things."""
-        wrong = isinstance(error, ValueError) and "values to unpack" in str(error) and self.learns
-        if wrong and self.asked and self.returns[self.asked] < 5:
-            self.returns[self.asked] += 1
-            return True
-        return False
+        wrong = isinstance(error, ValueError) and "values to unpack" in str(error) and self.learns and self.asked
+        if not wrong or self.returns[self.asked] == 5:
+            return False
+        self.returns[self.asked] += 1
+        return True
 
     def _clone(self, module: nn.Module, path: str) -> Any:
         if path and path not in self.inside and not self._runs(module):

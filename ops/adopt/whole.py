@@ -131,21 +131,22 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
-    others = {module for module in block.modules() if not isinstance(module, AdoptedNorm)}
+    others = [module for module in block.modules() if not isinstance(module, AdoptedNorm)]
     replace_norms(block, verbose=False)
-    trials: list[Trial] = []
-    for i, one in enumerate(blocks):
-        trial = "block is fused already; restore_norms undoes it" if is_fused(one) else try_block(one)
-        if isinstance(trial, str):
+    trials: list[Any] = [_FUSED if is_fused(one) else try_block(one) for one in blocks]
+    for i, why in enumerate(trials):
+        if isinstance(why, str):
             for module in others:
                 if isinstance(module, AdoptedNorm):
                     restore(module)
-            which = f". It is block {i} of {len(blocks)}, and all stay as they were" if stack else ""
-            raise ValueError(f"fuse_prenorm_block({type(one).__name__}): {trial}{which}")
-        trials.append(trial)
+            which = f"It is block {i} of {len(blocks)}, and all stay as they were"
+            raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {why}. {which}")
     for one, trial in zip(blocks, trials, strict=True):
         _fuse(one, trial, residual_in_fp32)
     return trials if stack else trials[0]
+
+
+_FUSED = "block is fused already; restore_norms undoes it"
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

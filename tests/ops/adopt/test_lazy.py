@@ -78,6 +78,13 @@ def test_a_norm_computes_the_sum_once_and_the_stream_keeps_it():
     torch.testing.assert_close((y, stream.tensor()), (F.layer_norm(X + H, (N,)), X + H))
 
 
+def test_what_a_scale_in_fp32_makes_of_a_branch_in_bf16_is_fp32():
+    h, scale = H.bfloat16(), GAIN * 1.001
+    found = (Lazy(h) * scale).tensor()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, h * scale, rtol=1e-6, atol=0)
+
+
 def test_everybody_who_computes_a_dropped_branch_drops_the_same():
     norm = nn.LayerNorm(N)
     replace_norms(norm, verbose=False)

@@ -73,10 +73,8 @@ def replace_norms(
 
 def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool] | None) -> Site | None:
     if any(cls.__name__ in (AdoptedNorm.__name__, "_Fused") for cls in type(module).__mro__):
-        ours = isinstance(module, (AdoptedNorm, *MODULES.values()))
-        return Site(
-            name, _described(module), False, f"it is fused already{'' if ours else ', by another copy of this package'}"
-        )
+        by = "" if isinstance(module, (AdoptedNorm, *MODULES.values())) else ", by another copy of this package"
+        return Site(name, _described(module), False, f"it is fused already{by}")
     if not may_be_a_norm(module, name):
         return None
     was, formula = _described(module), recognise(module)

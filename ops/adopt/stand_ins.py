@@ -33,24 +33,8 @@ class Anything:
         return cls()
 
 
-for _name in (
-    "call",
-    "getitem",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "neg",
-):
+_OPERATORS = "call getitem add radd sub rsub mul rmul truediv eq ne lt le gt ge invert neg"
+for _name in _OPERATORS.split():
     setattr(Anything, f"__{_name}__", lambda self, *operands, **named: self)
 
 

@@ -53,26 +53,31 @@ def try_block(block: nn.Module) -> Trial | str:
     widths = {m.formula.width for m in norms if m.formula.width is not None}
     if not widths:  # norms without weights take any width, so a matrix has to tell
         widths = {m.in_features for m in block.modules() if isinstance(m, nn.Linear)}
-    best, why = None, ""
+    tries: list[Trial | str] = []
     with undisturbed(torch.device("cpu")):
-        for width, deep in product(sorted(widths, reverse=True), (True, False)):
-            found = _try(block, width, deep, ())
-            if isinstance(found, str):
-                why = why or found
-                continue
-            inside: tuple[str, ...] = ()
-            for part in found.plain:  # it got the stream, which its own forward may add to
-                more = _try(block, width, deep, (*inside, part))
-                if isinstance(more, Trial) and more.fused > found.fused:
-                    inside, found = (*inside, part), more
-            if best is None or found.fused > best.fused:
-                best = found
+        for width in sorted(widths, reverse=True):
+            for inside in (_with_norms(block, width), frozenset()):
+                found = _try(block, width, inside)
+                got_stream = found.plain if isinstance(found, Trial) else []  # their own forwards may add to it
+                for part in got_stream:
+                    more = _try(block, width, inside | {part})
+                    if isinstance(more, Trial) and more.fused > found.fused:  # type: ignore[union-attr]
+                        inside, found = inside | {part}, more
+                tries.append(found)
+    best = max((one for one in tries if isinstance(one, Trial)), key=lambda one: one.fused, default=None)
     if best is None:
-        return why
+        return tries[0] if tries else "it has no matrix that tells the width of its stream"
     return best if best.norms or best.sums else "none of its replaced norms follows a sum, or is followed by one"
 
 
-def _try(block: nn.Module, width: int, deep: bool, inside: tuple[str, ...]) -> Trial | str:
+def _with_norms(block: nn.Module, width: int) -> frozenset[str]:
+    """Paths of the parts in which the stream is normed."""
+    norms = [m for m in block.modules() if isinstance(m, AdoptedNorm) and m.formula.width in (None, width)]
+    parts = block.named_modules(remove_duplicate=False)
+    return frozenset(path for path, part in parts if not {*part.modules()}.isdisjoint(norms))
+
+
+def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
     _, *parameters = inspect.signature(type(block).forward).parameters.values()
     if not parameters or parameters[0].kind is parameters[0].VAR_KEYWORD:
         return "its forward takes no x"
@@ -80,7 +85,7 @@ def _try(block: nn.Module, width: int, deep: bool, inside: tuple[str, ...]) -> T
     needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     why = ""
     for shape, given in product(((2, _TOKENS), (2, 4, 4)), (None, Anything(), (4, 4), 4) if needed else (None,)):
-        run = _Run(block, width, deep, inside, (*shape, width), dict.fromkeys(needed, given))
+        run = _Run(block, width, inside, (*shape, width), dict.fromkeys(needed, given))
         for _ in range(12):  # each learns one more thing about what the sublayers return
             try:
                 return run.found(x.name)
@@ -110,10 +115,10 @@ class _Event(NamedTuple):
 
 
 class _Run:
-    def __init__(
-        self, block: nn.Module, width: int, deep: bool, inside: tuple[str, ...], shape: tuple[int, ...], given: dict[str, Any]
-    ) -> None:
-        self.width, self.deep, self.inside, self.given = width, deep, inside, given
+    """A block's clone, in which the parts `inside` run as they are; x has `shape`, other arguments are `given`."""
+
+    def __init__(self, block: nn.Module, width: int, inside: frozenset[str], shape: tuple, given: dict[str, Any]) -> None:
+        self.width, self.inside, self.given = width, inside, given
         self.returns: dict[str, int] = {}  # how many things a stand-in returns; 0: a tensor
         self.learns = False  # whether stand-ins find that out
         self.asked = ""  # the stand-in whose output was unpacked last
@@ -215,13 +220,10 @@ class _Run:
         return clone
 
     def _runs(self, module: nn.Module) -> bool:
-        """Whether a part runs as it is: norms, scales, what has no weights, and what contains norms of the stream."""
+        """Whether a part runs as it is in any case: norms, scales, what has no weights, and containers."""
         if isinstance(module, AdoptedNorm | nn.ModuleList | nn.ModuleDict | nn.Sequential):
             return True
-        if all(not is_lazy(p) and p.dim() < 2 for p in module.parameters()) and not any(True for _ in module.buffers()):
-            return True
-        norms = [m for m in module.modules() if isinstance(m, AdoptedNorm)]
-        return self.deep and any(norm.formula.width in (None, self.width) for norm in norms)
+        return all(not is_lazy(p) and p.dim() < 2 for p in module.parameters()) and next(module.buffers(), None) is None
 
     def _random(self, p: Tensor | None) -> Tensor | None:
         return None if p is None else nn.Parameter(torch.randn(p.shape, generator=self.generator), requires_grad=False)

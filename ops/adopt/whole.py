@@ -190,7 +190,7 @@ def _functional_norms(model: nn.Module) -> list[str]:
         called = [forward]
         for function in called:  # which grows
             names = _names(function.__code__) if isinstance(function, FunctionType) else set()
-            for name in names:
+            for name in sorted(names):
                 one = function.__globals__.get(name) or getattr(cls, name, None)
                 if isinstance(one, FunctionType) and one.__module__ == cls.__module__ and one not in called:
                     called.append(one)

@@ -4,10 +4,7 @@ Depends on torch and triton only. Copy this folder into another project and impo
 """
 
 from .adopt import (
-    GPT2_BLOCK,
-    LLAMA_BLOCK,
     Adoption,
-    BlockLayout,
     Pending,
     adopt,
     fuse_prenorm_block,
@@ -29,10 +26,7 @@ from .softmax import log_softmax_fn, softmax_fn
 __version__ = "0.1.0"
 
 __all__ = [
-    "GPT2_BLOCK",
-    "LLAMA_BLOCK",
     "Adoption",
-    "BlockLayout",
     "LayerNorm",
     "Norm",
     "Pending",

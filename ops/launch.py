@@ -12,9 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
 
 from .kernels import backward as backward_kernels
 from .kernels import forward as forward_kernels
@@ -41,7 +38,9 @@ from .records import (
 )
 from .reference import Norm
 from .tiling import H200, Device, Tile, Work, backward_tile, forward_tile, most_registers
+from .torch_state import triton_internals
 
+TRITON = triton_internals()
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -204,8 +203,8 @@ class Launcher:
         self.options = {name: value for name, value in options.items() if value is not None}
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
-        self.current_stream: Callable = driver.active.get_current_stream if self.index is not None else int
-        self.compiled: CompiledKernel | None = None
+        self.current_stream: Callable = TRITON.driver.active.get_current_stream if TRITON and self.index is not None else int
+        self.compiled: Any = None
         self.there: Callable[[tuple], tuple]  # the tensors that are not None
         self.dense: Callable[[tuple], tuple]  # of those, the ones that must be contiguous
         self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
@@ -233,7 +232,7 @@ class Launcher:
                 return
         tensors = tuple([t if t is None or keeps else t.contiguous() for t, keeps in zip(tensors, self.strided, strict=True)])
         compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
-        if isinstance(compiled, CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
+        if TRITON and isinstance(compiled, TRITON.CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
             present = [i for i, t in enumerate(tensors) if t is not None]
             dense = [place for place, i in enumerate(present) if not self.strided[i]]
             if len(present) > 1 and len(dense) > 1:  # itemgetter of one place gives no tuple
@@ -245,7 +244,8 @@ class Launcher:
 
 def observed() -> bool:
     """Whether a profiler wants to hear of launches."""
-    runtime = knobs.runtime
+    assert TRITON
+    runtime = TRITON.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

@@ -54,7 +54,7 @@ def launches(name: str = "launch") -> ModuleType:
     return import_module(f".{name}", __package__)
 
 
-def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> torch._ops.OpOverload:
+def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> Any:
     """Registers an operator that changes none of its arguments. custom_op takes 170 µs more a call (25 arguments, H200)."""
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     for key in ("CPU", "CUDA"):
@@ -63,7 +63,7 @@ def operator(name: str, schema: str, kernel: Callable, fake: Callable) -> torch.
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def register_autograd(op: torch._ops.OpOverload, below: torch._ops.OpOverload, with_gradients: Callable) -> None:
+def register_autograd(op: Any, below: Any, with_gradients: Callable) -> None:
     """Routes calls of `op` that need gradients through `with_gradients`; the others go on to `below`."""
 
     def autograd(first, *rest):
@@ -108,7 +108,7 @@ def decode(record: Any, options: Any, tensors: list[Tensor], ints: Iterable[int]
     return record._make([next(given) if fields >> i & 1 else None for i in range(len(record._fields))]), options._make(values)
 
 
-def record_operator(name: str, record: Any, options: Any, kernel: Callable, empty: Callable) -> torch._ops.OpOverload:
+def record_operator(name: str, record: Any, options: Any, kernel: Callable, empty: Callable) -> Any:
     """An operator on the tensors of a record and the fields of its options; returns the tensors that were asked for.
 
     kernel, empty: of record and options, with and without computing.

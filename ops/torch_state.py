@@ -1,11 +1,13 @@
-"""What PyTorch does to operator calls at the moment.
+"""What PyTorch does to operator calls at the moment, and all private names of torch and Triton that the package uses.
 
 The short way past the dispatcher is for calls that nobody watches. Where a name of torch is missing that only this question
-needs, no call takes the short way: all go through the dispatcher, which is slower and gives the same bits.
+needs, no call takes the short way: all go through the dispatcher, which is slower and gives the same bits. It is the same with
+the names of Triton, which start a compiled kernel without its look at each argument.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,14 +91,29 @@ def differentiated_by_func() -> bool:
     """
     if not transformed_by_func():
         return False
-    derivatives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return any(level.key() in derivatives for level in torch._C._functorch.get_interpreter_stack() or ())
+    try:
+        kinds, stack = torch._C._functorch.TransformType, torch._C._functorch.get_interpreter_stack()
+    except AttributeError:  # then vmap alone runs the reference too
+        return True
+    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack or ())
 
 
-def register_container(kind: type, flatten: Callable, unflatten: Callable) -> None:
-    """Lets torch find the tensors in objects of a class, as it finds them in a tuple."""
+def register_container(kind: type, fields: list[str]) -> None:
+    """Lets torch find the tensors in the fields of a dataclass, as it finds them in a tuple."""
     try:
         from torch.utils._pytree import register_pytree_node
     except ImportError:  # FSDP then takes such an object for one without tensors, and gathers weights later than it could
         return
-    register_pytree_node(kind, flatten, unflatten)
+    register_pytree_node(kind, lambda one: ([getattr(one, name) for name in fields], None), lambda values, _: kind(*values))
+
+
+def triton_internals() -> Any:
+    """With `CompiledKernel`, `driver` and `knobs` of Triton, or None: every launch then goes through Triton's own dispatch."""
+    try:
+        from triton import knobs
+        from triton.compiler import CompiledKernel
+        from triton.runtime import driver
+    except ImportError:
+        return None
+    hooks = hasattr(knobs.runtime, "launch_enter_hook") and hasattr(knobs.runtime, "launch_exit_hook")
+    return SimpleNamespace(CompiledKernel=CompiledKernel, driver=driver, knobs=knobs) if hooks else None

@@ -24,9 +24,9 @@ class FusedCausalLoss:
     A plain object, so that the model has no submodule more, and what was there before stays with it.
     """
 
-    def __init__(self, was: Callable[..., Tensor], own: Callable[..., Tensor] | None, in_place: bool) -> None:
-        self.was, self.in_place = was, in_place
-        self.own = own  # what the model itself had in the attribute; None: what its class has
+    def __init__(self, was: Callable[..., Tensor], was_set: bool = False) -> None:
+        self.was, self.was_set = was, was_set  # was_set: on the model, and not by its class
+        self.in_place = False
 
     def __call__(
         self, logits: Tensor, labels: Tensor | None, vocab_size: int | None = None, num_items_in_batch: Any = None,
@@ -43,6 +43,9 @@ class FusedCausalLoss:
         total = cross_entropy_fn(logits, targets, ignore_index=ignore_index, reduction="sum", in_place=self.in_place)
         count = num_items_in_batch
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+
+    def __str__(self) -> str:
+        return getattr(self.was, "__name__", type(self.was).__name__)
 
 
 def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = True) -> str:
@@ -63,27 +66,20 @@ def replace_loss(model: nn.Module, *, in_place: bool = False, verbose: bool = Tr
         TypeError: model is no module.
         ValueError: model has no loss_function, or one that computes something else than the mean cross-entropy of next tokens.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"replace_loss: model must be a torch.nn.Module, got {type(model).__name__}")
-    found = getattr(model, "loss_function", None)
-    name = type(model).__name__
+    name, found = type(model).__name__, _loss_of(model, "replace_loss")
     if not callable(found):
         raise ValueError(
             f"replace_loss: {name} has no loss_function, as transformers' models with a language-model head have; call "
             "cross_entropy_fn where it computes its loss"
         )
-    if isinstance(found, FusedCausalLoss):
-        found.in_place = in_place
-        was = found.was
-    else:
-        was = found
-        if problem := _differs(was):
-            raise ValueError(f"replace_loss: {name}.loss_function is {_called(was)}, {problem}; left alone")
-        owner: Any = model
-        owner.loss_function = FusedCausalLoss(was, vars(model).get("_loss_function"), in_place)
-    line = f"{name}.loss_function: {_called(was)} → fused cross-entropy{', in place' if in_place else ''}"
-    if verbose:
-        print(line)
+    loss = found if isinstance(found, FusedCausalLoss) else FusedCausalLoss(found, "_loss_function" in vars(model))
+    if loss is not found:
+        if problem := _difference(found, loss):
+            raise ValueError(f"replace_loss: {name}.loss_function is {loss}, {problem}; left alone")
+        model.loss_function = loss  # type: ignore[assignment]
+    loss.in_place = in_place
+    line = f"{name}.loss_function: {loss} → fused cross-entropy{', in place' if in_place else ''}"
+    print(f"{line}\n" * verbose, end="")
     return line
 
 
@@ -93,33 +89,30 @@ def restore_loss(model: nn.Module, *, verbose: bool = True) -> str:
     Raises:
         TypeError: model is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"restore_loss: model must be a torch.nn.Module, got {type(model).__name__}")
-    found = getattr(model, "loss_function", None)
+    found = _loss_of(model, "restore_loss")
     if not isinstance(found, FusedCausalLoss):
         return ""
-    owner: Any = model
-    if found.own is None and "_loss_function" in vars(model):
-        del owner._loss_function  # where transformers keeps what is set
+    if "_loss_function" in vars(model) and not found.was_set:
+        del model._loss_function  # where transformers keeps what is set
     else:
-        owner.loss_function = found.was
-    line = f"{type(model).__name__}.loss_function: {_called(found.was)} as it was"
-    if verbose:
-        print(line)
+        model.loss_function = found.was  # type: ignore[assignment]
+    line = f"{type(model).__name__}.loss_function: {found} as it was"
+    print(f"{line}\n" * verbose, end="")
     return line
 
 
-def _called(loss: Callable) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
+def _loss_of(model: nn.Module, function: str) -> Any:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model must be a torch.nn.Module, got {type(model).__name__}")
+    return getattr(model, "loss_function", None)
 
 
-def _differs(loss: Callable[..., Tensor]) -> str:
+def _difference(loss: Callable[..., Tensor], ours: Callable[..., Tensor]) -> str:
     """In what a loss differs from ours on a few logits; empty if in nothing."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 5, 7, generator=generator, device="cpu")
     labels = torch.randint(7, (2, 5), generator=generator, device="cpu")
     labels[0, 3] = _IGNORED
-    ours = FusedCausalLoss(loss, None, in_place=False)
     for given in ({}, {"num_items_in_batch": 11}, {"shift_labels": labels.flip(0)}):
         results = []
         for fn in (loss, ours):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import permutations, product
-from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -33,14 +32,7 @@ _SIZES = (1.0, 30.0, 1e-3, 1e-5, 3.0, 0.1)  # of rows
 _TINY = 1e-8
 _CLASSES = re.compile(r"(?i:norm)|RMS|LN(?![a-z])")  # LlamaRMSNorm, RMS, LN, FusedLN2d
 _NAMES = re.compile(r"(?i:norms?_?\d*$)|(^|_)rms|(^|_)ln(?![a-z])|^lnf?\d*$")  # norm1, input_layernorm, ln_f, final_ln
-_OF_CHANNELS = (
-    nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.LocalResponseNorm, nn.CrossMapLRN2d,
-    nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d,
-    nn.LazyInstanceNorm1d, nn.LazyInstanceNorm2d, nn.LazyInstanceNorm3d,
-)  # fmt: skip
 _WIDTHS = (24, 40)  # tried on norms without weights, which take any width
-_FP32: Any = {"dtype": torch.float32, "device": "cpu"}  # said with every tensor, as torch's defaults may be others
 _FP32_EPS = torch.finfo(torch.float32).eps
 
 
@@ -74,10 +66,8 @@ OUT_DTYPES = {
 
 def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether a person would call it a norm, by its class or, if it has parameters, by its name in the model."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        return True
-    if isinstance(module, _OF_CHANNELS):
-        return False
+    if _class_of_torch(module) is not nn.Module:
+        return isinstance(module, nn.LayerNorm | nn.RMSNorm)
     by_class = _CLASSES.search(type(module).__name__) is not None
     by_name = _NAMES.search(name.rpartition(".")[2]) is not None and next(module.parameters(), None) is not None
     return (by_class or by_name) and next(module.children(), None) is None
@@ -85,18 +75,17 @@ def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
 
 def may_be_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether it is worth trying: it looks like a norm, or holds one or two vectors of one size and nothing else."""
-    if looks_like_a_norm(module, name):
-        return True
-    if isinstance(module, _OF_CHANNELS):
-        return False
+    if looks_like_a_norm(module, name) or _class_of_torch(module) is not nn.Module:
+        return looks_like_a_norm(module, name)
     parameters = list(module.parameters())
     leaf = next(module.children(), None) is None and next(module.buffers(), None) is None
-    return (
-        leaf
-        and len(parameters) in (1, 2)
-        and not any(map(is_lazy, parameters))
-        and all(p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
-    )
+    vectors = all(not is_lazy(p) and p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
+    return leaf and len(parameters) in (1, 2) and vectors
+
+
+def _class_of_torch(module: nn.Module) -> type:
+    """nn.BatchNorm2d of a module whose class is made from that; nn.Module of one that somebody wrote."""
+    return next((cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules.")), nn.Module)
 
 
 def recognise(module: nn.Module) -> Formula | str:
@@ -105,7 +94,7 @@ def recognise(module: nn.Module) -> Formula | str:
         return obstacle
     parameter = next(module.parameters(), None)
     widths = getattr(module, "normalized_shape", _WIDTHS) if parameter is None else (parameter.numel(),)
-    with _quiet(_device(module)):
+    with undisturbed(_device(module)):
         found = [_formula(module, width) for width in widths]
     obstacles = [formula for formula in found if isinstance(formula, str)]
     if obstacles or len(set(found)) == 1:
@@ -142,31 +131,37 @@ def _obstacle(module: nn.Module) -> str:
         if type(p) is not nn.Parameter or type(p.data) is not Tensor:
             kind = type(p.data).__name__
             return f"its weights are {kind}; replace norms before a model is sharded or quantised, where it may be on meta"
-        if not p.is_floating_point() or p.dim() != 1 or p.shape != parameters[0].shape:
+        if not p.is_floating_point() or p.dim() != 1 or p.shape != parameters[0].shape or len(parameters) > 2:
             shapes = ", ".join(str(tuple(p.shape)) for p in parameters)
-            return f"its weights have shapes {shapes}; a norm has vectors of one size"
+            return f"its weights have shapes {shapes}; a norm has one or two vectors of one size"
         if p.dtype == torch.float64 and runs_kernels(p.device):
             return "its weights are float64, which the kernels don't take"
-    return f"it has {len(parameters)} parameters; a norm has two at most" if len(parameters) > 2 else ""
+    return ""
 
 
 @contextmanager
-def _quiet(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast, no compilation, no warnings, and the random generators stay as they were."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=cuda), torch.autocast(device.type, enabled=False), catch_warnings():
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """No gradients, autocast, compilation, warnings; fp32 on the CPU by default; random generators stay as they were."""
+    dtype = torch.get_default_dtype()
+    with (
+        torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), catch_warnings(),
+        torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"), torch.device("cpu"),
+    ):  # fmt: skip
         simplefilter("ignore")
-        with torch.compiler.set_stance("force_eager"):
+        torch.set_default_dtype(torch.float32)
+        try:
             yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def _formula(module: nn.Module, width: int) -> Formula | str:
     generator = torch.Generator().manual_seed(width)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     # Weights of both signs: |w| is another function.
-    values = {name: torch.randn(width, generator=generator, **_FP32) for name in names}
-    rows = torch.randn(len(_SIZES), width, generator=generator, **_FP32) + 0.5
-    rows = torch.tensor(_SIZES, **_FP32)[:, None] * rows
+    values = {name: torch.randn(width, generator=generator) for name in names}
+    rows = torch.randn(len(_SIZES), width, generator=generator) + 0.5
+    rows = torch.tensor(_SIZES)[:, None] * rows
     outliers = rows[:2].clone()  # show whether x or y is clamped
     outliers[:, 0] = 1000.0
     rows = torch.cat([rows, outliers])
@@ -192,18 +187,20 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
             again = _run(module, values, rows.view(*lead, width), training)
             if again.shape != (*lead, width) or _distance(again.flatten(0, -2), y) > TOLERANCE:
                 return "it gives rows other values in training, or in a tensor of more dimensions"
-        zeros = torch.zeros(1, width, **_FP32)
+        zeros = torch.zeros(1, width)
         if not torch.allclose(_run(module, values, zeros), compute(formula, values, zeros).float(), atol=1e-6, equal_nan=True):
             return "it gives rows of zeros another value than the formula (NaN where no eps is added to the variance)"
-        if names and (taken := _takes_other_widths(module, values, width)):
-            return taken
+        wider = _attempt(module, values, torch.ones(2, 2 * width)) if names else None
+        if wider is not None and wider.shape[-1] == 2 * width:  # one gain for all features, or a norm of each head of a row
+            return f"it also takes rows of {2 * width}, as a norm of parts of a row does"
         if _has_other_gradients(module, formula, values, rows[[0, 4]]):
             return "it computes the formula, but its gradient is another: something in it is detached"
         permuted = rows.view(2, 4, width).permute(1, 0, 2)  # as it lies in memory after a transpose
-        formula = replace(formula, keeps_strides=_strides_of(module, values, permuted) == permuted.stride())
+        formula = replace(formula, keeps_strides=_run(module, values, permuted).stride() == permuted.stride())
         return _with_out_dtype(module, formula, values, rows)
     except Exception as error:  # the module's code may raise anything; each is a reason to leave it alone
-        if _takes_channels(module, values, width):
+        image = _attempt(module, values, torch.ones(2, width, 3, 5))
+        if image is not None and image.shape == (2, width, 3, 5):
             return f"it takes channels first, (batch, {width}, height, width); the kernels norm the last dimension"
         message = (str(error).splitlines() or ["without a message"])[0]
         return f"trying it on {tuple(rows.shape)} raised {type(error).__name__}: {message}"
@@ -212,37 +209,19 @@ def _formula(module: nn.Module, width: int) -> Formula | str:
 def _run(module: nn.Module, values: dict[str, Tensor], x: Tensor, training: bool = False) -> Tensor:
     """The output of the module's forward for x with these weights, without its hooks; on the CPU."""
     device = _device(module)
-    weights = {name: value.to(device, copy=True) for name, value in values.items()}
-    return type(module).forward(_with_weights(module, weights, training), x.to(device, copy=True)).cpu()
-
-
-def _with_weights(module: nn.Module, weights: dict[str, Tensor], training: bool) -> nn.Module:
     clone: nn.Module = object.__new__(type(module))
     clone.__dict__ |= {name: copy(value) if type(value) in (list, dict, set) else value for name, value in vars(module).items()}
+    weights = {name: value.to(device, copy=True) for name, value in values.items()}
     clone.__dict__ |= {"_parameters": {**module._parameters, **weights}, "training": training}
-    return clone
+    return type(module).forward(clone, x.to(device, copy=True)).cpu()
 
 
-def _takes_other_widths(module: nn.Module, values: dict[str, Tensor], width: int) -> str:
-    """Why its weights say nothing about the rows that it gets: one gain for all features, or a norm of each head of a row."""
+def _attempt(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> Tensor | None:
+    """The output, or None where the module does not take x."""
     try:
-        y = _run(module, values, torch.ones(2, 2 * width, **_FP32))
-    except (RuntimeError, ValueError):
-        return ""
-    return f"it also takes rows of {2 * width}, as a norm of parts of a row does" if y.shape[-1] == 2 * width else ""
-
-
-def _takes_channels(module: nn.Module, values: dict[str, Tensor], width: int) -> bool:
-    try:
-        return _run(module, values, torch.ones(2, width, 3, 5, **_FP32)).shape == (2, width, 3, 5)
+        return _run(module, values, x)
     except Exception:  # anybody's code
-        return False
-
-
-def _strides_of(module: nn.Module, values: dict[str, Tensor], x: Tensor) -> tuple[int, ...]:
-    device = _device(module)
-    clone = _with_weights(module, {name: value.to(device) for name, value in values.items()}, training=False)
-    return type(module).forward(clone, x.to(device)).stride()
+        return None
 
 
 def _device(module: nn.Module) -> torch.device:
@@ -283,13 +262,11 @@ def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, 
             if not y.requires_grad:
                 return False
             # Upstream gradients contain some y: in those of noise, a detached statistic would hardly show.
-            upstream = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device="cpu").view_as(y) + expected.detach()
+            upstream = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y) + expected.detach()
             found, wanted = (
                 torch.autograd.grad(output, leaves, upstream, allow_unused=True, materialize_grads=True)
                 for output in (y.double(), expected)
             )
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError:  # made for inference, or overwrites what its own gradient needs
             return False
     # Relative to the upstream gradient too: with two columns, the gradient of x is next to nothing.
@@ -302,9 +279,8 @@ def _with_out_dtype(module: nn.Module, formula: Formula, values: dict[str, Tenso
     seen = {}
     for x, weight in ((half, half), (half, full), (full, half)) if values else ((half, half),):
         rounded = {name: value.to(weight) for name, value in values.items()}
-        try:
-            y = _run(module, rounded, rows.to(x))
-        except RuntimeError:  # it takes no such mix, so any dtype will do
+        y = _attempt(module, rounded, rows.to(x))
+        if y is None:  # it takes no such mix, so any dtype will do
             continue
         seen[x, weight] = y.dtype
         if _distance(y, compute(formula, rounded, rows.to(x))) > BF16_TOLERANCE:

@@ -1,4 +1,4 @@
-"""What can be done with Streams and Branches without computing them: additions, scales, dropout. Importing it sets them up."""
+"""What can be done with a Lazy without computing it: additions, scales, dropout. Importing it sets them up."""
 
 import math
 from typing import Any
@@ -7,71 +7,74 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .lazy import HANDLERS, Branch, Lazy, Stream, settled
+from ..dropout import seeded_dropout
+from ..philox import draw_seed
+from ..torch_state import is_eager
+from .lazy import HANDLERS, Lazy, settled
 
 
 def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
     if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
         return torch.add(settled(a), settled(b), alpha=alpha, **({} if out is None else {"out": out}))
-    a, b = _of_this_mode(a), _of_this_mode(b)
+    a, b = _open(a), _open(b)
     if not isinstance(a, Lazy) and not isinstance(b, Lazy):
         return a + b
-    if isinstance(a, Branch) and isinstance(b, Branch):
-        pair = _pair(a, b)
-        return Stream(b.tensor(), a) if pair is None else pair
-    if isinstance(b, Stream) and not isinstance(a, Stream):
-        a, b = b, a  # the stream first
-    elif isinstance(b, Branch):
-        a, b = (Stream(a), b) if isinstance(a, Tensor) else (a, b)
-    if isinstance(a, Branch):
-        a, b = Stream(b), a
-    if isinstance(a, Stream) and isinstance(b, Stream) and a.branch is None and b.branch is not None and b.factor == 1.0:
+    if _is_branch(a) and _is_branch(b) and _are_plain(a, b):
+        return a.then(x1=b.x)
+    if _is_stream(b) or (_is_branch(a) and not _is_branch(b)):
         a, b = b, a
-    branch = b if isinstance(b, Branch) else Branch(b.tensor() if isinstance(b, Lazy) else b)
-    dtype = a.residual.dtype
-    if branch.dtype != dtype and torch.promote_types(branch.dtype, dtype) != dtype:
-        return a.tensor() + branch.tensor()
-    if a._value is None and a.branch is not None and not a.in_fp32 and (pair := _pair(a.branch, branch)) is not None:
-        return Stream(a.residual, pair, a.factor)
-    if a._value is None and a.branch is None and not a.in_fp32:  # scaled
-        return Stream(a.residual, branch, a.factor)
-    return Stream(a.tensor(), branch)
-
-
-def _of_this_mode(x: Any) -> Any:
-    """x, or its tensor if it was made where gradients were recorded and is used where they are not, or the other way round."""
-    return x if not isinstance(x, Lazy) or x._had_grad == torch.is_grad_enabled() else x.tensor()
-
-
-def _pair(a: Branch, b: Branch) -> Branch | None:
-    """Both in one, where the kernel can add both to a residual."""
-    plain = all((c.norm is None and c.more is None and not c._is_scaled()) or c._value is not None for c in (a, b))
-    if not plain or a.dtype != b.dtype:
-        return None
-    return Branch(a.x if a._value is None else a._value, more=b.x if b._value is None else b._value)
+    stream = a if _is_stream(a) else Lazy(residual=settled(a))
+    branch = b if _is_branch(b) else Lazy(settled(b))
+    if torch.promote_types(branch.dtype, stream.dtype) != stream.dtype:
+        return stream.tensor() + branch.tensor()
+    if stream.x is None:
+        return branch.then(residual=stream.residual, residual_scale=stream.residual_scale)
+    if _are_plain(stream, branch):
+        return stream.then(x1=branch.x)
+    return branch.then(residual=stream.tensor())
 
 
 def _addable(x: Any) -> bool:
     return isinstance(x, Lazy) or (isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0)
 
 
+def _open(x: Any) -> Any:
+    """x, or its tensor where that is known, or where it was made with gradients and is used without, or the other way round."""
+    if not isinstance(x, Lazy) or (x._had_grad == torch.is_grad_enabled() and (x._value is None or x.x is None)):
+        return x
+    return x.tensor()
+
+
+def _is_stream(x: Any) -> bool:
+    return isinstance(x, Lazy) and x.residual is not None
+
+
+def _is_branch(x: Any) -> bool:
+    return isinstance(x, Lazy) and x.residual is None
+
+
+def _are_plain(a: Lazy, b: Lazy) -> bool:
+    """Whether the kernel can add the branches of both to a residual."""
+    return a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype  # type: ignore[union-attr]
+
+
 def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
-    a, b = (_of_this_mode(a), b) if isinstance(a, Lazy) else (_of_this_mode(b), a)
-    number = isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b)
-    if isinstance(a, Stream) and number and out is None and a.branch is None and not a.in_fp32:
-        return Stream(a.residual, factor=a.factor * b)
-    if isinstance(a, Branch) and out is None and a._value is None and a.more is None:
-        if number:
-            return a.then(factor=a.factor * b)
-        if isinstance(b, Tensor) and b.is_floating_point() and b.device == a.x.device:
-            if b.shape == a.shape[-1:] and a.weight is None and a.norm is None:
-                return a.then(weight=b)
+    a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
+    if isinstance(a, Lazy) and out is None and a.x1 is None:
+        if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
+            if a.residual is None:
+                return a.then(scale=a.scale * b)
+            if a.x is None:
+                return a.then(residual_scale=a.residual_scale * b)
+        elif _is_branch(a) and isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
+            if b.shape == a.shape[-1:] and not a.holds_weights():
+                return a.then(branch_weight=b)
             if b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1] and a.rowscale is None and _expands(b, a):
                 return a.then(rowscale=b.squeeze(-1))
     return torch.mul(settled(a), settled(b), **({} if out is None else {"out": out}))
 
 
-def _expands(b: Tensor, a: Branch) -> bool:
+def _expands(b: Tensor, a: Lazy) -> bool:
     return all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True))
 
 
@@ -81,17 +84,18 @@ def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
     return torch.div(settled(a), settled(b), rounding_mode=rounding_mode)
 
 
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor | None = None) -> Any:
+    """seed: for `trial`. It is drawn here, so that everybody who computes the value drops the same elements."""
     if not training or p == 0.0:
         return input
-    input = _of_this_mode(input)
-    if isinstance(input, Branch) and input._value is None and input.p == 0.0 and input.more is None and p < 1.0:
-        return input.then(p=p)
-    return F.dropout(settled(input), p, training)
+    input = _open(input)
+    if _is_branch(input) and input.dropout_p == 0.0 and input.x1 is None and p < 1.0:
+        return input.then(dropout_p=p, seed=draw_seed(input.device, is_eager((input.x,))) if seed is None else seed)
+    return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
-    like = self._like()
+    like = self.like()
     return self if like.to(*settled(args), **settled(kwargs)) is like else self.tensor().to(*settled(args), **settled(kwargs))
 
 

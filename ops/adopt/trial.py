@@ -1,26 +1,25 @@
 """Which sums of a block a norm can compute along: its own forward is run with stand-ins for its sublayers.
 
-The trial runs a clone on the CPU, with random weights, twice: with tensors, and with a Stream. Both must give the same. What
-the Stream and its branches met on their way says what one kernel computes, and which parts of the block have to make a Branch.
+The trial runs a clone on the CPU, with random weights, twice: with tensors, and with a stream. Both must give the same. What
+the stream and its branches met on their way says what one kernel computes, and which parts of the block have to make a branch.
 The block itself is not run and not changed; its weights may be anywhere, on meta too.
 """
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
-from warnings import catch_warnings, simplefilter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import lazy
-from .lazy import Branch, Lazy, Stream
+from .lazy import Lazy
 from .norms import AdoptedNorm
-from .stand_ins import Anything, HalvedDropout, StandIn, on_cpu
+from .recognise import undisturbed
+from .stand_ins import Anything, SameDropout, StandIn, on_cpu
 
 _TOKENS = 16
 _TOLERANCE = 1e-3  # relative to the largest value: LayerScale and Gemma's weights make large and small ones
@@ -34,7 +33,7 @@ class Trial:
     argument: str  # the name of its stream
     norms: dict[str, tuple[str, ...]] = field(default_factory=dict)  # path of a norm → what its kernel does along
     leaves: bool = False  # the block hands on a sum
-    parts: list[str] = field(default_factory=list)  # paths of what has to make a Branch of its output
+    parts: list[str] = field(default_factory=list)  # paths of what has to make a branch of its output
     feeds: list[str] = field(default_factory=list)  # of sublayers whose output is added
     plain: list[str] = field(default_factory=list)  # and of sublayers that got something lazy
     sums: list[tuple[str, ...]] = field(default_factory=list)  # what kernels do that compute no norm of the sum
@@ -49,93 +48,83 @@ def try_block(block: nn.Module) -> Trial | str:
     norms = [m for m in block.modules() if isinstance(m, AdoptedNorm)]
     if not norms:
         return "it has no replaced norm"
+    if "forward" in block.__dict__:
+        return "its forward is replaced on the instance, by a tool that wraps modules; adopt it before that"
     widths = {m.formula.width for m in norms if m.formula.width is not None}
     if not widths:  # norms without weights take any width, so a matrix has to tell
         widths = {m.in_features for m in block.modules() if isinstance(m, nn.Linear)}
-    if "forward" in block.__dict__:
-        return "its forward is replaced on the instance, by a tool that wraps modules; adopt it before that"
-    best, why = None, ""
-    with _quiet():
-        for width, deep in product(sorted(widths, reverse=True), (True, False)):
-            found = _try(block, width, deep, ())
-            if isinstance(found, str):
-                why = why or found
-                continue
-            inside: tuple[str, ...] = ()
-            for part in found.plain:  # it got the stream, which its own forward may add to
-                more = _try(block, width, deep, (*inside, part))
-                if isinstance(more, Trial) and more.fused > found.fused:
-                    inside, found = (*inside, part), more
-            if best is None or found.fused > best.fused:
-                best = found
+    tries: list[Trial | str] = []
+    with undisturbed(torch.device("cpu")):
+        for width in sorted(widths, reverse=True):
+            for inside in (_with_norms(block, width), frozenset()):
+                found = _try(block, width, inside)
+                got_stream = found.plain if isinstance(found, Trial) else []  # their own forwards may add to it
+                for part in got_stream:
+                    more = _try(block, width, inside | {part})
+                    if isinstance(more, Trial) and more.fused > found.fused:  # type: ignore[union-attr]
+                        inside, found = inside | {part}, more
+                tries.append(found)
+    best = max((one for one in tries if isinstance(one, Trial)), key=lambda one: one.fused, default=None)
     if best is None:
-        return why
-    if best.norms or best.sums:
-        return best
-    return "none of its replaced norms follows a sum, or is followed by one"
+        return tries[0] if tries else "it has no matrix that tells the width of its stream"
+    return best if best.norms or best.sums else "none of its replaced norms follows a sum, or is followed by one"
 
 
-class _quiet:
-    def __enter__(self) -> None:
-        self.entered = [
-            torch.no_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), catch_warnings(),
-            torch.device("cpu"), torch.compiler.set_stance("force_eager"),
-        ]  # fmt: skip
-        for context in self.entered:
-            context.__enter__()
-        simplefilter("ignore")
-        self.dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_default_dtype(self.dtype)
-        for context in reversed(self.entered):
-            context.__exit__(*error)
+def _with_norms(block: nn.Module, width: int) -> frozenset[str]:
+    """Paths of the parts in which the stream is normed."""
+    norms = [m for m in block.modules() if isinstance(m, AdoptedNorm) and m.formula.width in (None, width)]
+    parts = block.named_modules(remove_duplicate=False)
+    return frozenset(path for path, part in parts if not {*part.modules()}.isdisjoint(norms))
 
 
-def _try(block: nn.Module, width: int, deep: bool, inside: tuple[str, ...]) -> Trial | str:
-    forward = inspect.signature(type(block).forward)
-    names = list(forward.parameters.values())[1:]
-    if not names or names[0].kind is names[0].VAR_KEYWORD:
+def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
+    _, *parameters = inspect.signature(type(block).forward).parameters.values()
+    if not parameters or parameters[0].kind is parameters[0].VAR_KEYWORD:
         return "its forward takes no x"
-    needed = [p.name for p in names[1:] if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    x, *others = parameters
+    needed = [p.name for p in others if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     why = ""
-    for shape, given in product(((2, _TOKENS), (2, 4, 4)), _placeholders(needed)):
-        run = _Run(block, width, deep, inside, (*shape, width), dict.fromkeys(needed, given))
+    for shape, given in product(((2, _TOKENS), (2, 4, 4)), (None, Anything(), (4, 4), 4) if needed else (None,)):
+        run = _Run(block, width, inside, (*shape, width), dict.fromkeys(needed, given))
         for _ in range(12):  # each learns one more thing about what the sublayers return
             try:
-                return run.found(names[0].name)
+                return run.found(x.name)
             except _Differs as error:
                 why = why or str(error)
                 break
             except Exception as error:  # anybody's code
-                if run.learnt_from(error):
-                    continue
-                message = (str(error).splitlines() or [""])[0]
-                why = why or f"trying it with stand-ins for its sublayers raised {type(error).__name__}: {message}"
-                break
+                if not run.learnt_from(error):
+                    message = (str(error).splitlines() or [""])[0]
+                    why = why or f"trying it with stand-ins for its sublayers raised {type(error).__name__}: {message}"
+                    break
     return why
-
-
-def _placeholders(needed: list[str]) -> list[Any]:
-    return [None, Anything(), (4, 4), 4] if needed else [None]
 
 
 class _Differs(Exception):
     pass
 
 
+class _Event(NamedTuple):
+    """What happened to a sum."""
+
+    kind: str  # normed, summed, or left: handed on
+    path: str  # of the norm
+    features: tuple[str, ...]  # what the kernel does along
+    enters: bool  # from the block before
+    fed_by: list[str]  # paths of stand-ins; this alone depends on which of them make a branch
+
+
 class _Run:
-    def __init__(
-        self, block: nn.Module, width: int, deep: bool, inside: tuple[str, ...], shape: tuple[int, ...], given: dict[str, Any]
-    ) -> None:
-        self.width, self.deep, self.inside, self.given = width, deep, inside, given
+    """A block's clone, in which the parts `inside` run as they are; x has `shape`, other arguments are `given`."""
+
+    def __init__(self, block: nn.Module, width: int, inside: frozenset[str], shape: tuple, given: dict[str, Any]) -> None:
+        self.width, self.inside, self.given = width, inside, given
         self.returns: dict[str, int] = {}  # how many things a stand-in returns; 0: a tensor
-        self.asked: str = ""  # the stand-in whose output was unpacked last
-        self.mode = ""  # learning, tensors, lazy
-        self.branches: set[str] = set()  # stand-ins that make a Branch
+        self.learns = False  # whether stand-ins find that out
+        self.asked = ""  # the stand-in whose output was unpacked last
+        self.branches: set[str] = set()  # stand-ins that make a branch
         self.got_lazy: set[str] = set()
-        self.sources: set[str] = set()
+        self.made: dict[int, tuple[str, Tensor]] = {}  # address of a stand-in's output → its path
         self.generator = torch.Generator().manual_seed(0)
         self.stand_ins: dict[str, StandIn] = {}
         self.paths: dict[int, str] = {}
@@ -144,82 +133,84 @@ class _Run:
 
     def found(self, argument: str) -> Trial:
         trial = Trial(self.width, argument)
-        events: list[Any] = []
+        events: list[_Event] = []
         for training in (False, True):
-            for module in _modules(self.clone):
-                module.__dict__["training"] = training
-            self._call("learning", self.residual + self.hidden)
-            expected = self._call("tensors", self.residual + self.hidden)
-            self.branches, self.got_lazy, self.sources = set(self.stand_ins), set(), set()
+            for module in self.clone.modules():
+                module.training = training
+            self.learns = True
+            self._call(self.residual + self.hidden)
+            self.learns, self.branches = False, set()
+            expected = self._call(self.residual + self.hidden)
+            self.branches = set(self.stand_ins)
             met = self._traced(expected)
-            trial.feeds += [name for name in self.sources & self.branches if name not in trial.feeds]
-            for name in list(self.branches):  # those that can do without stay as they are
+            feeds = {path for event in met for path in event.fed_by}
+            self.branches &= feeds
+            for name in sorted(feeds):  # those that can do without stay as they are
                 self.branches.remove(name)
-                if self._traced(expected) != met:
+                if [event[:4] for event in self._traced(expected)] != [event[:4] for event in met]:
                     self.branches.add(name)
             self.got_lazy.clear()
-            met = self._traced(expected)
-            trial.parts += [name for name in self.branches if name not in trial.parts]
-            trial.plain += [name for name in self.got_lazy if name not in trial.plain]
-            events += met
-        trial.leaves = any(kind == "left" for kind, _, _ in events)
-        left = tuple(dict.fromkeys(f for kind, _, features in events if kind == "left" for f in features if f != "entering"))
-        for kind, path, features in events:
-            entering = "entering" in features
-            if entering and not trial.leaves:  # no block before it hands on a sum
+            events += self._traced(expected)
+            for known, names in ((trial.feeds, feeds), (trial.parts, self.branches), (trial.plain, self.got_lazy)):
+                known += sorted(names.difference(known))
+        left = [event.features for event in events if event.kind == "left"]
+        trial.leaves = bool(left)
+        for event in events:
+            if event.enters and not left:  # no block before it hands on a sum
                 continue
-            features = tuple(f for f in (*features, *(left if entering else ())) if f != "entering")
-            if kind == "normed":
-                known = trial.norms.get(path, ())
-                trial.norms[path] = known + tuple(f for f in features if f not in known)
-            elif kind != "left" and features and features not in trial.sums:
-                trial.sums.append(features)
+            along = tuple(dict.fromkeys((*event.features, *(f for one in left if event.enters for f in one))))
+            if event.kind == "normed":
+                trial.norms[event.path] = tuple(dict.fromkeys((*trial.norms.get(event.path, ()), *along)))
+            elif event.kind == "summed" and along and along not in trial.sums:
+                trial.sums.append(along)
         return trial
 
-    def _traced(self, expected: Any) -> list[Any]:
-        trace: list[Any] = []
-        lazy.TRACE = trace
+    def _traced(self, expected: Any) -> "list[_Event]":
+        self.made.clear()
+        lazy.TRACE = trace = []
         try:
-            stream = Stream(self.residual, Branch(self.hidden, source="entering"))
-            output = self._call("lazy", stream)
-            first = _first(output)
-            left = [("left", None, first.branch)] if isinstance(first, Stream) and first.branch is not None else []
+            output = self._call(Lazy(self.hidden, self.residual))
         finally:
             lazy.TRACE = None
-        self.sources |= {branch.source for _, _, *more in [*trace, *left] for branch in more}
-        events = [
-            (kind, self.paths.get(id(norm), ""), _features(branch))
-            for kind, norm, *more in [*trace, *left] if kind != "used by" for branch in more
-        ]  # fmt: skip
-        tensors_a, tensors_b = _tensors(expected), _tensors(output)
-        if len(tensors_a) != len(tensors_b) or not all(map(_close, tensors_a, tensors_b)):
+        first = output
+        while isinstance(first, tuple | list) and first:
+            first = first[0]
+        if isinstance(first, Lazy) and first.residual is not None and first.x is not None:
+            trace.append(("left", first.then()))
+        events = []
+        for norm, of in trace:
+            kind = norm if norm == "left" else "summed" if norm is None else "normed"
+            addresses = [t.data_ptr() for t in (of.x, of.x1) if t is not None]
+            fed_by = [self.made[address][0] for address in addresses if address in self.made]
+            enters = self.hidden.data_ptr() in addresses
+            events.append(_Event(kind, self.paths.get(id(norm), ""), _features(of), enters, fed_by))
+        a, b = _tensors(expected), _tensors(output)
+        if len(a) != len(b) or not all(map(_close, a, b)):
             raise _Differs("it computes something else when its sums are computed later")
         return events
 
-    def _call(self, mode: str, x: Any) -> Any:
-        self.mode = mode
+    def _call(self, x: Any) -> Any:
         torch.manual_seed(0)
-        with HalvedDropout():
+        with SameDropout():
             return type(self.clone).forward(self.clone, x, **self.given)
 
     def learnt_from(self, error: Exception) -> bool:
         """Whether the last stand-in whose output was unpacked now returns another number of things."""
-        wrong = isinstance(error, ValueError) and "values to unpack" in str(error) and self.mode == "learning"
-        if wrong and self.asked and self.returns[self.asked] < 5:
-            self.returns[self.asked] += 1
-            return True
-        return False
+        wrong = isinstance(error, ValueError) and "values to unpack" in str(error) and self.learns and self.asked
+        if not wrong or self.returns[self.asked] == 5:
+            return False
+        self.returns[self.asked] += 1
+        return True
 
     def _clone(self, module: nn.Module, path: str) -> Any:
         if path and path not in self.inside and not self._runs(module):
             self.stand_ins[path] = StandIn(module, path, self)
             return self.stand_ins[path]
         clone: Any = object.__new__(type(module))
-        clone.__dict__.update({name: on_cpu(value) for name, value in module.__dict__.items()})
-        for name in [name for name in clone.__dict__ if name.endswith("_hooks") or name.startswith("_forward_")]:
-            clone.__dict__[name] = OrderedDict()
-        clone.__dict__.pop("forward", None)
+        clone.__dict__ |= {name: on_cpu(value) for name, value in module.__dict__.items() if name != "forward"}
+        hooks = [name for name in clone.__dict__ if name.endswith("_hooks") or name.startswith("_forward_")]
         clone.__dict__ |= {
+            **{name: OrderedDict() for name in hooks},
             "_parameters": {name: self._random(p) for name, p in module._parameters.items()},
             "_buffers": {name: on_cpu(b) for name, b in module._buffers.items()},
             "_modules": {n: m and self._clone(m, f"{path}.{n}" if path else n) for n, m in module._modules.items()},
@@ -229,58 +220,31 @@ class _Run:
         return clone
 
     def _runs(self, module: nn.Module) -> bool:
-        """Whether a part runs as it is: norms, scales, what has no weights, and what contains norms of the stream."""
-        if isinstance(module, AdoptedNorm | nn.ModuleList | nn.ModuleDict):
+        """Whether a part runs as it is in any case: norms, scales, what has no weights, and containers."""
+        if isinstance(module, AdoptedNorm | nn.ModuleList | nn.ModuleDict | nn.Sequential):
             return True
-        parameters = list(module.parameters())
-        if (
-            not any(map(is_lazy, parameters))
-            and all(p.dim() < 2 for p in parameters)
-            and not any(True for _ in module.buffers())
-        ):
-            return True
-        inside = self.deep and any(
-            isinstance(m, AdoptedNorm) and m.formula.width in (None, self.width) for m in module.modules()
-        )
-        return inside or isinstance(module, nn.Sequential)
+        return all(not is_lazy(p) and p.dim() < 2 for p in module.parameters()) and next(module.buffers(), None) is None
 
     def _random(self, p: Tensor | None) -> Tensor | None:
         return None if p is None else nn.Parameter(torch.randn(p.shape, generator=self.generator), requires_grad=False)
 
 
-def _modules(clone: Any) -> Iterator[Any]:
-    yield clone
-    for child in clone._modules.values():
-        if child is not None:
-            yield from _modules(child)
-
-
-def _features(branch: Branch) -> tuple[str, ...]:
-    factor = branch.factor * 2 ** len(branch.notes)
+def _features(of: Lazy) -> tuple[str, ...]:
     found = (
-        ("norm of the branch", branch.norm is not None),
-        ("layer scale", branch.weight is not None),
-        ("scale", factor != 1.0),
-        ("drop path", branch.rowscale is not None),
-        ("second branch", branch.more is not None),
+        ("norm of the branch", of.branch_norm is not None),
+        ("layer scale", of.branch_weight is not None),
+        ("scale", of.scale != 1.0),
+        ("drop path", of.rowscale is not None),
+        ("second branch", of.x1 is not None),
+        ("dropout", of.dropout_p > 0.0),
     )
-    entering = ("entering",) if branch.source == "entering" else ()
-    return (*entering, *[name for name, is_there in found if is_there], *branch.notes)
-
-
-def _first(output: Any) -> Any:
-    if isinstance(output, tuple | list) and output:
-        return _first(output[0])
-    return output
+    return tuple(name for name, is_there in found if is_there)
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Lazy):
-        return [output.tensor()]
-    if isinstance(output, tuple | list):
-        return [t for one in output for t in _tensors(one)]
-    if isinstance(output, dict):
-        return [t for one in output.values() for t in _tensors(one)]
+    if isinstance(output, tuple | list | dict):
+        return [t for one in (output.values() if isinstance(output, dict) else output) for t in _tensors(one)]
+    output = output.tensor() if isinstance(output, Lazy) else output
     return [output] if isinstance(output, Tensor) else []
 
 

@@ -4,16 +4,18 @@ print(adopt(model))         model.layers.{0…31}.input_layernorm: 32 × LlamaRM
 adopt(model).undo()
 """
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
-from .blocks import SettleOutput, fuse, has_hook, is_fused, is_stack
+from .hooks import BlockHooks, is_fused, settle_arguments, settle_output
 from .loss import replace_loss, restore_loss
-from .norms import AdoptedNorm, Site, replace_norms, restore_norms
+from .norms import AdoptedNorm, Site, replace_norms, restore, restore_norms
 from .trial import Trial, try_block
 
 
@@ -34,23 +36,18 @@ class Adoption:
         restore_loss(self.model, verbose=False)
 
     def __str__(self) -> str:
-        along: dict[str, str] = {}
-        for block, trial in self.blocks.items():
-            for path, features in trial.norms.items():
-                what = ", ".join(("the add before it", *features))
-                along[f"{block}.{path}" if path else block] = f"with {what}"
+        along = {
+            f"{block}.{path}" if path else block: f"with {', '.join(('the add before it', *features))}"
+            for block, trial in self.blocks.items()
+            for path, features in trial.norms.items()
+        }
         lines = [
-            (site.name, site.was, (along.get(site.name, "fused") if site.fused else f"left alone: {site.why}"))
+            (site.name, f"{site.was}, {along.get(site.name, 'fused') if site.fused else f'left alone: {site.why}'}")
             for site in self.norms
         ]
-        table = [f"{names}: {f'{count} × ' if count > 1 else ''}{was}, {what}" for names, was, what, count in _grouped(lines)]
-        table += [
-            f"{names}: {f'{count} × ' if count > 1 else ''}{kind}, sums left alone: {why}"
-            for names, kind, why, count in _grouped(
-                [(name, type(self.model.get_submodule(name)).__name__, why) for name, why in self.left.items()]
-            )
-        ]
-        return "\n".join([*table, *filter(None, [self.loss]), *self.functions]) or "nothing in it is a norm"
+        for name, why in self.left.items():
+            lines.append((name, f"{type(self.model.get_submodule(name)).__name__}, sums left alone: {why}"))
+        return "\n".join([*_grouped(lines), *filter(None, [self.loss]), *self.functions]) or "nothing in it is a norm"
 
 
 def adopt(
@@ -82,8 +79,23 @@ def adopt(
         TypeError: model is no module, or only no function.
     """
     found = Adoption(model, replace_norms(model, only=only, verbose=False))
-    if blocks:
-        _adopt_blocks(model, found, only)
+    for name, block in _blocks(model) if blocks else ():
+        parts = list(block.modules())
+        if not any(isinstance(part, AdoptedNorm) for part in parts) or any(map(is_fused, parts)):
+            continue
+        if only is not None and not only(name, block):
+            continue
+        trial = try_block(block)
+        if isinstance(trial, str):
+            found.left[name] = trial
+        else:
+            _fuse(block, trial)
+            found.blocks[name] = trial
+    ancestors = {name[:end] for name in found.blocks for end in (0, *[dot.start() for dot in re.finditer(r"\.", name)])}
+    for name in ancestors - found.blocks.keys():
+        module = model.get_submodule(name)
+        if settle_output not in module._forward_hooks.values():
+            module.register_forward_hook(settle_output, prepend=True)
     if loss and callable(getattr(model, "loss_function", None)):
         try:
             found.loss = replace_loss(model, verbose=False)
@@ -95,80 +107,126 @@ def adopt(
     return found
 
 
+def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> Trial | list[Trial]:
+    """Lets the norms of a block, or of each of a stack, compute its residual sums, in place. `restore_norms(model)` undoes it.
+
+    The norms inside are replaced too. `adopt` finds the blocks of a model by itself; this is for one stack, or to insist.
+
+    Args:
+        block: any block whose forward takes the stream first. Or an nn.ModuleList or nn.Sequential of such blocks: all are
+            fused, or none. The last block's sum is left to whatever comes next: a Pending, which takes part in a program as
+            the tensor that it stands for.
+        residual_in_fp32: keep the stream in fp32 if it begins in this block, that is, if its x is a tensor.
+
+    Returns:
+        What was found, of each block of a stack.
+
+    Raises:
+        TypeError: block is no module.
+        ValueError: nothing in the block can be fused. It stays as it was.
+    """
+    if not isinstance(block, nn.Module):
+        raise TypeError(f"fuse_prenorm_block: block must be a torch.nn.Module, got {type(block).__name__}")
+    stack = _is_stack(block)
+    blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
+    if not blocks:
+        raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
+    others = [module for module in block.modules() if not isinstance(module, AdoptedNorm)]
+    replace_norms(block, verbose=False)
+    trials: list[Any] = [_FUSED if is_fused(one) else try_block(one) for one in blocks]
+    for i, why in enumerate(trials):
+        if isinstance(why, str):
+            for module in others:
+                if isinstance(module, AdoptedNorm):
+                    restore(module)
+            which = f"It is block {i} of {len(blocks)}, and all stay as they were"
+            raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {why}. {which}")
+    for one, trial in zip(blocks, trials, strict=True):
+        _fuse(one, trial, residual_in_fp32)
+    return trials if stack else trials[0]
+
+
+_FUSED = "block is fused already; restore_norms undoes it"
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in containers, of the inner containers first."""
+    seen: set[nn.Module] = set()
+    for stack, container in reversed([(name, module) for name, module in model.named_modules() if _is_stack(module)]):
+        for child, block in container.named_children():
+            if block not in seen and not _is_stack(block) and not isinstance(block, AdoptedNorm):
+                seen.add(block)
+                yield f"{stack}.{child}" if stack else child, block
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it is a container of modules: one without a forward of its own."""
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+
+
+def _fuse(block: nn.Module, trial: Trial, residual_in_fp32: bool = False) -> None:
+    hooks = BlockHooks(block, trial.argument, trial.width, residual_in_fp32)
+    block.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+    for path in trial.plain:
+        block.get_submodule(path).register_forward_pre_hook(settle_arguments, with_kwargs=True)
+    for path in trial.parts:
+        block.get_submodule(path).register_forward_hook(hooks.make_branch, prepend=True)
+    dropouts = [m for path in trial.feeds for name, m in block.get_submodule(path).named_modules() if name]
+    for dropout in dict.fromkeys(dropouts):
+        if type(dropout) is nn.Dropout:
+            dropout.register_forward_pre_hook(hooks.drop_later)
+    block.register_forward_hook(hooks.leave, prepend=True)
+
+
 def _functional_norms(model: nn.Module) -> list[str]:
-    """A line for each class whose forward, or a function that it calls by name, calls F.rms_norm or F.layer_norm."""
+    """A line for each class whose forward, or what it calls of its own file, calls F.rms_norm or F.layer_norm."""
     lines: dict[str, None] = {}
-    for module in model.modules():
-        cls = type(module)
+    for cls, module in {type(module): module for module in model.modules()}.items():
         if isinstance(module, AdoptedNorm | nn.LayerNorm | nn.RMSNorm) or cls.__module__.startswith("torch."):
             continue
-        code: Any = getattr(cls.forward, "__code__", None)
-        called = [cls.forward.__globals__.get(name) for name in code.co_names] if code else []
-        for function in (cls.forward, *called):
-            code = getattr(function, "__code__", None)
-            for name in {"rms_norm", "layer_norm"} & set(code.co_names if code else ()):
-                where = "" if function is cls.forward else f" by {code.co_name}()"
-                line = (
-                    f"{cls.__name__}.forward calls F.{name}{where}, which is no module: call {name}_fn in its place, or use a"
-                )
-                lines[f"{line} norm module"] = None
+        forward: Any = inspect.unwrap(cls.forward)
+        called = [forward]
+        for function in called:  # which grows
+            names = _names(function.__code__) if isinstance(function, FunctionType) else set()
+            for name in sorted(names):
+                one = function.__globals__.get(name) or getattr(cls, name, None)
+                if isinstance(one, FunctionType) and one.__module__ == cls.__module__ and one not in called:
+                    called.append(one)
+            for name in sorted({"rms_norm", "layer_norm"} & names):
+                if not hasattr(module, name):  # self.layer_norm is a module
+                    by = "" if function is forward else f" by {function.__name__}()"
+                    lines[
+                        f"{cls.__name__}.forward calls F.{name}{by}, which is no module: call {name}_fn in its place, or use a "
+                        "norm module"
+                    ] = None
     return list(lines)
 
 
-def _adopt_blocks(model: nn.Module, found: Adoption, only: Callable[[str, nn.Module], bool] | None) -> None:
-    seen: set[nn.Module] = set()
-    stacks = [(name, module) for name, module in model.named_modules() if is_stack(module)]
-    for stack, container in reversed(stacks):  # the inner ones first
-        for child, block in container._modules.items():
-            name = f"{stack}.{child}" if stack else child
-            if block is None or block in seen or isinstance(block, AdoptedNorm):
-                continue
-            seen.add(block)
-            parts = list(block.modules())
-            if is_stack(block) or not any(isinstance(part, AdoptedNorm) for part in parts) or any(map(is_fused, parts)):
-                continue
-            if only is not None and not only(name, block):
-                continue
-            trial = try_block(block)
-            if isinstance(trial, str):
-                found.left[name] = trial
-                continue
-            fuse(block, trial)
-            found.blocks[name] = trial
-    for name in _ancestors(found.blocks):
-        module = model.get_submodule(name)
-        if not has_hook(module, SettleOutput):
-            module.register_forward_hook(SettleOutput(), prepend=True)
+def _names(code: CodeType) -> set[str]:
+    """That are called or read in a function, and in the functions written in it."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
-def _ancestors(names: dict[str, Trial]) -> set[str]:
-    """The names of all modules that contain these blocks, blocks excepted."""
-    found = set()
-    for name in names:
-        while name:
-            name = name.rpartition(".")[0]
-            found.add(name)
-    return {name for name in found if name not in names}
-
-
-def _grouped(lines: list[tuple[str, str, str]]) -> list[tuple[str, str, str, int]]:
-    """Lines that differ in numbers of their name alone, as one: layers.{0…31}.norm."""
-    groups: dict[tuple[str, str, str], list[list[str]]] = {}
-    for name, was, what in lines:
-        groups.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "#", name), was, what), []).append(
-            re.findall(r"(?<![^.])\d+(?![^.])", name)
-        )
+def _grouped(lines: list[tuple[str, str]]) -> list[str]:
+    """Lines that differ in numbers of their name alone, as one: layers.{0…31}.norm: 32 × …"""
+    number = re.compile(r"(?<![^.])\d+(?![^.])")
+    groups: dict[tuple[str, str], list[list[int]]] = {}
+    for name, what in lines:
+        groups.setdefault((number.sub("#", name), what), []).append([int(n) for n in number.findall(name)])
     found = []
-    for (pattern, was, what), numbers in groups.items():
+    for (pattern, what), numbers in groups.items():
         for column in zip(*numbers, strict=True):
-            pattern = pattern.replace("#", _range(sorted(set(map(int, column)))), 1)
-        found.append((pattern, was, what, len(numbers)))
+            pattern = pattern.replace("#", _range(sorted(set(column))), 1)
+        found.append(f"{pattern}: {f'{len(numbers)} × ' if len(numbers) > 1 else ''}{what}")
     return found
 
 
 def _range(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2:
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{{{numbers[0]}…{numbers[-1]}}}"
     return f"{{{','.join(map(str, numbers))}}}"

@@ -15,7 +15,7 @@ from ablation import rounding
 from ablation.adopted_models import default_loss
 from ablation.adoption import check_parity, measure
 from examples.nanogpt_block import GPT
-from ops import GPT2_BLOCK, fuse_prenorm_block, replace_norms
+from ops import fuse_prenorm_block, replace_norms
 from ops.kernels import runs_kernels
 
 WIDTH = 32
@@ -77,7 +77,7 @@ def replaced(model):
 
 def adopted(model):
     model = replaced(model)
-    fuse_prenorm_block(model.blocks, GPT2_BLOCK)
+    fuse_prenorm_block(model.blocks)
     return model
 
 

@@ -82,7 +82,7 @@ def test_the_bits_are_the_same(case, device, dispatched):
 
 @contextmanager
 def launch_hook():
-    hook, hooks = (lambda metadata: None), launch.knobs.runtime.launch_enter_hook
+    hook, hooks = (lambda metadata: None), launch.TRITON.knobs.runtime.launch_enter_hook
     hooks.add(hook)
     yield
     hooks.remove(hook)

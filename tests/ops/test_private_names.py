@@ -1,24 +1,34 @@
-"""Without a private name of torch that the package uses, results stay right."""
+"""Without a private name of torch or Triton that the package uses, results stay right."""
 
 import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.runs import ROOT
 
-NAMES = [
+TORCH = [
     "torch._C._len_torch_dispatch_stack", "torch._C._len_torch_function_stack", "torch._C._are_functorch_transforms_active",
-    "torch._C._AutoDispatchBelowAutograd", "torch.autograd.forward_ad._current_level",
-    "torch.utils._pytree.register_pytree_node",
+    "torch._C._get_tracing_state", "torch._C._AutoDispatchBelowAutograd", "torch._C._functorch.get_interpreter_stack",
+    "torch.autograd.forward_ad._current_level", "torch.utils._pytree.register_pytree_node",
 ]  # fmt: skip
+TRITON = ["triton.knobs", "triton.runtime.driver", "triton.compiler.CompiledKernel"]
 CODE = """
-import os, sys, torch, torch._dynamo  # torch's own modules keep what they have imported
+import os, sys, torch, torch._dynamo, torch._inductor  # their own modules keep what they have imported
+if os.environ["TRITON_INTERPRET"] == "1":
+    import triton.experimental.gluon
 from torch import nn
 for name in sys.argv[1:]:
     if os.fork() == 0:
         owner, _, attribute = name.rpartition(".")
+        held = getattr(sys.modules[owner], attribute)
         delattr(sys.modules[owner], attribute)
+        if name in sys.modules:
+            sys.modules[name] = None
         import ops
+        if attribute == "_get_tracing_state":  # torch asks for it at each call of a module
+            torch._C._get_tracing_state = held
         x, r = torch.randn(4, 16, requires_grad=True), torch.randn(4, 16)
         net = nn.Sequential(nn.LayerNorm(16))
         y = net(x + r)
@@ -27,6 +37,9 @@ for name in sys.argv[1:]:
         found = ops.layer_norm_fn(x, weight, bias, residual=r, eps=1e-5)
         torch.testing.assert_close(found, y)
         torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), x), wanted)
+        if "functor" in name:
+            gradient = torch.func.grad(lambda x: ops.layer_norm_fn(x, weight, bias, residual=r, eps=1e-5).sin().sum())
+            torch.testing.assert_close((gradient(x),), wanted)
         ops.adopt(net, verbose=False)
         torch.testing.assert_close(net(x + r), y)
         print(name, "is not missed", flush=True)
@@ -35,7 +48,8 @@ for name in sys.argv[1:]:
 """
 
 
-def test_each_private_name_of_torch_may_vanish():
-    env = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", CODE, *NAMES], env=env, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [f"{name} is not missed" for name in NAMES], done.stderr
+@pytest.mark.parametrize(("names", "interpreter"), [(TORCH, "0"), (TRITON, "1")], ids=["torch", "triton"])
+def test_each_private_name_may_vanish(names, interpreter):
+    env = os.environ | {"TRITON_INTERPRET": interpreter, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", CODE, *names], env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"{name} is not missed" for name in names], done.stderr

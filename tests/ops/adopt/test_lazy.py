@@ -1,4 +1,4 @@
-"""Streams and Branches take part in a program as the tensors that they stand for."""
+"""A Lazy takes part in a program as the tensor that it stands for."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ops import replace_norms
-from ops.adopt.lazy import Branch, Lazy, Stream, settled
+from ops.adopt.lazy import Lazy, settled
 
 N = 16
 X, H, G = (torch.randn(2, 3, N, generator=torch.Generator().manual_seed(i)) for i in range(3))
@@ -61,7 +61,7 @@ def test_a_program_computes_and_differentiates_what_it_did_with_tensors(program,
     for is_lazy in (False, True):
         x, h = (t.clone().requires_grad_() for t in (X, H))
         a, b = x * 1, h * 1  # which may be changed in place
-        y = program(*((Stream(a), Branch(b)) if is_lazy else (a, b)))
+        y = program(*((Lazy(residual=a), Lazy(b)) if is_lazy else (a, b)))
         if norm is not None and y.shape[-1] == N and y.dtype is torch.float32:
             y = y + adopted(y) * 2
         y = settled(y)
@@ -72,19 +72,26 @@ def test_a_program_computes_and_differentiates_what_it_did_with_tensors(program,
 def test_a_norm_computes_the_sum_once_and_the_stream_keeps_it():
     norm = nn.LayerNorm(N)
     replace_norms(norm, verbose=False)
-    stream = Stream(X) + Branch(H)
+    stream = Lazy(residual=X) + Lazy(H)
     y = norm(stream)
-    assert stream.branch is None and stream.tensor() is stream.tensor()
+    assert stream.x is None and stream.tensor() is stream.tensor()
     torch.testing.assert_close((y, stream.tensor()), (F.layer_norm(X + H, (N,)), X + H))
+
+
+def test_what_a_scale_in_fp32_makes_of_a_branch_in_bf16_is_fp32():
+    h, scale = H.bfloat16(), GAIN * 1.001
+    found = (Lazy(h) * scale).tensor()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, h * scale, rtol=1e-6, atol=0)
 
 
 def test_everybody_who_computes_a_dropped_branch_drops_the_same():
     norm = nn.LayerNorm(N)
     replace_norms(norm, verbose=False)
-    branch = F.dropout(Branch(torch.ones(64, N)), 0.5)
+    branch = F.dropout(Lazy(torch.ones(64, N)), 0.5)
     sums = []
     for _ in range(2):
-        stream = Stream(torch.zeros(64, N)) + branch
+        stream = Lazy(residual=torch.zeros(64, N)) + branch
         norm(stream)
         sums.append(stream.tensor())
     assert torch.equal(*sums) and torch.equal(sums[0], branch.tensor())
@@ -94,21 +101,21 @@ def test_everybody_who_computes_a_dropped_branch_drops_the_same():
 def test_what_was_made_without_gradients_has_none_and_what_was_made_with_them_keeps_them():
     weight = nn.Parameter(torch.ones(N))
     with torch.no_grad():
-        frozen = Branch(H) * weight
-    assert not (Stream(X) + frozen).tensor().requires_grad
-    stream = Stream(X) + Branch(H) * weight
+        frozen = Lazy(H) * weight
+    assert not (Lazy(residual=X) + frozen).tensor().requires_grad
+    stream = Lazy(residual=X) + Lazy(H) * weight
     with torch.no_grad():
         assert not settled(stream * 2 + 1).requires_grad
     assert stream.tensor().requires_grad
 
 
 def test_an_autograd_function_that_would_lose_the_gradient_raises():
-    stream = Stream(X.clone().requires_grad_()) + Branch(H)
+    stream = Lazy(residual=X.clone().requires_grad_()) + Lazy(H)
     with pytest.raises(TypeError, match="of which it would lose the gradient"):
         checkpoint(lambda s: s * 2 + torch.ones(N), stream, use_reentrant=True)
 
 
 def test_a_name_that_no_tensor_has_is_no_attribute():
-    with pytest.raises(AttributeError, match="Stream has no attribute 'hidden_states', and neither has a tensor"):
-        _ = Stream(X).hidden_states
-    assert not hasattr(Branch(H), "__cuda_array_interface__") and isinstance(Branch(H), Lazy)
+    with pytest.raises(AttributeError, match="Lazy has no attribute 'hidden_states', and neither has a tensor"):
+        _ = Lazy(residual=X).hidden_states
+    assert not hasattr(Lazy(H), "__cuda_array_interface__") and isinstance(Lazy(H), Lazy)

@@ -68,6 +68,11 @@ def another_copys():
     return like(nn.LayerNorm(N), nn.LayerNorm.forward, "AdoptedNorm")
 
 
+def without_shape(norm):
+    norm.weight = nn.UninitializedParameter()
+    return norm
+
+
 def of_heads(self, x):
     heads = x.unflatten(-1, (-1, self.weight.numel()))
     return (heads / rms(heads) * self.weight).flatten(-2)
@@ -98,7 +103,7 @@ LEFT_ALONE = {
         "it also takes rows of 2, as a norm of parts",
     ),
     "a norm of each head": (lambda: like(Llama(N), of_heads), f"it also takes rows of {2 * N}"),
-    "lazy": (lambda: like(nn.LazyLinear(N), Llama.forward), "its weights have no shape yet; run the model once"),
+    "lazy": (lambda: without_shape(Llama(N)), "its weights have no shape yet; run the model once"),
     "channels first": (lambda: like(nn.LayerNorm(N), channels_first), f"it takes channels first, .batch, {N}, height, width"),
     "another copy's": (another_copys, "it is fused already, by another copy of this package"),
     "float64": (lambda: nn.LayerNorm(N, dtype=torch.float64, device=KERNELS), "float64, which the kernels"),

@@ -151,19 +151,48 @@ def test_only_and_blocks_choose_and_a_second_call_changes_nothing():
 
 
 def norm(x):
-    return F.rms_norm(x, (x.shape[-1],))
+    return F.rms_norm(x, (x.size(-1),))
 
 
-def test_norms_that_are_calls_and_no_modules_are_named(capsys):
-    class Functional(nn.Module):
-        def forward(self, x):
-            return norm(x)
+class NanochatBlock(nn.Module):
+    """Norms are calls, of the stream and of queries and keys; as in nanochat."""
 
-    adopt(Functional())
-    said = (
-        "Functional.forward calls F.rms_norm by norm(), which is no module: call rms_norm_fn in its place, or use a norm module"
-    )
-    assert capsys.readouterr().out == f"{said}\n"
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.mlp, self.layer_norm = nn.Linear(N, 3 * N), nn.Linear(N, N), nn.LayerNorm(N)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(norm(q), norm(k), v)
+
+    def forward(self, x):
+        x = x + self.attend(norm(x))
+        return x + self.mlp(self.layer_norm(x))  # a module of this name is no call of F's function
+
+
+class Nanochat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(NanochatBlock() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return F.layer_norm(norm(x), (N,))
+
+
+def test_norms_that_are_calls_and_no_modules_are_named_and_what_is_a_module_is_fused(capsys):
+    model, x = Nanochat(), torch.randn(2, 3, N)
+    expected = model(x)
+    assert len(adopt(model).blocks) == 2
+    rest = "which is no module: call {}_fn in its place, or use a norm module"
+    assert capsys.readouterr().out.splitlines() == [
+        "blocks.{0,1}.layer_norm: 2 × LayerNorm(16), with the add before it",
+        f"Nanochat.forward calls F.layer_norm, {rest.format('layer_norm')}",
+        f"Nanochat.forward calls F.rms_norm by norm(), {rest.format('rms_norm')}",
+        f"NanochatBlock.forward calls F.rms_norm by norm(), {rest.format('rms_norm')}",
+    ]
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_lazy_modules_are_no_obstacle():

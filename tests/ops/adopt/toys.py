@@ -5,11 +5,9 @@ import copy
 import torch
 from torch import nn
 
-from ops import GPT2_BLOCK, BlockLayout, fuse_prenorm_block, replace_norms
+from ops import fuse_prenorm_block, replace_norms
 
 N = 16
-LAYOUT = BlockLayout("ln_1", "attn", "ln_2", "mlp")
-DROPS = BlockLayout("ln_1", "attn", "ln_2", "mlp", "drop", "drop")
 
 
 class Sublayer(nn.Module):
@@ -78,7 +76,7 @@ class Model(nn.Module):
 def fused(model, **how):
     model = copy.deepcopy(model)
     replace_norms(model, verbose=False)
-    fuse_prenorm_block(model.blocks, GPT2_BLOCK, **how)
+    fuse_prenorm_block(model.blocks, **how)
     return model
 
 

@@ -1,12 +1,9 @@
-"""A Triton kernel that ours are compared with: it only moves the tensors.
+"""A Triton kernel that the norms are held against: it only moves their tensors.
 
 Copy bandwidth is that of one long copy between two tensors. A cell has two to five tensors, which compete in memory, and may
 end after 25 microseconds, whose first and last move little. The traffic kernel reads and writes the tensors of a cell and
 computes almost nothing: its time is what there is to reach.
 """
-
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
@@ -15,8 +12,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from benchmarks.cases import FORWARD, Case, Inputs
-from benchmarks.providers import TRAFFIC
-from measure.timing import Contender
 from ops.launch import device_facts
 
 BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next to it, whatever the cell
@@ -39,18 +34,13 @@ def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr, EARLY
         tl.store(p_z + at, total, inside)
 
 
-def traffic_contender(case: Case, direction: str, sets: Sequence[Inputs]) -> Contender:
-    return Contender(TRAFFIC, lambda: [partial(move, case, direction, inputs) for inputs in sets])
-
-
 def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
     """Moves the bytes of `cases.minimum_bytes` and no others. Returns what it wrote, for outputs to rotate."""
     read, written = tensors_moved(case, direction, inputs)
     outputs = tuple(torch.empty_like(t) for t in written)
-    elements = inputs.x.numel()
     a, b, c = (*read, None, None)[:3]
     y, z = (*outputs, None)[:2]
-    early = device_facts(inputs.x.device).since_sm_90
+    elements, early = read[0].numel(), device_facts(read[0].device).since_sm_90
     options = {"num_warps": WARPS} | ({"launch_pdl": True} if early else {})
     traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, EARLY_START=early, **options)
     return outputs
@@ -58,11 +48,12 @@ def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
 
 def tensors_moved(case: Case, direction: str, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
     """What is read, and tensors like those that are written: the new stream is as large as the old one, its gradient too."""
-    x, residual, dy, dr = (None if t is None else t.detach() for t in (inputs.x, inputs.residual, inputs.dy, inputs.dr))
-    assert x is not None and dy is not None
-    if residual is None or dr is None:
-        return ([x], [x]) if direction == FORWARD else ([dy, x], [x])
+    x, residual = (None if t is None else t.detach() for t in inputs.args[:2])
+    assert x is not None
+    if residual is None:
+        return ([x], [x]) if direction == FORWARD else ([*inputs.upstream, x], [x])
     if direction == FORWARD:
         return [x, residual], [x, residual]
+    dy, dr = inputs.upstream
     separate_dx = case.dropout or residual.dtype != x.dtype
     return [dy, residual, dr], [residual, x] if separate_dx else [residual]

@@ -63,8 +63,7 @@ def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task]
                 results.add(records)
             bar.update()
     records = results.finish()["records"]
-    said = report.shares_text(records), report.behind_summary(records), report.failures(records)
-    print(*filter(None, said), sep="\n\n")
+    print(*filter(None, (report.shares_text(records), report.failures(records))), sep="\n\n")
 
 
 def measure(

@@ -135,24 +135,30 @@ def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[Inputs]:
     return found
 
 
-def minimum_bytes(shape: Shape, direction: str) -> int:
-    """Bytes that any implementation must move: each large tensor read once or written once.
+def moved(shape: Shape, direction: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dtypes of the large tensors that any implementation must read, and of those that it must write, each once.
 
-        forward    x, y                            and with a residual stream: residual, r; y not where it is r
-        backward   dy, r, dx                       without a residual stream (r is x)
-                   dy, d residual_out, d residual   with one; r where it has a norm, x where the branch has one; dx is the same
-                                                   tensor as d residual where the dtypes are equal, nothing is dropped and
-                                                   the branch has no norm, otherwise one more; where y is r, d residual is
-                                                   the one upstream gradient itself
+        forward    x → y                           and with a residual stream: x, residual → y, r; y not where it is r
+        backward   dy, r → dx                      without a residual stream (r is x)
+                   dy, d residual_out → d residual  with one; it reads r where it has a norm, and x where the branch has one;
+                                                   dx is the same tensor as d residual where the dtypes are equal, nothing is
+                                                   dropped and the branch has no norm, otherwise one more; where y is r,
+                                                   d residual is the one upstream gradient itself
 
     Weights, their gradients, statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
     """
-    case, x_bytes, elements = shape.case, X_DTYPE.itemsize, shape.rows * shape.width
-    if shape.residual is None:
-        return elements * x_bytes * (2 if direction == FORWARD else 3)
-    stream, y, branch = DTYPES[shape.residual].itemsize, 0 if shape.y_is_r else x_bytes, case.branch != Norm.none
+    case, x, stream = shape.case, "bf16", shape.residual
+    if stream is None:
+        return ((x,), (x,)) if direction == FORWARD else ((x, x), (x,))
+    y = () if shape.y_is_r else (x,)
     if direction == FORWARD:
-        return elements * (x_bytes + 2 * stream + y)
-    separate_dx = case.dropout or branch or stream != x_bytes
-    of_stream = 3 if case.norm != Norm.none else 2 if y else 1
-    return elements * (y + stream * of_stream + x_bytes * (branch + separate_dx))
+        return (x, stream), (*y, stream)
+    r = (stream,) if case.norm != Norm.none else ()
+    of_branch = (x,) if case.branch != Norm.none else ()
+    separate_dx = (x,) if case.dropout or of_branch or stream != x else ()
+    return (*y, stream, *r, *of_branch), (*((stream,) if y else ()), *separate_dx)
+
+
+def minimum_bytes(shape: Shape, direction: str) -> int:
+    read, written = moved(shape, direction)
+    return shape.rows * shape.width * sum(DTYPES[dtype].itemsize for dtype in (*read, *written))

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from benchmarks.cases import FORWARD, Case, Inputs
+from benchmarks.cases import DTYPES, Inputs, Shape, moved
 from ops.launch import device_facts
 
 BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next to it, whatever the cell
@@ -34,26 +34,17 @@ def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr, EARLY
         tl.store(p_z + at, total, inside)
 
 
-def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
+def move(shape: Shape, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
     """Moves the bytes of `cases.minimum_bytes` and no others. Returns what it wrote, for outputs to rotate."""
-    read, written = tensors_moved(case, direction, inputs)
-    outputs = tuple(torch.empty_like(t) for t in written)
-    a, b, c = (*read, None, None)[:3]
+    there = [t.detach() for t in (*inputs.args[:2], *inputs.upstream) if t is not None]
+    read, written = ([DTYPES[dtype] for dtype in dtypes] for dtypes in moved(shape, direction))
+    # as many tensors of each dtype as are read; which of them does not matter
+    sources = [there.pop([t.dtype for t in there].index(dtype)) for dtype in read]
+    x = sources[0]
+    outputs = tuple(torch.empty_like(x, dtype=dtype) for dtype in written)
+    a, b, c = (*sources, None, None)[:3]
     y, z = (*outputs, None)[:2]
-    elements, early = read[0].numel(), device_facts(read[0].device).since_sm_90
+    early = device_facts(x.device).since_sm_90
     options = {"num_warps": WARPS} | ({"launch_pdl": True} if early else {})
-    traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, EARLY_START=early, **options)
+    traffic_kernel[(triton.cdiv(x.numel(), BLOCK),)](a, b, c, y, z, x.numel(), BLOCK=BLOCK, EARLY_START=early, **options)
     return outputs
-
-
-def tensors_moved(case: Case, direction: str, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-    """What is read, and tensors like those that are written: the new stream is as large as the old one, its gradient too."""
-    x, residual = (None if t is None else t.detach() for t in inputs.args[:2])
-    assert x is not None
-    if residual is None:
-        return ([x], [x]) if direction == FORWARD else ([*inputs.upstream, x], [x])
-    if direction == FORWARD:
-        return [x, residual], [x, residual]
-    dy, dr = inputs.upstream
-    separate_dx = case.dropout or residual.dtype != x.dtype
-    return [dy, residual, dr], [residual, x] if separate_dx else [residual]

@@ -136,7 +136,7 @@ def contenders(
     if device.type == "cuda" and case.plain:
         from benchmarks import kernels  # a kernel: without a GPU there may be no Triton either
 
-        found.append(Contender(TRAFFIC, lambda: [partial(kernels.move, case, direction, inputs) for inputs in sets]))
+        found.append(Contender(TRAFFIC, lambda: [partial(kernels.move, shape, direction, inputs) for inputs in sets]))
     return found
 
 

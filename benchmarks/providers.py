@@ -156,26 +156,11 @@ OVERWRITES_DY = ("liger-kernel", "rms")
 
 
 def quack(shape: Shape) -> Function | None:
-    """RMSNorm; LayerNorm as a pair of functions without autograd, for weights in fp32."""
-    module, case = import_module("quack.rmsnorm"), shape.case
-    if case.name in ("rms", "add_rms"):
-        return lambda x, residual, weight, *_: as_tuple(module.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=case.add))
-    if case.name != "ln" or shape.weights != "fp32":
+    """RMSNorm."""
+    norm, case = import_module("quack.rmsnorm").rmsnorm, shape.case
+    if case.name not in ("rms", "add_rms"):
         return None
-
-    class LayerNorm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, bias):
-            y, rstd, mean = module.layernorm_fwd(x, weight, bias, EPS, return_rstd=True, return_mean=True)
-            ctx.save_for_backward(x, weight, rstd, mean)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, weight, rstd, mean = ctx.saved_tensors
-            return module.layernorm_bwd(x, weight, dy, rstd, mean)
-
-    return lambda x, _, weight, bias, *__: (LayerNorm.apply(x, weight, bias),)
+    return lambda x, residual, weight, *_: as_tuple(norm(x, weight, residual=residual, eps=EPS, prenorm=case.add))
 
 
 PROVIDERS: dict[str, Callable[[Shape], Function | None]] = {

@@ -39,7 +39,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "memory": memory.markdown,
     "scaling": scaling.markdown,
 }
-PICTURES = {**dict.fromkeys(report.PICTURED, report.plot_shares), "scaling": scaling.plot}
 # Records whose block has the picture in it too, and which a page may name before they are there.
 OWN_PICTURE = {
     "sites": "norm+add+norm, backward",
@@ -216,10 +215,9 @@ def draw(folder: Path) -> list[Path]:
         bars, footer = groups(folder / "ablation", ("gpt2", "llama"))
         plots.lead(bars, folder / "lead.png", footer, "A training step with each norm")
         drawn.append(folder / "lead.png")
-    for name, plot in PICTURES.items():
-        path = folder / f"{name}.json"
-        if path.exists() and plot(load(path), picture := path.with_suffix(".png")):
-            drawn.append(picture)
+    for path in (folder / f"{name}.json" for name in report.PICTURED):
+        if path.exists() and report.plot_shares(load(path), path.with_suffix(".png")):
+            drawn.append(path.with_suffix(".png"))
     return drawn
 
 

@@ -80,18 +80,6 @@ def shares_text(records: Sequence[Record]) -> str:
     return aligned(header, rows)
 
 
-LEVEL = 0.98  # of our time: whoever takes less is ahead
-
-
-def behind_summary(records: Sequence[Record]) -> str:
-    """The cells where another library, or another revision of ours, is faster by its whole interval."""
-    cells = [cell for cell in by_cell(records) if "ours" in cell]
-    others = [other for cell in cells for other in (best_peer(cell), cell.get("before")) if other is not None]
-    ahead = [other for other in others if (other.get("times_ours_95") or [1, 1])[1] < LEVEL]
-    lines = [f"  {cell_label(other)}: {other['provider']} {ratio(other)}" for other in ahead]
-    return "\n".join([f"faster than ours by more than {1 - LEVEL:.0%}: {len(ahead)} in {len(cells)} cells", *lines])
-
-
 def failures(records: Iterable[Record]) -> str:
     failed = [record for record in records if record.get("error")]
     return "\n".join(f"failed: {record['provider']}, {cell_label(record)}: {record['error']}" for record in failed)
@@ -104,11 +92,13 @@ def best_peer(providers: Mapping[str, Record]) -> Record | None:
 
 
 def ratio(record: Record | None) -> str:
-    """A provider's time over ours, with the 95 % interval."""
+    """A provider's time over ours, with the 95 % interval; behind it a mark, if all of that is below 0.98."""
     if record is None or record.get("times_ours") is None:
         return NOTHING
-    interval = record.get("times_ours_95")
-    return f"{record['times_ours']:.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
+    low, high = record.get("times_ours_95") or (None, None)
+    return (
+        f"{record['times_ours']:.3f}" + (f" ({low:.3f} to {high:.3f})" if high else "") + (" !" if high and high < 0.98 else "")
+    )
 
 
 def bandwidth_percent(record: Record | None) -> str:

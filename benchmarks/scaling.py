@@ -22,7 +22,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -38,16 +37,13 @@ from benchmarks.command import SCRATCH, Record
 from configs import Config, ConfigError, machine, rules
 from configs.schema import Parallel
 from data import Batches
-from measure import plots
 from measure.clock import StepClock
 from measure.comparison import cycle_times
-from measure.plots import DPI, GREY, bare, pyplot
 from measure.progress import progress, show_current
 from measure.schedule import block_orders, no_garbage_collection
 from measure.sources import ROOT
 from measure.statistics import mean_interval, spread
 from measure.tables import NOTHING, aligned, compact_markdown
-from measure.tables import machine as machine_of
 from measure.timing import describe
 from train import training_step
 from training.build import build
@@ -348,31 +344,24 @@ def ratio_of(name: str, base: Measured | None, measured: Measured) -> Record:
     return {name: ratio, f"{name}_95": [low, high] if len(logarithms) > 1 else None}
 
 
-# ---- tables and the picture -------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------------
 
 
 HEADER = ("", "GPUs", "ms", "p10", "p90", "tokens/s", "per GPU", "efficiency", "95 %", "of alone", "95 %", "GiB")
-COLOURS = ("#111111", "#2563eb", "#c2410c", "#0f8a6d")  # of models, which differ in lightness too
-MARKS = {DDP: ("o", "-"), FSDP: ("s", "--")}
-
-
-def timed(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records that have a time, by the title of their table, in the order of its lines."""
-    found: dict[str, list[Record]] = {}
-    for r in sorted((r for r in records if r["ms"] is not None), key=lambda r: (r["parallel"], r["ranks"])):
-        words = [f"{r['model']}: {r['batch_size']} × {r['context']} tokens a GPU", r["precision"]]
-        words += ["compiled" if r["compiled"] else "eager", r["common"], r["nccl"]]
-        found.setdefault(", ".join(filter(None, words)), []).append(r)
-    return found
 
 
 def tables(records: Sequence[Record]) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Header and rows by title: a table for each model and what it is trained with, without empty columns."""
+    lines: dict[str, list[list[str]]] = {}
+    for r in sorted((r for r in records if r["ms"] is not None), key=lambda r: (r["parallel"], r["ranks"])):
+        words = [f"{r['model']}: {r['batch_size']} × {r['context']} tokens a GPU", r["precision"]]
+        words += ["compiled" if r["compiled"] else "eager", r["common"], r["nccl"]]
+        lines.setdefault(", ".join(filter(None, words)), []).append(_row(r))
     found = {}
-    for title, of in timed(records).items():
-        columns = list(zip(HEADER, *map(_row, of), strict=True))
-        header, *rows = zip(*(column for column in columns if set(column[1:]) != {NOTHING}), strict=True)
-        found[title] = list(header), [list(row) for row in rows]
+    for title, rows in lines.items():
+        columns = [column for column in zip(HEADER, *rows, strict=True) if set(column[1:]) != {NOTHING}]
+        header, *rest = zip(*columns, strict=True)
+        found[title] = list(header), list(map(list, rest))
     return found
 
 
@@ -395,44 +384,6 @@ def _ratio(r: Record, name: str) -> list[str]:
 
 def markdown(file: dict[str, Any]) -> str:
     return "\n\n".join(f"{title}\n\n{compact_markdown(*table)}" for title, table in tables(file["records"]).items())
-
-
-def plot(file: dict[str, Any], path: Path) -> bool:
-    """Efficiency over ranks, a line for each model and way to share the work; whether any has two points."""
-    lines = {
-        (title, parallel): points
-        for title, of in timed(file["records"]).items()
-        for parallel in MARKS
-        if len(points := [r for r in of if r["parallel"] == parallel and "efficiency" in r]) > 1
-    }
-    if not lines:
-        return False
-    figure, axes = pyplot.subplots(figsize=(8.4, 5.2), dpi=DPI, layout="constrained")
-    titles, ends = list(dict.fromkeys(title for title, _ in lines)), [0.8, 1.05]
-    for at, ((title, parallel), points) in enumerate(lines.items()):
-        marker, dash = MARKS[parallel]
-        values = np.array([r["efficiency"] for r in points])
-        low, high = np.array([r["efficiency_95"] or [r["efficiency"]] * 2 for r in points]).T
-        ends += [*low, *high]
-        axes.errorbar(
-            [r["ranks"] * 2 ** (0.02 * (at - (len(lines) - 1) / 2)) for r in points],  # side by side, not over one another
-            values, yerr=[values - low, high - values], label=textwrap.fill(f"{parallel}, {title}", 100),
-            color=COLOURS[titles.index(title) % len(COLOURS)], marker=marker, linestyle=dash, linewidth=1.6,
-            markersize=6, capsize=4,
-        )  # fmt: skip
-    ranks = sorted({r["ranks"] for points in lines.values() for r in points})
-    axes.axhline(1.0, color=GREY, linewidth=1.0)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(n) for n in ranks])
-    axes.minorticks_off()
-    axes.set_xlim(ranks[0] / 1.1, ranks[-1] * 1.1)
-    axes.set_ylim(math.floor(20 * min(ends)) / 20, math.ceil(20 * max(ends)) / 20)
-    axes.set_xlabel("GPUs, each with the same batch")
-    axes.set_ylabel("efficiency: tokens/s of each GPU over that of one")
-    bare(axes, "y")
-    figure.legend(loc="outside lower center", frameon=False, fontsize=9)
-    plots.finish(figure, "Weak scaling of a training step, with 95 % intervals", machine_of(file["environment"]), path)
-    return True
 
 
 if __name__ == "__main__":

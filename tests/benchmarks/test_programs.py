@@ -100,7 +100,7 @@ def test_a_table_of_ours_the_others_and_another_revision_is_printed(recorded):
     assert all(("times_ours" in r) == (r["provider"] != "ours") for r in file["records"])
     header, line, *_ = printed.splitlines()
     assert "fastest other" in header and header.endswith("before / ours") and "RMS, forward 64×64" in line
-    assert "faster than ours by more than 2%:" in printed and file["command"].endswith(f"--before {ops}")
+    assert file["command"].endswith(f"--before {ops}")
 
 
 def test_a_selection_has_a_record_of_its_own(tmp_path):

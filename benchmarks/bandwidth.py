@@ -37,11 +37,11 @@ class Task:
     move_outputs: bool = True  # to another place in memory each round, which needs twice the memory
 
 
-def parser(program: str, description: str, known: Iterable[str]) -> argparse.ArgumentParser:
+def parser(program: str, description: str, cases: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
     """A parser with the options that these programs have; known: the names of the providers."""
-    parser = command.parser(program, description, ROUNDS)
+    parser = command.parser(program, description, known, ROUNDS)
     parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="(both)")
-    command.add_providers(parser, known)
+    parser.add_argument("--case", nargs="+", choices=tuple(cases), metavar="CASE", help=f"of {', '.join(cases)} (all)")
     return parser
 
 

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,15 @@ def positive(text: str) -> int:
     return value
 
 
-def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> argparse.ArgumentParser:
-    """A parser with the options that all programs have; `rounds` are those by default, and with --quick."""
+def parser(
+    program: str, description: str, known: Iterable[str] = (), rounds: tuple[int, int] = ROUNDS
+) -> argparse.ArgumentParser:
+    """A parser with the options that all programs have.
+
+    Args:
+        known: the names of the providers.
+        rounds: those by default, and with --quick.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
     parser.set_defaults(program=program)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
@@ -48,14 +56,11 @@ def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> 
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
     parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
+    if known := [name for name in known if name != "before"]:
+        parser.add_argument(
+            "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
+        )
     return parser
-
-
-def add_providers(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
-    known = [name for name in known if name != "before"]
-    parser.add_argument(
-        "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
-    )
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[int, int] = ROUNDS) -> argparse.Namespace:
@@ -78,13 +83,17 @@ def rows_on(device: str, rows: int) -> int:
 
 def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
     """The providers that can be imported. Prints those that can't; one that the user asked for ends the program."""
-    names = list(otherwise if asked is None else asked)
-    reasons = providers.missing(names)
-    for name, reason in reasons.items():
-        print(f"missing: {name} ({reason})", file=sys.stderr)
-    if reasons and asked is not None:
-        raise SystemExit("--provider: not importable here; see above")
-    return [name for name in names if name not in reasons]
+    found = []
+    for name in otherwise if asked is None else asked:
+        try:
+            import_module(providers.MODULES.get(name, "ops"))
+            found.append(name)
+        except Exception as error:  # without a GPU some fail in other ways than by ImportError
+            said = f"{name} ({type(error).__name__}: {error})".splitlines()[0]
+            if asked is not None:
+                raise SystemExit(f"--provider: not importable here: {said}") from error
+            print(f"missing: {said}", file=sys.stderr)
+    return found
 
 
 def run(main: Callable[[], object]) -> None:
@@ -98,10 +107,6 @@ def run(main: Callable[[], object]) -> None:
 
 
 # ---- recorded results -------------------------------------------------------------------------------------------------------
-
-
-class ResultsError(ValueError):
-    """Something that is no file of results, or asks for one that is not there."""
 
 
 def slug(environment: dict[str, Any]) -> str:
@@ -176,14 +181,3 @@ def open_results(
     kept = [word for at, word in enumerate(options.argv) if "--output" not in options.argv[max(0, at - 1) : at + 1]]
     command = shlex.join(["python", "-m", f"benchmarks.{options.program}", *kept])
     return Results(folder / f"{file or options.program}.json", facts, command)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A file of results; its fields are checked here, once."""
-    try:
-        file = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ResultsError(f"{path} is not JSON: {error}") from error
-    if not isinstance(file, dict) or not {"environment", "command", "records"} <= file.keys():
-        raise ResultsError(f"{path} is not a file of results: it needs environment, command and records")
-    return file

@@ -30,8 +30,7 @@ BATCH = 20
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command.parser("host", __doc__.splitlines()[0])
-    command.add_providers(parser, PROVIDERS)
+    parser = command.parser("host", __doc__.splitlines()[0], PROVIDERS)
     return command.parse(parser, argv)
 
 

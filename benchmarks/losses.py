@@ -116,8 +116,7 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = bandwidth.parser("losses", __doc__.splitlines()[0], PROVIDERS)
-    parser.add_argument("--case", nargs="+", choices=tuple(MAKERS), default=list(MAKERS), help="(all)")
+    parser = bandwidth.parser("losses", __doc__.splitlines()[0], MAKERS, PROVIDERS)
     parser.add_argument("--shape", nargs="+", type=shape, metavar="MxN", help="rows and columns (those of the module's SHAPES)")
     parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=["bf16"], help="(bf16)")
     return command.parse(parser, argv, bandwidth.ROUNDS)
@@ -131,7 +130,9 @@ def shapes_of(case: str, options: argparse.Namespace) -> list[tuple[int, int]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(sys.argv[1:] if argv is None else argv)
-    tasks = [task(case, *at, dtype) for case in options.case for at in shapes_of(case, options) for dtype in options.dtype]
+    tasks = [
+        task(case, *at, dtype) for case in options.case or MAKERS for at in shapes_of(case, options) for dtype in options.dtype
+    ]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 

@@ -30,10 +30,9 @@ COMPARED = ("ours", "torch", "compile", "flash-attn")
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command.parser("memory", __doc__.splitlines()[0])
+    parser = command.parser("memory", __doc__.splitlines()[0], COMPARED)
     parser.add_argument("--rows", type=command.positive, help=f"rows ({ROWS}, {command.CPU_ROWS} on the CPU)")
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="(768 4096; 768 with --quick)")
-    command.add_providers(parser, COMPARED)
     options = command.parse(parser, argv)
     options.rows = options.rows or command.rows_on(options.device, ROWS)
     options.width = options.width or ([768] if options.quick else [768, 4096])

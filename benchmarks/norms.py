@@ -14,7 +14,7 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,8 +45,8 @@ CHECKED = 64  # rows
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = bandwidth.parser("norms", __doc__.splitlines()[0], PROVIDERS)
-    add_shape_options(parser, CASES, WIDTHS, str(ROWS))
+    parser = bandwidth.parser("norms", __doc__.splitlines()[0], CASES, PROVIDERS)
+    add_shape_options(parser, WIDTHS, str(ROWS))
     parser.add_argument(
         "--models", action="store_true",
         help=f"the widths of well-known models, {tuple(MODEL_WIDTHS)}, as they train: fp32 weights, cases with a stream",
@@ -72,8 +72,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def add_shape_options(parser: argparse.ArgumentParser, cases: Iterable[str], widths: Sequence[int], rows: str) -> None:
-    parser.add_argument("--case", nargs="+", choices=tuple(cases), metavar="CASE", help=f"of {', '.join(cases)} (all)")
+def add_shape_options(parser: argparse.ArgumentParser, widths: Sequence[int], rows: str) -> None:
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help=f"row widths {widths}")
     parser.add_argument(
         "--rows", type=command.positive, metavar="M", help=f"{rows} ({command.CPU_ROWS} on the CPU); fewer above 2^28 elements"

@@ -7,8 +7,9 @@ programs. Libraries are imported when they are asked for and never needed.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from importlib import import_module
@@ -25,7 +26,7 @@ from torch import Tensor
 import ops
 from benchmarks.cases import DROPOUT_P, EPS, Function, Shape, make_inputs
 from measure.progress import progress
-from measure.timing import describe, free_memory, side_stream
+from measure.timing import free_memory, side_stream
 from ops import Norm, norm_fn
 from ops.reference import NORMS
 
@@ -176,17 +177,6 @@ OURS = ("ours", "before")
 TRAFFIC = "traffic"  # beside them in norms: a kernel that moves the same tensors and computes nothing
 
 
-def missing(names: Iterable[str]) -> dict[str, str]:
-    """The providers that can't be imported here, with the reason."""
-    reasons = {}
-    for name in (name for name in names if name in MODULES):
-        try:
-            import_module(MODULES[name])
-        except Exception as error:  # without a GPU some fail in other ways than by ImportError
-            reasons[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return reasons
-
-
 def versions(names: Iterable[str]) -> dict[str, str]:
     """The versions of the providers' libraries. A library that was copied and not installed may still have __version__."""
     found = {}
@@ -207,21 +197,21 @@ WARM_ROWS = 2048  # enough to compile by, but for torch.compile, whose code is f
 def compile_in_processes(
     shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int, before: Path | None
 ) -> None:
-    """Compiles in parallel. A failure is printed, and occurs again where it is measured. `before` is that provider's folder."""
-    jobs = [(shape, name) for shape in shapes for name in names]
+    """Compiles in parallel. What fails here fails again, and is recorded, where it is measured.
+
+    Args:
+        before: the folder of that provider.
+    """
+    jobs = [(shape, name, device) for shape in shapes for name in names]
     # flash-attn tries tiles that take long to compile for its widest rows: those go first, so that no process ends with one.
     jobs.sort(key=lambda job: (job[1] != "flash-attn", -job[0].width))
-    executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare, (before,))
-    with progress(len(jobs), f"compiling in {processes} processes", "kernel") as bar:
-        try:
-            for done in as_completed([executor.submit(_compile_one, *job, device) for job in jobs]):
-                if error := done.result():
-                    print(error, file=sys.stderr)
-                bar.update()
-        except BrokenProcessPool as error:
-            print(f"{describe(error)} The rest is compiled when measured", file=sys.stderr)
-        finally:
-            executor.shutdown(cancel_futures=True)
+    with (
+        suppress(BrokenProcessPool),  # a process was killed, for memory: the rest is compiled when measured
+        ProcessPoolExecutor(processes, get_context("spawn"), _prepare, (before,)) as executor,
+        progress(len(jobs), f"compiling in {processes} processes", "kernel") as bar,
+    ):
+        for _ in executor.map(_compile, *zip(*jobs, strict=True)):
+            bar.update()
 
 
 def _prepare(before: Path | None) -> None:
@@ -235,18 +225,14 @@ def _prepare(before: Path | None) -> None:
         load_before(before)
 
 
-def _compile_one(shape: Shape, name: str, device: torch.device) -> str | None:
-    """Runs forward and backward once, so that both are compiled; returns what failed."""
+def _compile(shape: Shape, name: str, device: torch.device) -> None:
+    """Runs forward and backward once, so that both are compiled."""
     torch._dynamo.reset()
     if name != "compile":  # the remainder, because kernels are compiled apart for numbers that 16 divides
         shape = replace(shape, asked_rows=min(shape.rows, WARM_ROWS + shape.rows % 16))
-    try:
+    with suppress(Exception), side_stream(device):
         if (function := PROVIDERS[name](shape)) is not None:
-            with side_stream(device):
-                (inputs,) = make_inputs(shape, 1, device)
-                torch.autograd.grad(function(*inputs.args), inputs.leaves, inputs.upstream, allow_unused=True)
-                del inputs
-                free_memory(device)
-    except Exception as error:
-        return f"compiling {name}, {shape}: {describe(error)}"
-    return None
+            (inputs,) = make_inputs(shape, 1, device)
+            torch.autograd.grad(function(*inputs.args), inputs.leaves, inputs.upstream, allow_unused=True)
+    inputs = None  # type: ignore[assignment]
+    free_memory(device)

@@ -69,7 +69,7 @@ RECORDS = (
         "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3
     ),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 4),
-    Record("rotary", "-m benchmarks.rotary", 3),
+    Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 3),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 4),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, SITES
-from benchmarks.command import Record, ResultsError
+from benchmarks.command import Record
 from benchmarks.providers import OURS, PROVIDERS, TRAFFIC
 from measure.plots import ARMS, DPI, GREY, bare, finish, legend_below, pyplot
 from measure.tables import NOTHING, aligned, compact_markdown, machine
@@ -17,6 +17,10 @@ LABELS = {name: case.label for name, case in (CASES | SITES).items()} | {
 }  # fmt: skip
 File = dict[str, Any]  # of results
 Size = tuple[int, ...]
+
+
+class ResultsError(ValueError):
+    """A page asks for what no record has."""
 
 
 def label(case: str, residual: str | None = None) -> str:

@@ -155,8 +155,7 @@ def shape_of(text: str) -> Shape:
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = bandwidth.parser("rotary", __doc__.splitlines()[0], PROVIDERS)
-    parser.add_argument("--case", nargs="+", choices=tuple(NORMS), default=["rotary", "rms_rotary"], help="(the first two)")
+    parser = bandwidth.parser("rotary", __doc__.splitlines()[0], NORMS, PROVIDERS)
     parser.add_argument(
         "--heads", nargs="+", type=shape_of, default=SHAPES, metavar="H/KVxD", help=f"({' '.join(map(str, SHAPES))})"
     )
@@ -166,7 +165,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(sys.argv[1:] if argv is None else argv)
     tokens = command.rows_on(options.device, SEQUENCES * CONTEXT)
-    tasks = [task(case, shape, tokens) for case in options.case for shape in options.heads]
+    tasks = [task(case, shape, tokens) for case in options.case or NORMS for shape in options.heads]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 

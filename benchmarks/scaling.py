@@ -108,7 +108,7 @@ class Measured:
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command.parser(PROGRAM, __doc__.splitlines()[0], ROUNDS)
+    parser = command.parser(PROGRAM, __doc__.splitlines()[0], rounds=ROUNDS)
     parser.add_argument(
         "--model", nargs="+", choices=tuple(SIZES), metavar="MODEL",
         help=f"of {', '.join(SIZES)} (gpt2 gpt2_xl; gpt2 with --quick; tiny on the CPU)",

@@ -19,8 +19,8 @@ PROVIDERS = ("ours", "torch", "compile", "liger-kernel")
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = bandwidth.parser("sites", __doc__.splitlines()[0], PROVIDERS)
-    add_shape_options(parser, SITES, WIDTHS, "2^26 / width")
+    parser = bandwidth.parser("sites", __doc__.splitlines()[0], SITES, PROVIDERS)
+    add_shape_options(parser, WIDTHS, "2^26 / width")
     return command.parse(parser, argv, bandwidth.ROUNDS)
 
 

@@ -35,15 +35,13 @@ def check(shape, function):
         ("add_rms", FORWARD, "bf16", 8),
         ("dropout_add_ln", FORWARD, "fp32", 12),
         ("dropout_add_ln", BACKWARD, "bf16", 5 * 2),
-        ("norm_add_norm", FORWARD, "bf16", 8),
-        ("norm_add_norm", BACKWARD, "bf16", 12),
         ("norm_add_norm", FORWARD, "fp32", 12),
+        ("norm_add_norm", BACKWARD, "bf16", 12),
         ("norm_add_norm", BACKWARD, "fp32", 18),
         ("norm_add", FORWARD, "bf16", 6),  # y is r
         ("norm_add", BACKWARD, "bf16", 6),
         ("norm_add", FORWARD, "fp32", 12),
         ("norm_add", BACKWARD, "fp32", 14),
-        ("add_dyt", BACKWARD, "bf16", 8),
         ("add_dyt", BACKWARD, "fp32", 16),
         ("add_rms", BACKWARD, "fp32", 16),  # dx is not the gradient of the residual where the dtypes differ
     ],
@@ -80,22 +78,14 @@ def test_right_results_pass(case, stream, provider):
         check(shape, PROVIDERS[provider](shape))
 
 
-class Replaced(torch.autograd.Function):
-    """A tensor whose gradient is changed."""
-
-    @staticmethod
-    def forward(ctx, x, change):
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.change(gradient), None
-
-
 def backward_of(function, change):
     """The function with another gradient of x."""
-    return lambda x, *others: function(Replaced.apply(x, change), *others)
+
+    def changed(x, *others):
+        (same := x.view_as(x)).register_hook(change)
+        return function(same, *others)
+
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -110,7 +100,7 @@ def backward_of(function, change):
         ("dropout_add_rms", lambda f: lambda *args: PROVIDERS["torch"](shape_of("add_rms"))(*args), "0.000 of x was dropped"),
         ("dropout_add_rms", lambda f: backward_of(f, lambda g: g.roll(1, 0)), "gradient 0 is off"),
         ("dropout_norm_add", lambda f: backward_of(f, lambda g: g.roll(1, 0)), "gradient 0 is off"),
-        ("add_rms", lambda f: backward_of(f, lambda g: None), "gradient 0, of an input of shape .70, 256., is missing"),
+        ("add_rms", lambda f: lambda x, *of: f(x.detach(), *of), "gradient 0, of an input of shape .70, 256., is missing"),
         ("add_rms", lambda f: lambda x, r, w, *of: f(x, r, w.detach(), *of), "gradient 2, .* is missing"),
         ("norm_add_norm", lambda f: lambda *args: PROVIDERS["torch"](shape_of("add_rms"))(*args), "output 0 is off"),
     ],
@@ -121,11 +111,7 @@ def test_wrong_results_are_refused(case, change, message):
         check(shape, change(PROVIDERS["torch"](shape)))
 
 
-def test_missing_libraries_are_named_with_the_reason_and_asked_only_for_what_they_offer(monkeypatch):
-    errors = [ImportError("no such module"), RuntimeError("no CUDA device\nfound")]
-    monkeypatch.setattr(providers, "import_module", Mock(side_effect=errors))
-    reasons = {"liger-kernel": "ImportError: no such module", "quack-kernels": "RuntimeError: no CUDA device"}
-    assert providers.missing(["ours", "torch", *reasons]) == reasons
+def test_libraries_are_asked_only_for_what_they_offer(monkeypatch):
     monkeypatch.setattr(providers, "import_module", Mock())
     for provider, stream, offered in (
         ("liger-kernel", "bf16", {"ln", "rms", "add_rms"}),

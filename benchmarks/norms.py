@@ -78,7 +78,9 @@ def add_shape_options(parser: argparse.ArgumentParser, widths: Sequence[int], ro
         "--rows", type=command.positive, metavar="M", help=f"{rows} ({command.CPU_ROWS} on the CPU); fewer above 2^28 elements"
     )
     parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), help="dtype of the residual stream (both)")
-    parser.add_argument("--weight-dtype", nargs="+", choices=("bf16", "fp32"), help="weights and biases")
+    parser.add_argument(
+        "--weight-dtype", nargs="+", choices=("bf16", "fp32"), help="(fp32 with --models and in sites, else bf16)"
+    )
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:

@@ -96,13 +96,11 @@ def best_peer(providers: Mapping[str, Record]) -> Record | None:
 
 
 def ratio(record: Record | None) -> str:
-    """A provider's time over ours, with the 95 % interval; behind it a mark, if all of that is below 0.98."""
+    """A provider's time over ours, with the 95 % interval."""
     if record is None or record.get("times_ours") is None:
         return NOTHING
-    low, high = record.get("times_ours_95") or (None, None)
-    return (
-        f"{record['times_ours']:.3f}" + (f" ({low:.3f} to {high:.3f})" if high else "") + (" !" if high and high < 0.98 else "")
-    )
+    interval = record.get("times_ours_95")
+    return f"{record['times_ours']:.3f}" + (" ({:.3f} to {:.3f})".format(*interval) if interval else "")
 
 
 def bandwidth_percent(record: Record | None) -> str:

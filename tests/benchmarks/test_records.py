@@ -1,6 +1,7 @@
 """python -m benchmarks.records: what it runs, where it goes on, and that its plan is short."""
 
 import json
+import shlex
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ def ran(tmp_path, monkeypatch):
         if words[1] == "ablate.py":
             folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
             folder.mkdir(parents=True)
-            record = {"command": " ".join(["python", *words[1:]]), "environment": environment, "unfinished": ""}
+            record = {"command": f"python {shlex.join(words[1:])}", "environment": environment, "unfinished": ""}
             for name, text in (("report.json", json.dumps(record)), ("report.md", record["command"]), ("kernels.jsonl", "")):
                 (folder / name).write_text(text)
         else:

@@ -1,4 +1,4 @@
-"""What the programs share: options, the devices and providers that are here, and the file of recorded results.
+"""What the programs share: options, the device and the providers that are here, and the file of recorded results.
 
 A record is benchmarks/results/<gpu>/<name>.json = {"environment", "command", "records"}: one file of one revision by one
 command. While a run goes on, its file is <name>.json.part, whole after each cell. The last cell puts it in the place of the
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,17 @@ def positive(text: str) -> int:
     return value
 
 
-def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> argparse.ArgumentParser:
-    """A parser with the options that all programs have; `rounds` are those by default, and with --quick."""
+def parser(
+    program: str, description: str, known: Iterable[str] = (), rounds: tuple[int, int] = ROUNDS
+) -> argparse.ArgumentParser:
+    """A parser with the options that all programs have.
+
+    Args:
+        known: the names of the providers.
+        rounds: those by default, and with --quick.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
+    parser.set_defaults(program=program)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
     parser.add_argument(
         "--output", type=Path,
@@ -47,14 +56,24 @@ def parser(program: str, description: str, rounds: tuple[int, int] = ROUNDS) -> 
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
     parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
+    if known := [name for name in known if name != "before"]:
+        parser.add_argument(
+            "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
+        )
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[int, int] = ROUNDS) -> argparse.Namespace:
     options = parser.parse_args(argv)
-    if options.rounds is None:
-        options.rounds = rounds[1] if options.quick else rounds[0]
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
+    options.rounds = options.rounds or rounds[options.quick]
+    options.argv = argv
     return options
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
 
 
 def rows_on(device: str, rows: int) -> int:
@@ -62,29 +81,19 @@ def rows_on(device: str, rows: int) -> int:
     return rows if device == "cuda" else CPU_ROWS
 
 
-def add_providers(parser: argparse.ArgumentParser, known: Iterable[str] = providers.PROVIDERS) -> None:
-    known = [name for name in known if name != "before"]
-    parser.add_argument(
-        "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
-    )
-
-
-def pick_device(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:
-    """The device. Without it the program ends and says what to do."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
-    return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-
-
 def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
     """The providers that can be imported. Prints those that can't; one that the user asked for ends the program."""
-    names = list(otherwise if asked is None else asked)
-    reasons = providers.missing(names)
-    for name, reason in reasons.items():
-        print(f"missing: {name} ({reason})", file=sys.stderr)
-    if reasons and asked is not None:
-        raise SystemExit("--provider: not importable here; see above")
-    return [name for name in names if name not in reasons]
+    found = []
+    for name in otherwise if asked is None else asked:
+        try:
+            import_module(providers.MODULES.get(name, "ops"))
+            found.append(name)
+        except Exception as error:  # without a GPU some fail in other ways than by ImportError
+            said = f"{name} ({type(error).__name__}: {error})".splitlines()[0]
+            if asked is not None:
+                raise SystemExit(f"--provider: not importable here: {said}") from error
+            print(f"missing: {said}", file=sys.stderr)
+    return found
 
 
 def run(main: Callable[[], object]) -> None:
@@ -98,10 +107,6 @@ def run(main: Callable[[], object]) -> None:
 
 
 # ---- recorded results -------------------------------------------------------------------------------------------------------
-
-
-class ResultsError(ValueError):
-    """Something that is no file of results, or asks for one that is not there."""
 
 
 def slug(environment: dict[str, Any]) -> str:
@@ -160,13 +165,7 @@ class Results:
 
 
 def open_results(
-    program: str,
-    options: argparse.Namespace,
-    device: torch.device,
-    names: list[str],
-    argv: Sequence[str],
-    others: dict[str, str] | None = None,
-    file: str | None = None,
+    options: argparse.Namespace, names: Iterable[str], others: dict[str, str] | None = None, file: str | None = None
 ) -> Results:
     """The record that this run makes.
 
@@ -175,22 +174,10 @@ def open_results(
         others: versions of what is compared beside providers.
         file: name of the record, if it is not the program's.
     """
-    published = not options.quick and device.type == "cuda"
-    facts = environment(device, providers.versions(names) | (others or {}))
+    facts = environment(device_of(options), providers.versions(names) | (others or {}))
+    published = not options.quick and options.device == "cuda"
     folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
     # The folder is where it is, and not how it was measured.
-    kept = [word for at, word in enumerate(argv) if word != "--output" and (at == 0 or argv[at - 1] != "--output")]
-    return Results(folder / f"{file or program}.json", facts, shlex.join(["python", "-m", f"benchmarks.{program}", *kept]))
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A file of results; its fields are checked here, once."""
-    try:
-        file = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ResultsError(f"{path} is not there: nothing was recorded in that folder") from error
-    except json.JSONDecodeError as error:
-        raise ResultsError(f"{path} is not JSON: {error}") from error
-    if not isinstance(file, dict) or not {"environment", "command", "records"} <= file.keys():
-        raise ResultsError(f"{path} is not a file of results: it needs environment, command and records")
-    return file
+    kept = [word for at, word in enumerate(options.argv) if "--output" not in options.argv[max(0, at - 1) : at + 1]]
+    command = shlex.join(["python", "-m", f"benchmarks.{options.program}", *kept])
+    return Results(folder / f"{file or options.program}.json", facts, command)

@@ -1,12 +1,9 @@
-"""A Triton kernel that ours are compared with: it only moves the tensors.
+"""A Triton kernel that the norms are held against: it only moves their tensors.
 
 Copy bandwidth is that of one long copy between two tensors. A cell has two to five tensors, which compete in memory, and may
 end after 25 microseconds, whose first and last move little. The traffic kernel reads and writes the tensors of a cell and
 computes almost nothing: its time is what there is to reach.
 """
-
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 import triton
@@ -14,9 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from benchmarks.cases import FORWARD, Case, Inputs
-from benchmarks.providers import TRAFFIC
-from measure.timing import Contender
+from benchmarks.cases import DTYPES, Inputs, Shape, moved
 from ops.launch import device_facts
 
 BLOCK, WARPS = 1024, 4  # of five tried by hand on an H200 the fastest or next to it, whatever the cell
@@ -39,30 +34,17 @@ def traffic_kernel(p_a, p_b, p_c, p_y, p_z, elements, BLOCK: tl.constexpr, EARLY
         tl.store(p_z + at, total, inside)
 
 
-def traffic_contender(case: Case, direction: str, sets: Sequence[Inputs]) -> Contender:
-    return Contender(TRAFFIC, lambda: [partial(move, case, direction, inputs) for inputs in sets])
-
-
-def move(case: Case, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
+def move(shape: Shape, direction: str, inputs: Inputs) -> tuple[Tensor, ...]:
     """Moves the bytes of `cases.minimum_bytes` and no others. Returns what it wrote, for outputs to rotate."""
-    read, written = tensors_moved(case, direction, inputs)
-    outputs = tuple(torch.empty_like(t) for t in written)
-    elements = inputs.x.numel()
-    a, b, c = (*read, None, None)[:3]
+    there = [t.detach() for t in (*inputs.args[:2], *inputs.upstream) if t is not None]
+    read, written = ([DTYPES[dtype] for dtype in dtypes] for dtypes in moved(shape, direction))
+    # as many tensors of each dtype as are read; which of them does not matter
+    sources = [there.pop([t.dtype for t in there].index(dtype)) for dtype in read]
+    x = sources[0]
+    outputs = tuple(torch.empty_like(x, dtype=dtype) for dtype in written)
+    a, b, c = (*sources, None, None)[:3]
     y, z = (*outputs, None)[:2]
-    early = device_facts(inputs.x.device).since_sm_90
+    early = device_facts(x.device).since_sm_90
     options = {"num_warps": WARPS} | ({"launch_pdl": True} if early else {})
-    traffic_kernel[(triton.cdiv(elements, BLOCK),)](a, b, c, y, z, elements, BLOCK=BLOCK, EARLY_START=early, **options)
+    traffic_kernel[(triton.cdiv(x.numel(), BLOCK),)](a, b, c, y, z, x.numel(), BLOCK=BLOCK, EARLY_START=early, **options)
     return outputs
-
-
-def tensors_moved(case: Case, direction: str, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-    """What is read, and tensors like those that are written: the new stream is as large as the old one, its gradient too."""
-    x, residual, dy, dr = (None if t is None else t.detach() for t in (inputs.x, inputs.residual, inputs.dy, inputs.dr))
-    assert x is not None and dy is not None
-    if residual is None or dr is None:
-        return ([x], [x]) if direction == FORWARD else ([dy, x], [x])
-    if direction == FORWARD:
-        return [x, residual], [x, residual]
-    separate_dx = case.dropout or residual.dtype != x.dtype
-    return [dy, residual, dr], [residual, x] if separate_dx else [residual]

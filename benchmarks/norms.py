@@ -6,7 +6,7 @@ python -m benchmarks.norms                                       everything that
 python -m benchmarks.norms --case ln --width 768 1024            some of it
 python -m benchmarks.norms --width 768 --warm 12                 compiled by twelve processes first
 python -m benchmarks.norms --models --warm 16                    the widths and dtypes of well-known models: norms_models.json
-python -m benchmarks.norms --random 40 20 --seed 1 --warm 16     40 large and 20 small cells at random: norms_random.json
+python -m benchmarks.norms --random 40 --seed 1 --warm 16        40 shapes at random: norms_random.json
 python -m benchmarks.norms --width 768 --before PATH             beside another revision's ops/, from its folder
 """
 
@@ -14,212 +14,158 @@ import argparse
 import math
 import random
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Cell, Task, contender, run
+from benchmarks import bandwidth, command, providers
+from benchmarks.bandwidth import Task, WrongResult, contender
 from benchmarks.cases import (
     BACKWARD,
     CASES,
     DIRECTIONS,
     MODEL_WIDTHS,
-    Inputs,
+    MOST_ELEMENTS,
+    Function,
     Shape,
-    capped_rows,
-    check_backward,
-    check_forward,
     make_inputs,
     minimum_bytes,
 )
-from benchmarks.command import Record
-from benchmarks.providers import PEERS, PROVIDERS, Function, compile_in_processes, functions_of, load_before
-from measure import timing
+from benchmarks.providers import OVERWRITES_DY, PROVIDERS, TRAFFIC
+from measure.timing import Contender
+
+ROWS = 32768
+WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
+WIDEST = 16384  # of what is drawn
+FAST = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of --models and --random
+CHECKED = 64  # rows
 
 
-def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = bandwidth.parser("norms", __doc__.splitlines()[0])
-    add_shape_options(parser)
+def options_of(argv: Sequence[str]) -> argparse.Namespace:
+    parser = bandwidth.parser("norms", __doc__.splitlines()[0], CASES, PROVIDERS)
+    add_shape_options(parser, WIDTHS, str(ROWS))
+    parser.add_argument(
+        "--models", action="store_true",
+        help=f"the widths of well-known models, {tuple(MODEL_WIDTHS)}, as they train: fp32 weights, cases with a stream",
+    )  # fmt: skip
+    parser.add_argument(
+        "--random", type=command.positive, metavar="COUNT",
+        help=f"COUNT shapes drawn at random, of 256 to {WIDEST} columns and 2^22 to 2^28 elements",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of --random (%(default)s)")
     parser.add_argument("--warm", type=command.positive, metavar="PROCESSES", help="compile in this many processes first")
     parser.add_argument(
         "--before", type=Path, metavar="PATH", help="folder of another revision's ops/, timed in the same rounds as `before`"
     )
     options = command.parse(parser, argv, bandwidth.ROUNDS)
-    settle_shapes(parser, options)
-    return parser, options
+    chosen = (options.case, options.width, options.rows, options.residual, options.weight_dtype, options.models)
+    if options.random and any(chosen):
+        parser.error("--random draws the shapes; leave --case, --width, --rows, --residual, --weight-dtype and --models out")
+    if options.before is not None:
+        try:
+            providers.load_before(options.before)
+        except ImportError as error:
+            parser.error(f"--before: {error}")
+    return options
 
 
-def providers_of(options: argparse.Namespace) -> list[str]:
-    """All providers. With --models and --random only the fast ones; with --before that copy too."""
-    most = (name for name in PROVIDERS if name != "before")
-    names = command.importable(options.provider, most if options.name == SWEEP else ("ours", *PEERS))
-    return names if options.before is None else [*names, "before"]
+def add_shape_options(parser: argparse.ArgumentParser, widths: Sequence[int], rows: str) -> None:
+    parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help=f"row widths {widths}")
+    parser.add_argument(
+        "--rows", type=command.positive, metavar="M", help=f"{rows} ({command.CPU_ROWS} on the CPU); fewer above 2^28 elements"
+    )
+    parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), help="dtype of the residual stream (both)")
+    parser.add_argument(
+        "--weight-dtype", nargs="+", choices=("bf16", "fp32"), help="(fp32 with --models and in sites, else bf16)"
+    )
 
 
-def task(shape: Shape) -> Task:
-    case, setting = shape.case, shape.setting
-
-    def make(name: str) -> Function | None:
-        return functions_of(case, setting, [name], shape.width).get(name)
-
-    return Task(make, [Cell(facts_of(shape, d), bytes_of(shape, d), partial(contenders, shape, d)) for d in DIRECTIONS])
-
-
-def contenders(
-    shape: Shape, direction: str, functions: dict[str, Function], count: int, device: torch.device
-) -> list[timing.Contender]:
-    """The functions, and on a GPU the kernel that only moves the tensors."""
-    case, setting = shape.case, shape.setting
-    sets = make_inputs(case, setting, shape.rows, shape.width, count, device)
-
-    def check(inputs: Inputs, function: Function) -> None:
-        outputs = function(inputs)
-        factor = check_forward(case, setting, inputs, outputs)
-        if direction == BACKWARD:
-            upstream = [t.clone() for t in inputs.upstream]  # a backward may overwrite it
-            gradients = torch.autograd.grad(outputs, inputs.leaves, upstream, allow_unused=True)
-            check_backward(case, setting, inputs, outputs, gradients, factor)
-
-    found = [
-        contender(name, function, direction, sets, check, case.name in PROVIDERS[name].overwrites_dy)
-        for name, function in functions.items()
+def shapes_of(options: argparse.Namespace) -> list[Shape]:
+    """The shapes in the order in which they run. Widths are outermost, so that a run that ends early has whole columns."""
+    if options.random:
+        return random_shapes(options.seed, options.random, command.CPU_ROWS if options.device == "cpu" else None)
+    rows = options.rows or command.rows_on(options.device, ROWS)
+    models, quick = options.models, options.quick
+    cases = ("add_rms", "dropout_add_ln") if quick else [n for n, case in CASES.items() if case.add or not models]
+    widths = (4096,) if quick else MODEL_WIDTHS if models else WIDTHS
+    return [
+        Shape(CASES[name], residual, weights, rows, width)
+        for width in options.width or widths
+        for name in options.case or cases
+        for weights in options.weight_dtype or ["fp32" if models else "bf16"]
+        for residual in (options.residual or (["bf16"] if quick else ["bf16", "fp32"]) if CASES[name].add else (None,))
     ]
-    if device.type == "cuda" and case.plain:
-        from benchmarks import kernels  # a kernel: without a GPU there may be no Triton either
 
-        found.append(kernels.traffic_contender(case, direction, sets))
+
+def random_shapes(seed: int, count: int, rows: int | None = None) -> list[Shape]:
+    """Random shapes that depend on the seed alone, uniform in the logarithm of width and elements; rows: of all of them."""
+    draw, found = random.Random(seed), []
+    for _ in range(count):
+        width = 8 * round(2 ** draw.uniform(8, math.log2(WIDEST)) / 8)
+        drawn = math.ceil(2 ** draw.uniform(22, math.log2(MOST_ELEMENTS)) / width)
+        case, residual, weights = draw.choice(list(CASES.values())), *(draw.choice(("bf16", "fp32")) for _ in range(2))
+        found.append(Shape(case, residual if case.add else None, weights, rows or drawn, width))
     return found
 
 
-def facts_of(shape: Shape, direction: str) -> Record:
-    return {
+def task(shape: Shape) -> Task:
+    facts = {
         "case": shape.case.name,
-        "direction": direction,
         "residual_dtype": shape.residual,
         "weight_dtype": shape.weights,
         "M": shape.rows,
         "N": shape.width,
         "asked_rows": shape.asked_rows,
     }
+    least = {direction: minimum_bytes(shape, direction) for direction in DIRECTIONS}
+    return Task(facts, least, lambda provider: PROVIDERS[provider](shape), partial(contenders, shape))
 
 
-def bytes_of(shape: Shape, direction: str) -> int:
-    setting = shape.setting
-    residual_bytes = setting.residual_dtype.itemsize if setting.residual_dtype is not None else None
-    return minimum_bytes(shape.case, direction, shape.rows, shape.width, setting.x_dtype.itemsize, residual_bytes)
+def contenders(
+    shape: Shape, direction: str, functions: Mapping[str, Function], count: int, device: torch.device
+) -> list[Contender]:
+    """The functions, and on a GPU the kernel that only moves the tensors."""
+    case, sets = shape.case, make_inputs(shape, count, device)
+    check = partial(bandwidth.check, partial(reference, shape), CHECKED, direction == BACKWARD)
+    found = [
+        contender(name, function, direction, sets, check, (name, case.name) == OVERWRITES_DY)
+        for name, function in functions.items()
+    ]
+    if device.type == "cuda" and case.plain:
+        from benchmarks import kernels  # a kernel: without a GPU there may be no Triton either
+
+        found.append(Contender(TRAFFIC, lambda: [partial(kernels.move, shape, direction, inputs) for inputs in sets]))
+    return found
+
+
+def reference(
+    shape: Shape, outputs: Sequence[Tensor], x: Tensor, residual: Tensor | None, *parameters: Tensor | None
+) -> tuple[Tensor, ...]:
+    """PyTorch's operators, with the dropout mask that the new stream tells. Raises WrongResult: it has another rate."""
+
+    def same_dropout(branch: Tensor, p: float) -> Tensor:
+        assert residual is not None
+        kept = outputs[-1].ne(residual)
+        dropped, slack = 1 - kept.double().mean().item(), 6 * (p * (1 - p) / kept.numel()) ** 0.5 + 0.01
+        if abs(dropped - p) > slack:  # six standard deviations, and p in steps of 1/65536 or coarser
+            raise WrongResult(f"{dropped:.3f} of x was dropped, expected {p} ± {slack:.3f}")
+        return branch * kept / (1 - p)
+
+    return providers.plain_torch(shape, same_dropout)(x, residual, *parameters)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    parser, options = options_of(argv)
-    device = command.pick_device(parser, options)
-    if options.before is not None:
-        try:
-            load_before(options.before)
-        except ImportError as error:
-            parser.error(f"--before: {error}")
-    names, shapes = providers_of(options), shapes_of(options)
+    options = options_of(sys.argv[1:] if argv is None else argv)
+    shapes, selected = shapes_of(options), options.models or options.random
+    names = command.importable(options.provider, FAST if selected else [name for name in PROVIDERS if name != "before"])
+    names += ["before"] if options.before is not None else []
     if options.warm:
-        compile_in_processes(shapes, names, device, options.warm, options.before)
-    run("norms", parser, options, argv, names, [task(shape) for shape in shapes], options.name)
-
-
-# ---- which shapes -----------------------------------------------------------------------------------------------------------
-
-
-ROWS = 32768
-WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
-SMALL_WIDTHS = (32, 64, 128, 256, 512)
-QUICK_CASES, QUICK_WIDTHS = ("add_rms", "dropout_add_ln"), (4096,)
-WIDEST = 16384  # of what is drawn
-# The tensors that six libraries keep for backward, on two sets of inputs with a stream in fp32, fit 80 GB.
-MOST_ELEMENTS = 2**28
-SWEEP, MODELS, RANDOM = "norms", "norms_models", "norms_random"  # each has a file of results
-
-
-def add_shape_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--case", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)} (all)")
-    parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help=f"row widths ({WIDTHS})")
-    parser.add_argument("--small", action="store_true", help=f"the widths {SMALL_WIDTHS} instead")
-    parser.add_argument(
-        "--rows", nargs="+", type=command.positive, metavar="M",
-        help=f"rows ({ROWS}, {command.CPU_ROWS} on the CPU); fewer above 2^29 elements, 2^28 with --models",
-    )  # fmt: skip
-    parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), help="dtype of the residual stream (both)")
-    parser.add_argument(
-        "--weight-dtype", nargs="+", choices=("bf16", "fp32"), help="weights and biases (bf16; fp32 with --models)"
-    )
-    parser.add_argument(
-        "--models", action="store_true",
-        help=f"the widths of well-known models, {tuple(MODEL_WIDTHS)}, as they train: fp32 weights, cases with a stream",
-    )  # fmt: skip
-    parser.add_argument(
-        "--random", nargs="+", type=int, metavar="COUNT",
-        help=f"COUNT shapes drawn at random, from 512 to {WIDEST} columns and from 2^26 elements up; a second COUNT draws "
-        "smaller ones, from 256 columns and 2^22 elements up",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of --random (%(default)s)")
-
-
-def settle_shapes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Checks the options and fills in those that were not given."""
-    chosen = [f"--{n}" for n in ("case", "width", "small", "rows", "residual", "weight_dtype", "models") if getattr(options, n)]
-    if options.random and chosen:
-        parser.error(f"--random draws the shapes; leave {', '.join(chosen).replace('_', '-')} out")
-    if options.random and (len(options.random) > 2 or min(options.random) < 0):
-        parser.error("--random takes one count or two, 0 or more")
-    if options.small and (options.width or options.models):
-        parser.error("--small, --width and --models choose the widths; leave --small out")
-    options.name = RANDOM if options.random else MODELS if options.models else SWEEP
-    widths = SMALL_WIDTHS if options.small else QUICK_WIDTHS if options.quick else MODEL_WIDTHS if options.models else WIDTHS
-    cases = QUICK_CASES if options.quick else [n for n, case in CASES.items() if case.add or not options.models]
-    options.rows = options.rows or [command.rows_on(options.device, ROWS)]
-    options.case = options.case or list(cases)
-    options.width = options.width or list(widths)
-    options.residual = options.residual or (["bf16"] if options.quick and not options.models else ["bf16", "fp32"])
-    options.weight_dtype = options.weight_dtype or ["fp32" if options.models else "bf16"]
-
-
-def shapes_of(options: argparse.Namespace) -> list[Shape]:
-    """The shapes in the order in which they run. Widths are outermost, so that a run that ends early has whole columns."""
-    if options.random:
-        found = random_shapes(options.seed, *options.random)
-        return found if options.device == "cuda" else [replace(s, rows=min(s.rows, command.CPU_ROWS)) for s in found]
-    most = {"most": MOST_ELEMENTS} if options.models else {}
-    by_cell: dict[tuple[object, ...], Shape] = {}
-    for width in options.width:
-        for name in options.case:
-            for weights in options.weight_dtype:
-                for residual in options.residual if CASES[name].add else (None,):
-                    for asked in options.rows:
-                        rows = capped_rows(asked, width, **most)
-                        shape = Shape(CASES[name], residual, weights, rows, width, asked)
-                        by_cell.setdefault((name, weights, residual, rows, width), shape)
-    return list(by_cell.values())
-
-
-def random_shapes(seed: int, large: int, small: int = 0) -> list[Shape]:
-    """Random shapes that depend on the seed alone. A larger number of them begins with the smaller one's."""
-    return [
-        *_random_shapes(random.Random(f"{seed} large"), large, narrowest=512, elements=(26, math.log2(MOST_ELEMENTS))),
-        *_random_shapes(random.Random(f"{seed} small"), small, narrowest=256, elements=(22, 26)),
-    ]
-
-
-def _random_shapes(draw: random.Random, count: int, narrowest: int, elements: tuple[float, float]) -> Sequence[Shape]:
-    """Widths and numbers of elements are uniform in the logarithm. `elements` has the powers of two."""
-    found = []
-    for _ in range(count):
-        width = 8 * round(2 ** draw.uniform(math.log2(narrowest), math.log2(WIDEST)) / 8)
-        rows = math.ceil(2 ** draw.uniform(*elements) / width)
-        rows = min(rows, max(65536, math.ceil(2 ** elements[0] / width)))
-        case, residual, weights = draw.choice(list(CASES.values())), *(draw.choice(("bf16", "fp32")) for _ in range(2))
-        found.append(Shape(case, residual if case.add else None, weights, rows, width, rows))
-    return found
+        providers.compile_in_processes(shapes, names, command.device_of(options), options.warm, options.before)
+    file = "norms_random" if options.random else "norms_models" if options.models else "norms"
+    bandwidth.run(options, names, [task(shape) for shape in shapes], file)
 
 
 if __name__ == "__main__":

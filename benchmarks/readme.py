@@ -24,20 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from ablation import plots
-from benchmarks import host, memory, report, scaling_tables
-from benchmarks.command import FOLDER, ResultsError, load
+from benchmarks import host, memory, report, scaling
+from benchmarks.command import FOLDER
+from benchmarks.report import ResultsError
 from measure.comparison import AGAIN, TORCH
-from measure.sources import OF_RECORD, ROOT, fingerprint_at, fingerprints
+from measure.sources import OF_RECORD, ROOT, fingerprints
 from measure.statistics import Interval, Spread
 from measure.tables import NOTHING, compact_markdown, interval_text, label, machine
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n)(.*?)(<!-- end of benchmarks -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- benchmarks: (\w+) ([\w-]+)((?: [\w.=/-]+)*) -->\n).*?(<!-- end of benchmarks -->)", re.DOTALL)
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
-    **dict.fromkeys(report.PICTURED, lambda file: report.shares_markdown(file["records"])),
+    **dict.fromkeys(report.PICTURED, report.shares_markdown),
     "host": host.markdown,
     "memory": memory.markdown,
-    "scaling": scaling_tables.scaling_markdown,
+    "scaling": scaling.markdown,
 }
 # Records whose block has the picture in it too, and which a page may name before they are there.
 OWN_PICTURE = {
@@ -70,18 +71,11 @@ def cells_of(folder: Path, words: Sequence[str]) -> tuple[list[tuple[str, Cell]]
     chosen = [word.partition("/")[::2] for word in words]
     for name, override in chosen or [(path.parent.name, "") for path in sorted(folder.glob("*/report.json"))]:
         path = folder / name / "report.json"
-        if not path.exists():
-            raise ResultsError(
-                f"{path.parent} has no report.json; record that ablation there, or leave {name} out of the marker"
-            )
         record = json.loads(path.read_text(encoding="utf-8"))
         environments[name] = record["environment"]
-        named = [(label(cell["overrides"], cell["mode"]).split(", "), cell) for cell in record["cells"]]
-        cells = [cell for words_of, cell in named if not override or override in words_of]
+        cells = [c for c in record["cells"] if not override or override in label(c["overrides"], c["mode"]).split(", ")]
         if not cells:
-            raise ResultsError(
-                f"{path.parent} has no cell with {override}; choose another, or leave /{override} out of the marker"
-            )
+            raise ResultsError(f"{path} has no cell with {override}; choose another, or leave /{override} out of the marker")
         found += [(name, cell) for cell in cells]
     if not found:
         raise ResultsError(f"{folder} has no report.json; record an ablation there, or remove the marker")
@@ -146,23 +140,17 @@ def machines(environments: dict[str, dict[str, Any]]) -> str:
 # ---- pages -----------------------------------------------------------------------------------------------------------------
 
 
-def changed(name: str, environments: dict[str, dict[str, Any]], before: str) -> str:
+def changed(name: str, environments: dict[str, dict[str, Any]]) -> str:
     """Says of which records what was measured has changed since, by its sources; nothing if it has not.
 
-    A record without fingerprints is looked up in git by its revision. Where git does not know that, the page keeps its words.
+    A record without fingerprints is older than they are.
     """
     what = OF_RECORD.get(name, "norms")
-    now, old = fingerprints()[what], []
-    for record, environment in environments.items():
-        git = environment.get("git") or {}
-        then = environment.get("sources", {}).get(what) or fingerprint_at(git.get("revision", "HEAD"), what)
-        if then is None:
-            return next((line for line in before.splitlines() if line.startswith("Old: ")), "")
-        old += [record] if then != now else []
+    now = fingerprints()[what]
+    old = [record for record, environment in environments.items() if environment.get("sources", {}).get(what) != now]
     of = {"calls": "operators have", "step": "code of a training step has", "ranks": "code of a training step has"}
-    said = of.get(what, "kernels have")
     which = f" ({', '.join(old)})" if len(environments) > 1 else ""
-    return f"Old: the {said} changed since this was recorded{which}." if old else ""
+    return f"Old: the {of.get(what, 'kernels have')} changed since this was recorded{which}." if old else ""
 
 
 def versions(folder: Path) -> str:
@@ -181,13 +169,14 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
     """The text of a page with new contents of every marked block.
 
     Raises:
-        ResultsError: a marker names a table, a row or a file that is not there.
+        ResultsError: a marker names a table or a row that is not there.
+        FileNotFoundError: it names a record that is not there.
     """
     root = Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
 
     def block(match: re.Match[str]) -> str:
-        begin, name, gpu, words, before, end = match.groups()
-        parts = content(name, folder / gpu, words.split(), f"{root}/{gpu}", before)
+        begin, name, gpu, words, end = match.groups()
+        parts = content(name, folder / gpu, words.split(), f"{root}/{gpu}")
         return "\n\n".join([f"{begin}\n{parts[0]}", *filter(None, parts[1:]), end])
 
     new, count = BLOCK.subn(block, text)
@@ -196,26 +185,22 @@ def rewritten(text: str, page: Path, folder: Path = FOLDER) -> str:
     return new
 
 
-def content(name: str, folder: Path, words: Sequence[str], root: str, before: str) -> list[str]:
+def content(name: str, folder: Path, words: Sequence[str], root: str) -> list[str]:
     """A table, the machine in words, and whether it is old."""
     if name == "versions":
         return [versions(folder)]
     if name in ("ablation", "headline"):
         cells, environments = cells_of(folder / "ablation", words)
         table = ablation(cells, f"{root}/ablation") if name == "ablation" else headline(cells)
-        return [table, machines(environments), changed("ablation", environments, before)]
+        return [table, machines(environments), changed("ablation", environments)]
     path = folder / f"{name}.json"
     if name not in TABLES:
         raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and versions")
     if name in OWN_PICTURE and folder.is_dir() and not path.exists():
         return [f"Not recorded on {folder.name} yet: `python -m benchmarks.records {name}` records it."]
-    if not path.exists():
-        raise ResultsError(f"{path} is not there; run python -m benchmarks.records, or remove the marker")
-    if words and name != "norms_models":
-        raise ResultsError(f"the marker of {name} takes no words behind {folder.name}, got {' '.join(words)}; leave them out")
-    file = load(path)
-    table = report.by_width(file["records"], words) if words else TABLES[name](file)
-    parts = [table, machine(file["environment"]), changed(name, {name: file["environment"]}, before)]
+    file = json.loads(path.read_text(encoding="utf-8"))
+    table = report.by_width(file, words) if words else TABLES[name](file)
+    parts = [table, machine(file["environment"]), changed(name, {name: file["environment"]})]
     return [*parts, f"![{OWN_PICTURE[name]}: % of copy bandwidth]({root}/{name}.png)"] if name in OWN_PICTURE else parts
 
 
@@ -226,13 +211,9 @@ def draw(folder: Path) -> list[Path]:
         bars, footer = groups(folder / "ablation", ("gpt2", "llama"))
         plots.lead(bars, folder / "lead.png", footer, "A training step with each norm")
         drawn.append(folder / "lead.png")
-    for path in sorted(folder.glob("*.json")):
-        file, picture = load(path), path.with_suffix(".png")
-        if path.stem in report.PICTURED:
-            drawn += [picture] if report.plot_shares(file, picture) else []
-        elif path.stem in ("host", "memory", "scaling"):
-            plot = {"host": host.plot, "memory": memory.plot, "scaling": scaling_tables.plot}[path.stem]
-            drawn += [found for found in (plot(file, folder),) if found]
+    for path in (folder / f"{name}.json" for name in report.PICTURED):
+        if path.exists() and report.plot_shares(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")):
+            drawn.append(path.with_suffix(".png"))
     return drawn
 
 
@@ -246,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = page.read_text(encoding="utf-8")
         try:
             new = rewritten(text, page, options.results)
-        except ResultsError as error:
+        except (ResultsError, FileNotFoundError) as error:
             raise SystemExit(f"{page}: {error}") from error
         if options.check and new != text:
             raise SystemExit(f"{page} is not what {options.results} says; run python -m benchmarks.readme")

@@ -69,7 +69,7 @@ RECORDS = (
         "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3
     ),
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 4),
-    Record("rotary", "-m benchmarks.rotary", 3),
+    Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 3),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 4),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),
@@ -87,49 +87,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown := set(options.names) - set(names):
         parser.error(f"{', '.join(sorted(unknown))}: no such record; there are {', '.join(names)}")
     here = torch.cuda.is_available()
-    if not here and not options.list:
-        parser.error("there is no GPU here; --list shows what would run")
     facts = command.environment(torch.device("cuda", 0) if here else torch.device("cpu"), {})
-    folder = command.FOLDER / command.slug(facts)
-    revision = (facts["git"] or {}).get("revision")
-    if revision is None and not options.list:
-        parser.error("git does not know the revision here; set GIT_REVISION in the environment")
-    if (facts["git"] or {}).get("dirty") and not options.list:
-        parser.error("the code differs from its revision; commit it first")
-    done = {record.name for record in RECORDS if is_done(record, folder, revision)}
+    folder, git = command.FOLDER / command.slug(facts), facts["git"]
+    to_do = [
+        r for r in RECORDS if r.name in options.names or not (options.names or (git and is_done(r, folder, git["revision"])))
+    ]
     if options.list:
-        rows = [[r.name, f"{r.minutes:g}", "yes" if r.name in done else "no", f"python {r.words}"] for r in RECORDS]
-        print(aligned(["record", "minutes", "done", "command"], rows, left=1))
-        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {minutes_left(done):g} left")
+        rows = [[r.name, f"{r.minutes:g}", "no" if r in to_do else "yes", f"python {r.words}"] for r in RECORDS]
+        print(aligned(["record", "minutes", "done", "command"], rows))
+        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in to_do):g} left")
         return
+    if not here:
+        parser.error("there is no GPU here; --list shows what would run")
+    if git is None:
+        parser.error("git does not know the revision here; set GIT_REVISION in the environment")
+    if git["dirty"]:
+        parser.error("the code differs from its revision; commit it first")
     failed = []
-    for record in RECORDS:
-        if record.name in options.names or (not options.names and record.name not in done):
-            print(f"{record.name}: python {record.words}", flush=True)
-            began = time.monotonic()
-            shutil.rmtree(part(record, folder), ignore_errors=True)
-            code = subprocess.run(arguments(record, folder), cwd=ROOT).returncode
-            if record.is_ablation and (code == 0 or code == PARITY_FAILS):
-                keep(record, folder)
-            print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
-            failed += [record.name] if code else []
+    for record in to_do:
+        print(f"{record.name}: python {record.words}", flush=True)
+        began, code = time.monotonic(), run(record, folder)
+        print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
+        failed += [record.name] if code else []
     readme.main([])
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def minutes_left(done: set[str]) -> float:
-    return sum(record.minutes for record in RECORDS if record.name not in done)
-
-
-def arguments(record: Record, folder: Path) -> list[str]:
-    words = [sys.executable, *shlex.split(record.words)]
-    if record.is_ablation:
-        return [*words, f"folder={part(record, folder)}", "logging.wandb=disabled"]
-    return [*words, "--output", str(folder)]
-
-
-def is_done(record: Record, folder: Path, revision: str | None) -> bool:
+def is_done(record: Record, folder: Path, revision: str) -> bool:
     """Whether the record is there, of this revision and by this command, and whole."""
     try:
         found = json.loads(record.path(folder).read_text(encoding="utf-8"))
@@ -139,23 +124,26 @@ def is_done(record: Record, folder: Path, revision: str | None) -> bool:
         return False
 
 
-def part(record: Record, folder: Path) -> Path:
-    """Where an ablation is until it is whole."""
-    return folder / "ablation" / f"{record.name}.part"
-
-
-def keep(record: Record, folder: Path) -> None:
-    """Puts an ablation in the place of the earlier one, without what no page reads and without the folder in its command."""
-    new, place = part(record, folder), record.path(folder).parent
-    for name in LEFT_OUT:
-        (new / name).unlink(missing_ok=True)
-    own = shlex.join(arguments(record, folder)[1:])
-    for file in (new / "report.json", new / "report.md"):
-        text = file.read_text(encoding="utf-8")
-        text = text.replace(own, record.words).replace(str(part(record, folder)), f"runs/{record.name}")
-        file.write_text(text, encoding="utf-8")
-    shutil.rmtree(place, ignore_errors=True)
-    new.rename(place)
+def run(record: Record, folder: Path) -> int:
+    """Measures, and puts the record in the place of the earlier one once it is whole; the exit code of the program."""
+    words = [sys.executable, *shlex.split(record.words)]
+    if not record.is_ablation:
+        return subprocess.run([*words, "--output", str(folder)], cwd=ROOT).returncode
+    place = record.path(folder).parent
+    part = place.with_name(f"{record.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    words += [f"folder={part}", "logging.wandb=disabled"]
+    code = subprocess.run(words, cwd=ROOT).returncode
+    if code in (0, PARITY_FAILS):
+        for name in LEFT_OUT:
+            (part / name).unlink(missing_ok=True)
+        for file in (part / "report.json", part / "report.md"):  # without the folder where it was measured
+            text = file.read_text(encoding="utf-8")
+            text = text.replace(shlex.join(words[1:]), record.words).replace(str(part), f"runs/{record.name}")
+            file.write_text(text, encoding="utf-8")
+        shutil.rmtree(place, ignore_errors=True)
+        part.rename(place)
+    return code
 
 
 if __name__ == "__main__":

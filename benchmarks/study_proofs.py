@@ -108,22 +108,20 @@ def summary(records: Sequence[Record]) -> str:
     return aligned(["proof", "called different", "expected", "difference (95 %)", "± mean"], rows)
 
 
-def options_of(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = command.parser("study_proofs", __doc__.splitlines()[0])
     parser.add_argument(
         "--studies", type=command.positive, help=f"of equal arms ({SIZES[False][0]}; {SIZES[True][0]} with --quick)"
     )
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs, as train.py takes them")
-    return parser, command.parse(parser, argv)
+    return command.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    parser, options = options_of(argv)
-    device = command.pick_device(parser, options)
+    options = options_of(sys.argv[1:] if argv is None else argv)
     studies, sizes = SIZES[options.quick]
     studies = options.studies or studies
-    results = command.open_results("study_proofs", options, device, [], argv)
+    results = command.open_results(options, [])
     seeds = list(range(1, SEEDS + 1))
     study = study_of([*KEYS, *sizes, f"device={options.device}", *options.keys])
     arm = study.arms[0]

@@ -28,7 +28,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "liger": {"color": "#b58900", "marker": "v", "linestyle": (0, (3, 1, 1, 1, 1, 1))},
     "quack": {"color": "#7c3aed", "marker": "P", "linestyle": (0, (1, 1))},
     "nanogpt": {"color": "#78716c", "marker": "*", "linestyle": (0, (2, 2))},
-    "traffic": {"color": GREY, "marker": "+", "linestyle": (0, (1, 2)), "linewidth": 1.0, "zorder": 1},
 }
 NAMES = {
     "torch again": "torch again (A/A)",
@@ -36,7 +35,6 @@ NAMES = {
     "flash_attn": "flash-attn",
     "liger": "Liger",
     "nanogpt": "nanoGPT's step",
-    "traffic": "the same tensors, moved alone",
 }
 # Kinds of work in a step: colour and hatch. Norms stand out, because only they differ between arms.
 GROUP_FILLS: dict[str, tuple[str, str]] = {

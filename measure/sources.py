@@ -8,7 +8,6 @@ what a call of a norm runs through, those of a training step on all kernels, the
 import ast
 import hashlib
 import io
-import subprocess
 import tokenize
 from collections.abc import Mapping
 from functools import cache
@@ -49,20 +48,21 @@ OF_RECORD = {  # of all others, norms_models, norms_random and sites among them:
 
 
 def fingerprints() -> dict[str, str]:
-    """Those of the code that runs, by what depends on it."""
-    return {what: _of(_files_here(paths)) for what, paths in SOURCES.items()}
+    """By what depends on it, the fingerprint of the code that runs."""
+    return {what: _fingerprint(paths) for what, paths in SOURCES.items()}
 
 
-@cache
-def fingerprint_at(revision: str, what: str) -> str | None:
-    """That of a git revision; None if git does not know it."""
+def _fingerprint(paths: tuple[str, ...]) -> str:
+    """Of files, of all files of a folder, or of one function of a file ("train.py:training_step")."""
     files = {}
-    for path, _, function in (path.partition(":") for path in SOURCES[what]):
-        if (listed := _git("ls-tree", "-r", "--name-only", revision, "--", path)) is None:
-            return None
-        for name in filter(lambda name: name.endswith(".py"), listed.split()):
-            files[name] = _only(function, _git("show", f"{revision}:{name}") or "")
-    return _of(files)
+    for path, _, function in (path.partition(":") for path in paths):
+        for file in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"):
+            if file.is_file():
+                files[file.relative_to(ROOT).as_posix()] = _only(function, file.read_text(encoding="utf-8"))
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\n{stripped(files[name])}\n".encode())
+    return digest.hexdigest()[:16]
 
 
 @cache
@@ -81,34 +81,9 @@ def stripped(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _of(files: Mapping[str, str]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name}\n{stripped(files[name])}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _files_here(paths: tuple[str, ...]) -> dict[str, str]:
-    """The sources of `paths`: a file, all files of a folder, or one function of a file ("train.py:training_step")."""
-    found = {}
-    for path, _, function in (path.partition(":") for path in paths):
-        for file in [ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"):
-            if file.is_file():
-                found[file.relative_to(ROOT).as_posix()] = _only(function, file.read_text(encoding="utf-8"))
-    return found
-
-
 def _only(function: str, source: str) -> str:
     """The source of one top-level function; all of it where no function is named, nothing where it has no such function."""
     if not function:
         return source
     named = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
     return "".join(ast.get_source_segment(source, node) or "" for node in named)
-
-
-def _git(*words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
-    except OSError:  # no git
-        return None
-    return done.stdout if done.returncode == 0 else None

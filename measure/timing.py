@@ -66,16 +66,16 @@ def measure(
     rounds: int = 25,
     round_ms: float = 2.0,
     move_outputs: bool = False,
-    seed: int = 0,
+    of_host: bool = False,
 ) -> dict[str, Outcome]:
     """Times the contenders against each other.
 
     Args:
         round_ms: a contender's turn lasts about this long, at least one pass over all sets of inputs.
         move_outputs: put the outputs of all contenders elsewhere in memory for each round.
-        seed: of the order in which they take turns, and of the places in memory.
+        of_host: time the host, which launches without waiting, and not the device.
     """
-    timer = _GraphTimer(device) if device.type == "cuda" else _ClockTimer()
+    timer = _GraphTimer(device) if device.type == "cuda" and not of_host else _ClockTimer(device)
     outcomes = {contender.name: Outcome() for contender in contenders}
     befores = {contender.name: contender.before for contender in contenders}
     # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
@@ -90,7 +90,7 @@ def measure(
         repeats = {
             name: max(1, math.ceil(round_ms / max(timer.time_ms(prepared, 1), 1e-6))) for name, prepared in passes.items()
         }
-        order, draw = list(passes), random.Random(seed)
+        order, draw = list(passes), random.Random(0)
         for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
             if move_outputs:
                 last = passes  # held until the new ones have memory, which is then another
@@ -205,6 +205,9 @@ class _GraphTimer:
 
 
 class _ClockTimer:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     @contextmanager
     def elsewhere(self, blocks: int) -> Iterator[None]:
         yield
@@ -213,6 +216,8 @@ class _ClockTimer:
         return calls
 
     def time_ms(self, calls: Sequence[Call], repeats: int) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # else the queue of earlier launches may be full
         began = time.perf_counter()
         for _ in range(repeats):
             for call in calls:

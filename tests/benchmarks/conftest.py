@@ -1,8 +1,8 @@
 """What the tests of all programs here need."""
 
-import pytest
+import json
 
-from benchmarks.command import load
+import pytest
 
 
 @pytest.fixture
@@ -13,6 +13,6 @@ def recorded(tmp_path, capsys):
         program.main([*arguments, "--output", str(tmp_path)])
         name = program.__name__.removeprefix("benchmarks.")
         assert not (tmp_path / f"{name}.json.part").exists()
-        return load(tmp_path / f"{name}.json"), capsys.readouterr().out
+        return json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
 
     return recorded

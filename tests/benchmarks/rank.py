@@ -3,20 +3,20 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
-from benchmarks import scaling_ranks
+from benchmarks import scaling
 
 if __name__ == "__main__":
-    step = scaling_ranks.training_step
+    step = scaling.training_step
 
     def watched(forward, state, batch, number, cfg, precision, world):
         if cfg.logging.name == f"kill_rank_{world.rank}":
             os.kill(os.getpid(), signal.SIGKILL)
-        if notes := os.environ.get("NOTES"):
-            with Path(notes).open("a") as file:
-                print(json.dumps([cfg.parallel, type(forward).__name__, len(batch[0]), world.rank, world.size]), file=file)
+        with Path(os.environ["NOTES"]).open("a") as file:
+            print(json.dumps([cfg.parallel, type(forward).__name__, len(batch[0]), world.rank, world.size]), file=file)
         return step(forward, state, batch, number, cfg, precision, world)
 
-    scaling_ranks.training_step = watched
-    scaling_ranks.main()
+    scaling.training_step = watched
+    scaling.rank(*sys.argv[2:])

@@ -1,14 +1,18 @@
 """python -m benchmarks.records: what it runs, where it goes on, and that its plan is short."""
 
 import json
-import sys
+import shlex
+from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ablate import variants_of
 from benchmarks import records
 from benchmarks.records import RECORDS
+from configs.machine import Machine
 from tests.benchmarks.records import ENVIRONMENT
 
 HERE = "nvidia-h200"
@@ -25,7 +29,7 @@ def ran(tmp_path, monkeypatch):
         if words[1] == "ablate.py":
             folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
             folder.mkdir(parents=True)
-            record = {"command": " ".join(["python", *words[1:]]), "environment": environment, "unfinished": ""}
+            record = {"command": f"python {shlex.join(words[1:])}", "environment": environment, "unfinished": ""}
             for name, text in (("report.json", json.dumps(record)), ("report.md", record["command"]), ("kernels.jsonl", "")):
                 (folder / name).write_text(text)
         else:
@@ -58,16 +62,12 @@ def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path)
     ran.clear()
     records.main([])
     assert [words[0] for words in ran[:-1]] == ["ablate.py", "-m"] and len(ran) == 3, "what was cut short, and what is missing"
+    memory = next(r for r in RECORDS if r.name == "memory")
+    assert records.is_done(memory, tmp_path / HERE, "abc") and not records.is_done(memory, tmp_path / HERE, "def")
+    assert not records.is_done(replace(memory, words="-m benchmarks.memory --rounds 3"), tmp_path / HERE, "abc")
     ran.clear()
     records.main(["memory"])
     assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"
-
-
-def test_another_revision_or_command_is_not_done(ran, tmp_path, monkeypatch):
-    records.main(["host"])
-    record = next(r for r in RECORDS if r.name == "host")
-    assert records.is_done(record, tmp_path / HERE, "abc") and not records.is_done(record, tmp_path / HERE, "def")
-    assert not records.is_done(records.Record("host", "-m benchmarks.host --rounds 3", 1), tmp_path / HERE, "abc")
 
 
 def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_they_stand(capsys, monkeypatch):
@@ -75,37 +75,28 @@ def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_th
     records.main(["--list"])
     said = capsys.readouterr().out
     assert all(f"python {record.words}" in said for record in RECORDS) and "minutes in all" in said
-    from ablate import variants_of
-    from benchmarks import host, losses, memory, norms, rotary, sites
-
-    monkeypatch.setattr("ablate.machine.inspect", lambda _: __import__("configs").machine.Machine("cuda"))
+    monkeypatch.setattr("ablate.machine.inspect", lambda _: Machine("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for record in RECORDS:
         words = record.words.split()
         if record.is_ablation:
             assert variants_of(words[1:])
         else:
-            programs = {
-                f"benchmarks.{name.__name__.split('.')[1]}": name for name in (host, losses, memory, norms, rotary, sites)
-            }
-            assert programs[words[1]].options_of(words[2:])
+            assert import_module(words[1]).options_of(words[2:])
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [({"git": None}, "set GIT_REVISION"), ({"git": {"revision": "abc", "dirty": True}}, "commit it first")],
+    ("changed", "gpu", "names", "message"),
+    [
+        ({"git": None}, True, [], "set GIT_REVISION"),
+        ({"git": {"revision": "abc", "dirty": True}}, True, [], "commit it first"),
+        ({}, False, [], "there is no GPU here"),
+        ({}, True, ["gpt3"], "gpt3: no such record; there are gpt2, "),
+    ],
 )
-def test_a_record_needs_a_revision_that_says_what_was_measured(ran, changed, message, monkeypatch, capsys):
+def test_what_can_not_be_recorded_is_refused_with_the_remedy(ran, changed, gpu, names, message, monkeypatch, capsys):
     monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | changed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(SystemExit):
-        records.main([])
+        records.main(names)
     assert message in capsys.readouterr().err and not ran
-
-
-def test_without_a_gpu_only_the_list_is_there(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        records.main([])
-    assert "there is no GPU here" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        records.main(["gpt3"])
-    assert "gpt3: no such record; there are gpt2, " in capsys.readouterr().err and sys.executable

@@ -38,7 +38,7 @@ from ablation.kept import Cycle, Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import COMPILED, EAGER, Variant, variants_of
-from configs import Config, ConfigError, command_line, keys, machine, rules
+from configs import Config, ConfigError, command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
@@ -381,7 +381,7 @@ def exit_code(stop: KeyboardInterrupt | Stopped) -> int:
 def help_text() -> str:
     described = command_line.describe_keys(Config()).splitlines()
     own = "".join(f"{line}\n" for line in described if line.strip().startswith("ablate."))
-    refused = "".join(f"  {key:<33}  {why}\n" for key, why in keys.not_in_ablate().items())
+    refused = "".join(f"  {key:<33}  {why}\n" for key, why in rules.NOT_IN_ABLATE.items())
     return (
         f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n"
         "All others are those of `python train.py --help`, but for these, which are refused:\n\n"

@@ -38,22 +38,32 @@ class Kept:
 
     @classmethod
     def read(cls, folder: Path, facts: Mapping[str, Any]) -> "Kept":
-        """Those of an earlier process.
+        """Those of an earlier process. A last line without its end, of a process that was killed, does not count.
 
         Raises:
-            ConfigError: there are none, or they are of something else.
+            ConfigError: there are none, they are of something else, or a line is damaged.
         """
         if not (folder / FILE).is_file():
             raise ConfigError(
                 f"resume={relative(folder)}: no ablation that was stopped is there. For the weights of a run: init_from=PATH."
             )
-        first, *lines = (json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines())
+        found: list[Any] = []
+        for number, line in enumerate((folder / FILE).read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                entry = json.loads(line)
+                found.append(Cycle(**entry) if found else dict(entry))
+            except (ValueError, TypeError) as error:
+                todo = "Delete this line; its cycle is then measured again." if found else "Begin anew in another folder."
+                raise ConfigError(f"{relative(folder / FILE)}, line {number}: is damaged ({error}). {todo}") from None
+        if not found:
+            raise ConfigError(f"{relative(folder / FILE)}, line 1: is cut off. Begin anew in another folder.")
+        first, *cycles = found
         if changed := [name for name in first | facts if first.get(name) != facts.get(name)]:
             pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(first.get(name))}" for name in changed[:4])
             raise ConfigError(
                 f"resume={relative(folder)}: its cycles are of something else: {'; '.join(pairs)}. Change it, or begin anew."
             )
-        return cls(folder, facts, [Cycle(**line) for line in lines])
+        return cls(folder, facts, cycles)
 
     def add(self, cycle: Cycle) -> None:
         self._cycles.append(cycle)

@@ -3,10 +3,11 @@
 import os
 import re
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from itertools import islice, pairwise
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,57 +21,55 @@ from configs.keys import ConfigError
 from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as in argparse
-# Options of Hydra with which there is no run, or a configuration from elsewhere; and those that a checked command may have.
-WITH_VALUE = {"-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
-NO_RUN = {"--hydra-help", "-i", "--info", "-sc", "--shell-completion"} | WITH_VALUE
-SWEEP, CFG, HELP = {"-m", "--multirun"}, {"-c", "--cfg"}, {"-h", "--help"}
-FOLDERS = ("hydra.run.", "hydra.sweep.", "hydra.job.chdir")  # Hydra's keys for the folder of a run
 MOST_CHECKED = 64  # runs of a sweep: composing one takes 0.1 s
 
 
 def check(arguments: Sequence[str]) -> set[str]:
     """The keys of a sweep, if the runs that `arguments` ask for can start. Else it prints why and exits with EXIT_CODE."""
-    if NO_RUN & {argument.partition("=")[0] for argument in arguments}:
+    given, others = _parsed(arguments)
+    if others:  # options with which there is no run, and those that Hydra refuses
         return set()
-    overrides = [text for text, is_option in _told_apart(arguments) if not is_option]
-    sweep, helps = (not names.isdisjoint(arguments) for names in (SWEEP, HELP))
     job = None
     try:
-        for text in overrides:
-            if text.lstrip("+").startswith(FOLDERS):
-                raise ConfigError(f"{text}: the folder of a run has one name. Use folder=PATH.")
-        if sweep and not CFG.isdisjoint(arguments):
+        if given.multirun and given.cfg:
             raise ConfigError("--cfg prints the config of one run. Leave out -m.")
-        for job in islice(compose.jobs(overrides), MOST_CHECKED) if sweep else [overrides]:
+        for job in islice(compose.jobs(given.overrides), MOST_CHECKED) if given.multirun else [given.overrides]:
             cfg = compose.compose_only(job)
-            if helps:
+            if given.help:
                 return set()
-            folder = Path(cfg.folder or "runs").absolute()
-            if "${" in str(folder):
-                raise ConfigError(f"folder={cfg.folder}: Hydra can't keep a run in a folder with ${{ in its path. Use another.")
-            try:
-                there = next(path for path in (folder, *folder.parents) if path.exists())
-                TemporaryFile(dir=there).close()  # permissions alone don't tell: root, /proc
-            except OSError as error:
-                raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None
+            _check_folder(Path(cfg.folder or "runs").absolute())
             if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
                 rules.check(cfg, machine.inspect(cfg.device))
-        return {one.get_key_element() for one in compose.parse(overrides) if one.is_sweep_override()}
+        return {one.get_key_element() for one in compose.parse(given.overrides) if one.is_sweep_override()}
     except ConfigError as error:
-        raise SystemExit(refuse(error, job if sweep else None)) from None
+        raise SystemExit(refuse(error, job if given.multirun else None)) from None
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
     """The arguments with Hydra's options before the overrides: Hydra refuses overrides on both sides of an option."""
-    return [text for text, _ in sorted(_told_apart(arguments), key=lambda one: not one[1])]
+    overrides = _parsed(arguments)[0].overrides
+    return [*(text for text in arguments if text not in overrides), *overrides]
 
 
-def _told_apart(arguments: Sequence[str]) -> list[tuple[str, bool]]:
-    """Each argument, and whether it is an option of Hydra's or the value of one. An unknown option counts as an override."""
-    options = NO_RUN | SWEEP | CFG | HELP | {"--resolve"}
-    return [
-        (text, text.partition("=")[0] in options or before in CFG | WITH_VALUE) for before, text in pairwise(["", *arguments])
-    ]
+def _parsed(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Overrides, the options of Hydra that a checked command may have, and all other options."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("-c", "--cfg")
+    for option in (("-m", "--multirun"), ("-h", "--help"), ("--resolve",)):
+        parser.add_argument(*option, action="store_true")
+    return parser.parse_known_intermixed_args(arguments)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises ConfigError if no run can be kept there."""
+    if "${" in str(folder):
+        raise ConfigError(f"folder={folder}: Hydra can't keep a run in a folder with ${{ in its path. Use another.")
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        TemporaryFile(dir=there).close()  # permissions alone don't tell: root, /proc
+    except OSError as error:
+        raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None
 
 
 def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
@@ -131,7 +130,7 @@ def run_name(config: DictConfig) -> str:
         return _safe(config.logging.name)
     if config.resume in ("never", "auto"):
         data: Any = OmegaConf.to_object(config.data)
-        return _safe(f"{data.called}_{config.hydra.runtime.choices.model}_{config.norm.impl}")
+        return _safe(f"{data.called}_{config.hydra.runtime.choices.get('model')}_{config.norm.impl}")
     path = Path(config.resume)  # runs/NAME, runs/NAME/last or runs/NAME/checkpoints/step_00000200
     run = path.parent if path.name in ("last", "best") else path.parent.parent if path.name.startswith("step_") else path
     return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run.name).removeprefix("resumed_"))

@@ -2,11 +2,10 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -41,11 +40,7 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 def compose_only(overrides: Sequence[str] = ()) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
     parse(overrides)
-
-    def default(name: str) -> Config:
-        return compose_only([text for text in overrides if text.lstrip("+").partition("=")[0] != name])
-
-    with _explained(overrides, default), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
+    with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
         composed = hydra.compose("config", overrides=list(overrides))
     return from_composed(composed)
 
@@ -58,53 +53,41 @@ def from_composed(composed: DictConfig) -> Config:
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, as Hydra reads them. Raises ConfigError for an argument that sets no key or group."""
+    """The overrides, as Hydra reads them. Raises ConfigError for what would silently mean something else."""
     for text in overrides:
-        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+        if text.encode(errors="replace").decode() != text:
             raise ConfigError(f"{text!r}: is not UTF-8 text.")
+        if text.lstrip("+").startswith(("hydra.run.", "hydra.sweep.", "hydra.job.chdir")):
+            raise ConfigError(f"{text}: the folder of a run has one name. Use folder=PATH.")
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:
-        if one.is_delete():
-            raise ConfigError(f"{one.input_line}: no key can be taken away. Give it another value.")
-        if one.key_or_group in keys.GROUPS and not (one.is_sweep_override() or isinstance(one.value(), str)):
-            raise ConfigError(f"{one.input_line}: a group has one option, the name of a file in configs/{one.key_or_group}/.")
-        _check_text(one)
+        name = one.key_or_group
+        if name not in keys.schema() and name not in keys.GROUPS and not name.startswith("hydra"):
+            raise keys.unknown_key(name)
+        if name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None):
+            _check_text(one)
     return parsed
 
 
 def _check_text(one: Override) -> None:
-    """Refuses a number, true, false or None for a key of text, and a single value for a list of texts.
-
-    Hydra would make other text of it: 20240105 of 2024_01_05, inf of the revision 12e4567, and a name of None.
-    """
-    name, given = one.key_or_group, str(one.input_line).partition("=")[2].strip()
-    kind = keys.schema()[name].type if name in keys.schema() else None
+    """Refuses numbers, true and None for text: Hydra would make 20240105 of 2024_01_05, and a name of None."""
     values = list(one.sweep_iterator()) if one.is_discrete_sweep() else [one.value()]
-    if kind in (list[str], list[str] | None):
-        if values and isinstance(values[0], str) and "${" not in given:
-            raise ConfigError(f"{name}={given}: is a list. Write {shlex.quote(f'{name}=[{given}]')}.")
-        values = [each for value in values if isinstance(value, list) for each in value]
-        quoted = shlex.quote(f'{name}=["A","B"]')
-    elif kind in (str, str | None):
-        quoted = as_typed(name, given) if len(values) == 1 else shlex.quote(f'{name}="A","B"')
-    else:
-        return
-    if any(isinstance(value, bool | int | float) for value in values) or given == "None":
-        null = f" For no value: {name}=null." if given == "None" and kind is not str else ""
-        meaning = keys.schema()[name].metadata["meaning"]
-        raise ConfigError(f"{name}={given}: is text, which needs quotes here: {quoted}.{null} {name}: {meaning}.")
+    values = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    if any(isinstance(value, bool | int | float) for value in values):
+        raise ConfigError(f"""{one.input_line}: is text, which needs quotes here: '{one.key_or_group}="TEXT"'.""")
+    if str(one.input_line).endswith("=None"):
+        raise ConfigError(f"{one.input_line}: for no value write {one.key_or_group}=null.")
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
     """The overrides of each run of a sweep, as Hydra will make them: all combinations of the values."""
     values = []
-    for one in parse(overrides):
-        if one.value_type in (ValueType.INTERVAL_SWEEP, ValueType.GLOB_CHOICE_SWEEP):
+    with _explained():
+        for one in parse(overrides):
+            swept = one.is_sweep_override()
             key = one.get_key_element()
-            raise ConfigError(f"{one.input_line}: a sweep needs its values: {key}=A,B, or for numbers {key}=range(1,4).")
-        swept = one.is_sweep_override()
-        values.append([f"{one.get_key_element()}={v}" for v in one.sweep_string_iterator()] if swept else [str(one.input_line)])
+            values.append([f"{key}={value}" for value in one.sweep_string_iterator()] if swept else [str(one.input_line)])
     return map(list, product(*values))
 
 
@@ -138,9 +121,8 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     parsed = parse(overrides)
     if groups := [one.input_line for one in parsed if one.key_or_group in keys.GROUPS]:
         raise ConfigError(f"{groups[0]}: a resumed run keeps its groups. Override single keys instead.")
-    plain = _as_named_today(plain)
-    with _explained(overrides, lambda _: from_dict(plain)):
-        config = OmegaConf.merge(OmegaConf.structured(Config), _literal(plain))
+    with _explained():
+        config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
         for one in parsed:
             OmegaConf.update(config, one.key_or_group, one.value())
         cfg = OmegaConf.to_object(config)
@@ -187,11 +169,12 @@ def read_yaml(path: Path) -> Config:
 
 
 @contextmanager
-def _explained(overrides: Sequence[str] = (), default: Callable[[str], Config] = lambda _: Config()) -> Iterator[None]:
-    """Raises errors of Hydra and OmegaConf as a ConfigError with the key, what it accepts, and the nearest valid name.
-    `default` makes the config without the override of a key."""
+def _explained() -> Iterator[None]:
+    """Raises errors of Hydra and OmegaConf as a ConfigError: their sentence with the key, or the nearest valid name."""
     try:
         yield
+    except ConfigError:
+        raise
     except OverrideParseException as error:
         raise ConfigError(
             f"{error.override}: Hydra can't read this. Write key=value without dashes, such as train.steps=100. Some values "
@@ -200,21 +183,14 @@ def _explained(overrides: Sequence[str] = (), default: Callable[[str], Config] =
     except MissingConfigException as error:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         options = error.options or []
-        near = "".join(f" Did you mean {group}={name}?" for name in keys.nearest(option, options))
+        near = keys.did_you_mean(option, options)
         raise ConfigError(f"{group}={option}: no such option.{near} Options of {group}: {', '.join(options)}.") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
-        if not isinstance(cause, OmegaConfBaseException):
+        if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
             raise ConfigError(str(error)) from error
         name, why = re.sub(r"\[\d+\]$", "", str(cause.full_key)), str(cause).splitlines()[0].rstrip(".")
-        if name in keys.schema():
-            if "nterpolation" in why:
-                why += r". For a $ and a brace as text, type \${"
-            given = any(text.lstrip("+").partition("=")[0] == name for text in overrides)
-            with suppress(ConfigError):
-                why += f". The default is {name}={keys.shown(attrgetter(name)(default(name)))}" if given else ""
-            raise ConfigError(f"{name}: {why}.") from error
-        if not any(key.startswith(f"{name}.") for key in keys.schema()):  # of such a section OmegaConf has no key
-            typed = (text.lstrip("+").partition("=")[0] for text in overrides)
-            name = next((key for key in typed if key.startswith(f"{name}.")), name)
-        raise keys.unknown_key(name) from error
+        if name not in keys.schema():
+            raise keys.unknown_key(name) from error
+        escape = r" For a $ and a brace as text, type \${." if "nterpolation" in why else ""
+        raise ConfigError(f"{name}: {why}.{escape}") from error

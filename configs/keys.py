@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
-from configs.schema import Choice, Config
+from configs.schema import Affects, Choice, Config
 
 FOLDER = Path(__file__).parent
 # study/ has no options of a run: its files are for compare.py alone.
@@ -31,14 +31,9 @@ def schema() -> dict[str, Field]:
     return found
 
 
-def affecting(*what: str) -> list[str]:
-    """The keys on which this depends: weights, results, speed or nothing."""
+def affecting(*what: Affects) -> list[str]:
+    """The keys on which this depends."""
     return [name for name, key in schema().items() if key.metadata["affects"] in what]
-
-
-def not_in_ablate() -> dict[str, str]:
-    """The keys that `python ablate.py` refuses, and why."""
-    return {name: why for name, key in schema().items() if (why := key.metadata["not_in_ablate"])}
 
 
 def choices(key: Field) -> dict[str, str]:
@@ -52,19 +47,20 @@ def unknown_key(name: str) -> ConfigError:
     section, _, leaf = name.rpartition(".")
     section = section or name  # of a value for a whole section
     # the same name in another section (`lr` → `optim.lr`), or else one that is written alike
-    near = [key for key in schema() if key.endswith(f".{leaf}")] or nearest(name, [*schema(), *GROUPS])
+    twin = next((f" Did you mean {key}?" for key in schema() if key.endswith(f".{leaf}")), "")
+    near = twin or did_you_mean(name, [*schema(), *GROUPS])
     beside = [key for key in schema() if key.startswith(f"{section}.")]
     return ConfigError(
-        f"{name}: {'several keys; set one of them' if section == name and beside else 'no such key'}."
-        + (f" Did you mean {near[0]}?" if near else "")
+        f"{name}: {'several keys; set one of them' if section == name and beside else 'no such key'}.{near}"
         + (f" Keys of {section}: {', '.join(beside)}." if beside else "")
         + " `python train.py --help` lists all keys."
     )
 
 
-def nearest(name: str, among: Sequence[str]) -> list[str]:
-    """The name that was probably meant, or none."""
-    return get_close_matches(name, among, n=1, cutoff=0.75)
+def did_you_mean(name: str, among: Sequence[str]) -> str:
+    """A sentence with the name that was probably meant; empty if there is none."""
+    near = get_close_matches(name, among, n=1, cutoff=0.75)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def shown(value: object) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from math import isfinite
 from operator import attrgetter
+from typing import Any
 
 from configs import keys, schema
 from configs.keys import ConfigError
@@ -17,6 +18,11 @@ from configs.machine import CXX, Machine
 from configs.schema import Config
 
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
+NOT_IN_ABLATE = {  # the keys that ablate.py refuses, and why
+    "train.compile": "is compared too. Use ablate.compile=true.",
+    "deterministic": "would change the operators. Leave it out.",
+    "profile": "is done by ablate.py itself, for each cell on a GPU. Leave it out.",
+}
 
 
 def check(cfg: Config, machine: Machine) -> None:
@@ -33,11 +39,9 @@ def check_ablation(overrides: Sequence[str]) -> None:
     """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
     switch = next((text.partition("=")[2] for text, key in reversed(given) if key == "ablate.switch"), schema.Switch.norm)
-    refused = keys.not_in_ablate() | {
-        f"{switch}.impl": f"is what ablate.py compares. Use ablate.arms={keys.shown(Config().ablate.arms)}."
-    }
-    taken = [f"{text}: {key} {refused[key]}" for text, key in given if key in refused]
-    _raise_if([*taken, *(f"{text}: is for train.py. Use folder=PATH." for text, key in given if key.startswith("hydra."))])
+    own = f"is what ablate.py compares. Use ablate.arms={keys.shown(Config().ablate.arms)}."
+    refused = NOT_IN_ABLATE | {f"{switch}.impl": own}
+    _raise_if(f"{text}: {key} {refused[key]}" for text, key in given if key in refused)
 
 
 def check_arms(cfg: Config) -> None:
@@ -46,13 +50,10 @@ def check_arms(cfg: Config) -> None:
     known = [*(schema.NormImpl if switch is schema.Switch.norm else schema.LossImpl), NANOGPT]
     given = f"ablate.arms=[{','.join(arms)}]"
     if unknown := [arm for arm in arms if arm not in known]:
-        near = keys.nearest(unknown[0], known)
-        mean = f" Did you mean {near[0]}?" if near else ""
+        mean = keys.did_you_mean(unknown[0], known)
         raise ConfigError(f"{given}: {unknown[0]} is none of {', '.join(known)}.{mean}")
-    if len(set(arms)) < len(arms):
-        raise ConfigError(f"{given}: an arm comes twice. Name each once; torch is timed twice by itself.")
-    if "torch" not in arms or not set(arms) - {"torch", NANOGPT}:
-        raise ConfigError(f"{given}: needs torch, the control, and another value of {switch.key} to compare with it.")
+    if "torch" not in arms or not set(arms) - {"torch", NANOGPT} or len(set(arms)) < len(arms):
+        raise ConfigError(f"{given}: needs torch, the control, and another value of {switch.key}, each once.")
     if (NANOGPT in arms) != bool(cfg.ablate.nanogpt):
         raise ConfigError(f"{given} with ablate.nanogpt={keys.shown(cfg.ablate.nanogpt)}: give both, or neither.")
 
@@ -76,18 +77,16 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
             f"optim.kind={cfg.optim.kind}: the checkpoint has the state of {before.optim.kind}, which can't go on as "
             f"{cfg.optim.kind}. Leave the key out, or begin a new run from these weights with init_from=CHECKPOINT."
         )
+    free = ["data.", "tokenizer."] if same_corpus else []
+    if before.optim.schedule is schema.Schedule.constant:
+        free.append("train.steps")  # its rates don't depend on them
     changed = {}
     for name in keys.affecting("weights", "results"):
         then, now = attrgetter(name)(before), attrgetter(name)(cfg)
-        free = same_corpus is True and name.startswith(("data.", "tokenizer."))
-        if name == "train.steps" and before.optim.schedule is schema.Schedule.constant:
-            free = True  # its rates don't depend on them
-        if then != now and not free:
+        if then != now and not name.startswith(tuple(free)):
             changed[name] = f"{name}={keys.shown(now)}: the checkpoint was made with {name}={keys.shown(then)}."
     if same_corpus is False and not any(name.startswith(("data.", "tokenizer.")) for name in changed):
-        changed["data"] = (
-            "data: the files or the data set have changed since the checkpoint was made, and the batches with them."
-        )
+        changed["data"] = "data: the files have changed since the checkpoint was made, and the batches with them."
     if changed and not cfg.resume_with_changes:
         raise ConfigError(
             "\n".join(changed.values()) + "\nThe run would then give other numbers than the run that was stopped. "
@@ -124,18 +123,15 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. Change one of them, or use null."
 
     yield from _placement(cfg)
-    if cfg.loss.chunks > 1 and cfg.loss.impl is not schema.LossImpl.fused:
-        yield f"loss.chunks={cfg.loss.chunks} needs loss.impl=fused; here loss.impl={cfg.loss.impl}. Change one of them."
-
     if data.source is schema.Source.text and not data.files:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
     if data.source is schema.Source.hub and not data.path:
         yield "data.source=hub needs data.path: owner/name on the Hub, or a local folder."
-    for name, key in keys.schema().items():  # "source=hub: owner/name, ..."
-        only = re.match("(source|kind)=(text|hub|pretrained)", key.metadata["meaning"])
+    for name, key in keys.schema().items():  # its meaning says which other key it needs: "source=hub: owner/name, ..."
+        only = re.match("(source|kind|qk_norm|impl)=(.+?):", key.metadata["meaning"])
         if only and attrgetter(name)(cfg) != attrgetter(name)(Config()):
             choose = f"{name.partition('.')[0]}.{only[1]}"
-            if (value := attrgetter(choose)(cfg)) != only[2]:
+            if (value := keys.shown(attrgetter(choose)(cfg))) not in only[2].split(" or "):
                 yield f"{name} is read only with {choose}={only[2]}; here {choose}={value}. Use {choose}={only[2]}."
     if tokenizer.kind is schema.TokenizerKind.pretrained and not tokenizer.pretrained:
         yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
@@ -178,15 +174,8 @@ def _placement(cfg: Config) -> Iterator[str]:
         yield f"{placed} is for sequential blocks. Use norm.placement=pre or model.block=sequential."
     if model.residual_scale is schema.ResidualScale.deepnorm and norm.placement is not schema.Placement.post:
         yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
-    if model.qk_norm_kind and not model.qk_norm:
-        yield f"model.qk_norm_kind={model.qk_norm_kind} is read only with model.qk_norm=true. Set it, or leave the kind out."
     if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
         yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
-    if norm.alpha != Config().norm.alpha and norm.kind in statistical:
-        yield f"norm.alpha is read only with norm.kind=dyt or derf; here norm.kind={norm.kind}. Leave it out."
-
-
-# ---- other libraries' norms --------------------------------------------------------------------------------------------------
 
 
 LIBRARIES = {  # the package to import, and the name to install it by
@@ -198,36 +187,27 @@ LIBRARIES = {  # the package to import, and the name to install it by
 
 def refused_by_library(cfg: Config, machine: Machine) -> Iterator[str]:
     """Why norm.impl can't be used with this config here, if it is another library's: one line for each reason."""
-    impl, model = cfg.norm.impl, cfg.model
+    impl, other = cfg.norm.impl, "Use norm.impl=fused, torch or compiled."
     if impl not in LIBRARIES:
         return
     package, name = LIBRARIES[impl]
-    this = f"norm.impl={impl}"
-    for key, value, theirs in (
-        ("norm.placement", cfg.norm.placement, schema.Placement.pre),
-        ("norm.weight", cfg.norm.weight, schema.NormWeight.ones),
-    ):
-        if value is not theirs:
-            yield f"{this} has {key}={theirs} alone, not {value}. Use norm.impl=fused, torch or compiled."
-    if cfg.norm.kind not in (schema.NormKind.layernorm, schema.NormKind.rmsnorm):
-        yield f"{this} has no {cfg.norm.kind} here. Use norm.impl=fused, torch or compiled."
     if not is_installed(package):
-        yield f"{this} needs the package {name}, which is not installed. Install it, or use norm.impl=fused, torch or compiled."
+        yield f"norm.impl={impl} needs the package {name}, which is not installed. Install it. {other}"
     if machine.device != "cuda":
-        yield f"{this} needs a CUDA device; this run is on {machine.device}. Use norm.impl=fused, torch or compiled."
+        yield f"norm.impl={impl} needs a CUDA device; this run is on {machine.device}. {other}"
+    has: dict[str, Sequence[Any]] = {"norm.placement": ["pre"], "norm.weight": ["ones"], "norm.kind": ["layernorm", "rmsnorm"]}
     if impl is schema.NormImpl.flash_attn:
-        if model.drop_path and model.block is schema.BlockLayout.parallel:
-            yield f"{this} has no drop path in parallel blocks. Use model.drop_path=0 or another norm.impl."
-        if model.dropout and cfg.norm.dropout_masks is schema.DropoutMasks.shared:
-            yield f"{this} draws dropout masks of its own. Use norm.dropout_masks=native, model.dropout=0 or another norm.impl."
-        return
-    if model.dropout or model.drop_path:
-        key = "model.dropout" if model.dropout else "model.drop_path"
-        yield f"{this} has no dropout and no drop path. Use {key}=0 or another norm.impl."
-    if model.block is schema.BlockLayout.parallel:
-        yield f"{this} has no second weight, which model.block=parallel needs. Use another norm.impl."
-    if impl is schema.NormImpl.quack and cfg.norm.kind is not schema.NormKind.rmsnorm:
-        yield f"{this} has no {cfg.norm.kind} that trains. Use norm.kind=rmsnorm or another norm.impl."
+        if cfg.model.dropout:
+            has["norm.dropout_masks"] = ["native"]  # its own
+        if cfg.model.block is schema.BlockLayout.parallel:
+            has["model.drop_path"] = [0]
+    else:
+        has |= {"model.dropout": [0], "model.drop_path": [0], "model.block": ["sequential"]}
+    if impl is schema.NormImpl.quack:
+        has["norm.kind"] = ["rmsnorm"]  # its LayerNorm does not train
+    for key, values in has.items():
+        if (value := attrgetter(key)(cfg)) not in values:
+            yield f"norm.impl={impl} has no {key}={value} here, but {key}={' or '.join(map(str, values))}. {other}"
 
 
 def is_installed(package: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class Choice(StrEnum):
@@ -22,19 +22,14 @@ class Choice(StrEnum):
         return member
 
 
-class Affects(Choice):
-    weights = "weights", "what the tensors of a checkpoint mean, or their shapes"
-    results = "results", "what a run learns: its text, batches, rates and random numbers"
-    speed = "speed", "how steps are computed and measured: their time, their rounding, and which masks dropout draws"
-    nothing = "nothing", "how a run is kept and shown"
+Affects = Literal["weights", "results", "speed", "nothing"]
 
 
 def key(
     default: Any,
     meaning: str,
     *,
-    affects: str,
-    not_in_ablate: str = "",
+    affects: Affects,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -45,15 +40,17 @@ def key(
     Args:
         affects: what depends on it. Which keys may change when a run goes on, which must agree with the weights of init_from,
             which a legend names, and all other such lists follow from it.
-        not_in_ablate: why ablate.py refuses the key, and what to do instead. Empty: it takes the key.
+            weights: what the tensors of a checkpoint mean, or their shapes.
+            results: what a run learns: its text, batches, rates and random numbers.
+            speed: how steps are computed and measured: their time, their rounding, and which masks dropout draws.
+            nothing: how a run is kept and shown.
     """
     given: dict[str, Any] = {"default": default}
     if default is list or isinstance(default, tuple):
         given = {"default_factory": list if default is list else partial(list, default)}
     limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
     limits = {words: limit for words, limit in limits.items() if limit is not None}
-    metadata = {"meaning": meaning, "limits": limits, "affects": Affects(affects), "not_in_ablate": not_in_ablate}
-    return field(**given, metadata=metadata)
+    return field(**given, metadata={"meaning": meaning, "limits": limits, "affects": affects})
 
 
 class NormImpl(Choice):
@@ -142,9 +139,7 @@ class ModelConfig:
     width: int = key(128, "features of the residual stream", affects="weights", at_least=1)
     mlp_width: int | None = key(None, "hidden features; null: 4 × width (gelu), 8/3 × (swiglu)", affects="weights", at_least=1)
     context: int = key(128, "tokens that the model sees at once", affects="weights", at_least=1)
-    vocab_size: int | None = key(
-        None, "size of the embedding; null: the tokenizer's, rounded up to a multiple of 64", affects="weights", at_least=1
-    )
+    vocab_size: int | None = key(None, "null: the tokenizer's, rounded up to a multiple of 64", affects="weights", at_least=1)
     bias: bool = key(True, "whether linear layers and LayerNorm have biases", affects="weights")
     dropout: float = key(0.0, "on embeddings and on the outputs of attention and MLP", affects="results", at_least=0, below=1)
     attention_dropout: float | None = key(None, "on attention weights; null: dropout", affects="results", at_least=0, below=1)
@@ -177,18 +172,9 @@ class LossConfig:
     """The loss of next tokens. What z_loss and softcap say is the same for every implementation."""
 
     impl: LossImpl = key(LossImpl.fused, "the operator for the loss; changes nothing else", affects="speed")
-    chunks: int = key(
-        1,
-        "impl=fused: parts in which the rows are taken; 1/chunks of the logits is there at a time",
-        affects="speed",
-        at_least=1,
-    )
-    z_loss: float = key(
-        0.0, "in training, times log² Σ exp(logits) is added to the loss (PaLM: 1e-4)", affects="results", at_least=0
-    )
-    softcap: float | None = key(
-        None, "Gemma 2's cap of the logits c: c · tanh(logits / c); null: none", affects="weights", above=0
-    )
+    chunks: int = key(1, "impl=fused: parts of the rows; one part's logits exist at a time", affects="speed", at_least=1)
+    z_loss: float = key(0.0, "training adds z_loss · log² Σ exp(logits) (PaLM: 1e-4)", affects="results", at_least=0)
+    softcap: float | None = key(None, "Gemma 2's cap c: c · tanh(logits / c); null: none", affects="weights", above=0)
 
 
 class Source(Choice):
@@ -208,7 +194,7 @@ class DataConfig:
     subset: str | None = key(None, "source=hub: name of the data set's configuration", affects="results")
     revision: str | None = key(None, "source=hub: a commit, so that a run can be repeated", affects="results")
     text_field: str = key("text", "the column with the text; of source=text in .jsonl and .csv files", affects="results")
-    document_start: str | None = key(None, "source=hub, rows are lines: pattern of a document's first line", affects="results")
+    document_start: str | None = key(None, "source=hub: pattern of a document's first line; rows are lines", affects="results")
     train_split: str = key("train", "source=hub: the split to train on", affects="results")
     val_split: str | None = key(None, "source=hub: the split to validate on; null: hold out val_fraction", affects="results")
     streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files", affects="results")
@@ -233,7 +219,7 @@ class TokenizerKind(Choice):
 @dataclass
 class TokenizerConfig:
     kind: TokenizerKind = key(TokenizerKind.bpe, "kind of tokenizer", affects="results")
-    vocab_size: int = key(2048, "kind=bpe: tokens, with 256 bytes and one end of document", affects="results", at_least=257)
+    vocab_size: int = key(2048, "tokens of bpe, with 256 bytes and one end of document", affects="results", at_least=257)
     pretrained: str | None = key(None, "kind=pretrained: owner/name on the Hub, or path of a tokenizer.json", affects="results")
 
 
@@ -285,9 +271,7 @@ class TrainConfig:
     batch_size: int = key(8, "sequences per optimizer step, over all ranks", affects="results", at_least=1)
     accumulation: int = key(1, "micro-batches per optimizer step on each rank", affects="results", at_least=1)
     precision: Precision = key(Precision.auto, "dtype of matrix products; weights and optimizer are fp32", affects="results")
-    compile: bool = key(
-        False, "torch.compile(fullgraph=True)", affects="speed", not_in_ablate="is compared too. Use ablate.compile=true."
-    )
+    compile: bool = key(False, "torch.compile(fullgraph=True)", affects="speed")
     compile_mode: str = key("default", "default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs", affects="speed")
     recompute: bool = key(False, "compute blocks again in backward: less memory, slower", affects="speed")
 
@@ -355,16 +339,10 @@ class AblateConfig:
     """python ablate.py; train.py has no use for it."""
 
     switch: Switch = key(Switch.norm, "whose impl is compared; the other one is held fixed", affects="nothing")
-    arms: list[str] = key(
-        ("torch", "compiled", "fused"), "values of norm.impl, or nanogpt; torch is timed twice (A/A)", affects="nothing"
-    )
+    arms: list[str] = key(("torch", "compiled", "fused"), "impls, or nanogpt; torch is timed twice (A/A)", affects="nothing")
     nanogpt: str | None = key(None, "arms has nanogpt: a checkout of nanoGPT, whose step is timed too", affects="nothing")
-    cycles: int = key(
-        12, "cycles of two blocks per arm, at least 6; a multiple of the arms favours none", affects="nothing", at_least=6
-    )
-    block_steps: int | None = key(
-        None, "steps of a block, after one uncounted; null: about 250 ms of them", affects="nothing", at_least=1
-    )
+    cycles: int = key(12, "cycles of two blocks per arm; a multiple of the arms favours none", affects="nothing", at_least=6)
+    block_steps: int | None = key(None, "steps of a block, after one uncounted; null: 250 ms", affects="nothing", at_least=1)
     warmup_steps: int = key(3, "steps before the first block of an arm", affects="nothing", at_least=1)
     compile: bool | None = key(None, "true: eager and compiled; false: eager; null: compiled too on a GPU", affects="nothing")
     parity_seeds: int = key(5, "parity runs of each arm; 0: no parity", affects="nothing", at_least=0)
@@ -376,15 +354,9 @@ class CompareConfig:
     """python compare.py; train.py has no use for it."""
 
     baseline: str | None = key(None, "the arm that the others are compared with; null: the first", affects="nothing")
-    diverged: float = key(
-        1.0, "a run is over whose loss is not finite, or so many nats above its arm's best one", affects="nothing", above=0
-    )
-    probe_every: int | None = key(
-        None, "steps between looks at stream and attention; null: steps / 4; 0: none", affects="nothing", at_least=0
-    )
-    timing_cycles: int | None = key(
-        None, "cycles in which steps are timed; 0: no timing; null: 6 on a GPU, 0 on a CPU", affects="nothing", at_least=0
-    )
+    diverged: float = key(1.0, "nats above its arm's best loss that end a run, as NaN does", affects="nothing", above=0)
+    probe_every: int | None = key(None, "steps between probes; null: steps / 4; 0: none", affects="nothing", at_least=0)
+    timing_cycles: int | None = key(None, "cycles that time steps; 0: none; null: 6, 0 on a CPU", affects="nothing", at_least=0)
 
 
 class Parallel(Choice):
@@ -418,23 +390,9 @@ class Config:
     device: Device = key(Device.auto, "device that computes", affects="speed")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", affects="speed")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", affects="results", at_least=0, below=2**63)
-    deterministic: bool = key(
-        False,
-        "the same bits each time on a GPU too; slower",
-        affects="speed",
-        not_in_ablate="would change the operators. Leave it out.",
-    )
-    profile: bool = key(
-        False,
-        "trace a few steps and tell where their time goes",
-        affects="nothing",
-        not_in_ablate="is done by ablate.py itself, for each cell on a GPU. Leave it out.",
-    )
+    deterministic: bool = key(False, "the same bits each time on a GPU too; slower", affects="speed")
+    profile: bool = key(False, "trace a few steps and tell where their time goes", affects="nothing")
     folder: str | None = key(None, "folder of the run; null: runs/TIME_NAME. If it has a run: NAME_2", affects="nothing")
-    resume: str = key(
-        "never",
-        "never; auto: go on with the run in `folder`; PATH: go on from a run or checkpoint",
-        affects="nothing",
-    )
+    resume: str = key("never", "never; auto: go on with the run in `folder`; PATH: with a run or checkpoint", affects="nothing")
     resume_with_changes: bool = key(False, "resume although keys differ that change the results", affects="nothing")
     init_from: str | None = key(None, "initial weights: PATH of a run, GPT-2 or Llama, or Hub's owner/name", affects="results")

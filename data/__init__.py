@@ -5,11 +5,11 @@
     inputs, targets = batches[step]
 
 `documents` reads text, `split` holds some of it out, `tokenizer` and `tokens` turn it into ids, `cache` keeps them, `corpora`
-is all of that in order; `batches` cuts the ids into windows. `hub` asks whether the Hub answers.
+is all of that in order; `batches` cuts the ids into windows.
 """
 
-from data.batches import Batches, Position, ValidationWindows
+from data.batches import Batches, ValidationWindows
 from data.corpora import Corpus, Split, identity, load_corpus
 from data.tokenizer import Tokenizer
 
-__all__ = ["Batches", "Corpus", "Position", "Split", "Tokenizer", "ValidationWindows", "identity", "load_corpus"]
+__all__ = ["Batches", "Corpus", "Split", "Tokenizer", "ValidationWindows", "identity", "load_corpus"]

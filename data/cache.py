@@ -39,6 +39,7 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
     Raises:
         ValueError: nothing can be kept in cache_dir, or a file of the folder is not as it was written.
     """
+    unusable = f"data.cache_dir={cache_dir}: no corpus can be kept there ({{}}). Use another data.cache_dir=PATH."
     cache = machine.expanded(cache_dir)
     key = sha256(json.dumps(settings | {"sums": True}, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache / f"{_file_name(name)}-{key}"
@@ -48,33 +49,37 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
         cache.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=cache).close()  # FileLock would wait for ever if no file can be made
     except OSError as error:
-        raise _unusable(cache_dir, error) from error
+        raise ValueError(unusable.format(error.strerror)) from error
     with FileLock(cache / f".{key}-{USER}.lock"):
-        if folder.is_dir():  # another process built it while this one waited
-            return _verified(folder)
-        unfinished = f".{key}-{USER}.building-"
-        for leftover in cache.glob(f"{unfinished}*"):  # of a killed run, as this process holds the lock
-            shutil.rmtree(leftover, ignore_errors=True)
-        building = Path(tempfile.mkdtemp(prefix=unfinished, dir=cache))
         try:
-            build(building)
-            open_to, built = cache.stat().st_mode, sorted(building.iterdir())  # mkdtemp permits one user alone, and a umask may
-            for path in (*built, building / SUMS):
-                path.touch()
-                path.chmod(open_to & 0o644 | 0o600)
-            building.chmod(open_to & 0o755 | 0o700)
-            sums = zip(checksums(built, cache), built, strict=True)
-            (building / SUMS).write_text("".join(f"{digest}  {path.name}\n" for digest, path in sums), encoding="utf-8")
-            building.rename(folder)
+            if not folder.is_dir():  # no other process built it while this one waited
+                _build(folder, f".{key}-{USER}.building-", build)
+                return folder
         except OSError as error:
-            if folder.is_dir():  # another user was faster
-                return _verified(folder)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise ValueError(unusable.format(error.strerror)) from error
+            if not folder.is_dir():  # else another user was faster
                 raise
-            raise _unusable(cache_dir, error) from error
-        finally:
-            shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
-    return folder
+    return _verified(folder)
+
+
+def _build(folder: Path, unfinished: str, build: Callable[[Path], None]) -> None:
+    """Fills the folder under a name that begins with `unfinished`, and renames it."""
+    cache = folder.parent
+    for leftover in cache.glob(f"{unfinished}*"):  # of a killed run, as this process holds the lock
+        shutil.rmtree(leftover, ignore_errors=True)
+    building = Path(tempfile.mkdtemp(prefix=unfinished, dir=cache))
+    try:
+        build(building)
+        built, open_to = sorted(building.iterdir()), cache.stat().st_mode
+        sums = zip(checksums(built, cache), built, strict=True)
+        (building / SUMS).write_text("".join(f"{digest}  {path.name}\n" for digest, path in sums), encoding="utf-8")
+        for path in building.iterdir():  # mkdtemp permits one user alone, and a umask may
+            path.chmod(open_to & 0o644 | 0o600)
+        building.chmod(open_to & 0o755 | 0o700)
+        building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
 
 
 def checksums(paths: Sequence[Path], cache: Path) -> list[str]:
@@ -108,28 +113,17 @@ def checksums(paths: Sequence[Path], cache: Path) -> list[str]:
 
 def _verified(folder: Path) -> Path:
     """The folder, if its files are as they were written."""
-    path = folder / SUMS
     try:
-        sums = {name: digest for digest, name in (line.split("  ") for line in path.read_text(encoding="utf-8").splitlines())}
-        if not sums:
-            raise ValueError("it is empty")
-        paths = [folder / name for name in sums]
-        for path, digest in zip(paths, checksums(paths, folder.parent), strict=True):
-            if digest != sums[path.name]:
-                raise ValueError("it is not as it was written")
+        lines = [line.split("  ") for line in (folder / SUMS).read_text(encoding="utf-8").splitlines()]
+        sums = checksums([folder / name for _, name in lines], folder.parent)
+        if not lines or sums != [digest for digest, _ in lines]:
+            raise ValueError("its files are not as they were written")
     except (OSError, ValueError) as error:
-        name, what = (error.filename, error.strerror) if isinstance(error, OSError) else (path, error)
-        todo = f"Delete {folder}; the next start remakes it."
-        if isinstance(error, PermissionError):
-            todo = f"Ask its owner for `chmod -R a+rX {folder}`, or use another data.cache_dir."
-        raise ValueError(f"{name}: the cached corpus can't be read: {what}. {todo}") from error
+        raise ValueError(
+            f"{folder}: the cached corpus can't be read: {error}. Delete this folder, and the next start remakes it; if it is "
+            "another user's, use another data.cache_dir."
+        ) from error
     return folder
-
-
-def _unusable(cache_dir: str, error: OSError) -> ValueError:
-    return ValueError(
-        f"data.cache_dir={cache_dir}: no corpus can be kept there ({error.strerror}). Use another data.cache_dir=PATH."
-    )
 
 
 def _file_name(name: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
-from data.split import TRAIN, Pieces, split_documents, whole_documents
+from data.split import TRAIN, Labelled, split_documents
 from data.tokenizer import Tokenizer, char_tokenizer, pretrained_file, pretrained_tokenizer, train_bpe
 from data.tokens import write_tokens
 
@@ -62,7 +62,12 @@ def load_corpus(data: DataConfig, tokenizer: TokenizerConfig, *, context: int) -
     )
     corpus = _open(folder, data.called)
     for name, split in (("training", corpus.train), ("validation", corpus.val)):
-        _check_length(name, split, data, context)
+        if len(split.tokens) <= context:
+            raise ValueError(
+                f"data.name={data.called}: the {name} split has {len(split.tokens)} tokens ({split.bytes} bytes, "
+                f"{split.documents} documents) and model.context={context} needs at least {context + 1}. Give it more text "
+                "(data.files, data.max_documents, data.val_fraction, data.val_split), or lower model.context."
+            )
     return corpus
 
 
@@ -101,33 +106,29 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     scratch.mkdir()
     # A pretrained tokenizer is loaded first, so that its absence is known before the documents are read.
     pretrained = pretrained_tokenizer(str(config.pretrained)) if config.kind == TokenizerKind.pretrained else None
-    pieces = split_documents(documents.open(scratch), data)
-    tokenizer = pretrained or _train_tokenizer(config, pieces)
-    if not tokenizer.takes_pieces:
-        pieces = whole_documents(pieces)
+    labelled = split_documents(documents.open(scratch), data)
+    tokenizer = pretrained or _train_tokenizer(config, labelled)
+    whole = labelled if tokenizer.takes_pieces else lambda: ((split, ["".join(one)]) for split, one in labelled())
     tokenizer.save(folder / "tokenizer.json")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    counts = write_tokens(folder, pieces, tokenizer, dtype=dtype, processes=data.processes)
+    counts = write_tokens(folder, whole, tokenizer, dtype=dtype, processes=data.processes)
     shutil.rmtree(scratch)
-    if not any(count["documents"] for count in counts.values()):
-        raise ValueError(f"data.name={data.called} has no text: {documents.what}. Give it documents that are not empty.")
     facts = {"settings": settings, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name, "splits": counts}
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _train_tokenizer(config: TokenizerConfig, pieces: Pieces) -> Tokenizer:
+def _train_tokenizer(config: TokenizerConfig, documents: Labelled) -> Tokenizer:
     if config.kind == TokenizerKind.char:
         # Characters of both splits, as the validation text must have tokens too.
-        return char_tokenizer(set().union(*(piece.text for piece in pieces())))
+        return char_tokenizer(set().union(*(piece for _, document in documents() for piece in document)))
 
     def texts() -> Iterator[str]:
         left = BPE_CHARACTERS
-        for piece in pieces():
-            if piece.split == TRAIN:
-                yield piece.text
-                left -= len(piece.text)
-                if left <= 0:
-                    return
+        for piece in (piece for split, document in documents() if split == TRAIN for piece in document):
+            yield piece
+            left -= len(piece)
+            if left <= 0:
+                return
 
     return train_bpe(texts(), config.vocab_size)
 
@@ -138,24 +139,8 @@ def _open(folder: Path, name: str) -> Corpus:
     def split(key: str) -> Split:
         counts = facts["splits"][key]
         path = folder / f"{key}.bin"
-        if not counts["tokens"]:  # an empty file can't be mapped; _check_length has the message
+        if not counts["tokens"]:  # an empty file can't be mapped
             return Split(np.zeros(0, facts["dtype"]), 0, 0)
         return Split(np.memmap(path, dtype=facts["dtype"], mode="r"), counts["bytes"], counts["documents"], counts["lost"])
 
     return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), _hash(facts["settings"]))
-
-
-def _check_length(name: str, split: Split, data: DataConfig, context: int) -> None:
-    if len(split.tokens) > context:
-        return
-    if name == "training":
-        advice = "Give it more text (data.files, data.max_documents)"
-    elif data.val_split is None:
-        advice = f"Raise data.val_fraction={data.val_fraction}, give it more text (data.files, data.max_documents)"
-    else:
-        advice = f"Use a longer split than data.val_split={data.val_split}"
-    raise ValueError(
-        f"data.name={data.called}: the {name} split has {len(split.tokens)} tokens ({split.bytes} bytes, "
-        f"{split.documents} documents) and model.context={context} needs at least {context + 1}. {advice}, "
-        "or lower model.context."
-    )

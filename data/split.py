@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from itertools import chain, groupby, islice
-from operator import attrgetter
-from typing import NamedTuple
+from itertools import chain, islice
 
 import numpy as np
 
@@ -13,18 +11,11 @@ from data.documents import Document, Opened
 
 TRAIN, VAL = 0, 1
 
-
-class Piece(NamedTuple):
-    split: int  # TRAIN or VAL
-    document: int  # counted over all documents with text
-    text: str  # never empty
+Labelled = Callable[[], Iterator[tuple[int, Document]]]  # TRAIN or VAL, and a document; each call reads the corpus again
 
 
-Pieces = Callable[[], Iterator[Piece]]  # each call reads the corpus from the start
-
-
-def split_documents(opened: Opened, data: DataConfig) -> Pieces:
-    """The pieces of all documents, each marked with its split.
+def split_documents(opened: Opened, data: DataConfig) -> Labelled:
+    """All documents with text, each marked with its split.
 
     - With data.val_split the source has both splits.
     - Without it, whole documents are held out in the order of a hash of their content, until their bytes are closest to
@@ -33,28 +24,23 @@ def split_documents(opened: Opened, data: DataConfig) -> Pieces:
     - A stream is read once and its size is not known. Each of its documents is held out with probability data.val_fraction,
       by the same hash.
     """
-    train = _pieces(opened.train, data.max_documents)
-    if opened.val is not None:
-        val = _pieces(opened.val, data.max_documents)
-        return lambda: chain(train(), (piece._replace(split=VAL) for piece in val()))
+
+    def with_text(documents: Callable[[], Iterator[Document]]) -> Iterator[Document]:
+        return filter(any, islice(documents(), data.max_documents))
+
+    val, fraction = opened.val, data.val_fraction
+    if val is not None:
+        return lambda: chain(((TRAIN, one) for one in with_text(opened.train)), ((VAL, one) for one in with_text(val)))
     if opened.streaming:
-        return lambda: _split_by_hash(train, data.val_fraction)
-    hashes, sizes = _hashes_and_sizes(train)
+        return lambda: ((VAL if _hash(one)[0] < fraction * 2**64 else TRAIN, one) for one in with_text(opened.train))
+    described = np.array([_hash(one) for one in with_text(opened.train)], np.uint64).reshape(-1, 2)
+    hashes, sizes = described[:, 0], described[:, 1].astype(np.int64)
     if len(np.unique(hashes)) > 1:
-        held_out = hold_out(hashes, sizes, data.val_fraction)
-        return lambda: (piece._replace(split=VAL if held_out[piece.document] else TRAIN) for piece in train())
-    position = int(sizes[:1].sum() * (1 - data.val_fraction))  # of a document: all are as long as the first
-    return lambda: _split_by_position(train, position)
-
-
-def whole_documents(pieces: Pieces) -> Pieces:
-    """The same text with one piece per document and split, for tokenizers that need whole documents."""
-
-    def joined() -> Iterator[Piece]:
-        for (split, document), parts in groupby(pieces(), key=attrgetter("split", "document")):
-            yield Piece(split, document, "".join(piece.text for piece in parts))
-
-    return joined
+        held_out = hold_out(hashes, sizes, fraction)
+        return lambda: ((int(held), one) for held, one in zip(held_out, with_text(opened.train), strict=True))
+    size = int(sizes[:1].sum())  # of a document: all are as long as the first
+    position = min(int(size * (1 - fraction)), size - 1)
+    return lambda: chain.from_iterable(_cut_at(position, one) for one in with_text(opened.train))
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
@@ -78,59 +64,22 @@ def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     return chosen[group]
 
 
-def _pieces(documents: Callable[[], Iterator[Document]], limit: int | None) -> Pieces:
-    """The pieces of documents that have text, all marked TRAIN."""
-
-    def pieces() -> Iterator[Piece]:
-        number = 0
-        for document in islice(documents(), limit):
-            empty = True
-            for text in document:
-                if text:
-                    yield Piece(TRAIN, number, text)
-                    empty = False
-            number += not empty
-
-    return pieces
+def _hash(document: Document) -> tuple[int, int]:
+    """A hash of a document's UTF-8 text, and its bytes."""
+    utf8 = "".join(document).encode()
+    return int.from_bytes(blake2b(utf8, digest_size=8).digest()), len(utf8)
 
 
-def _hashes_and_sizes(pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Of each document's UTF-8 text: uint64 and int64 [documents]."""
-    hashes, sizes = [], []
-    for _, document in groupby(pieces(), key=attrgetter("document")):
-        digest, size = blake2b(digest_size=8), 0
-        for piece in document:
-            utf8 = piece.text.encode()
-            digest.update(utf8)
-            size += len(utf8)
-        hashes.append(int.from_bytes(digest.digest()))
-        sizes.append(size)
-    return np.array(hashes, dtype=np.uint64), np.array(sizes, dtype=np.int64)
-
-
-def _split_by_hash(pieces: Pieces, fraction: float) -> Iterator[Piece]:
-    for _, document in groupby(pieces(), key=attrgetter("document")):
-        whole = list(document)  # a row of the stream, which is in memory
-        digest = blake2b("".join(piece.text for piece in whole).encode(), digest_size=8).digest()
-        split = VAL if int.from_bytes(digest) < fraction * 2**64 else TRAIN
-        yield from (piece._replace(split=split) for piece in whole)
-
-
-def _split_by_position(pieces: Pieces, position: int) -> Iterator[Piece]:
-    """The first `position` bytes of a document are to train on. The piece there is cut at a line end, or between characters."""
-    read, before = 0, 0
-    for piece in pieces():
-        if piece.document != before:
-            read, before = 0, piece.document
-        utf8 = piece.text.encode()
-        if read + len(utf8) <= position:
-            yield piece
-        elif read >= position:
-            yield piece._replace(split=VAL)
-        else:
+def _cut_at(position: int, document: Document) -> Iterator[tuple[int, Document]]:
+    """The first `position` bytes are to train on. The piece there is cut at a line end, or between characters."""
+    read = 0
+    for i, piece in enumerate(document):
+        utf8 = piece.encode()
+        if read + len(utf8) > position:
             head = utf8[: position - read].decode(errors="ignore")  # drops the bytes of a character cut in two
             head = head[: head.rfind("\n", len(head) * 9 // 10) + 1] or head
-            if head:
-                yield piece._replace(text=head)
-            yield piece._replace(split=VAL, text=piece.text[len(head) :])
+            if train := [*document[:i], *([head] if head else [])]:
+                yield TRAIN, train
+            yield VAL, [piece[len(head) :], *document[i + 1 :]]
+            return
         read += len(utf8)

@@ -14,7 +14,6 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from configs import machine
-from data.hub import from_the_hub
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>", "[SEP]")  # what some pretrained tokenizers call it
@@ -98,7 +97,11 @@ class Tokenizer:
         if self._alphabet is not None:
             for text, ids in zip(texts, rows, strict=True):
                 if len(ids) != len(text):
-                    self._refuse_unseen(text, self._alphabet)
+                    unseen = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in sorted(set(text) - self._alphabet)[:5])
+                    raise ValueError(
+                        f"tokenizer.kind=char has no token for {unseen}: its {len(self._alphabet)} characters are those of the "
+                        "corpus. Leave the character out, or use tokenizer.kind=bpe, which encodes any text."
+                    )
         return rows
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -124,15 +127,6 @@ class Tokenizer:
 
     def __reduce__(self):
         return _from_json, (self._tokenizer.to_str(),)  # to the processes that tokenise
-
-    @staticmethod
-    def _refuse_unseen(text: str, alphabet: set[str]) -> None:
-        unseen = sorted(set(text) - alphabet)
-        names = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in unseen[:5]) + (", …" if len(unseen) > 5 else "")
-        raise ValueError(
-            f"tokenizer.kind=char has no token for {names}: its {len(alphabet)} characters are those of the corpus. "
-            "Leave the character out, or use tokenizer.kind=bpe, which encodes any text."
-        )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -164,32 +158,26 @@ def char_tokenizer(alphabet: Iterable[str]) -> Tokenizer:
 
 def pretrained_tokenizer(name: str) -> Tokenizer:
     """A tokenizer.json by its path, or by the name of its repository on the Hub."""
-    path = pretrained_file(name)
-    if path is not None:
+    if path := pretrained_file(name):
         return Tokenizer.load(path)
     try:
-        with from_the_hub() as problem:
-            return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
+        return Tokenizer(tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # the library raises bare Exception, offline and for an unknown name alike
         raise FileNotFoundError(
             f"tokenizer.pretrained={name} is neither a file here nor a repository with a tokenizer.json that the Hugging Face "
-            f"Hub would give: {problem or str(error).rstrip('.')}. "
-            "Check the name and the network, or download its tokenizer.json and give the path."
+            f"Hub would give: {str(error).rstrip('.')}. Check the name and the network, or download its tokenizer.json and "
+            "give the path."
         ) from error
 
 
 def pretrained_file(name: str) -> Path | None:
     """The local tokenizer.json that `tokenizer.pretrained` names; None for a name on the Hub."""
     path = machine.expanded(name)
-    if path.is_dir() and (path / "tokenizer.json").is_file():
-        path = path / "tokenizer.json"
+    path = path / "tokenizer.json" if path.is_dir() else path
     if path.is_file():
         return path
-    if path.suffix == ".json" or name.startswith(("/", ".", "~")):
-        raise FileNotFoundError(
-            f"tokenizer.pretrained={name}: no such file. Give the path of a tokenizer.json, "
-            "or owner/name on the Hugging Face Hub."
-        )
+    if name.endswith(".json") or name.startswith(("/", ".", "~")):
+        raise FileNotFoundError(f"tokenizer.pretrained={name}: no such file. Give a tokenizer.json, or owner/name on the Hub.")
     return None
 
 

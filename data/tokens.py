@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
 from multiprocessing import get_context
@@ -15,72 +14,52 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.split import Piece, Pieces
+from data.split import Labelled
 from data.tokenizer import Tokenizer
 
-SPLITS = ("train", "val")  # in the order of Piece.split
+SPLITS = ("train", "val")  # data.split.TRAIN, VAL
 BATCH = 256  # pieces tokenised together: up to 4 million characters
 
 
-@dataclass
-class _Counts:
-    tokens: int = 0
-    bytes: int = 0  # of the text that the tokens stand for
-    lost: int = 0  # of text that the tokenizer has no token for
-    documents: int = 0
+class Piece(NamedTuple):
+    split: int
+    text: str
+    ends: bool  # it is the last one of its document
 
 
 class Row(NamedTuple):
-    """A tokenised piece."""
+    """A tokenised piece; the last one of a document with the separator."""
 
     split: int
-    document: int
     ids: np.ndarray
     bytes: int  # of the text that the tokens stand for
     lost: int  # bytes of text that the tokenizer has no token for
+    ends: bool
 
 
 def write_tokens(
-    folder: Path, pieces: Pieces, tokenizer: Tokenizer, *, dtype: np.dtype, processes: int
+    folder: Path, documents: Labelled, tokenizer: Tokenizer, *, dtype: np.dtype, processes: int
 ) -> dict[str, dict[str, int]]:
     """Writes train.bin and val.bin: each document's tokens and a separator. Returns the counts of each split."""
-    counts = [_Counts() for _ in SPLITS]
-    last = [-1 for _ in SPLITS]  # number of the document that each split is writing
-    separator = np.array(tokenizer.separator, dtype)
-    separator_bytes = int(tokenizer.bytes_of[separator].sum())
-
+    counts = {split: dict.fromkeys(("tokens", "bytes", "lost", "documents"), 0) for split in SPLITS}
     with ExitStack() as stack:
         files = [stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS]
-
-        def end_document(split: int) -> None:
-            files[split].write(separator.tobytes())
-            counts[split].tokens += len(separator)
-            counts[split].bytes += separator_bytes
-            counts[split].documents += 1
-
-        rows = _tokenised(pieces, tokenizer, dtype, processes)
         bar = stack.enter_context(tqdm(desc="writing tokens", unit="B", unit_scale=True, delay=3, leave=False))
-        for row in rows:
-            split, document, size = row.split, row.document, row.bytes
-            if document != last[split]:
-                if last[split] >= 0:
-                    end_document(split)
-                last[split] = document
-            files[split].write(row.ids.tobytes())
-            counts[split].tokens += len(row.ids)
-            counts[split].bytes += size
-            counts[split].lost += row.lost
-            bar.update(size + row.lost)
-        for split in range(len(SPLITS)):
-            if last[split] >= 0:
-                end_document(split)
-    return {name: asdict(count) for name, count in zip(SPLITS, counts, strict=True)}
+        for row in _tokenised(documents, tokenizer, dtype, processes):
+            files[row.split].write(row.ids.tobytes())
+            count = counts[SPLITS[row.split]]
+            count["tokens"] += len(row.ids)
+            count["bytes"] += row.bytes
+            count["lost"] += row.lost
+            count["documents"] += row.ends
+            bar.update(row.bytes + row.lost)
+    return counts
 
 
-def _tokenised(pieces: Pieces, tokenizer: Tokenizer, dtype: np.dtype, processes: int) -> Iterator[Row]:
-    """The rows of the pieces, in their order. One process tokenises as it reads; `tokenizers` uses a thread per core."""
-    rest = pieces()
-    batches = iter(lambda: list(islice(rest, BATCH)), [])
+def _tokenised(documents: Labelled, tokenizer: Tokenizer, dtype: np.dtype, processes: int) -> Iterator[Row]:
+    """The rows of the documents, in their order. One process tokenises as it reads; `tokenizers` uses a thread per core."""
+    pieces = (Piece(split, one, i == len(texts)) for split, texts in documents() for i, one in enumerate(texts, start=1))
+    batches = iter(lambda: list(islice(pieces, BATCH)), [])
     encode = partial(_encode, tokenizer, dtype)
     if processes == 1:
         yield from chain.from_iterable(map(encode, batches))
@@ -93,9 +72,11 @@ def _tokenised(pieces: Pieces, tokenizer: Tokenizer, dtype: np.dtype, processes:
 
 
 def _encode(tokenizer: Tokenizer, dtype: np.dtype, batch: list[Piece]) -> list[Row]:
-    rows = []
+    rows, separator = [], tokenizer.separator
     for piece, ids in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
         whole = len(piece.text.encode())
         told = min(whole, int(tokenizer.bytes_of[ids].sum()))  # a normaliser may make text longer
-        rows.append(Row(piece.split, piece.document, np.array(ids, dtype), told, whole - told))
+        end = separator if piece.ends else []
+        row = Row(piece.split, np.array(ids + end, dtype), told + int(tokenizer.bytes_of[end].sum()), whole - told, piece.ends)
+        rows.append(row)
     return rows

@@ -124,8 +124,8 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
         arm.cfg.logging = settle(logging)[0]
     names = [arm.name for arm in arms]
     if (wanted := first.compare.baseline) is not None and wanted not in names:
-        near = keys.nearest(wanted, names) or names
-        raise ConfigError(f"compare.baseline={wanted}: no such arm. Did you mean {near[0]!r}?")
+        near = keys.did_you_mean(wanted, names)
+        raise ConfigError(f"compare.baseline={wanted}: no such arm.{near} Arms: {', '.join(names)}.")
     if first.resume not in ("never", "auto"):
         raise ConfigError(f"resume={first.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
     words: dict[str, str] = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
@@ -148,7 +148,7 @@ def _read(name: str) -> dict[str, Any]:
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if not path.is_file():
-        near = "".join(f" Did you mean study={one}?" for one in keys.nearest(name, known))
+        near = keys.did_you_mean(name, known)
         raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or set(found) - FIELDS:

@@ -10,12 +10,12 @@ import configs
 from configs import ConfigError
 from configs.compose import as_typed
 from tests.runs import CPU
-from training import checkpoint, plot
+from training import checkpoint
 from training.tracking import agent_job
 
 TEXTS = [
-    *("echo ${HOME}", "${oc.env:SECRET}", "${", "\\${a}", "\\\\${a}", "${a", "a\\", '"', "'", 'it\'s "so"', "a: b # c", "\t\n"),
-    *("2024_01_05", "12e4567", "1e5", "None", "null", "true", "0x1F", "~", "é × 漢", " a ", "%20", "a,b", "[a]", "{a: 1}", ""),
+    *("${oc.env:SECRET}", "${", "\\${a}", "\\\\${a}", "a\\", 'it\'s "so"', "a: b # c", "\t\n", "2024_01_05", "1e5", "None"),
+    *("null", "true", "~", "é × 漢", " a ", "a,b", "[a]", "{a: 1}", ""),
 ]
 
 
@@ -52,14 +52,6 @@ def test_what_a_command_interpolates_is_resolved_once(monkeypatch):
     cfg = configs.compose_only(["logging.name=${oc.env:SECRET}", r'sample.prompt="\${oc.env:SECRET}"'])
     assert (cfg.logging.name, cfg.sample.prompt) == ("leaked", "${oc.env:SECRET}")
     assert configs.from_dict(configs.to_dict(cfg)).sample.prompt == "${oc.env:SECRET}"
-
-
-def test_a_run_with_text_that_looks_like_an_interpolation_is_drawn_under_that_text(tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text(configs.to_yaml(with_text("${oc.env:SECRET}")))
-    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 3.0}\n')
-    assert plot.read_run(run).config["sample.prompt"] == "${oc.env:SECRET}"
 
 
 def test_the_values_of_an_agents_sweep_are_plain_too(tmp_path, monkeypatch):

@@ -70,28 +70,9 @@ def test_batches_read_only_where_a_batch_lies(tmp_path):
     assert inputs.shape == (2, 2**20)
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 3), (1, 50)])
-def test_a_position_names_the_tokens_of_its_batch(rank, step):
-    batches = Batches(numbered(1000), context=10, batch_size=4, seed=3, rank=rank, ranks=2)
-    position = batches.position(step)
-    assert batches[step][0][:, 0].tolist() == list(position.offsets)
-    assert position.epoch * position.windows + position.window == step * 4 + rank * 2
-    assert f"step {step}" in str(position) and str(position.offsets[0]) in str(position)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "settings", "message"),
-    [
-        (4, {"context": 4}, "needs at least 5 tokens, got 4"),
-        (9, {"batch_size": 3, "ranks": 2}, "batch_size=3 .* multiple of the 2 ranks"),
-        (9, {"batch_size": 2, "rank": 2, "ranks": 2}, r"rank=2 must be in \[0, 2\)"),
-        (9, {"seed": -1}, "seed=-1"),
-        (9, {}, "step=-1"),
-    ],
-)
-def test_impossible_batches_are_refused(tokens, settings, message):
-    with pytest.raises((ValueError, IndexError), match=message):
-        Batches(numbered(tokens), **{"context": 4, "batch_size": 1, "seed": 0, **settings})[-1]
+def test_a_batch_that_would_read_the_text_many_times_is_refused():
+    with pytest.raises(ValueError, match="reads the training text 200 times: it has 2 windows"):
+        Batches(numbered(121), context=40, batch_size=400, seed=0)
 
 
 @given(st.integers(1, 20), sizes, st.integers(1, 7), st.integers(1, 5) | st.none(), st.integers(1, 3))

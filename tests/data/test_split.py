@@ -15,10 +15,8 @@ DOCUMENTS = [[text_of(i, 50 + i % 7)] for i in range(100)]
 def split(documents: list[list[str]], *, streaming: bool = False, val: list[list[str]] | None = None, **settings):
     """The texts of the documents of each split."""
     opened = Opened(lambda: iter(documents), (lambda: iter(val)) if val is not None else None, streaming)
-    texts: dict[tuple[int, int], str] = {}
-    for piece in split_documents(opened, DataConfig(**settings))():
-        texts[piece.split, piece.document] = texts.get((piece.split, piece.document), "") + piece.text
-    return tuple([text for (of, _), text in texts.items() if of == side] for side in (TRAIN, VAL))
+    labelled = [(side, "".join(document)) for side, document in split_documents(opened, DataConfig(**settings))()]
+    return tuple([text for of, text in labelled if of == side] for side in (TRAIN, VAL))
 
 
 @pytest.mark.parametrize(("streaming", "fraction"), [(False, 0.01), (False, 0.2), (False, 0.9), (True, 0.2)])

@@ -96,11 +96,17 @@ def test_a_librarys_model_is_torchs_up_to_rounding(installed, build, batch, impl
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared", "draws dropout masks of its own"),
-        ("norm.impl=flash_attn model.drop_path=0.1 model.block=parallel", "no drop path in parallel blocks"),
-        ("norm.impl=liger model.dropout=0.1", "no dropout and no drop path. Use model.dropout=0"),
-        ("norm.impl=liger model.block=parallel", "no second weight"),
-        ("norm.impl=quack", "has no layernorm that trains. Use norm.kind=rmsnorm"),
+        (
+            "norm.impl=flash_attn model.dropout=0.1 norm.dropout_masks=shared",
+            "has no norm.dropout_masks=shared",
+        ),
+        (
+            "norm.impl=flash_attn model.drop_path=0.1 model.block=parallel",
+            "here, but model.drop_path=0",
+        ),
+        ("norm.impl=liger model.dropout=0.1", "has no model.dropout=0.1 here, but model.dropout=0"),
+        ("norm.impl=liger model.block=parallel", "has no model.block=parallel here, but model.block=sequential"),
+        ("norm.impl=quack", "has no norm.kind=layernorm here, but norm.kind=rmsnorm"),
         ("norm.impl=flash_attn model.dropout=0.1", None),
         ("norm.impl=liger norm.kind=rmsnorm", None),
         ("norm.impl=quack norm.kind=rmsnorm", None),

@@ -141,7 +141,7 @@ def test_the_second_load_makes_nothing_even_if_the_files_have_moved_and_notices_
                 (folder / name).write_bytes(damaged)
             named = r"\S+" if name == "SHA256SUMS" else name
             with pytest.raises(
-                ValueError, match=rf"{named}: the cached corpus can't be read: .*Delete .*; the next start remakes"
+                ValueError, match=rf"the cached corpus can't be read: .*{named}: .*Delete .*; the next start remakes"
             ):
                 load(text_config)
         (folder / name).write_bytes(content)

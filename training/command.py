@@ -102,7 +102,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
             summary = train(origin.cfg, run, inspected, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:
-            show(f"stopped: {error}", sys.stderr)
+            show("\n".join([f"stopped: {error}", *getattr(error, "__notes__", ())]), sys.stderr)
             ErrorHandler().record_exception(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one

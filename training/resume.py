@@ -82,7 +82,9 @@ def settle(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> 
     if cfg.train.precision is Precision.auto:  # another device would choose another dtype
         cfg.train.precision = before.train.precision
     finished = auto and Start(cfg, run, stored, in_place=True).finished
-    changed = rules.check_resumed(before, cfg, None if finished else _same_corpus(stored, cfg))
+    with command_line.as_config_errors():  # a finished run needs its text no more
+        same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
+    changed = rules.check_resumed(before, cfg, same_corpus)
     in_place = auto or (bool(kept) and (folder.resolve() == run.resolve() if chosen else not changed))
     if in_place and not auto:
         cfg.resume = before.resume  # config.yaml says how the run began
@@ -93,8 +95,14 @@ def settle(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> 
         if then != now:
             notes.append(f"{key}={now} from here on; the steps before had {key}={then}.")
     start = Start(cfg, run if in_place else folder, stored, in_place, kept, notes)
-    if not finished:
-        _check_left(start, stored, run)
+    steps = cfg.train.steps
+    lacks_results = in_place and not start.finished and before.train.steps == steps
+    if stored.step >= steps and not finished and not lacks_results:
+        raise ConfigError(
+            f"{this}: {relative(found)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
+            f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
+            "The last word accepts other learning rates than the steps before had, where optim.schedule makes some."
+        )
     return start
 
 
@@ -108,21 +116,3 @@ def _first_start(cfg: Config, folder: Path) -> Start:
     started = (folder / "config.yaml").is_file()
     note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
     return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])
-
-
-def _same_corpus(stored: Stored, cfg: Config) -> bool:
-    with command_line.as_config_errors():
-        return stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
-
-
-def _check_left(start: Start, stored: Stored, run: Path) -> None:
-    """Raises ConfigError: the run has no steps left, and no results are missing."""
-    steps = start.cfg.train.steps
-    unfinished = start.in_place and not start.finished and stored.cfg.train.steps == steps
-    if stored.step < steps or unfinished:
-        return
-    raise ConfigError(
-        f"resume: {relative(stored.path)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
-        f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
-        "The last word accepts other learning rates than the steps before had, where optim.schedule makes some."
-    )

@@ -30,9 +30,6 @@ class StorageError(RuntimeError):
     """A file of a run can't be written, for example on a full disk. The message says where and why."""
 
 
-# ---- checkpoints -------------------------------------------------------------------------------------------------------------
-
-
 def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Path:
     """Writes a checkpoint of `step` in the run's folder.
 
@@ -49,9 +46,7 @@ def commit(run: Path, step: int, parts: Mapping[str, Callable[[], bytes]]) -> Pa
             temporary.mkdir(parents=True, exist_ok=True)  # a killed process may have left it
             sums = ""
             for part, make in parts.items():
-                content = make()
-                _write(temporary / part, content)
-                sums += f"{sha256(content).hexdigest()}  {part}\n"
+                sums += f"{_write(temporary / part, make())}  {part}\n"
             _write(temporary / SUMS, sums.encode())
             sync(temporary)
             temporary.rename(final)
@@ -117,9 +112,6 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# ---- files -------------------------------------------------------------------------------------------------------------------
-
-
 def replace_text(path: Path, text: str) -> None:
     """Replaces a small file in one step."""
     replace(path, text.encode())
@@ -137,9 +129,11 @@ def replace(path: Path, content: bytes) -> None:
         sync(path.parent)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> str:
+    """Writes a file and flushes it to the disk. Returns its SHA-256."""
     path.write_bytes(content)
     sync(path)
+    return sha256(content).hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -176,9 +170,6 @@ def relative(path: Path) -> str:
     """The path, relative to the current folder if it is inside it."""
     short = os.path.relpath(path)
     return str(path) if short.startswith("..") else short
-
-
-# ---- the run's folder --------------------------------------------------------------------------------------------------------
 
 
 def claim(folder: Path, exact: bool = False) -> Path:

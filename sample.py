@@ -38,7 +38,7 @@ def sample(
     """Texts, each of the prompt and options.tokens more.
 
     Args:
-        path: a run folder (its newest checkpoint), or a checkpoint, such as a run folder's link `best`.
+        path: a run folder (its newest checkpoint), or a checkpoint, such as RUN/best.
         seen: called after each token with the texts so far.
 
     Raises:

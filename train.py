@@ -88,7 +88,6 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     with Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver:
         if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
             validate(run, corpus.val, metrics, interrupt, world)
-        saver.update_links(state.best_step)  # the newest checkpoint of a resumed run may be damaged and out of use
         for step in profiled(run, run.progress(range(state.step, cfg.train.steps)), model, precision.device, world):
             with clock.step():
                 loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)

@@ -71,8 +71,8 @@ def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
     with torch.device("meta"):
         ours = GPT(m, cfg.norm, m.vocab_size)
     shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
-    if wrong := export.unsupported(export.GPT2, m, cfg.norm, cfg.loss):
-        raise ConfigError(f"ours is not nanoGPT's architecture: {'; '.join(wrong)}. Leave these keys out, or ablate.nanogpt.")
+    if wrong := export.unsupported(export.GPT2, cfg):
+        raise ConfigError(f"ours is not nanoGPT's architecture: {' '.join(wrong)} Leave these keys out, or ablate.nanogpt.")
     wanted = {theirs: shapes.pop(mine) for mine, theirs in _names(cfg) if mine in shapes} | shapes
     found = {name: tuple(p.shape) for name, p in peer.named_parameters()}
     if differing := sorted(set(wanted.items()) ^ set(found.items())):

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -82,16 +82,16 @@ def _build(folder: Path, unfinished: str, build: Callable[[Path], None]) -> None
         shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
 
 
-def checksums(paths: Sequence[Path], cache: Path) -> list[str]:
+def checksums(paths: Sequence[Path], cache: Path | None) -> list[str]:
     """SHA-256 of the content of each file, in hexadecimal.
 
-    Sums of more than LARGE bytes are kept in the cache, so that these files are read once. They count as long as the files'
-    places on the disk, sizes and times of change are the same. No program can set the last of these times.
+    Sums of more than LARGE bytes are kept in the cache, if one is given, so that these files are read once. They count as long
+    as the files' places on the disk, sizes and times of change are the same. No program can set the last of these times.
     """
     stats = [path.stat() for path in paths]
     size, kept = sum(stat.st_size for stat in stats), None
     racy = time.time_ns() - 2 * 10**9  # a file that has just changed may change again within a tick of its clock
-    if size > LARGE and max(stat.st_ctime_ns for stat in stats) < racy:
+    if cache and size > LARGE and max(stat.st_ctime_ns for stat in stats) < racy:
         of = [[stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for stat in stats]
         kept = cache / f".sums-{USER}" / sha256(json.dumps(of).encode()).hexdigest()
         with suppress(OSError, UnicodeDecodeError):
@@ -111,18 +111,42 @@ def checksums(paths: Sequence[Path], cache: Path) -> list[str]:
     return found
 
 
+def verify(folder: Path, parts: Iterable[str] | None = None, cache: Path | None = None) -> None:
+    """Compares the files of a folder with its SHA256SUMS.
+
+    Args:
+        parts: only these files; None: all that are listed.
+        cache: see `checksums`.
+
+    Raises:
+        PermissionError: a file may not be read.
+        ValueError: a file is missing, not listed, or not as it was written. The message names it.
+    """
+    path = folder / SUMS
+    try:
+        sums = {name: digest for digest, name in (line.split("  ") for line in path.read_text(encoding="utf-8").splitlines())}
+        if not sums:
+            raise ValueError("it is empty")
+        paths = [folder / name for name in (sums if parts is None else parts)]
+        for path, digest in zip(paths, checksums(paths, cache), strict=True):
+            if digest != sums.get(path.name):
+                raise ValueError("it is not as it was written")
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:
+        name, what = (error.filename, error.strerror) if isinstance(error, OSError) else (path, error)
+        raise ValueError(f"{name}: {what}") from error
+
+
 def _verified(folder: Path) -> Path:
     """The folder, if its files are as they were written."""
     try:
-        lines = [line.split("  ") for line in (folder / SUMS).read_text(encoding="utf-8").splitlines()]
-        sums = checksums([folder / name for _, name in lines], folder.parent)
-        if not lines or sums != [digest for digest, _ in lines]:
-            raise ValueError("its files are not as they were written")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{folder}: the cached corpus can't be read: {error}. Delete this folder, and the next start remakes it; if it is "
-            "another user's, use another data.cache_dir."
-        ) from error
+        verify(folder, cache=folder.parent)
+    except (PermissionError, ValueError) as error:
+        todo = f"Delete {folder}; the next start remakes it."
+        if isinstance(error, PermissionError):
+            todo = f"Ask its owner for `chmod -R a+rX {folder}`, or use another data.cache_dir."
+        raise ValueError(f"the cached corpus can't be read: {error}. {todo}") from error
     return folder
 
 

@@ -48,7 +48,7 @@ def go_on_together(cfg: Config, folder: Path, on: Machine, world: distributed.Wo
     """A run in `folder`, or the rest of it, as train.py's job does it; without its picture."""
     origin = world.on_first(lambda: settle(cfg, folder, [], chosen=True))
     with open_run(origin, torch.device("cpu"), world=world) as run:
-        run.plot = lambda: None  # type: ignore[method-assign]
+        run.draw = lambda: None  # type: ignore[method-assign]
         train.train(cfg, run, on, world)
 
 
@@ -111,7 +111,7 @@ def _watch(world: distributed.World, told: dict, acts: dict[str, list[int]]) -> 
         if here("nan", index + 1):
             state.model.register_forward_hook(lambda *call: call[-1] * float("nan"))
         if here("full", index + 1):
-            checkpoint.write_tensors = no_space
+            checkpoint.serialize = no_space
         result = step(forward, state, batch, index, *rest)
         told["steps"] += 1
         return result

@@ -19,6 +19,7 @@ from configs import Config
 from configs.keys import GROUPS
 from configs.machine import Machine
 from configs.schema import ModelConfig, TrainConfig
+from training import checkpoint
 from training.metrics import read_metrics
 from training.precision import Precision
 from training.resume import settle
@@ -73,9 +74,14 @@ def train_here(overrides: list[str], folder: Path, plot: bool = False, on: Machi
     origin = settle(cfg or composed(overrides), folder, keys, chosen=True)
     with open_run(origin, torch.device("cpu")) as run:
         if not plot:
-            run.plot = lambda: None  # type: ignore[method-assign]
+            run.draw = lambda: None  # type: ignore[method-assign]
         summary = train.train(origin.cfg, run, on)
     return summary, read_metrics(run.folder / "metrics.jsonl")
+
+
+def newest(folder: Path) -> Path:
+    """The newest checkpoint of the run in `folder`."""
+    return checkpoint.locate(folder)
 
 
 def losses(metrics: list[dict], name: str = "train/loss") -> list[float]:
@@ -92,7 +98,7 @@ def assert_same_run(found: Path, whole: Path) -> None:
     """Losses, weights and the optimizer's state are those of the run in `whole`, but for the order of sums."""
     torch.testing.assert_close(curves(found), curves(whole), rtol=1e-5, atol=0)
     for file in ("model.safetensors", "training.safetensors"):
-        ours, expected = (load_file(folder / "last" / file) for folder in (found, whole))
+        ours, expected = (load_file(newest(folder) / file) for folder in (found, whole))
         assert ours.keys() == expected.keys()
         for name, tensor in expected.items():
             # a second moment is smaller than any tolerance that is not its own
@@ -115,15 +121,15 @@ def logged(folder: Path) -> int:
 
 def bits(folder: Path) -> dict[str, object]:
     """All that a run gives, to be compared bit for bit; but for times and for where it is kept."""
-    newest = folder / "last"
-    state = read_json(newest / "state.json")
+    last = newest(folder)
+    state = read_json(last / "state.json")
     for key in ("folder", "resume", "logging"):
         del state["config"][key]
     lines = read_metrics(folder / "metrics.jsonl")
     metrics = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
-    files = {name: (newest / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
+    files = {name: (last / name).read_bytes() for name in ("model.safetensors", "training.safetensors", "tokenizer.json")}
     results = {name: read_json(folder / "summary.json")[name] for name in ("final", "best")}
-    best = (folder / "best" / "model.safetensors").read_bytes()
+    best = (checkpoint.locate(folder / "best") / "model.safetensors").read_bytes()
     sample = (folder / "sample.txt").read_text(encoding="utf-8") if state["config"]["sample"]["tokens"] else None
     return files | {"state": state, "metrics": metrics, "results": results, "best": best, "sample": sample}
 

@@ -18,7 +18,7 @@ from measure import attribution
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
 from tests.ablation.peer import checkout
-from tests.runs import raising, train_here
+from tests.runs import newest, raising, train_here
 
 TIMES = "ablate.parity_seeds=0"  # without parity
 BOTH = ["eager", "compiled"]
@@ -60,7 +60,7 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
 
     monkeypatch.setattr(ablate.timing, "time_arms", timed)
     assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
-    stored = load_file(trained.folder / "last" / "model.safetensors")["embedding.weight"]
+    stored = load_file(newest(trained.folder) / "model.safetensors")["embedding.weight"]
     assert len(begun) == 3 and all(torch.equal(weight, stored) for weight in begun)
     whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity

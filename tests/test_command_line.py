@@ -15,7 +15,7 @@ from filelock import FileLock
 import sample
 from configs.schema import SampleConfig
 from tests.forks import Command
-from tests.runs import ROOT, environment, logged, read_json, run_folders, train_here, wait_until
+from tests.runs import ROOT, environment, logged, newest, read_json, run_folders, train_here, wait_until
 from training import checkpoint
 
 
@@ -42,7 +42,7 @@ def test_a_sweep_is_as_many_runs_as_combinations_each_in_its_folder_and_in_one_w
     [parent] = {folder.parent for folder in folders}
     assert parent.parent == sweep / "runs" and re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_sweep", parent.name)
     assert [path.name for path in sweep.iterdir()] == ["runs"]
-    kept = ("metrics.jsonl", "last/state.json", "loss.png")
+    kept = ("metrics.jsonl", "checkpoints/step_00000008/state.json", "loss.png")
     assert all((folder / name).is_file() for folder in folders for name in kept)
     lines = zip(*[(folder / "config.yaml").read_text().splitlines() for folder in folders], strict=True)
     assert {line[0].strip().split(":")[0] for line in lines if len(set(line)) > 1} == {"impl", "seed"}
@@ -85,7 +85,7 @@ def test_a_job_that_is_refused_lets_the_rest_of_the_sweep_run(tiny, tmp_path):
     assert "none.txt" in done.stderr and "(in the job " in done.stderr
     assert "[sweep] Launching 3 jobs locally\n[sweep] \t#0 : " in done.stdout
     assert [folder.name[:2] for folder in run_folders(tmp_path)] == ["0_", "2_"]
-    assert all((folder / "last/state.json").is_file() for folder in run_folders(tmp_path))
+    assert all((folder / "checkpoints/step_00000002/state.json").is_file() for folder in run_folders(tmp_path))
 
 
 def test_a_signal_before_the_first_step_leaves_nothing_and_has_its_exit_code(tiny, tmp_path):
@@ -181,7 +181,7 @@ def test_ctrl_c_while_the_program_is_being_imported_is_no_traceback(tmp_path, na
 
 
 def test_a_sample_is_the_prompt_and_more_and_depends_on_the_seed_alone(sweep, capsys, tmp_path):
-    shutil.copytree(run_folders(sweep)[0] / "last", tmp_path / "copy")
+    shutil.copytree(newest(run_folders(sweep)[0]), tmp_path / "copy")
     (tmp_path / "copy" / "training.safetensors").write_bytes(b"")  # a sample needs no state of the optimizer
     folder = run_folders(sweep)[0]
     places = ((folder, 1), (tmp_path / "copy", 1), (folder / "last", 2))
@@ -217,7 +217,7 @@ def test_a_sample_is_printed_as_it_grows_and_several_at_their_end_and_stays_afte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{folder}/none"], "no such file or folder"),
+        (["{folder}/none"], "no checkpoint there"),
         (["{folder}", "--prompt=日本"], "--prompt: "),
         (["{folder}", "--prompt=\udcff"], "--prompt: is not UTF-8 text"),
         (["nowhere", "--samples=0"], "--samples must be at least 1, got 0"),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.forks import Command
 from tests.ranks import train_together
-from tests.runs import ROOT, bits, environment, logged, wait_until
+from tests.runs import ROOT, bits, environment, logged, newest, wait_until
 
 STEPS = ["train.steps=12", "eval.every=6", "logging.every=1", "checkpoint.every=4", "sample.tokens=0", "model.dropout=0.1"]
 TWO = ["--standalone", "--nproc-per-node=2"]
@@ -61,7 +61,7 @@ def test_sigterm_which_torchrun_passes_on_stops_all_ranks_after_a_checkpoint(tin
     process.send_signal(signal.SIGTERM)
     done = process.finish()
     assert done.returncode == 1 and "stopped after step" in done.stdout, done.stderr
-    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
+    assert (newest(tmp_path / "mine") / "model.safetensors").is_file()
 
 
 def test_slurms_usr1_stops_all_ranks_after_a_checkpoint_though_it_ends_torchrun_and_no_rank_has_a_traceback(tiny, tmp_path):
@@ -75,7 +75,7 @@ def test_slurms_usr1_stops_all_ranks_after_a_checkpoint_though_it_ends_torchrun_
     out, err = process.communicate(timeout=200)  # until the last rank has closed its end
     assert process.returncode == -signal.SIGUSR1 and len(ranks.split()) == 2
     assert "stopped after step" in out and "Traceback" not in err
-    assert (tmp_path / "mine" / "last" / "model.safetensors").is_file()
+    assert (newest(tmp_path / "mine") / "model.safetensors").is_file()
 
 
 def test_a_refused_command_is_explained_and_the_reason_stands_last(tiny, tmp_path):

@@ -13,8 +13,8 @@ from measure.clock import StepClock, Window
 from model import GPT, norm
 from model.loss import TWO_PASSES
 from tests.resume.stops import in_step, spoil
-from tests.runs import FakeWandb, corpus, losses, read_json, train_here
-from training import checkpoint, evaluation, plot
+from tests.runs import FakeWandb, corpus, losses, newest, read_json, train_here
+from training import checkpoint, evaluation, plot, storage
 from training.checkpoint import Saver
 from training.distributed import ALONE
 from training.evaluation import Validation
@@ -39,10 +39,10 @@ def test_a_run_learns_and_logs_what_the_design_names(tiny, tmp_path):
     facts = read_json(summary.folder / "environment.json")
     assert facts["versions"]["torch"] in torch.__version__ and {"command", "git", "python", "gpu", "threads"} <= facts.keys()
     assert configs.from_dict(yaml.safe_load((summary.folder / "config.yaml").read_text())).train.steps == 30
-    kept = {path.suffix for path in (summary.folder / "last").iterdir()}
+    kept = {path.suffix for path in newest(summary.folder).iterdir()}
     assert kept == {".safetensors", ".json", ""}, "no file that can hold code; the sums have no suffix"
     files = "config.yaml environment.json metrics.jsonl summary.json tokenizer.json sample.txt loss.png run.json .lock"
-    assert {path.name for path in summary.folder.iterdir()} == {*files.split(), "checkpoints", "last", "best"}
+    assert {path.name for path in summary.folder.iterdir()} == {*files.split(), "checkpoints"}
 
 
 def test_bits_per_byte_of_each_split_are_by_its_own_text_and_everything_shows_the_same_figures(tmp_path, monkeypatch, capsys):
@@ -205,7 +205,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run_and_is_never_the_best
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: Validation(float("nan"), float("nan")))
     with pytest.raises(NonFiniteError, match="the validation loss is NaN or infinite at step 10"):
         train_here(tiny, tmp_path / "run")
-    assert not (tmp_path / "run" / "best").exists()
+    assert not storage.checkpoints(tmp_path / "run")
     assert "val/" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

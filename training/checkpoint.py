@@ -12,7 +12,6 @@ torch.distributed.checkpoint needs less, but its index is a pickle, which runs c
 """
 
 import json
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -23,22 +22,20 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from configs import Config, ConfigError, from_dict, to_dict
 from configs.compose import as_typed
-from data import Tokenizer
 from model import GPT
 from training import storage
-from training.console import show
 from training.distributed import ALONE, World
 from training.sharding import gather_to_host, is_sharded, sharded_like
-from training.storage import DamagedError, Sink, relative
+from training.storage import relative
 
 FORMAT = 2
-STATE_TYPES = {"step": int, "losses": int, "corpus": str, "scaler": dict, "owes_validation": bool, "config": dict}
 MODEL, TRAINING, STATE, TOKENIZER = "model.safetensors", "training.safetensors", "state.json", "tokenizer.json"
+PLAIN = ("step", "tokens", "losses", "corpus", "best_step", "owes_validation")  # of TrainState, in state.json
+LAST, BEST = "last", "best"  # RUN/last and RUN/best name checkpoints, and are no files
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ class TrainState:
     owes_validation: bool = False  # a signal cut the evaluation of this step short
     leads: bool = True  # whether this is the rank that writes
 
-    def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[Sink], object]]:
-        """The files of a checkpoint: by name, the function that writes the file.
+    def parts(self, config: dict[str, Any], *, copied: bool) -> dict[str, Callable[[], bytes]]:
+        """The files of a checkpoint: by name, the function that makes the content.
 
         All ranks of a sharded model call it together; only the first one gets the tensors.
 
@@ -77,30 +74,27 @@ class TrainState:
                 always copied.
         """
         model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        training = {"loss_sum": self.loss_sum.detach()} | _optimizer_tensors(self.model, self.optimizer)
+        training = {"loss_sum": self.loss_sum.detach()}
+        of_each = self.optimizer.state_dict()["state"]  # by the parameter's place among all groups
+        for index, (name, _) in enumerate(self._optimized()):
+            training |= {f"optimizer.{name}.{key}": value for key, value in of_each.get(index, {}).items()}
         if is_sharded(self.model):
             model, training = gather_to_host(model, keep=self.leads), gather_to_host(training, keep=self.leads)
         elif copied:
-            model, training = to_host(model), to_host(training)
-        state = {
+            model, training = _to_host(model), _to_host(training)
+        state = {name: getattr(self, name) for name in PLAIN} | {
             "format": FORMAT,
-            "step": self.step,
-            "tokens": self.tokens,
-            "losses": self.losses,
-            "corpus": self.corpus,
             "scaler": self.scaler.state_dict(),
             "validation": self.validation and asdict(self.validation),
             "best": self.best and asdict(self.best),
-            "best_step": self.best_step,
-            "owes_validation": self.owes_validation,
             "config": config,
         }
-        text = json.dumps(state, indent=1, allow_nan=False)  # now, as training goes on while a thread writes it
+        text = json.dumps(state, indent=1, allow_nan=False) + "\n"  # now, as training goes on while a thread writes it
         return {
-            MODEL: partial(write_tensors, tensors=model),
-            TRAINING: partial(write_tensors, tensors=training),
-            STATE: lambda file: file.write((text + "\n").encode()),
-            TOKENIZER: lambda file: file.write(self.tokenizer.encode()),
+            MODEL: partial(serialize, model),
+            TRAINING: partial(serialize, training),
+            STATE: text.encode,
+            TOKENIZER: self.tokenizer.encode,
         }
 
     def restore(self, stored: "Stored", *, same_folder: bool = True) -> None:
@@ -116,19 +110,12 @@ class TrainState:
         if stored.tokenizer != self.tokenizer:
             raise ConfigError(f"resume: {relative(stored.path)} was {stored.other_tokenizer} resume_with_changes=true")
         load_weights(self.model, stored)
-        training = stored.training()
-        state = {}
-        for index, (name, parameter) in enumerate(_optimized(self.model, self.optimizer)):
+        training, state = load_file(stored.path / TRAINING), {}
+        for index, (name, parameter) in enumerate(self._optimized()):
             prefix = f"optimizer.{name}."
-            state[index] = {
-                key.removeprefix(prefix): sharded_like(value, like=parameter)
-                if value.ndim
-                else value  # a count of steps is not sharded
-                for key, value in training.items()
-                if key.startswith(prefix)
-            }
-            if not state[index] and parameter.requires_grad:
-                raise ConfigError(f"resume: {relative(stored.path)} has no optimizer state for the parameter {name}.")
+            found = {key.removeprefix(prefix): value for key, value in training.items() if key.startswith(prefix)}
+            # a count of steps has no dimension, and is not sharded
+            state[index] = {key: sharded_like(value, parameter) if value.ndim else value for key, value in found.items()}
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         if stored.state["scaler"]:  # empty unless the run was in fp16
@@ -137,12 +124,93 @@ class TrainState:
         older = stored.step * stored.cfg.train.batch_size * stored.cfg.model.context
         self.tokens = stored.state.get("tokens", older)  # an older version stored none
         self.loss_sum = training["loss_sum"].to(self.loss_sum.device, copy=True)
-        self.validation, self.best = (
-            Validation(**kept) if (kept := stored.state[which]) else None for which in ("validation", "best")
-        )
-        self.best_step, self.owes_validation = stored.state["best_step"], stored.state["owes_validation"]
-        if not same_folder:
-            self.best, self.best_step, self.owes_validation = None, None, False
+        if kept := stored.state["validation"]:
+            self.validation = Validation(**kept)
+        if same_folder:
+            self.best = Validation(**kept) if (kept := stored.state["best"]) else None
+            self.best_step, self.owes_validation = stored.state["best_step"], stored.state["owes_validation"]
+
+    def _optimized(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The optimizer's parameters with their names, in its order."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [(names[id(p)], p) for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def serialize(tensors: dict[str, torch.Tensor]) -> bytes:
+    """Tensors of any device in the safetensors format; "pt" is what Hugging Face's libraries look for in the metadata."""
+    return save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+
+
+def _to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in host memory. Copies from a GPU overlap, through pinned memory, and the host waits once for all."""
+    copies = {
+        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+        for name, tensor in tensors.items()
+    }
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
+
+
+class Saver:
+    """Saves checkpoints in a run's folder and keeps the newest few. At the end of the block the last one is on the disk.
+
+    A thread writes one checkpoint at a time, and `save` waits for it. With checkpoint.background=true, `save` returns once the
+    state is copied to host memory; the next `save`, or the end of the block, waits for the thread and raises its error.
+    """
+
+    def __init__(self, run: Path, cfg: Config, world: World = ALONE) -> None:
+        self._run, self._world, self._options, self._config = run, world, cfg.checkpoint, to_dict(cfg)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        self._saved_at = monotonic()
+
+    @property
+    def overdue(self) -> bool:
+        """Whether checkpoint.minutes have passed since the last checkpoint, or since the block began, by this rank's clock."""
+        return 0 < 60 * self._options.minutes <= monotonic() - self._saved_at
+
+    def save(self, state: TrainState) -> None:
+        """Saves `state`, and deletes checkpoints beyond the newest checkpoint.keep. All ranks call it together.
+
+        Raises:
+            StorageError: on every rank: this checkpoint, or the one that the thread was writing, can't be written.
+        """
+        self.wait()
+        background = self._options.background
+        parts = state.parts(self._config, copied=background) if state.leads or is_sharded(state.model) else {}
+        if self._world.leads:
+            self._pending = self._thread.submit(self._write, state.step, parts, state.best_step)
+        if not background:
+            self.wait()
+        self._saved_at = monotonic()
+
+    def wait(self) -> None:
+        """Returns once the thread has written its checkpoint. All ranks call it together. Raises StorageError as `save`."""
+        self._world.on_first(self._finish)
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, step: int, parts: dict[str, Callable[[], bytes]], best: int | None) -> None:
+        if not (self._run / storage.FOLDER / storage.name(step)).exists():
+            storage.commit(self._run, step, parts)
+        storage.prune(self._run, self._options.keep, best)
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self._finish()  # not `wait`: a rank may come here alone
+        except Exception as failed:
+            if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run means that all is saved
+                raise
+            error.add_note(str(failed))  # so that it does not hide why the run ended
+        finally:
+            self._thread.shutdown()
 
 
 @dataclass(frozen=True)
@@ -153,10 +221,6 @@ class Stored:
     state: dict[str, Any]
     tokenizer: str  # text of its tokenizer.json
     cfg: Config
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.state["config"]
 
     @property
     def step(self) -> int:
@@ -172,27 +236,15 @@ class Stored:
         )
 
     def model(self) -> dict[str, torch.Tensor]:
-        """The weights. Raises ConfigError: they can't be read, or are not finite."""
-        tensors = self._tensors(MODEL)
-        if bad := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
-            raise ConfigError(f"{relative(self.path / MODEL)}: {bad[0]} is NaN or infinite. Use a checkpoint before that.")
-        return tensors
-
-    def training(self) -> dict[str, torch.Tensor]:
-        return self._tensors(TRAINING)
-
-    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
-        try:
-            return load_file(self.path / name)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{relative(self.path / name)} can't be read: {error}. Use another checkpoint.") from error
+        """The weights."""
+        return load_file(self.path / MODEL)
 
 
 def read(path: Path, *, verified: bool = False) -> Stored:
-    """The checkpoint at `path`, or the newest one of the run at `path`.
+    """The checkpoint that `locate` finds.
 
     Args:
-        verified: its checksums were compared before. Otherwise they are compared now, of all but the optimizer's state.
+        verified: its sums were compared before. Otherwise they are compared now, of all but the optimizer's state.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -202,62 +254,11 @@ def read(path: Path, *, verified: bool = False) -> Stored:
         if not verified:
             storage.verify(path, (MODEL, STATE, TOKENIZER))
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        tokenizer = (path / TOKENIZER).read_text(encoding="utf-8")
-        Tokenizer.load(path / TOKENIZER)
-    except (DamagedError, OSError, ValueError) as error:
+        if state["format"] != FORMAT:
+            raise ValueError(f"its format is {state['format']}, and this version reads {FORMAT}")
+        return Stored(path, state, (path / TOKENIZER).read_text(encoding="utf-8"), from_dict(state["config"]))
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: not a readable checkpoint: {error}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not a checkpoint of this program, or of a version whose format is not {FORMAT}.")
-    try:
-        assert all(state[which] is None or Validation(**state[which]) for which in ("validation", "best"))
-        if wrong := [name for name, kind in STATE_TYPES.items() if type(state[name]) is not kind]:
-            raise TypeError(f"{wrong[0]} is {state[wrong[0]]!r}")
-        return Stored(path, state, tokenizer, from_dict(state["config"]))
-    except (KeyError, TypeError, ConfigError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{relative(path / STATE)} is not as it was written: {why}. Use another checkpoint.") from error
-
-
-def locate(path: Path) -> Path:
-    """`path` if it is a checkpoint, or the newest checkpoint of the run at `path`, which may be given by its checkpoints/.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    path = storage.run_of(path)
-    if (path / storage.SUMS).is_file() or (path / STATE).is_file():
-        return path.resolve()  # where the links last and best point to
-    if kept := storage.checkpoints(path):
-        return kept[0].resolve()
-    if inside := runs_in(path):
-        raise ConfigError(f"{path}: a folder of runs. Name one of them, such as {path / inside[-1]}.")
-    if path.is_dir():
-        raise ConfigError(f"{path}: no checkpoints in this folder; the run has not reached its first one.")
-    if path.is_file():
-        raise ConfigError(f"{path} is a file. A checkpoint is a folder: give a run's, runs/NAME, or one in its checkpoints/.")
-    if path.is_symlink():
-        raise ConfigError(
-            f"{path} points to {path.readlink()}, which is gone. Give the run, {path.parent}, for its newest checkpoint."
-        )
-    raise ConfigError(f"{path}: no such file or folder.{runs_beside(path)}")
-
-
-def is_of_a_run(folder: Path) -> bool:
-    """Whether train.py made the folder: a run, also before its first checkpoint, a checkpoint, also a damaged one, or runs."""
-    return bool(runs_in(folder)) or any(
-        (folder / name).exists() for name in ("config.yaml", storage.FOLDER, storage.SUMS, STATE)
-    )
-
-
-def runs_beside(path: Path) -> str:
-    """A space and a sentence that names the latest runs in the folder of `path`; empty if there are none."""
-    near = runs_in(path.parent)
-    return f" Latest runs beside it: {', '.join(near[-3:])}." if near else ""
-
-
-def runs_in(folder: Path) -> list[str]:
-    """The names of the runs in a folder that have checkpoints."""
-    return sorted({found.parent.parent.name for found in folder.glob(f"*/{storage.FOLDER}/step_*")})
 
 
 def load_weights(model: torch.nn.Module, stored: Stored) -> None:
@@ -269,118 +270,40 @@ def load_weights(model: torch.nn.Module, stored: Stored) -> None:
         raise ConfigError(f"the weights of {relative(stored.path)} do not fit this model: {error}") from error
 
 
-def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in host memory. Copies from a GPU overlap, through pinned memory, and the host waits once for all."""
-    copies = {
-        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
-        for name, tensor in tensors.items()
-    }
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
-    return copies
+def locate(path: Path) -> Path:
+    """The checkpoint at `path`.
 
+    Args:
+        path: a checkpoint, or a run or its checkpoints/: the newest one. RUN/last is the newest one too, RUN/best the one with
+            the least validation loss. A file in one of these folders counts as the folder.
 
-def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in _optimized(model, optimizer)
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def _optimized(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:
-    """The optimizer's parameters with their names, in its order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"]]
-
-
-def write_tensors(file: Sink, tensors: dict[str, torch.Tensor]) -> None:
-    """Tensors of any device in the safetensors format; "pt" is what Hugging Face's libraries look for in the metadata."""
-    file.write(save({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"}))
-
-
-class Saver:
-    """Saves checkpoints in a run's folder and keeps the newest few. At the end of the block the last one is on the disk.
-
-    With checkpoint.background=true, `save` returns once the state is copied to host memory, and a thread writes the copy. The
-    thread writes one checkpoint at a time: the next `save` waits for it. The next `save`, or the end of the block, raises an
-    error of the thread.
+    Raises:
+        ConfigError: it is none of these.
     """
+    folder = storage.run_of(path.parent if path.is_file() else path)
+    if folder.name in (LAST, BEST) and (kept := storage.checkpoints(folder.parent)):
+        return kept[0] if folder.name == LAST else _best(folder.parent, kept)
+    if (folder / storage.SUMS).is_file() or (folder / STATE).is_file():
+        return folder
+    if kept := storage.checkpoints(folder):
+        return kept[0]
+    near = _runs_in(folder) or _runs_in(path.parent)
+    raise ConfigError(f"{path}: no checkpoint there." + (f" Runs that have some: {', '.join(near[-3:])}." if near else ""))
 
-    def __init__(self, run: Path, cfg: Config, world: World = ALONE) -> None:
-        self._world, self._run, self._keep_newest, self._config = world, run, cfg.checkpoint.keep, to_dict(cfg)
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if cfg.checkpoint.background and world.leads else None
-        self._pending: Future[None] | None = None
-        self._has_links = True
-        self._interval_s, self._saved_at = 60 * cfg.checkpoint.minutes, monotonic()
 
-    @property
-    def overdue(self) -> bool:
-        """Whether checkpoint.minutes have passed since the last checkpoint, or since the block began, by this rank's clock."""
-        return 0 < self._interval_s <= monotonic() - self._saved_at
+def _best(run: Path, kept: list[Path]) -> Path:
+    """The checkpoint of the least validation loss in the run's metrics, of those that are kept."""
+    from training.metrics import read_metrics  # here, as it imports this module
 
-    def save(self, state: TrainState) -> None:
-        """Saves `state`, updates the links last and best, and deletes checkpoints beyond the newest checkpoint.keep.
+    metrics = run / "metrics.jsonl"
+    lines = read_metrics(metrics) if metrics.is_file() else []
+    losses = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    evaluated = [checkpoint for checkpoint in reversed(kept) if storage.step_of(checkpoint) in losses]
+    if not evaluated:
+        raise ConfigError(f"{run / BEST}: no checkpoint of this run was evaluated. Give the run, for its newest one: {run}.")
+    return min(evaluated, key=lambda checkpoint: losses[storage.step_of(checkpoint)])
 
-        All ranks call it together, and the first one writes.
 
-        Raises:
-            StorageError: on every rank: this checkpoint, or the one that the thread was writing, can't be written.
-        """
-        self.wait()
-        parts = {}
-        if state.leads or is_sharded(state.model):
-            parts = state.parts(self._config, copied=self._thread is not None)
-        self._world.on_first(lambda: self._write(state.step, parts, state.best_step))
-        self._saved_at = monotonic()
-
-    def wait(self) -> None:
-        """Returns once the thread has written its checkpoint. All ranks call it together. Raises StorageError as `save`."""
-        self._world.on_first(self._finish)
-
-    def _finish(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def _write(self, step: int, parts: dict, best: int | None) -> None:
-        if self._thread is None:
-            self._keep(step, parts, best)
-        else:
-            self._pending = self._thread.submit(self._keep, step, parts, best)
-
-    def _keep(self, step: int, parts: dict, best: int | None) -> None:
-        if not (self._run / storage.FOLDER / storage.name(step)).exists():
-            storage.commit(self._run, step, parts)
-        self.update_links(best)
-        storage.prune(self._run, self._keep_newest, best)
-
-    def update_links(self, best: int | None) -> None:
-        """Points the run's links last and best to its newest checkpoint and to that of step `best`."""
-        if not self._world.leads:
-            return
-        kept = storage.checkpoints(self._run)
-        for name, wanted in (("last", kept[:1]), ("best", [path for path in kept if storage.step_of(path) == best])):
-            for checkpoint in wanted if self._has_links else ():
-                try:
-                    storage.link(self._run, name, checkpoint)
-                except storage.NoLinksError as error:
-                    self._has_links = False
-                    show(f"{error}: no last and no best there, only {storage.FOLDER}/.", sys.stderr)
-            if not wanted and storage.drop_dangling_link(self._run, name):
-                what = f"{storage.relative(self._run / name)} pointed to a checkpoint that is gone, and is deleted"
-                show(f"{what}: the next one gets that name.", sys.stderr)
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        try:
-            self._finish()  # not `wait`: a rank may come here alone
-        except Exception as failed:
-            if error is None or isinstance(error, SystemExit):  # the exit code of a stopped run means that all is saved
-                raise
-            error.add_note(str(failed))  # so that it does not hide why the run ended
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
+def _runs_in(folder: Path) -> list[str]:
+    """The runs in a folder that have checkpoints."""
+    return sorted({str(found.parent.parent) for found in folder.glob(f"*/{storage.FOLDER}/step_*")})

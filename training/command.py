@@ -2,8 +2,8 @@
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -23,7 +23,7 @@ from training.facts import Summary, report
 from training.interrupt import exit_on_signals
 from training.metrics import NonFiniteError
 from training.precision import deterministic
-from training.run import Follower, Run, open_run
+from training.run import Run, open_run
 from training.storage import StorageError, relative
 
 Train = Callable[[Config, Run, Machine, World], Summary]
@@ -97,22 +97,19 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
             rules.check(origin.cfg, inspected)
             tracking.settle(origin.cfg.logging)
         group = Path(context.sweep.dir).name if sweep else None
-        with (
-            deterministic(origin.cfg.deterministic),
-            open_run(origin, torch.device(inspected.device), group, world) as run,
-            without_refused(run),
-        ):
+        device = torch.device(inspected.device)
+        with deterministic(origin.cfg.deterministic), open_run(origin, device, group, world) as run:
             summary = train(origin.cfg, run, inspected, world)
     except (NonFiniteError, StorageError) as error:
         if world.leads:
-            show(f"stopped: {error}", sys.stderr)
+            show("\n".join([f"stopped: {error}", *getattr(error, "__notes__", ())]), sys.stderr)
             ErrorHandler().record_exception(error)
         if sweep and world.size > 1 and isinstance(error, StorageError):
             # the first rank may be the only one with the error: its next job would wait for ranks that still wait in this one
             raise SystemExit(1) from None
         return 1
-    except (MemoryError, RuntimeError) as error:
-        if world.size > 1 or not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate" in str(error)):
+    except torch.OutOfMemoryError as error:
+        if world.size > 1:
             raise
         hint = "Lower train.batch_size or model.*, or raise train.accumulation (the same batch in smaller pieces)."
         show(f"out of memory: {str(error).splitlines()[0]}\n{hint}", sys.stderr)
@@ -126,17 +123,3 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
     if world.leads:
         show(report(summary))
     return 0
-
-
-@contextmanager
-def without_refused(run: Run) -> Iterator[None]:
-    """Deletes the folder of a new run that ends before it starts. Files that others put there stay."""
-    try:
-        yield
-    except BaseException:
-        if run.tracker is None and not run.origin.in_place and not isinstance(run, Follower):
-            for name in ("config.yaml", "environment.json", "run.json", ".lock", "tokenizer.json"):
-                (run.folder / name).unlink(missing_ok=True)
-            with suppress(OSError):
-                run.folder.rmdir()
-        raise

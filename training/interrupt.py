@@ -10,8 +10,7 @@ from typing import Any
 from training.console import show
 from training.distributed import ALONE, World
 
-# Sent by a scheduler, by a terminal that closes, by Slurm's --signal=USR1@60. Windows lacks the last two.
-ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+ENDING = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]  # of a scheduler, a closed terminal, Slurm's --signal=USR1@60
 
 
 class Stopped(SystemExit):
@@ -50,9 +49,8 @@ class Interrupt:
 
     def __init__(self, world: World = ALONE) -> None:
         self.requested: signal.Signals | None = None
-        self._world = world
-        self._raises = False
         self.answer = "Finishing this step, then a checkpoint."  # printed when a signal comes
+        self._world, self._alone, self._raises = world, world.store is None, False
 
     def __enter__(self) -> "Interrupt":
         self._before = handle([signal.SIGINT, *ENDING], self._first)
@@ -87,15 +85,11 @@ class Interrupt:
         """
         before, self.answer = self.answer, answer
         try:
-            if self._world.store is not None:
-                self.check()
-                yield
-                self.check()
-                return
-            self._raises = True
-            if self.requested:
-                raise Stopped(self.exit_code)
+            self._raises = self._alone
+            self.check()
             yield
+            if not self._alone:
+                self.check()
         finally:
             self.answer, self._raises = before, False
 
@@ -107,12 +101,11 @@ class Interrupt:
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self.requested = signal.Signals(number)
-        alone = self._world.store is None
         handle(ENDING, pass_over)
-        handle([signal.SIGINT], signal.SIG_DFL if alone else pass_over)
+        handle([signal.SIGINT], signal.SIG_DFL if self._alone else pass_over)
         if self._world.leads:
+            hint = " Ctrl-C again quits at once." if self._alone and number == signal.SIGINT else ""
             with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
-                hint = " Ctrl-C again quits at once." if alone and number == signal.SIGINT else ""
                 show(f"\n{self.answer}{hint}", sys.stderr)
         if self._raises:
             raise Stopped(self.exit_code)

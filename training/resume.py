@@ -7,12 +7,13 @@ resume=PATH    resumes the run at PATH with its config, in its own folder. A sin
                a new folder
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import configs
 from configs import Config, ConfigError, command_line, rules
-from configs.schema import Precision, Schedule
+from configs.schema import Precision
 from data import identity
 from training import checkpoint, storage
 from training.checkpoint import Stored
@@ -27,7 +28,6 @@ class Start:
     folder: Path  # of the run
     stored: Stored | None = None  # the checkpoint that the run resumes from
     in_place: bool = False  # the run resumes in its own folder, with its metrics and its W&B run
-    exact: bool = False  # use this folder or fail: never append a number to its name
     checkpoints: tuple[Path, ...] = ()  # all checkpoints that were in the folder
     notes: list[str] = field(default_factory=list)  # what to tell the user
 
@@ -56,117 +56,63 @@ def settle(cfg: Config, folder: Path, overrides: list[str], *, chosen: bool) -> 
     """
     if cfg.resume == "never":
         return Start(cfg, folder)
-    if cfg.resume == "auto":
-        return _auto(cfg, folder, chosen)
-    return _from_path(cfg, folder, overrides, chosen)
-
-
-def _auto(cfg: Config, folder: Path, chosen: bool) -> Start:
-    if not chosen:
+    auto, this = cfg.resume == "auto", f"resume={cfg.resume}"
+    if auto and not chosen:
         raise ConfigError(
             "resume=auto goes on in the folder that the command names, and this one names none, so that each start would have "
             "a new one. Add folder=runs/NAME (in a sweep it is the sweep's folder)."
         )
-    found, kept, notes = _newest(folder)
-    if found is None and not (folder / "config.yaml").is_file():
-        return Start(cfg, folder, exact=True, notes=[f"resume=auto: no run in {relative(folder)} yet; a new one starts there."])
-    if found is None:
-        if (folder / "summary.json").is_file() or (folder / "last").is_symlink():
-            raise ConfigError(
-                f"resume=auto: {relative(folder)} has a run whose checkpoints are gone, and a new one there would overwrite "
-                "the rest of it. Choose another folder."
-            )
-        notes.append(f"resume=auto: no checkpoint in {relative(folder)} yet; the run starts at its first step.")
-        return Start(cfg, folder, in_place=True, exact=True, notes=notes)
-    stored = checkpoint.read(found, verified=True)
-    before = stored.cfg
-    _keep_precision(before, cfg)
-    start = Start(cfg, folder, stored, in_place=True, exact=True, checkpoints=kept)
-    rules.check_resumed(before, cfg, None if start.finished else _same_corpus(stored, cfg))
-    notes += [f"resume=auto: goes on from {relative(found)}.", *_other_operator(before, cfg)]
-    start = replace(start, notes=notes)
-    if not start.finished:
-        _check_left(start, folder)
-    return start
-
-
-def _from_path(cfg: Config, folder: Path, overrides: list[str], chosen: bool) -> Start:
-    path = storage.run_of(Path(cfg.resume))
-    found, kept, notes = _newest(path)
-    if found is None:
-        try:
-            found = checkpoint.locate(path)
-        except ConfigError as error:
-            raise ConfigError(f"resume={error}") from None
-        try:
+    run = folder if auto else storage.run_of(Path(cfg.resume))
+    kept = tuple(storage.checkpoints(run))
+    try:
+        found, problems = storage.newest(run)
+        if found is None and problems:
+            raise ConfigError("\n".join([*problems, f"No checkpoint in {relative(run)} is whole. Start in another folder."]))
+        if found is None and auto:
+            return _first_start(cfg, folder)
+        if found is None:
+            found = checkpoint.locate(run)
             storage.verify(found)
-        except (storage.DamagedError, PermissionError) as error:
-            raise ConfigError(f"resume={path}: {error}. Resume from another checkpoint of that run.") from None
+    except (PermissionError, ValueError) as error:
+        raise ConfigError(f"{this}: {error}") from error
     stored = checkpoint.read(found, verified=True)
-    # an earlier command's resume_with_changes does not count for this one
     before = stored.cfg
-    cfg = configs.from_dict(stored.config | {"resume_with_changes": False}, overrides)
-    _keep_precision(before, cfg)
-    changed = rules.check_resumed(before, cfg, _same_corpus(stored, cfg))
-    notes += [f"resume={path}: goes on from {relative(found)}.", *_other_operator(before, cfg)]
-    own_folder = folder.resolve() == path.resolve() if chosen else not changed
-    if own_folder and kept:
+    if not auto:  # an earlier command's resume_with_changes does not count for this one
+        cfg = configs.from_dict(stored.state["config"] | {"resume_with_changes": False}, overrides)
+    if cfg.train.precision is Precision.auto:  # another device would choose another dtype
+        cfg.train.precision = before.train.precision
+    finished = auto and Start(cfg, run, stored, in_place=True).finished
+    with command_line.as_config_errors():  # a finished run needs its text no more
+        same_corpus = None if finished else stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
+    changed = rules.check_resumed(before, cfg, same_corpus)
+    in_place = auto or (bool(kept) and (folder.resolve() == run.resolve() if chosen else not changed))
+    if in_place and not auto:
         cfg.resume = before.resume  # config.yaml says how the run began
-        start = Start(cfg, path, stored, in_place=True, exact=True, checkpoints=kept, notes=notes)
-    else:
-        start = Start(cfg, folder, stored, notes=notes)
-    _check_left(start, path)
+    notes = [f"{problem}; the one before it is used." for problem in problems]
+    notes.append(f"{this}: goes on from {relative(found)}.")
+    for key in ("norm.impl", "norm.dropout_masks"):  # config.yaml has only the last value
+        then, now = attrgetter(key)(before), attrgetter(key)(cfg)
+        if then != now:
+            notes.append(f"{key}={now} from here on; the steps before had {key}={then}.")
+    start = Start(cfg, run if in_place else folder, stored, in_place, kept, notes)
+    steps = cfg.train.steps
+    lacks_results = in_place and not start.finished and before.train.steps == steps
+    if stored.step >= steps and not finished and not lacks_results:
+        raise ConfigError(
+            f"{this}: {relative(found)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
+            f"  {storage.resume_command(run)} train.steps={2 * stored.step} resume_with_changes=true\n"
+            "The last word accepts other learning rates than the steps before had, where optim.schedule makes some."
+        )
     return start
 
 
-def _same_corpus(stored: Stored, cfg: Config) -> bool:
-    with command_line.as_config_errors():
-        return stored.state["corpus"] == identity(cfg.data, cfg.tokenizer)
-
-
-def _keep_precision(before: Config, cfg: Config) -> None:
-    """Keeps the dtype that train.precision=auto became when the run began: another device would choose another dtype."""
-    if cfg.train.precision is Precision.auto:
-        cfg.train.precision = before.train.precision
-
-
-def _other_operator(before: Config, cfg: Config) -> list[str]:
-    """A line on each key of the norm operator that changes: config.yaml has only the last value."""
-    changes = {
-        "norm.impl": (before.norm.impl, cfg.norm.impl),
-        "norm.dropout_masks": (before.norm.dropout_masks, cfg.norm.dropout_masks),
-    }
-    return [
-        f"{key}={now} from here on; the steps before had {key}={then}." for key, (then, now) in changes.items() if now != then
-    ]
-
-
-def _check_left(start: Start, path: Path) -> None:
-    """Raises ConfigError: the run has no steps left, and no results are missing."""
-    stored, steps = start.stored, start.cfg.train.steps
-    unfinished = start.in_place and not start.finished and stored is not None and stored.cfg.train.steps == steps
-    if stored is not None and stored.step >= steps and not unfinished:
-        command, why = f"{storage.resume_command(path)} train.steps={2 * stored.step}", ""
-        if start.cfg.optim.schedule is not Schedule.constant:
-            command += " resume_with_changes=true"
-            why = "\nThat changes the learning rates of the steps before it, which the last word accepts."
+def _first_start(cfg: Config, folder: Path) -> Start:
+    """Of resume=auto in a folder without checkpoints."""
+    if (folder / "summary.json").is_file():
         raise ConfigError(
-            f"resume: {relative(stored.path)} is at step {stored.step}: raise train.steps={steps} to go on, such as with\n"
-            f"  {command}{why}"
+            f"resume=auto: {relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
+            "overwrite the rest of it. Choose another folder."
         )
-
-
-def _newest(run: Path) -> tuple[Path | None, tuple[Path, ...], list[str]]:
-    """The newest whole checkpoint of a run or None, all its checkpoints, and a line on each damaged one that is newer."""
-    kept: list[Path] | None = None
-    while kept != (kept := storage.checkpoints(run)):  # another process may add and delete checkpoints meanwhile
-        try:
-            found, problems = storage.newest(run)
-        except PermissionError as error:
-            raise ConfigError(f"resume: {relative(run)}: a checkpoint can't be read: {error}.") from error
-    if found is None and problems:
-        raise ConfigError(
-            "\n".join(problems) + f"\nresume: no checkpoint in {relative(run)} is whole. "
-            "Start anew in another folder, or from a checkpoint of another run."
-        )
-    return found, tuple(kept), [f"{problem}; the one before it is used." for problem in problems]
+    started = (folder / "config.yaml").is_file()
+    note = "no checkpoint there yet; the run starts at its first step" if started else "no run there yet; a new one starts"
+    return Start(cfg, folder, in_place=started, notes=[f"resume=auto: {relative(folder)}: {note}."])

@@ -1,14 +1,16 @@
 """What depends on a key is said where the key is declared, and every list of keys follows from it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pytest
 
 import configs
 from configs import Config, ConfigError, keys, rules, schema
 from configs.schema import ModelConfig, NormKind
+from model import GPT
 from ops import Norm
-from training import export, pretrained
+from tests.runs import CPU
+from training import export
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def with_key(monkeypatch):
         class More(Config):
             model: Model = field(default_factory=Model)
 
-        for module in (keys, configs.compose, pretrained, export):
+        for module in (keys, configs.compose, export):
             monkeypatch.setattr(module, "Config", More, raising=True)
         keys.schema.cache_clear()
         return More
@@ -43,9 +45,9 @@ def pair(More):
 
 def test_a_new_key_of_the_weights_is_compared_by_init_from_export_and_resume(with_key):
     before, after = pair(with_key("weights"))
-    assert pretrained._differences(before, after, 300) == ["model.shape=usual: it has other."]
-    assert not export.unsupported(export.GPT2, before.model, before.norm, before.loss)
-    assert export.unsupported(export.GPT2, after.model, after.norm, after.loss) == ["model.shape=other, the layout has usual"]
+    assert export.differences(before, after, 300) == ["model.shape=usual: it has other."]
+    assert "model.shape" not in str(export.unsupported(export.GPT2, before))
+    assert "model.shape=other: it has usual." in export.unsupported(export.GPT2, after)
     with pytest.raises(ConfigError, match=r"model\.shape=other: the checkpoint was made with model\.shape=usual"):
         rules.check_resumed(before, after)
 
@@ -53,9 +55,7 @@ def test_a_new_key_of_the_weights_is_compared_by_init_from_export_and_resume(wit
 @pytest.mark.parametrize(("affects", "resumes"), [("results", False), ("speed", True), ("nothing", True)])
 def test_a_new_key_of_anything_else_is_compared_where_it_matters(with_key, affects, resumes):
     before, after = pair(with_key(affects))
-    assert not pretrained._differences(before, after, 300) and not export.unsupported(
-        export.GPT2, after.model, after.norm, after.loss
-    )
+    assert not export.differences(before, after, 300) and "model.shape" not in str(export.unsupported(export.GPT2, after))
     if resumes:
         assert rules.check_resumed(before, after) == []
     else:
@@ -71,3 +71,19 @@ def test_ablate_refuses_the_keys_that_it_sets_itself(name):
 
 def test_every_kind_of_norm_in_the_schema_is_one_of_the_ops():
     assert {kind.value for kind in NormKind} <= {norm.name for norm in Norm}
+
+
+def test_every_weight_key_but_the_expressed_ones_is_one_value_in_a_layout():
+    assert set(keys.affecting("weights")) >= export.SIZES.keys() | {key for of in export.NAMES.values() for key in of.values()}
+    assert {one.name for one in fields(Config)} >= {name.partition(".")[0] for name in keys.schema()}
+    cfg = configs.load(["model=gpt2"], on=CPU)
+    assert not export.unsupported(export.GPT2, cfg)
+
+
+def test_a_cap_of_the_logits_belongs_to_the_weights():
+    plain, capped = Config(), Config()
+    capped.loss.softcap = 30.0
+    assert "loss.softcap=30.0: it has null." in export.unsupported(export.GPT2, capped)
+    assert export.differences(plain, capped, 300) == ["loss.softcap=null: it has 30.0."]
+    model = GPT(capped.model, capped.norm, 300, capped.loss)
+    assert not export.differences(Config(model=model.cfg, norm=model.norm, loss=model.loss), capped, 300)

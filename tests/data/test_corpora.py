@@ -143,7 +143,10 @@ def test_the_second_load_makes_nothing_even_if_the_files_have_moved_and_notices_
             (folder / name).unlink()
             if damaged is not None:
                 (folder / name).write_bytes(damaged)
-            with pytest.raises(ValueError, match=rf"{folder}: the cached corpus can't be read: .*the next start remakes it"):
+            named = r"\S+" if name == "SHA256SUMS" else name
+            with pytest.raises(
+                ValueError, match=rf"the cached corpus can't be read: .*{named}: .*Delete .*; the next start remakes"
+            ):
                 load(text_config)
         (folder / name).write_bytes(content)
     assert load(text_config).identity == first.identity

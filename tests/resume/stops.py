@@ -16,11 +16,9 @@ import train
 from configs import Config, ConfigError
 from tests.forks import processes
 from tests.runs import composed, train_here
-from training import storage
 
 AUTO = ["resume=auto", "logging.every=1", "checkpoint.every=6"]
-OPERATIONS = [(os, "fsync"), (shutil, "rmtree"), (storage._Summed, "write")]
-OPERATIONS += [(Path, name) for name in ("rename", "replace", "mkdir", "symlink_to")]
+OPERATIONS = [(os, "fsync"), (shutil, "rmtree"), *((Path, name) for name in ("write_bytes", "rename", "replace", "mkdir"))]
 
 
 class Died(BaseException):
@@ -109,13 +107,15 @@ def _kill() -> None:
 
 
 def in_operation(number: int, act: Callable[[], object] = _kill, patch: Callable = setattr) -> None:
-    """Kills the run, or acts otherwise, in this operation on files, counted from 1."""
+    """Kills the run, or acts otherwise, in this operation on files, counted from 1; half of a file is then written."""
     numbers = count(1)
     for owner, name in OPERATIONS:
         original = getattr(owner, name)
 
-        def counted(*args, original=original, **kwargs):
+        def counted(*args, name=name, original=original, **kwargs):
             if next(numbers) == number:
+                if name == "write_bytes":
+                    original(args[0], args[1][: len(args[1]) // 2])
                 act()
             return original(*args, **kwargs)
 

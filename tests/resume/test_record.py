@@ -12,7 +12,7 @@ from training.evaluation import Validation
 from training.resume import settle
 
 
-def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_damaged_line(tiny, tmp_path, capsys):
+def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_damaged_line(tiny, tmp_path):
     run = train_until(16, [*tiny, *AUTO], tmp_path / "run")
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
     (run / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], b"\x00\xff\xfe{torn", *lines[3:], b'{"step": 16, "tra']))
@@ -22,7 +22,6 @@ def test_the_metrics_of_a_run_that_goes_on_have_no_repeat_and_no_hole_but_a_dama
     assert (run / "environment_from_00000012.json").is_file(), "each start has its own"
     assert [line["step"] for line in metrics if "train/loss" in line] == [1, 2, *range(4, 31)]
     assert [line["step"] for line in metrics if "val/loss" in line] == [10, 20, 30]
-    assert "metrics.jsonl: 1 damaged lines are left out" in capsys.readouterr().out
     assert len((run / "metrics.jsonl").read_text().splitlines()) == len(metrics)
 
 

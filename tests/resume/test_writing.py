@@ -1,17 +1,15 @@
 """A disk that is full and a thread that writes leave a whole checkpoint."""
 
-import errno
 import shlex
 import signal
 import threading
-from pathlib import Path
 
 import pytest
 
 import train
 from tests.ranks import train_together
-from tests.resume.stops import AUTO, in_step, spoil, stop_with, train_until
-from tests.runs import bits, no_space, raising, train_here
+from tests.resume.stops import AUTO, in_step, spoil, stop_with
+from tests.runs import bits, no_space, train_here
 from training import checkpoint, storage
 from training.metrics import NonFiniteError
 from training.storage import StorageError
@@ -25,7 +23,7 @@ def test_a_full_disk_stops_the_run_with_whole_checkpoints_and_advice_that_works(
     train_here(overrides, tmp_path / "whole")
     for step, kept, advice in ((2, [], "There is no checkpoint yet: make room"), (8, [6], "Earlier checkpoints are whole")):
         full = pytest.raises(StorageError, match=rf"can't be written: No space left on device\. {advice}")
-        with in_step(step, lambda _: monkeypatch.setattr(checkpoint, "write_tensors", no_space)), full as error:
+        with in_step(step, lambda _: monkeypatch.setattr(checkpoint, "serialize", no_space)), full as error:
             train_here(overrides, run)
         monkeypatch.undo()
         assert [storage.step_of(path) for path in storage.checkpoints(run)] == kept
@@ -42,8 +40,8 @@ def test_a_signal_while_a_thread_writes_waits_for_it(tiny, tmp_path):
 def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, tmp_path, monkeypatch):
     """The thread starts to write when two more steps are done; what it writes is still step 3's."""
     overrides = [*tiny, *AUTO, "checkpoint.every=3", "checkpoint.keep=99", "train.steps=6"]
-    go, write = threading.Event(), checkpoint.write_tensors
-    monkeypatch.setattr(checkpoint, "write_tensors", lambda *given, **named: (go.wait(60), write(*given, **named)))
+    go, write = threading.Event(), checkpoint.serialize
+    monkeypatch.setattr(checkpoint, "serialize", lambda tensors: go.wait(60) and write(tensors))
     with in_step(6, lambda _: go.set()):
         train_here([*overrides, "checkpoint.background=true"], tmp_path / "run")
     monkeypatch.undo()
@@ -54,18 +52,9 @@ def test_a_step_waits_for_the_copy_alone_and_the_copy_is_of_its_own_step(tiny, t
 
 
 def test_a_full_disk_in_the_thread_is_told_of_also_where_nan_ends_the_run(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "write_tensors", no_space)
+    monkeypatch.setattr(checkpoint, "serialize", no_space)
     with in_step(8, spoil), pytest.raises(NonFiniteError, match=r"NaN(.|\n)*step_00000006 can't be written: No space left"):
         train_here([*tiny, *AUTO, "checkpoint.background=true", "eval.every=0"], tmp_path / "run")
-
-
-def test_a_file_system_without_links_keeps_checkpoints_and_says_so_once(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Path, "symlink_to", raising(PermissionError(errno.EPERM, "Operation not permitted")))
-    run = train_until(14, [*tiny, *AUTO], tmp_path / "run")
-    assert capsys.readouterr().err.count("without symbolic links: no last and no best there") == 1
-    monkeypatch.undo()
-    train_here([*tiny, *AUTO, "train.steps=16", "resume_with_changes=true"], run)
-    assert checkpoint.read(run / "last").step == 16
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config  # now, as it imports triton, which is what the environment says at that moment
 
 from tests.forks import Command
-from tests.runs import ROOT, bits, corpus, read_json
+from tests.runs import ROOT, bits, corpus, newest, read_json
 from training.precision import CUBLAS_WORKSPACE, deterministic
 
 
@@ -36,7 +36,7 @@ def test_it_holds_within_the_block_and_everything_is_put_back_even_after_an_erro
 def test_a_run_trains_evaluates_and_samples_under_it_and_says_so(tiny, tmp_path):
     done = Command([*tiny, "deterministic=true", "folder=run", "train.steps=4"], tmp_path).finish()
     assert done.returncode == 0, done.stderr
-    stored = read_json(tmp_path / "run" / "last" / "state.json")["config"]
+    stored = read_json(newest(tmp_path / "run") / "state.json")["config"]
     assert stored["deterministic"] and stored["train"]["precision"] == "fp32", "what auto was is kept"
     assert "precision   fp32, deterministic" in done.stdout
 

@@ -17,7 +17,7 @@ from configs.machine import Machine
 from configs.schema import TrainConfig
 from model import GPT
 from tests.ranks import go_on_together, on_ranks, train_together
-from tests.runs import ROOT, assert_same_run, corpus, curves, read_json, train_here
+from tests.runs import ROOT, assert_same_run, corpus, curves, newest, read_json, train_here
 from train import training_step
 from training import distributed, sharding, storage
 from training.checkpoint import TrainState
@@ -73,7 +73,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_point_with_a_checkpoint(tiny
     assert whole[1][0]["looked"] == whole[1][1]["looked"] >= 6, "two evaluations of several batches, as many on each rank"
     told = train_together(2, tiny, tmp_path / "run", **act)
     assert [(one["ended"], one["steps"], one["looked"]) for one in told] == [(143, steps, looked)] * 2
-    state = read_json(tmp_path / "run" / "last" / "state.json")
+    state = read_json(newest(tmp_path / "run") / "state.json")
     assert (state["step"], state["owes_validation"]) == (steps, looked > 0)
     train_together(2, [*tiny, "resume=auto"], tmp_path / "run")
     assert torch.equal(curves(tmp_path / "run"), curves(whole[0])), "on as many ranks, the same bits"
@@ -160,7 +160,7 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
     at, base = tmp_path, [*corpus(tmp_path), *SHARDED]
     train_here(base, at / "whole")
     train_here([*base, *HALF], at / "begun")
-    with (at / "begun" / "last" / "training.safetensors").open("r+b") as file:
+    with (newest(at / "begun") / "training.safetensors").open("r+b") as file:
         file.truncate(1000)
     bf16 = [*base, "train.precision=bf16"]
     dropped, muon = [*base, *DROPPED], [*base, "optim.kind=muon"]
@@ -179,7 +179,7 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
     }
     counted = on_each(2, at, jobs)
     for ranks in (1, 4):
-        shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}", symlinks=True)
+        shutil.copytree(at / "half_2", at / f"half_2_then_{ranks}")
     on_each(4, at, {"fsdp_4": [*base, FSDP], "half_2_then_4": [*base, FSDP, "resume=auto"]})
     train_here([*base, "resume=auto"], at / "half_2_then_1")
 
@@ -194,7 +194,7 @@ def test_sharded_runs_are_those_of_one_process_and_of_ddp(tmp_path):
     assert sharded < 2 * resummed < 1e-3
     assert not torch.allclose(curves(at / "bf16_2"), curves(at / "fsdp_2"), rtol=1e-5, atol=0), "it was bf16"
     held = [rank["fsdp_2"]["held"] for rank in counted]
-    model = load_file(at / "whole" / "last" / "model.safetensors")
+    model = load_file(newest(at / "whole") / "model.safetensors")
     assert sum(held) == sum(tensor.numel() for tensor in model.values()) and max(held) < 0.51 * sum(held)
     reduced = {name: rank[name]["reduced"] for rank in counted for name in ("fsdp_2", "dropped_fsdp_2")}
     assert reduced == {"fsdp_2": 6 * (1 + 1), "dropped_fsdp_2": 3 * (2 + 1)}, "steps × (groups of blocks, and the rest)"

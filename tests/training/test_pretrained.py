@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from configs import ConfigError
 from data.tokenizer import char_tokenizer
 from model import GPT
-from tests.runs import composed, raising, read_json, train_here
+from tests.runs import composed, newest, raising, read_json, train_here
 from tests.training.hub_models import GPT2, LLAMA, C, V, W, gpt2, llama, logits
 from training import pretrained
 
@@ -92,12 +92,15 @@ def test_parts_with_an_index_16_bit_weights_and_a_shorter_context_are_read(tmp_p
     ("theirs", "overrides", "config", "lines"),
     [
         (gpt2, "model.heads=2 norm.eps=1e-6", {}, ["model.heads=2: it has 4.", "norm.eps=1e-06: it has 1e-05."]),
-        (gpt2, "model.context=32 model.bias=false", {}, ["model.bias=false: it has true.", "model.context=32: it has 16."]),
-        (gpt2, "norm.kind=rmsnorm", {"activation_function": "relu"}, ["norm.kind=rmsnorm, the layout", "activation_function"]),
+        (gpt2, "model.bias=false", {}, ["model.bias=false: it has true."]),
+        (gpt2, "model.context=32", {}, ["model.context=32: it has 16."]),
+        (gpt2, "norm.kind=rmsnorm", {}, ["norm.kind=rmsnorm: it has layernorm."]),
+        (gpt2, "", {"activation_function": "relu"}, ["activation_function=relu in its config.json"]),
         (llama, "model.rotary_base=10.0", {"num_key_value_heads": 4}, ["kv_heads=2: it has 4.", "base=10.0: it has 500"]),
-        (llama, "", {"rope_parameters": {"rope_type": "llama3"}, "head_dim": 16}, ["head_dim in its", "rope_type in its"]),
-        (gpt2, "norm.placement=sandwich norm.weight=none", {}, ["norm.placement=sandwich, the layout", "norm.weight=none"]),
-        (gpt2, "model.embedding_scale=sqrt_width", {}, ["model.embedding_scale=sqrt_width, the layout has null"]),
+        (llama, "", {"rope_parameters": {"rope_type": "llama3"}}, ["rope_type=llama3 in its"]),
+        (llama, "", {"head_dim": 16}, ["head_dim=16 in its"]),
+        (gpt2, "norm.placement=sandwich norm.weight=none", {}, ["norm.placement=sandwich: it has pre", "norm.weight=none"]),
+        (gpt2, "model.embedding_scale=sqrt_width", {}, ["model.embedding_scale=sqrt_width: it has null."]),
         (gpt2, "", {"model_type": "bert"}, ["of type bert; known are gpt2 and llama"]),
     ],
 )
@@ -125,17 +128,16 @@ def test_a_source_that_is_no_model_is_named(tmp_path, run, monkeypatch):
     monkeypatch.chdir(run.parent.parent)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    shutil.copytree(run / "last", tmp_path / "damaged")
+    shutil.copytree(newest(run), tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"damaged")
     messages = {
-        tmp_path: r"no run of train\.py, and not a GPT-2 or Llama.*FileNotFoundError",
-        tmp_path / "damaged": r"init_from=\S+: .*not a readable checkpoint",
-        tmp_path / "new": r"init_from=\S+: .*no checkpoints in this folder",
-        # a folder that is here makes it no name of the Hub
-        f"{run.parent.name}/rnu": rf"init_from={run.parent.name}/rnu: no such folder\. Latest runs beside it: run\.",
+        tmp_path: "no checkpoint there",
+        tmp_path / "damaged": "not a readable checkpoint",
+        tmp_path / "new": "no checkpoint there",
+        f"{run.parent.name}/rnu": f"Runs that have some: {run.parent.name}/run",  # a folder that is here is no name of the Hub
     }
     for source, message in messages.items():
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=rf"init_from=\S+: .*{message}"):
             loaded(GPT2, source)
 
 
@@ -146,7 +148,7 @@ def test_a_repository_is_asked_for_its_config_and_weights_alone(hub, monkeypatch
     loaded(GPT2, "owner/name")
     assert asked == ["owner/name", "config.json", "model*.safetensors", "model.safetensors.index.json"]
     monkeypatch.setattr(download, raising(OSError("no route")))
-    with pytest.raises(ConfigError, match=r"init_from=owner/name is neither a folder here nor a repository.*no route"):
+    with pytest.raises(ConfigError, match=r"init_from=owner/name: neither a folder here nor a repository.*no route"):
         loaded(GPT2, "owner/name")
 
 

@@ -16,10 +16,12 @@ OFF = ["logging.wandb=disabled"]
 
 
 @pytest.mark.parametrize(("error", "code"), [(ValueError("x"), 1), (SystemExit(143), 143), (KeyboardInterrupt(), 130)])
-def test_wandb_is_told_how_the_run_ended_though_its_picture_fails(tmp_path, capsys, error, code):
-    codes = []
+def test_wandb_is_told_how_the_run_ended_though_its_picture_fails(tmp_path, monkeypatch, capsys, error, code):
+    codes: list[int] = []
+    monkeypatch.setattr("training.run.loss_curve", no_space)
     with pytest.raises(type(error)), open_run(Start(composed(OFF), tmp_path / "run"), CPU) as run:
-        run.tracker, run.plot = SimpleNamespace(finish=codes.append), no_space
+        run.tracker = SimpleNamespace(finish=codes.append, log=lambda *_: None)
+        run.log(1, {})
         raise error
     assert codes == [code] and "no plot: OSError: " in capsys.readouterr().out
 

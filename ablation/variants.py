@@ -27,7 +27,8 @@ class Variant:
     @property
     def modes(self) -> list[str]:
         # compiled is torch in a model that is compiled whole, the norms and the loss alike
-        return [EAGER, COMPILED] if self.cfg.train.compile and self.subject != NormImpl.compiled else [EAGER]
+        compiled = self.cfg.train.compile and self.subject != NormImpl.compiled
+        return [EAGER] * self.cfg.ablate.eager + [COMPILED] * compiled
 
     @property
     def subject(self) -> str:
@@ -88,6 +89,10 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         one = Variant(cfg, {key: value for key, value in pairs if key in swept}, refused)
         if one.overrides in [other.overrides for other in found]:
             raise ConfigError(f"{label(one.overrides)} comes twice in {' '.join(arguments)}. Leave one.")
+        if not one.modes:
+            raise ConfigError(
+                "ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among ablate.arms."
+            )
         found.append(one)
     for variant in found:
         for arm, why in variant.refused.items():

@@ -59,11 +59,11 @@ RECORDS = (
     ),
     Record(
         "gpt2_loss",
-        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.compile=true ablate.arms=[torch,compiled,fused,nanogpt] "
+        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.eager=false ablate.arms=[torch,compiled,fused,nanogpt] "
         "ablate.nanogpt=../nanoGPT",
         4,
     ),
-    Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.compile=true", 4),
+    Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.eager=false", 4),
     Record("shakespeare_char", CHAR, 3),
     Record(
         "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3

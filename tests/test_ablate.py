@@ -316,6 +316,9 @@ def test_a_gpu_has_compiled_cells_too_in_which_compiled_sites_are_torch_and_left
     assert [ablate.variants_of([*tiny, *more])[0].modes for more in ([], ["ablate.compile=true"])] == [["eager"], BOTH]
     monkeypatch.setattr(ablate.machine, "inspect", lambda _: ablate.machine.Machine("cuda"))
     assert [ablate.variants_of([*tiny, *more])[0].modes for more in ([], ["ablate.compile=false"])] == [BOTH, ["eager"]]
+    assert ablate.variants_of([*tiny, "ablate.eager=false"])[0].modes == ["compiled"]
+    with pytest.raises(ablate.ConfigError, match=r"ablate\.eager=false: leaves nothing to time.*ablate\.compile=true"):
+        ablate.variants_of([*tiny, "ablate.eager=false", "ablate.compile=false"])
     (variant,) = ablate.variants_of([*tiny, "ablate.arms=[torch,compiled,fused]"])
     assert variant.arms("eager") == [TORCH, AGAIN, "compiled", FUSED] and variant.arms("compiled") == [TORCH, AGAIN, FUSED]
     (variant,) = ablate.variants_of([*tiny, "ablate.arms=[torch,compiled]"])

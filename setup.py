@@ -11,7 +11,7 @@ from setuptools.command.build_py import build_py
 
 MODULES = {  # of prenorm.check, and where they are in a checkout
     "adoption": "ablation", "adopted_models": "ablation", "rounding": "ablation", "comparison": "measure",
-    "schedule": "measure", "statistics": "measure", "tables": "measure", "clock": "training",
+    "schedule": "measure", "statistics": "measure", "tables": "measure", "clock": "measure",
 }  # fmt: skip
 INIT = '''"""Does an adopted model compute what it did, and how fast? Needs numpy, scipy and tabulate: prenorm[check]."""
 
@@ -19,7 +19,7 @@ from .adoption import check_parity, measure
 
 __all__ = ["check_parity", "measure"]
 '''
-_IMPORT = re.compile(rf"^from (?:ablation|measure|training)\.({'|'.join(MODULES)}) import", re.MULTILINE)
+_IMPORT = re.compile(rf"^from (?:ablation|measure)\.({'|'.join(MODULES)}) import", re.MULTILINE)
 
 
 class BuildWithCheck(build_py):

@@ -122,13 +122,13 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
         ),
         ("ablate.switch=loss loss.impl=torch", "loss.impl=torch: loss.impl is what ablate.py compares."),
         ("ablate.arms=[torch]", "needs torch, the control, and another value of norm.impl"),
-        ("ablate.arms=[torch,fused,fused]", "an arm comes twice"),
+        ("ablate.arms=[torch,fused,fused]", "each once"),
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("train.compile=true", "Use ablate.compile=true"),
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
-        ("hydra.run.dir=x", "hydra.run.dir=x: is for train.py. Use folder=PATH."),
+        ("hydra.run.dir=x", "Use folder=PATH."),
         ("norm.kind=rmsnorm,layernorm,rmsnorm", "kind=rmsnorm comes twice in "),
     ],
 )
@@ -331,7 +331,7 @@ def test_a_library_that_can_not_do_one_of_the_configurations_is_left_out_there_a
     arms = ["ablate.arms=[torch,liger,flash_attn,fused]", "norm.kind=rmsnorm", "model.dropout=0.0,0.1"]
     without, dropping = ablate.variants_of([*tiny, *arms])
     assert without.refused == {} and without.arms("eager") == [TORCH, AGAIN, "liger", "flash_attn", FUSED]
-    assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED] and "no dropout" in dropping.refused["liger"]
+    assert dropping.arms("eager") == [TORCH, AGAIN, "flash_attn", FUSED] and "model.dropout" in dropping.refused["liger"]
     assert without.tested == ["liger", "flash_attn", FUSED] and dropping.tested == [FUSED], "flash-attn draws its own masks"
     for key in ("norm.placement=sandwich", "norm.weight=zero_centered", "norm.kind=dyt"):
         with pytest.raises(ablate.ConfigError, match=f"liger can't take part.*{key.split('=')[1]}"):

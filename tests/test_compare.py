@@ -64,7 +64,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_table(studied, tiny, tmp
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["study=qk_nrom"], "Did you mean study=qk_norm"),
+        (["study=qk_nrom"], "Did you mean qk_norm"),
         (["optim.lr=fast,slow"], "optim.lr takes numbers"),
         (["compare.baseline=x", "norm.kind=layernorm,rmsnorm"], "no such arm"),
         (["seed=1,1"], "twice"),

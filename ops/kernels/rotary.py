@@ -26,7 +26,7 @@ from .norms import centres, deviation, inverse, norm_gradient, spread
 from .nvidia import keep_order, widen
 from .rows import add_pairs, mean
 
-NO_NORM = tl.constexpr(-1)  # beside the values of `reference.Norm`
+NO_NORM = -1  # beside the values of `reference.Norm`
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def turn_tile(
     b_x = load_raw(p_x, row_offsets(rows, batch, token, HEAD_STRIDE, HOW), rows.m, HOW)
     b_cos, b_sin = load_angles(p, rows, T, table_rows, HOW)
     b_a, b_b = pairs(b_x, HOW)
-    if HOW.NORM != NO_NORM:
+    if HOW.NORM != NO_NORM_:
         b_a, b_b, _ = normalised(b_a, b_b, eps, HOW)
         if len(b_w) > 0:
             b_a *= b_w[0]
@@ -202,24 +202,29 @@ def rotary_backward_kernel(
         gdc_launch_dependents()  # the sum over partials may take its place now: it reads nothing before its own wait
         gdc_wait()
     program = tl.program_id(0)
+    Q_PARTS: tl.constexpr = HOW.HEADS if HOW.PER_HEAD else 1
     o_dx = token_width(HOW)
-    if program < q_parts(HOW) * q_programs:
+    o_k = HOW.HEADS * HOW.D if HOW.PACKED else 0
+    if program < Q_PARTS * q_programs:
         turn_back(
             p.dq, dq_batch, dq_token, HOW.HEAD_STRIDES[0], p.x, x_batch, x_token, HOW.HEAD_STRIDES[3], p.q_weight, p.dx, o_dx,
             p, program % q_programs, q_programs, program // q_programs, program, B, T, table_rows, eps, HOW.HEADS, HOW,
         )  # fmt: skip
     else:
-        mine = program - q_parts(HOW) * q_programs
-        p_k, batch, token, p_dk, o_dk = p.k, k_batch, k_token, p.dk_in, HOW.KV_HEADS * HOW.D
+        mine = program - Q_PARTS * q_programs
         if HOW.PACKED:
-            p_k, batch, token, p_dk, o_dk = None, x_batch, x_token, p.dx + HOW.HEADS * HOW.D, o_dx
-            if p.x is not None:
-                p_k = p.x + HOW.HEADS * HOW.D
-        turn_back(
-            p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p_k, batch, token, HOW.HEAD_STRIDES[3 if HOW.PACKED else 4],
-            p.k_weight, p_dk, o_dk, p, mine % k_programs, k_programs, mine // k_programs, program, B, T, table_rows, eps,
-            HOW.KV_HEADS, HOW,
-        )  # fmt: skip
+            p_k = None if p.x is None else p.x + o_k
+            turn_back(
+                p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p_k, x_batch, x_token, HOW.HEAD_STRIDES[3], p.k_weight,
+                p.dx + o_k, o_dx, p, mine % k_programs, k_programs, mine // k_programs, program, B, T, table_rows, eps,
+                HOW.KV_HEADS, HOW,
+            )  # fmt: skip
+        else:
+            turn_back(
+                p.dk, dk_batch, dk_token, HOW.HEAD_STRIDES[1], p.k, k_batch, k_token, HOW.HEAD_STRIDES[4], p.k_weight,
+                p.dk_in, HOW.KV_HEADS * HOW.D, p, mine % k_programs, k_programs, mine // k_programs, program, B, T,
+                table_rows, eps, HOW.KV_HEADS, HOW,
+            )  # fmt: skip
     if HOW.PACKED:
         o_v = (HOW.HEADS + HOW.KV_HEADS) * HOW.D
         at = first_tile(program, T, HOW.KV_HEADS, HOW)
@@ -239,14 +244,14 @@ def turn_back(
 ):  # fmt: skip
     """The gradients of a part. first, programs: the part's tiles that this program takes; partial: its place among partials."""
     SHARED: tl.constexpr = 1 if HOW.PER_HEAD else HEADS  # heads that share the weight
-    head = 0
     if HOW.PER_HEAD:
-        head = part
         p_dout += part.to(tl.int64) * HEAD_STRIDE
         p_dx += part * HOW.D
         if p_x is not None:
             p_x += part.to(tl.int64) * X_HEAD_STRIDE
-    b_w = load_weights(p_weight, head, HOW, HOW.OFFSET)
+        b_w = load_weights(p_weight, part, HOW, HOW.OFFSET)
+    else:
+        b_w = load_weights(p_weight, 0, HOW, HOW.OFFSET)
     b_dweight_a = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
     b_dweight_b = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
     b_dbias_a = tl.zeros([HOW.ROWS, HOW.BLOCK], tl.float32)
@@ -262,7 +267,7 @@ def turn_back(
         at = next_tile(at, step)
         b_a, b_b = pairs(b_dout, HOW)
         b_a, b_b = turned(b_a, b_b, b_cos, 0.0 - b_sin)
-        if HOW.NORM != NO_NORM:
+        if HOW.NORM != NO_NORM_:
             b_xa, b_xb = pairs(b_x, HOW)
             b_xa, b_xb, b_rstd = normalised(b_xa, b_xb, eps, HOW)
             if HOW.WANTED[0]:
@@ -302,13 +307,14 @@ def finish_rotary_weights_kernel(p, q_programs, k_programs, PROGRAMS: tl.constex
     """A program adds up, in a fixed order, BLOCK columns of one gradient of one part."""
     if HOW.EARLY_START:
         gdc_wait()
+    Q_PARTS: tl.constexpr = HOW.HEADS if HOW.PER_HEAD else 1
     part = tl.program_id(0) // wanted(HOW)
     i = tl.program_id(0) % wanted(HOW)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = part * q_programs
     count = q_programs
-    if part >= q_parts(HOW):
-        first = q_parts(HOW) * q_programs + (part - q_parts(HOW)) * k_programs
+    if part >= Q_PARTS:
+        first = Q_PARTS * q_programs + (part - Q_PARTS) * k_programs
         count = k_programs
     b_sum = tl.zeros([PROGRAMS, BLOCK], tl.float32)
     for start in tl.range(0, count, PROGRAMS):
@@ -325,27 +331,24 @@ def finish_rotary_weights_kernel(p, q_programs, k_programs, PROGRAMS: tl.constex
 
 @triton.jit
 def store_weights(p_q, p_k, part, cols, b_total, HOW: tl.constexpr):
-    if part < q_parts(HOW):
+    Q_PARTS: tl.constexpr = HOW.HEADS if HOW.PER_HEAD else 1
+    if part < Q_PARTS:
         if p_q is not None:
             tl.store(p_q + part * HOW.D + cols, b_total, mask=cols < HOW.D)
     else:
         if p_k is not None:
-            tl.store(p_k + (part - q_parts(HOW)) * HOW.D + cols, b_total, mask=cols < HOW.D)
+            tl.store(p_k + (part - Q_PARTS) * HOW.D + cols, b_total, mask=cols < HOW.D)
 
 
 # ---- what both directions share ---------------------------------------------------------------------------------------------
+
+NO_NORM_ = tl.constexpr(NO_NORM)
 
 
 @triton.constexpr_function
 def token_width(HOW):
     """Elements of a token in dx."""
     return (HOW.HEADS + 2 * HOW.KV_HEADS if HOW.PACKED else HOW.HEADS) * HOW.D
-
-
-@triton.constexpr_function
-def q_parts(HOW):
-    """Of the queries."""
-    return HOW.HEADS if HOW.PER_HEAD else 1
 
 
 @triton.constexpr_function
@@ -411,28 +414,21 @@ def columns(HOW: tl.constexpr):
 
 
 @triton.jit
-def features(m_row, HOW: tl.constexpr):
-    """int1 [ROWS, features or pairs], or [ROWS, 1] where a tile's row is no wider: what is there."""
-    m = m_row
-    if pads(HOW):
-        if HOW.INTERLEAVED:
-            m = m_row & (tl.arange(0, 2 * HOW.BLOCK) < HOW.D)[None, :]
-        else:
-            m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
-    return m
-
-
-@triton.jit
 def load_raw(p, o_row, m_row, HOW: tl.constexpr):
     """What `pairs` takes, as it lies in memory, zero where masked. An empty tuple where there is no tensor."""
     b_raw = ()
     if p is not None:
         if HOW.INTERLEAVED:
-            m = features(m_row, HOW)
-            b_raw = (tl.load(p + o_row[:, None] + tl.arange(0, 2 * HOW.BLOCK)[None, :], mask=m, other=0.0),)
+            cols = tl.arange(0, 2 * HOW.BLOCK)
+            m = m_row
+            if pads(HOW):
+                m = m_row & (cols < HOW.D)[None, :]
+            b_raw = (tl.load(p + o_row[:, None] + cols[None, :], mask=m, other=0.0),)
         else:
             o_a, o_b = columns(HOW)
-            m = features(m_row, HOW)
+            m = m_row
+            if pads(HOW):
+                m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
             b_a = tl.load(p + o_row[:, None] + o_a[None, :], mask=m, other=0.0)
             b_b = tl.load(p + o_row[:, None] + o_b[None, :], mask=m, other=0.0)
             b_raw = (b_a, b_b)
@@ -453,12 +449,17 @@ def pairs(b_raw, HOW: tl.constexpr):
 @triton.jit
 def store_pairs(p, o_row, m_row, b_a, b_b, HOW: tl.constexpr):
     if HOW.INTERLEAVED:
-        m = features(m_row, HOW)
+        cols = tl.arange(0, 2 * HOW.BLOCK)
+        m = m_row
+        if pads(HOW):
+            m = m_row & (cols < HOW.D)[None, :]
         b = tl.reshape(tl.join(b_a, b_b), [HOW.ROWS, 2 * HOW.BLOCK])
-        tl.store(p + o_row[:, None] + tl.arange(0, 2 * HOW.BLOCK)[None, :], b, mask=m)
+        tl.store(p + o_row[:, None] + cols[None, :], b, mask=m)
     else:
         o_a, o_b = columns(HOW)
-        m = features(m_row, HOW)
+        m = m_row
+        if pads(HOW):
+            m = m_row & (tl.arange(0, HOW.BLOCK) < HOW.D // 2)[None, :]
         tl.store(p + o_row[:, None] + o_a[None, :], b_a, mask=m)
         tl.store(p + o_row[:, None] + o_b[None, :], b_b, mask=m)
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ops import Norm, launch, layer_norm_fn, norm_fn, plan, rms_norm_fn
+from ops.records import BackwardInputs
 
 from .cases import BF16, FP32, equal, leaves, shapes, unaligned
 
@@ -19,13 +20,15 @@ def test_bias1_without_bias_or_weight1(zero_centered, device):
 
 
 def recorded(monkeypatch):
-    """The inputs and options of each backward from now on."""
+    """The dtypes of the inputs, and the options, of each backward from now on."""
     calls, original = [], launch.backward_call
     plan.forget()  # plans keep what they have called before
     monkeypatch.setattr(
         launch,
         "backward_call",
-        lambda options, *rest: lambda given: calls.append((given, options)) or original(options, *rest)(given),
+        lambda options, *rest: (
+            lambda given: calls.append((BackwardInputs(*rest[-1]), options)) or original(options, *rest)(given)
+        ),
     )
     return calls
 

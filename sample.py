@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("path", type=Path, help="a run folder, or a checkpoint such as runs/FOLDER/best")
     parser.add_argument(
-        "--prompt", default="\n", help="the text to go on from; empty: the start of a document (default: a newline, $'\\n')"
+        "--prompt", default="\n", help="the text to go on from; empty: the start of a document. The default is a newline"
     )
     parser.add_argument("--samples", type=int, default=1, help="how many texts; several are computed together")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add")

@@ -87,7 +87,10 @@ def train(cfg: Config, run: Run, machine: Machine, world: World = ALONE) -> Summ
     metrics = Metrics(state, cfg, corpus, precision, clock, world)
     with Interrupt(world) as interrupt, Saver(run.folder, cfg, world) as saver:
         if state.owes_validation:  # a signal has cut short the evaluation of the step that the run resumes from
-            validate(run, corpus.val, metrics, interrupt, world)
+            try:
+                validate(run, corpus.val, metrics, interrupt, world)
+            except Stopped:
+                run.stop(state.step, interrupt)
         for step in profiled(run, run.progress(range(state.step, cfg.train.steps)), model, precision.device, world):
             with clock.step():
                 loss, grad_norm = training_step(forward, state, batches[step], step, cfg, precision, world)
@@ -133,7 +136,7 @@ def training_step(
     """Makes one update: the gradient of the mean loss over the batch of all ranks, summed over micro-batches, clipped, applied.
 
     Args:
-        forward: the model, compiled or not. With several ranks: what `World.replicate` or `distributed.shard` returns.
+        forward: the model, compiled or not. With several ranks: what `World.replicate` returns.
         batch: the rows of this rank.
         mark: called with "forward", "backward" and "optimizer" where each of them ends, once for each micro-batch.
 

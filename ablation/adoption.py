@@ -95,7 +95,7 @@ class Timing:
     def __str__(self) -> str:
         # In pairs, as the ratio is: two medians over cycles may contradict it.
         apart = interval_text(self.comparison.difference_ms)
-        return f"forward + backward: {number(self.a_ms)} ms of model_a; model_b {apart} ms beside it; {self.verdict}"
+        return f"forward + backward: {number(self.a_ms)} ms of model_a; model_b takes {apart} ms more; {self.verdict}"
 
 
 def check_parity(

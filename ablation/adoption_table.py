@@ -50,6 +50,7 @@ training.
 
 
 def main(names: list[str]) -> None:
+    """names: models of `MODELS` and DIFFUSERS; all if there is none."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = dict.fromkeys(MODELS["transformers"].split(), _of_transformers)

@@ -66,13 +66,14 @@ def speedup(cell: Cell, base: str, arm: str | None = None) -> str:
 
 
 def cells_of(folder: Path, words: Sequence[str]) -> tuple[list[tuple[str, Cell]], dict[str, dict[str, Any]]]:
-    """The cells of the ablations recorded in the folder, gpt2/, shakespeare_char/ …, and their environments, both by name."""
+    """The cells of the ablations recorded in the folder, gpt2/, shakespeare_char/ …, and their environments, both by name. An
+    environment says what of its record is `unfinished`."""
     found, environments = [], {}
     chosen = [word.partition("/")[::2] for word in words]
     for name, override in chosen or [(path.parent.name, "") for path in sorted(folder.glob("*/report.json"))]:
         path = folder / name / "report.json"
         record = json.loads(path.read_text(encoding="utf-8"))
-        environments[name] = record["environment"]
+        environments[name] = record["environment"] | {"unfinished": record.get("unfinished")}
         cells = [c for c in record["cells"] if not override or override in label(c["overrides"], c["mode"]).split(", ")]
         if not cells:
             raise ResultsError(f"{path} has no cell with {override}; choose another, or leave /{override} out of the marker")
@@ -140,6 +141,12 @@ def machines(environments: dict[str, dict[str, Any]]) -> str:
 # ---- pages -----------------------------------------------------------------------------------------------------------------
 
 
+def unfinished(environments: dict[str, dict[str, Any]]) -> str:
+    """Says which records were stopped before their end."""
+    stopped = [f"{name} ({of['unfinished']})" for name, of in environments.items() if of["unfinished"]]
+    return f"Stopped before its end: {', '.join(stopped)}." if stopped else ""
+
+
 def changed(name: str, environments: dict[str, dict[str, Any]]) -> str:
     """Says of which records what was measured has changed since, by its sources; nothing if it has not.
 
@@ -192,7 +199,7 @@ def content(name: str, folder: Path, words: Sequence[str], root: str) -> list[st
     if name in ("ablation", "headline"):
         cells, environments = cells_of(folder / "ablation", words)
         table = ablation(cells, f"{root}/ablation") if name == "ablation" else headline(cells)
-        return [table, machines(environments), changed("ablation", environments)]
+        return [table, machines(environments), unfinished(environments), changed("ablation", environments)]
     path = folder / f"{name}.json"
     if name not in TABLES:
         raise ResultsError(f"there is no table {name!r}; there are {', '.join(TABLES)}, ablation, headline and versions")

@@ -57,13 +57,8 @@ RECORDS = (
         "-m benchmarks.norms --models --residual fp32 --width 1152 1536 2304 3072 3584 4608 5120 7168 8192 --warm 16",
         7,
     ),
-    Record(
-        "gpt2_loss",
-        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.eager=false ablate.arms=[torch,compiled,fused,nanogpt] "
-        "ablate.nanogpt=../nanoGPT",
-        4,
-    ),
-    Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.eager=false", 4),
+    Record("gpt2_loss", f"{GPT2} model.dropout=0.0 ablate.switch=loss", 4),
+    Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre", 8),
     Record("shakespeare_char", CHAR, 3),
     Record(
         "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3

@@ -83,7 +83,7 @@ class _Rotary(torch.autograd.Function):
     @first_order
     def backward(ctx, dq, dk, dv=None):
         saved, options, wanted = ctx.saved_tensors, ctx.options, ctx.needs_input_grad[7:]
-        if ctx.eager and is_eager((dq, dk, dv)):
+        if ctx.eager and is_eager((dq, dk, dv, *saved)):  # hooks on saved tensors may bring any
             given = launches().backward(Upstream(dq, dk, dv), Inputs(*saved), options, wanted)
         else:
             given = rotary_backward(dq, dk, dv, *saved, *options, list(wanted))

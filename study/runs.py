@@ -133,7 +133,14 @@ def train_all(
             keep(path, found, asdict(_run(engine, name, found.of(name))))
             done()
         if untimed:
-            keep(path, found, {"arm": name, "times": block_times(arm, study.baseline, engine, cycles, precision, corpus)})
+            try:
+                times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"compare.timing_cycles={cycles}: the step times of {name} need four models at once, which don't fit on this "
+                    "GPU. The runs so far are kept: go on with folder=PATH resume=auto compare.timing_cycles=0, without times."
+                ) from error
+            keep(path, found, {"arm": name, "times": times})
 
     for arm in study.arms:
         runs_of(arm, arm.name, study.rates, study.seeds)

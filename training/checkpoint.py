@@ -280,7 +280,8 @@ def locate(path: Path) -> Path:
     Raises:
         ConfigError: it is none of these.
     """
-    folder = storage.run_of(path.parent if path.is_file() else path)
+    named = path.parent.name in (LAST, BEST) and not path.exists()  # a file of a checkpoint that is looked up by its name
+    folder = storage.run_of(path.parent if path.is_file() or named else path)
     if folder.name in (LAST, BEST) and (kept := storage.checkpoints(folder.parent)):
         return kept[0] if folder.name == LAST else _best(folder.parent, kept)
     if (folder / storage.SUMS).is_file() or (folder / STATE).is_file():

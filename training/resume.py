@@ -110,7 +110,7 @@ def _first_start(cfg: Config, folder: Path) -> Start:
     """Of resume=auto in a folder without checkpoints."""
     if (folder / "summary.json").is_file():
         raise ConfigError(
-            f"resume=auto: {relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
+            f"{relative(folder)} has a finished run whose checkpoints are gone, and a new one there would "
             "overwrite the rest of it. Choose another folder."
         )
     started = (folder / "config.yaml").is_file()

@@ -138,8 +138,8 @@ def train_all(
                 times = block_times(arm, study.baseline, engine, cycles, precision, corpus)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"compare.timing_cycles={cycles}: the step times of {name} need four models at once, which don't fit on "
-                    "this GPU. The runs so far are kept: go on with folder=PATH resume=auto compare.timing_cycles=0, without times."
+                    f"compare.timing_cycles={cycles}: the step times of {name} need four models at once, too many for "
+                    "this GPU. The runs are kept: go on without times with folder=PATH resume=auto compare.timing_cycles=0."
                 ) from error
             keep(path, found, {"arm": name, "times": times})
 

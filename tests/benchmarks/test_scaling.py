@@ -96,7 +96,8 @@ def test_a_failure_is_recorded_and_the_other_cells_have_their_turns(recorded, mo
 
 
 def test_a_killed_rank_an_error_and_silence_of_a_turn_are_told(monkeypatch):
-    with pytest.raises(TurnError, match="SIGKILL"):
+    # torchrun names the signal, unless it hears first of the rank that lost its connection
+    with pytest.raises(TurnError, match=r"SIGKILL|rank 0: .*[Cc]onnection (reset|closed)"):
         turn(cell("ddp", 2, "parallel=ddp", "train.batch_size=4", "train.steps=4", "logging.name=kill_rank_1"), 1)
     with pytest.raises(TurnError, match=r"rank 0: ConfigError: no\.such\.key"):
         turn(cell("ddp", 1, "no.such.key=1"), 1)

@@ -90,9 +90,11 @@ def loss_contender(name: str, function: Loss, source: Tensor, logits: Tensor, ta
 
 def task(case: str, M: int, N: int, dtype: str) -> Task:
     def contenders(direction: str, functions: Mapping[str, Loss], count: int, device: torch.device) -> list[Contender]:
-        normal = partial(torch.randn, M, N, device=device, dtype=DTYPES[dtype])
+        # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
+        generator = torch.Generator(device).manual_seed(0)
+        normal = partial(torch.randn, M, N, device=device, dtype=DTYPES[dtype], generator=generator)
         if direction == BOTH:
-            source, targets = normal(), torch.randint(N, (M,), device=device)
+            source, targets = normal(), torch.randint(N, (M,), device=device, generator=generator)
             logits = source.clone()
             return [loss_contender(name, function, source, logits, targets) for name, function in functions.items()]
         sets = [Inputs((normal().requires_grad_(),), (normal(),)) for _ in range(count)]

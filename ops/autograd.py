@@ -40,7 +40,7 @@ class Training(NamedTuple):
     kept: list[str]  # of BackwardInputs
     keep: Callable[[tuple], tuple]  # of (*outputs, *inputs, None), what is kept for backward
     returned: Callable[[tuple], tuple]  # of (*outputs, None): y and r, and what is behind them in Outputs where there is more
-    constants: Callable[[tuple], tuple] | None  # of (*outputs, None), those without a gradient
+    constants: Callable[[tuple], tuple]  # likewise: the outputs that have no gradient
     jobs: dict[tuple, "Job"]  # those that were needed so far
 
 
@@ -64,17 +64,7 @@ def training_of(run: Callable, options: Options, dtypes: tuple, requires_grad: t
     returned = _RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2]
     constants = [name for name in ("mask", "mask1", "rms", "peak") if name in outputs]
     keep = picker([sources[name] for name in kept], there)
-    return Training(
-        run,
-        options,
-        dtypes,
-        names,
-        kept,
-        keep,
-        picker(returned, outputs),
-        picker(constants, outputs) if constants else None,
-        {},
-    )
+    return Training(run, options, dtypes, names, kept, keep, picker(returned, outputs), picker(constants, outputs), {})
 
 
 class FusedNorm(torch.autograd.Function):
@@ -87,8 +77,8 @@ class FusedNorm(torch.autograd.Function):
         ctx.call = call
         # A residual output that nobody used has no gradient: it must not be made up as a tensor of zeros and read.
         ctx.set_materialize_grads(False)
-        if call.constants is not None:
-            ctx.mark_non_differentiable(*call.constants((*outputs, None)))
+        if constants := call.constants((*outputs, None)):
+            ctx.mark_non_differentiable(*constants)
         return call.returned((*outputs, None))
 
     @staticmethod

@@ -3,9 +3,9 @@
 What a launch needs besides its tensors and the number of rows follows from widths, dtypes and options. It is worked out once.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -71,13 +71,10 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
     early = facts.since_sm_90
     variant = _variant(N, options, work, tile, STREAM_DTYPE=TRITON_DTYPE[options.residual_dtype], EARLY_START=early)
     numbers = (options.eps, *_dropout_numbers(options), tile.prefetch_programs, variant)
+    start = Launcher(norm_forward_kernel, forward_kernels.Pointers, device, num_warps=tile.warps, launch_pdl=early or None)
     rows_of_tile, drops = tile.rows, of.seed is not None
     outputs = outputs_of(of, options)
-    made = [output.name for output in outputs]
-    start = Launcher(
-        norm_forward_kernel, forward_kernels.Pointers, device, [*names_of(of), *made], strided=made, num_warps=tile.warps,
-        launch_pdl=early or None,
-    )  # fmt: skip
+    pointers = picker(forward_kernels.Pointers._fields, [*names_of(of), *(output.name for output in outputs)])
 
     def run(inputs: Sequence[Tensor], buffers: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """buffers: contiguous, for y and r; that for r may be the residual itself."""
@@ -87,7 +84,7 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
             written = empty_outputs(x, outputs, M)
         else:
             written = [buffers[o.name] if o.name in buffers else empty_outputs(x, [o], M)[0] for o in outputs]
-        start(-(-M // rows_of_tile), (*inputs, *written), inputs[-1] if drops else None, M, *numbers)
+        start(-(-M // rows_of_tile), pointers((*inputs, *written, None)), inputs[-1] if drops else None, M, *numbers)
         return written
 
     return run
@@ -127,10 +124,21 @@ def backward_call(
     split = tile.slices > 1
     early = facts.since_sm_90 and not split  # a cooperative launch cannot be early
     variant = _variant(N, options, work, tile, STREAM_DTYPE=None, EARLY_START=early, WANTED=wanted)
+    start = Launcher(
+        norm_backward_kernel,
+        backward_kernels.Pointers,
+        device,
+        num_warps=tile.warps,
+        launch_pdl=early or None,
+        launch_cooperative_grid=split or None,
+        maxnreg=most_registers(tile) if split else None,
+    )
     most_groups = facts.multiprocessors * tile.programs_per_sm // tile.slices
     # As many partial sums at once as there are on a large batch: with fewer, a small kernel waits for memory several times.
     block_p = min(512, triton.next_power_of_2(max(1, most_groups)))
     block_n = max(8, min(256, 4096 // block_p))
+    pdl = facts.since_sm_90 or None
+    finish = Launcher(finish_weight_gradients_kernel, WeightGradients, device, num_warps=4, launch_pdl=pdl)
     sums = sum(wanted)
     scalars = norm.scalars * (options.dscalars_dtype is not None)
     scalars += branch_norm.scalars * (options.dbranch_scalars_dtype is not None)
@@ -141,22 +149,8 @@ def backward_call(
     names, gradients = names_of(of), gradients_of(options)
     shapes, place_of_r, drops = shapes_of(gradients, names), names.index("r"), of.seed is not None
     scratch_names = [name for name, used in (("partials", sums), ("scalar_partials", scalars), ("board", split)) if used]
-    made = [*gradients, *scratch_names]
-    start = Launcher(
-        norm_backward_kernel,
-        backward_kernels.Pointers,
-        device,
-        [*names, *made],
-        strided=made,
-        num_warps=tile.warps,
-        launch_pdl=early or None,
-        launch_cooperative_grid=split or None,
-        maxnreg=most_registers(tile) if split else None,
-    )
-    finish = Launcher(
-        finish_weight_gradients_kernel, WeightGradients, device, [*names, *made], strided=made, num_warps=4,
-        launch_pdl=facts.since_sm_90 or None,
-    )  # fmt: skip
+    all_names = [*names, *gradients, *scratch_names]
+    pointers, finish_pointers = (picker(record._fields, all_names) for record in (backward_kernels.Pointers, WeightGradients))
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         r = inputs[place_of_r]
@@ -174,10 +168,10 @@ def backward_call(
         if split:
             words = groups * RING.value * turn_words(slices)
             scratch.append(torch.full((words,), -1, dtype=torch.int64, device=device))
-        tensors = (*inputs, *written, *scratch)
-        start(groups * slices, tensors, inputs[-1] if drops else None, M, tiles, *numbers)
+        tensors = (*inputs, *written, *scratch, None)
+        start(groups * slices, pointers(tensors), inputs[-1] if drops else None, M, tiles, *numbers)
         if sums:
-            finish(finish_blocks, tensors, groups, N, *finish_numbers)
+            finish(finish_blocks, finish_pointers(tensors), groups, N, *finish_numbers)
         if scalars:
             found = scratch[1 if sums else 0].sum(0)
             for name, gradient in zip(gradients, written, strict=True):
@@ -199,30 +193,27 @@ class Launcher:
     """
 
     def __init__(
-        self, kernel: Any, record: type, device: torch.device, names: Sequence[str] = (), strided: Collection[str] = (),
-        programs_y: int = 1, **options: Any,
+        self, kernel: Any, record: type, device: torch.device, strided: Sequence[str] = (), programs_y: int = 1,
+        **options: Any,
     ) -> None:  # fmt: skip
-        """record: NamedTuple of the kernel's tensors; names: of the tensors that calls give, in this order, those of the record
-        by default; strided: those whose strides the kernel is told, or that are contiguous anyway; programs_y: the grid's
+        """record: NamedTuple of the kernel's tensors; strided: those whose strides the kernel is told; programs_y: the grid's
         second dimension; options: None for what the launch does without."""
-        fields = record._fields  # type: ignore[attr-defined]
-        self.kernel, self.record, self.programs_y, self.names = kernel, record, programs_y, names or fields
-        self.fields = picker(fields, self.names)
-        self.keeps = {name: name in strided for name in fields}
+        self.kernel, self.record, self.programs_y = kernel, record, programs_y
+        self.strided = [name in strided for name in record._fields]  # type: ignore[attr-defined]
         self.options = {name: value for name, value in options.items() if value is not None}
         self.index = device.index if device.type == "cuda" else None
         self.may_be_elsewhere = self.index is not None and torch.cuda.device_count() > 1
         self.current_stream: Callable = TRITON.driver.active.get_current_stream if TRITON and self.index is not None else int
         self.compiled: Any = None
-        self.there: Callable[[tuple], tuple]  # of the given tensors, those of the record that are not None
+        self.there: Callable[[tuple], tuple]  # the tensors that are not None
         self.dense: Callable[[tuple], tuple]  # of those, the ones that must be contiguous
         self.places: Callable[[tuple], tuple]  # their pointers, with None behind them, in the places of the record
 
     def __call__(self, programs: int, tensors: tuple[Tensor | None, ...], *rest: Any) -> None:
         """Starts the kernel on the current stream of its device.
 
-        tensors: as `names`, copied where they are neither contiguous nor strided, as kernels read rows that lie next to each
-        other; rest: the arguments behind them.
+        tensors: the fields of the record, copied where they are neither contiguous nor strided, as kernels read rows that lie
+        next to each other; rest: the arguments behind them.
         """
         if programs == 0:
             return
@@ -239,15 +230,16 @@ class Launcher:
                 started = (compiled.function, compiled.packed_metadata, None, None, None)  # no hooks
                 compiled.run(programs, self.programs_y, 1, stream, *started, self.places((*pointers, None)), *rest)
                 return
-        given = zip(self.fields((*tensors, None)), self.keeps.values(), strict=True)
-        fields = tuple([t if t is None or keeps else t.contiguous() for t, keeps in given])
-        compiled = self.kernel[(programs, self.programs_y)](self.record(*fields), *rest, **self.options)
-        if TRITON and isinstance(compiled, TRITON.CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in fields):
-            names = [name for name, t in zip(self.keeps, fields, strict=True) if t is not None]
-            self.there = picker(names, self.names)
-            self.dense = picker([name for name in names if not self.keeps[name]], names)
-            self.places = picker([*self.keeps], names)
-            self.compiled = compiled
+        tensors = tuple([t if t is None or keeps else t.contiguous() for t, keeps in zip(tensors, self.strided, strict=True)])
+        compiled = self.kernel[(programs, self.programs_y)](self.record(*tensors), *rest, **self.options)
+        if TRITON and isinstance(compiled, TRITON.CompiledKernel) and all(t is None or t.data_ptr() % 16 == 0 for t in tensors):
+            present = [i for i, t in enumerate(tensors) if t is not None]
+            dense = [place for place, i in enumerate(present) if not self.strided[i]]
+            if len(present) > 1 and len(dense) > 1:  # itemgetter of one place gives no tuple
+                self.there = itemgetter(*present)
+                self.dense = tuple if len(dense) == len(present) else itemgetter(*dense)
+                self.places = itemgetter(*[present.index(i) if i in present else -1 for i in range(len(tensors))])
+                self.compiled = compiled
 
 
 def observed() -> bool:

@@ -40,7 +40,7 @@ from .records import (
     picker,
 )
 from .reference import Norm
-from .torch_state import PLAIN, differentiated_by_func
+from .torch_state import differentiated_by_func, is_plain
 
 
 class Request(NamedTuple):
@@ -78,7 +78,6 @@ class Plan(NamedTuple):
     y_is_r: bool  # there is no norm, and y has the dtype of the stream
 
 
-_STRIDED = torch.strided
 MOST = 4096  # plans that are remembered; the one that was not used for longest goes first
 _plans: OrderedDict[tuple, Plan] = OrderedDict()
 
@@ -122,7 +121,7 @@ def _key(operands: tuple, request: tuple) -> tuple | None:
     rows = None
     for field, t in enumerate(operands):
         if t is not None:
-            if type(t) not in PLAIN or t.layout is not _STRIDED or t.is_neg():  # `is_plain`, without a call
+            if not is_plain(t):
                 return None
             shape: Any = t.shape
             if rows is None:  # x

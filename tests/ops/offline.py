@@ -88,7 +88,7 @@ class OfflineLauncher(launch.Launcher):
         self.own_tile = OfflineLauncher.tile if self.kernel.__name__ != "finish_weight_gradients_kernel" else None
 
     def __call__(self, programs: int, tensors: tuple[torch.Tensor | None, ...], *rest: Any) -> None:
-        compiled = self.kernel.run(self.record(*self.fields((*tensors, None))), *rest, grid=(1,), warmup=True, **self.options)
+        compiled = self.kernel.run(self.record(*tensors), *rest, grid=(1,), warmup=True, **self.options)
         self.found.append(
             {
                 "kernel": self.kernel.__name__,

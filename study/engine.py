@@ -207,7 +207,7 @@ def reset(optimizer: torch.optim.Optimizer) -> None:
 def refuse_outside_graph(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Raises ConfigError where a step counts on the host: a graph would repeat its first count."""
     states = [item for state in optimizer.state.values() for item in state.items()]
-    on_host = [name for name, value in states if not ((isinstance(value, Tensor) and value.device == device) or value is None)]
+    on_host = [name for name, value in states if not ((isinstance(value, Tensor) and value.device.type == device.type) or value is None)]
     if on_host:
         raise ConfigError(
             f"{type(optimizer).__name__} keeps {', '.join(sorted(set(on_host)))} on the host, which a CUDA graph can't change. "

@@ -25,17 +25,17 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import yaml
 
 import configs
-from configs import Config, ConfigError, command_line, machine
+from configs import ConfigError, command_line, machine
 from data import load_corpus
+from measure import program
 from measure.environment import environment
 from measure.progress import progress
 from study import analysis, report, tracking
 from study.arms import FOLDER, Study, study_of
 from study.runs import train_all
-from training.console import show, take_any_encoding
-from training.interrupt import Stopped, exit_on_signals
+from training.console import show
 from training.precision import Precision
-from training.storage import StorageError, claim, locked, relative, replace_text
+from training.storage import claim, locked, relative, replace_text
 
 
 def compare(study: Study, folder: Path, command: str) -> analysis.Report:
@@ -72,15 +72,11 @@ def keep_facts(study: Study, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    take_any_encoding()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if {"-h", "--help"} & set(arguments):
-        show(help_text())
-        return 0
     folder: Path | None = None
-    exit_on_signals()
-    try:
-        machine.refuse_ranks("compare.py")
+
+    def work() -> int:
+        nonlocal folder
         study = study_of(arguments)
         wanted = Path(study.cfg.folder or f"runs/{command_line.now()}_compare")
         folder = wanted if study.cfg.resume == "auto" and (wanted / "study.json").is_file() else claim(wanted)
@@ -89,25 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(report.summary(made))
             show(f"report: {relative(folder)}/report.md")
             show(f"W&B: {tracking.log(study, made, folder)}")
-    except ConfigError as error:
-        return command_line.refuse(error)
-    except StorageError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, Stopped) as stop:
-        where = f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else ""
-        print(f"stopped{where}", file=sys.stderr)
-        return 130 if isinstance(stop, KeyboardInterrupt) else int(stop.code)  # type: ignore[arg-type]
-    return 0
+        return 0
+
+    def stopped() -> str:
+        return "stopped" + (f"; to go on, add folder={relative(folder)} resume=auto to the command" if folder else "")
+
+    return program.run("compare.py", arguments, help_text, work, stopped)
 
 
 def help_text() -> str:
-    described = command_line.describe_keys(Config()).splitlines()
-    own = "\n".join(line for line in described if line.strip().startswith("compare."))
     studies = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("*.yaml"))}
     listed = "\n".join(f"  study={name:<20} {' '.join(str(one.get('claim', '')).split())}" for name, one in studies.items())
     others = "All others are those of `python train.py --help`."
-    return f"{__doc__}\nKeys of its own, with their defaults:\n\n{own}\n\nStudies:\n\n{listed}\n\n{others}"
+    return (
+        f"{__doc__}\nKeys of its own, with their defaults:\n\n{program.own_keys('compare')}\nStudies:\n\n{listed}\n\n{others}"
+    )
 
 
 if __name__ == "__main__":

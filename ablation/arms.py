@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,12 +19,7 @@ from training.checkpoint import TrainState
 from training.precision import Precision
 
 VALUES = {Switch.norm: NormImpl, Switch.loss: LossImpl}
-Mark = Callable[[str], None]
-Step = Callable[[tuple[Tensor, Tensor], int, Mark], Tensor]  # of a batch and its number; returns the loss, on the device
-
-
-def unmarked(part: str) -> None:
-    """No note of where a part of the step ends."""
+Step = Callable[[tuple[Tensor, Tensor], int], Tensor]  # of a batch and its number; returns the loss, on the device
 
 
 @dataclass
@@ -39,11 +33,11 @@ class Arm:
     forward: Callable[..., Tensor]  # the model, or what torch.compile made of it
     other: Step | None = None  # the step of an arm that is not ours
 
-    def step(self, batch: tuple[Tensor, Tensor], number: int, mark: Mark = unmarked) -> Tensor:
+    def step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         """Takes training step `number`. Returns its loss."""
         if self.other is not None:
-            return self.other(batch, number, mark)
-        return training_step(self.forward, self.state, batch, number, self.cfg, self.precision, mark=mark)[0]
+            return self.other(batch, number)
+        return training_step(self.forward, self.state, batch, number, self.cfg, self.precision)[0]
 
 
 def switched(cfg: Config, arm: str) -> Config:
@@ -57,14 +51,14 @@ def build_arm(
     name: str,
     cfg: Config,
     precision: Precision,
-    vocab_size: int,
+    tokenizer: Tokenizer,
     *,
     value: str | None = None,
     compiled: bool = False,
     masks: DropoutMasks | None = None,
     like: Arm | None = None,
 ) -> Arm:
-    """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone.
+    """A fresh arm. Its initial weights depend on cfg.seed and cfg.model alone, or are those of cfg.init_from.
 
     Args:
         value: the implementation, if it is not the arm's name.
@@ -72,40 +66,20 @@ def build_arm(
         like: a fresh arm of this seed and model, whose initial values are copied: drawing those of GPT-2 takes a CPU seconds.
 
     Raises:
-        ConfigError: options of the model that do not fit together.
+        ConfigError: options of the model that do not fit together, or weights of another model.
     """
     cfg = switched(cfg, value or name)
     cfg.norm.dropout_masks = masks or cfg.norm.dropout_masks
     cfg.train.compile = compiled
-    if like is None:
-        _, state, forward = build(cfg, precision, vocab_size)
-    else:
-        fill = partial(copy_values, like.state.model)
-        _, state, forward = build(cfg, precision, vocab_size, fill=fill, draw_on="meta")
+
+    def fill(model: GPT) -> None:
+        if like is not None:
+            copy_values(like.state.model, model)
+        elif cfg.init_from:
+            pretrained.load(model, cfg.init_from, tokenizer)
+
+    _, state, forward = build(cfg, precision, tokenizer.vocab_size, fill=fill, draw_on="cpu" if like is None else "meta")
     return Arm(name, cfg, precision, state, forward)
-
-
-def load_initial_weights(arm: Arm, tokenizer: Tokenizer) -> None:
-    """Loads the weights of cfg.init_from, if set, into a fresh arm. Arms that are built `like` it get them too.
-
-    Raises:
-        ConfigError: they can't be had, or belong to another model or to other tokens.
-    """
-    if arm.cfg.init_from:
-        pretrained.load(arm.state.model, arm.cfg.init_from, tokenizer)
-
-
-def check_initial_weights(cfg: Config, tokenizer: Tokenizer) -> None:
-    """Checks that arms can begin with the weights of cfg.init_from, if set.
-
-    Raises:
-        ConfigError: they can't.
-        ValueError: options of the model that do not fit together.
-    """
-    if cfg.init_from:
-        with torch.device("meta"):  # where nothing is drawn
-            model = GPT(cfg.model, cfg.norm, tokenizer.vocab_size, cfg.loss)
-        pretrained.load(model.to_empty(device="cpu"), cfg.init_from, tokenizer)
 
 
 def check_same(arms: Sequence[Arm]) -> None:
@@ -116,29 +90,25 @@ def check_same(arms: Sequence[Arm]) -> None:
         AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
     """
     first, *others = arms
-    mine = _tensors_by_name(first)
+    mine = _start_of(first)
     for other in others:
-        yours = _tensors_by_name(other)
-        same = {name for name in mine.keys() & yours.keys() if _equal(mine[name], yours[name])}
-        differing = sorted((mine.keys() | yours.keys()) - same)
-        if differing or _groups(first) != _groups(other):
-            raise AssertionError(f"{first.name} and {other.name} differ in {', '.join(differing) or 'optimizer groups'}")
+        yours = _start_of(other)
+        differing = sorted(name for name in mine | yours if not _equal(mine.get(name), yours.get(name)))
+        if differing:
+            raise AssertionError(f"{first.name} and {other.name} differ in {', '.join(differing)}")
 
 
-def _tensors_by_name(arm: Arm) -> dict[str, Tensor]:
-    return {**dict(arm.state.model.named_parameters()), **dict(arm.state.model.named_buffers())}
+def _start_of(arm: Arm) -> dict[str, object]:
+    model = arm.state.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in arm.state.optimizer.param_groups]
+    return {**dict(model.named_parameters()), **dict(model.named_buffers()), "optimizer groups": groups}
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _groups(arm: Arm) -> list[tuple[list[str], dict]]:
-    names = {id(parameter): name for name, parameter in arm.state.model.named_parameters()}
-    return [
-        ([names[id(p)] for p in group["params"]], {key: value for key, value in group.items() if key != "params"})
-        for group in arm.state.optimizer.param_groups
-    ]
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
 
 
 # ---- state -------------------------------------------------------------------------------------------------------------------

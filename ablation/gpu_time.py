@@ -11,97 +11,74 @@ from configs import Config
 from configs.schema import BlockLayout, Positions, ResidualDtype
 from measure.attribution import Share
 from measure.comparison import AGAIN
-from measure.tables import capital, label, markdown, number, wrapped
+from measure.tables import NOTHING, capital, label, markdown, number, wrapped
 from training.precision import Precision
 
+IDLE = "idle"  # the part of a timed step that is no GPU time of the profile
 WAITING = 0.2  # of a step: if the GPU is idle for longer, the CPU is the bound
-AT_LIMIT = 0.97  # of the power limit: of a GPU that is held there nvidia-smi tells a little more or less
+NOTE = (
+    "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
+    "Compiled kernels that fuse a norm with other work count as norm. idle: the rest of a timed step, which is longer than "
+    "all its GPU time where the step is CPU-bound, or clocks drop under a longer load. Where the power limit sets the clocks, "
+    "GPU time that is saved need not all be step time saved."
+)
 
 
 def gpu_time(cells: Sequence[Cell]) -> str:
-    """The section for cells that have an attribution. Empty without such cells."""
-    note = (
-        "From a profile of a few steps of each arm. kernels.jsonl has every kernel and the kind of work that it counts as. "
-        "Compiled kernels that fuse a norm with other work count as norm. "
-        "A timed step is longer than all its GPU time where the step is CPU-bound, or clocks drop under a longer load."
-    )
-    return "\n\n".join([*map(_attribution, cells), wrapped(note)]) if cells else ""
+    """The section for the cells that have an attribution. Empty without such cells."""
+    parts = [_section(cell, cell.attribution) for cell in cells if cell.attribution]
+    return "\n\n".join([*parts, wrapped(NOTE)]) if parts else ""
 
 
-def _attribution(cell: Cell) -> str:
-    found = cell.attribution
-    assert found is not None
-    shares = {name: of for name, of in found.shares.items() if name != AGAIN}
-    totals = {name: sum(share.ms for share in of) for name, of in shares.items()}
-    steps = {name: median(chain(*cell.arms[name].blocks_ms)) for name in shares}
-    idle = {name: max(0.0, steps[name] - totals[name]) for name in shares}
+def parts_ms(cell: Cell) -> dict[str, dict[str, float]]:
+    """By arm: kind of work → milliseconds of a step, and IDLE."""
+    assert cell.attribution is not None
+    found = {}
+    for name, shares in cell.attribution.shares.items():
+        if name != AGAIN:
+            parts = {share.group: share.ms for share in shares}
+            found[name] = parts | {IDLE: max(0.0, median(chain(*cell.arms[name].blocks_ms)) - sum(parts.values()))}
+    return found
+
+
+def _section(cell: Cell, found: Attribution) -> str:
+    parts = parts_ms(cell)
+    launches = {name: {share.group: f"{share.launches:,}" for share in found.shares[name]} for name in parts}
     rows = []
-    for group in dict.fromkeys(share.group for of in shares.values() for share in of):
-        by_arm = [next((share for share in of if share.group == group), None) for of in shares.values()]
-        rows.append([group, *chain(*([number(one.ms), f"{one.launches:,}"] if one else ["–"] * 2 for one in by_arm))])
-    launches = [f"{sum(share.launches for share in of):,}" for of in shares.values()]
-    rows.append(["all", *chain(*zip(map(number, totals.values()), launches, strict=True))])
-    rows += [
-        [title, *chain(*((number(ms), "") for ms in of.values()))] for title, of in (("idle", idle), ("a timed step", steps))
-    ]
-    header = ["GPU time", *chain(*([f"{name} ms", "launches"] for name in shares))]
-    words = _limit(found, cell)
-    for base, limit in found.limits.items():
-        if cell.against(base).speedup.low > limit:
-            words += (
-                f" The step is {cell.against(base).speedup.median:.3f} × as fast as with {base}, which is more: part of what "
-                "its norms take is not in their group above, or the step is CPU-bound."
-            )
-    parts = {name: idle[name] / steps[name] for name in shares}
-    if max(parts.values()) > WAITING:
-        told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in parts.items())
-        words += (
-            f" The GPU is idle in {told}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
+    for group in dict.fromkeys(chain(*parts.values())):
+        cells = ([number(of[group]) if group in of else NOTHING, launches[name].get(group, "")] for name, of in parts.items())
+        rows.append([group, *chain(*cells)])
+    rows.append(["all", *chain(*([number(sum(of.values())), ""] for of in parts.values()))])
+    table = markdown(["ms of a step", *chain(*([name, "launches"] for name in parts))], rows)
+    said = [_limit(found, cell, parts)]
+    waits = {name: of[IDLE] / sum(of.values()) for name, of in parts.items()}
+    if max(waits.values()) > WAITING:
+        told = " and ".join(f"{100 * share:.0f} % of a step under {name}" for name, share in waits.items())
+        said.append(
+            f"The GPU is idle in {told}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
             "ablate.compile=true train.compile_mode=reduce-overhead."
         )
-    title = f"### {capital(label(cell.overrides, cell.mode))}"
-    return f"{title}\n\n{markdown(header, rows)}\n\n{wrapped(words + _power(cell.gpu))}"
+    for name, readings in cell.gpu.items():
+        if states := [f"{of['clocks.sm']}, {of['power.draw']} of {of['power.limit']}" for of in readings if of]:
+            said.append(f"Clock and power under {name}: {'; '.join(states)}.")
+    return f"### {capital(label(cell.overrides, cell.mode))}\n\n{table}\n\n{wrapped(' '.join(said))}"
 
 
-def _limit(found: Attribution, cell: Cell) -> str:
+def _limit(found: Attribution, cell: Cell, parts: Mapping[str, Mapping[str, float]]) -> str:
     """The Amdahl limit over each base, and the part of it that the subject reaches."""
     least = found.norm_bytes / found.copy_gb_per_s / 1e6  # bytes / (10⁹ bytes / s) in ms
-    norms = {name: ms_of(found.group, shares) for name, shares in found.shares.items() if name != AGAIN}
-    sites = "The norm sites of a step" if found.group == "norm" else "The loss of a step"
-    taken = ", ".join(
-        f"{number(ms)} ms under {name} ({100 * least / ms:.0f} % of copy bandwidth)" if ms else f"nothing under {name}"
-        for name, ms in norms.items()
-    )
+    shares = ", ".join(f"{100 * least / ms:.0f} % under {name}" for name, of in parts.items() if (ms := of.get(found.group)))
     limits = " and ".join(
         f"{limit:.3f} × as fast as with {base} ({cell.subject} saves {100 * found.realised[base]:.0f} % of the time between)"
         for base, limit in found.limits.items()
     )
     return (
-        f"{sites} must move {found.norm_bytes / 1e9:.2f} GB, which takes {number(least)} ms at the {found.copy_gb_per_s:,.0f} "
-        f"GB/s that a copy reached here. In a profile: {taken}. Amdahl limit: no {found.group} kernel makes this step more "
-        f"than {limits}, unless the step is CPU-bound, where fewer launches may save more."
+        f"{'The norm sites' if found.group == 'norm' else 'The loss'} of a step must move {found.norm_bytes / 1e9:.2f} GB, "
+        f"which takes {number(least)} ms at the {found.copy_gb_per_s:,.0f} GB/s that a copy reached here; of this copy "
+        f"bandwidth they reach {shares or 'nothing'}. Amdahl limit: no {found.group} kernel makes this step more than "
+        f"{limits}, unless the step is CPU-bound, where fewer launches may save more, or part of what it takes is in another "
+        "group above."
     )
-
-
-def _power(gpu: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
-    """Clocks and power under each arm, and what follows if the power limit sets the clocks."""
-    told, limited = [], []
-    for name, readings in gpu.items():
-        try:
-            fields = ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit")
-            values = [[float(state[field].split()[0]) for field in fields] for state in readings]
-        except (KeyError, ValueError):  # nvidia-smi was not there, or does not know it of this GPU
-            continue
-        clocks, draws = (" and ".join(f"{value[at]:.0f}" for value in values) for at in (0, 2))
-        told.append(f"{clocks} of {values[0][1]:.0f} MHz and {draws} of {values[0][3]:.0f} W under {name}")
-        limited += [name] if all(draw > AT_LIMIT * limit for _, _, draw, limit in values) else []
-    words = f" Read while it took steps, the GPU was at {', '.join(told)}." if told else ""
-    if limited:
-        words += (
-            f" Under {' and '.join(limited)} that is its power limit: clocks follow what the kernels draw, and GPU time that "
-            "is saved need not all be step time saved."
-        )
-    return words
 
 
 # ---- the bound -------------------------------------------------------------------------------------------------------------

@@ -30,43 +30,33 @@ class Cycle:
 
 
 class Kept:
-    """The cycles in a folder. `facts` says of what they are: configurations, card, versions."""
+    """The cycles in a folder. `facts`, the first line of the file, says of what they are: configurations, card, versions."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], cycles: Sequence[Cycle] = ()) -> None:
-        self._path, self._facts = folder / FILE, facts
-        self._cycles = list(cycles)
-
-    @classmethod
-    def read(cls, folder: Path, facts: Mapping[str, Any]) -> "Kept":
-        """Those of an earlier process. A last line without its end, of a process that was killed, does not count.
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Reads those of an earlier process, if there are any.
 
         Raises:
-            ConfigError: there are none, they are of something else, or a line is damaged.
+            ConfigError: they are of something else, or damaged.
         """
-        if not (folder / FILE).is_file():
-            raise ConfigError(
-                f"resume={relative(folder)}: no ablation that was stopped is there. For the weights of a run: init_from=PATH."
-            )
-        found: list[Any] = []
-        for number, line in enumerate((folder / FILE).read_bytes().split(b"\n")[:-1], start=1):
+        self._path, self._facts, self._cycles = folder / FILE, dict(facts), list[Cycle]()
+        if self._path.is_file():
             try:
-                entry = json.loads(line)
-                found.append(Cycle(**entry) if found else dict(entry))
+                before, *lines = map(json.loads, self._path.read_text(encoding="utf-8").splitlines())
+                self._cycles = [Cycle(**line) for line in lines]
             except (ValueError, TypeError) as error:
-                todo = "Delete this line; its cycle is then measured again." if found else "Begin anew in another folder."
-                raise ConfigError(f"{relative(folder / FILE)}, line {number}: is damaged ({error}). {todo}") from None
-        if not found:
-            raise ConfigError(f"{relative(folder / FILE)}, line 1: is cut off. Begin anew in another folder.")
-        first, *cycles = found
-        if changed := [name for name in first | facts if first.get(name) != facts.get(name)]:
-            pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(first.get(name))}" for name in changed[:4])
-            raise ConfigError(
-                f"resume={relative(folder)}: its cycles are of something else: {'; '.join(pairs)}. Change it, or begin anew."
-            )
-        return cls(folder, facts, cycles)
+                raise ConfigError(f"{relative(self._path)} is damaged ({error}). Begin anew in another folder.") from error
+            if changed := [name for name in before | self._facts if before.get(name) != facts.get(name)]:
+                pairs = (f"{name}={keys.shown(facts.get(name))}, there {keys.shown(before.get(name))}" for name in changed[:4])
+                raise ConfigError(
+                    f"{relative(folder)} has cycles of something else: {'; '.join(pairs)}. Change it, or begin anew."
+                )
+        self._write()
 
     def add(self, cycle: Cycle) -> None:
         self._cycles.append(cycle)
+        self._write()
+
+    def _write(self) -> None:
         lines = [self._facts, *map(asdict, self._cycles)]
         replace_text(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
@@ -75,7 +65,7 @@ class Kept:
         return [c for c in self._cycles if (c.overrides, c.mode) == (overrides, mode) and c.blocks_ms.keys() == set(arms)]
 
     def __str__(self) -> str:
-        """3 of eager"""
+        """3 of eager; nothing where there is no cycle"""
         cells = [label(cycle.overrides, cycle.mode) for cycle in self._cycles]
         return ", ".join(f"{cells.count(cell)} of {cell}" for cell in dict.fromkeys(cells))
 

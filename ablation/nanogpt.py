@@ -9,7 +9,6 @@ import copy
 import importlib.util
 import io
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ablation.arms import Arm, Mark
+from ablation.arms import Arm
 from configs import Config, ConfigError
 from configs.rules import NANOGPT
 from configs.schema import NormImpl
@@ -43,12 +42,11 @@ def load(path: Path) -> ModuleType:
         ConfigError: no such file, one that can't be imported, or one without GPT and GPTConfig.
     """
     file = path / "model.py" if path.is_dir() else path
-    spec = importlib.util.spec_from_file_location(MODULE, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"ablate.nanogpt={path}: {file} is no Python module. Name the folder of a nanoGPT checkout.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # where its dataclass looks its annotations up
     try:
+        spec = importlib.util.spec_from_file_location(MODULE, file)
+        assert spec is not None and spec.loader is not None, f"{file} is no Python module"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[MODULE] = module  # where its dataclass looks its annotations up
         spec.loader.exec_module(module)
         _ = module.GPT, module.GPTConfig
     except Exception as error:
@@ -57,46 +55,37 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def build_peer(module: ModuleType, cfg: Config) -> nn.Module:
-    """nanoGPT's model in our sizes, on the CPU, with its own weights.
+def build_peer(module: ModuleType, ours: GPT, cfg: Config) -> nn.Module:
+    """nanoGPT's model in the sizes of ours, on the CPU, with our weights.
 
     Raises:
-        ConfigError: it has other parameters than ours of this config.
+        ConfigError: ours is of another architecture, or theirs has other parameters.
     """
     m = cfg.model
-    assert m.vocab_size is not None  # see `sized`
-    sizes = {"block_size": m.context, "vocab_size": m.vocab_size, "n_layer": m.layers, "n_head": m.heads, "n_embd": m.width}
-    with redirect_stdout(io.StringIO()):  # it tells its size
-        peer = module.GPT(module.GPTConfig(**sizes, dropout=m.dropout, bias=m.bias))
-    with torch.device("meta"):
-        ours = GPT(m, cfg.norm, m.vocab_size)
-    shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
     if wrong := export.unsupported(export.GPT2, cfg):
         raise ConfigError(f"ours is not nanoGPT's architecture: {' '.join(wrong)} Leave these keys out, or ablate.nanogpt.")
-    wanted = {theirs: shapes.pop(mine) for mine, theirs in _names(cfg) if mine in shapes} | shapes
-    found = {name: tuple(p.shape) for name, p in peer.named_parameters()}
-    if differing := sorted(set(wanted.items()) ^ set(found.items())):
-        words = "; ".join(f"{name} {shape}" for name, shape in differing[:4])
-        raise ConfigError(f"nanoGPT's parameters are not those of ours: only one of the two has {words}")
+    sizes = {"block_size": m.context, "vocab_size": ours.vocab_size, "n_layer": m.layers, "n_head": m.heads, "n_embd": m.width}
+    with redirect_stdout(io.StringIO()):  # it tells its size
+        peer: nn.Module = module.GPT(module.GPTConfig(**sizes, dropout=m.dropout, bias=m.bias))
+    with torch.no_grad():
+        for mine, theirs in paired(ours, peer, cfg):
+            theirs.copy_(mine)
     return peer
 
 
-@torch.no_grad()
-def copy_weights(ours: GPT, peer: nn.Module, cfg: Config) -> None:
-    """Copies our weights into nanoGPT's parameters. They have the names of GPT-2 on the Hub and our layout."""
-    mine, theirs = dict(ours.named_parameters()), dict(peer.named_parameters())
-    for name, its in _names(cfg):
-        if name in mine:
-            theirs[its].copy_(mine[name])
+def paired(ours: GPT, peer: nn.Module, cfg: Config) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Each parameter of ours with that of nanoGPT. Theirs have the names of GPT-2 on the Hub and our layout."""
+    names = {entry.ours: entry.theirs[0] for entry in export.entries(export.GPT2, cfg.model, ours.vocab_size)}
+    wanted = {names.get(name, name): parameter for name, parameter in ours.named_parameters()}
+    found = dict(peer.named_parameters())
+    shapes = ({(name, tuple(p.shape)) for name, p in of.items()} for of in (wanted, found))
+    if differing := sorted(set.symmetric_difference(*shapes)):
+        words = "; ".join(f"{name} {shape}" for name, shape in differing[:4])
+        raise ConfigError(f"nanoGPT's parameters are not those of ours: only one of the two has {words}")
+    return [(parameter, found[name]) for name, parameter in wanted.items()]
 
 
-def _names(cfg: Config) -> Iterator[tuple[str, str]]:
-    assert cfg.model.vocab_size is not None
-    for entry in export.entries(export.GPT2, cfg.model, cfg.model.vocab_size):
-        yield entry.ours, entry.theirs[0]
-
-
-def check_same_model(module: ModuleType, cfg: Config, seed: int = 0) -> float:
+def check_same_model(module: ModuleType, cfg: Config, vocab_size: int) -> float:
     """Checks that both compute the same from the same weights: mean loss and its gradient in fp64, without dropout.
 
     The weights are drawn wide, biases and norms too: at the initial ones a model hardly tells whether it has a bias, and its
@@ -106,46 +95,38 @@ def check_same_model(module: ModuleType, cfg: Config, seed: int = 0) -> float:
     same time; for this check, and only for it, theirs is set to ours.
 
     Returns:
-        The relative difference of the losses, or of the gradients where that is larger.
+        The relative difference of the losses, or of a parameter's gradient where that is larger.
 
     Raises:
         ConfigError: a difference beyond rounding.
     """
     cfg = copy.deepcopy(cfg)
     cfg.norm.impl, cfg.model.dropout, cfg.model.attention_dropout, cfg.model.drop_path = NormImpl.torch, 0.0, None, 0.0
-    peer = build_peer(module, cfg).double()
-    vocabulary = cfg.model.vocab_size
-    assert vocabulary is not None
-    ours = GPT(cfg.model, cfg.norm, vocabulary).double()
-    generator = torch.Generator().manual_seed(seed)
+    ours = GPT(cfg.model, cfg.norm, vocab_size)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in ours.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.1)
-    copy_weights(ours, peer, cfg)
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    peer = build_peer(module, ours, cfg).double()
+    ours.double()
     for part in peer.modules():
         if isinstance(part, nn.GELU):
             part.approximate = "tanh"
-    tokens = torch.randint(vocabulary, (2, min(cfg.model.context, 32) + 1), generator=generator)
+    tokens = torch.randint(ours.vocab_size, (2, min(cfg.model.context, 32) + 1), generator=generator)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # it takes views of them
-    loss = F.cross_entropy(ours(inputs).flatten(0, 1), targets.flatten())
-    its_loss = peer(inputs, targets)[1]
+    loss, its_loss = F.cross_entropy(ours(inputs).flatten(0, 1), targets.flatten()), peer(inputs, targets)[1]
     loss.backward()
     its_loss.backward()
-    off = {"loss": float((loss - its_loss).detach().abs() / loss.detach())}
-    mine, theirs = dict(ours.named_parameters()), dict(peer.named_parameters())
-    for name, its in _names(cfg):
-        if name in mine:
-            g, h = mine[name].grad, theirs[its].grad
-            assert g is not None
-            off[f"gradient of {name}"] = float((g - h).norm() / g.norm()) if h is not None else 1.0
-    worst = max(off, key=off.__getitem__)
-    if not off[worst] <= SAME:
+    compared: list[tuple[Tensor | None, Tensor | None]] = [(loss.detach(), its_loss.detach())]
+    compared += [(mine.grad, theirs.grad) for mine, theirs in paired(ours, peer, cfg)]
+    off = max(float((a - b).norm() / a.norm()) if a is not None and b is not None else 1.0 for a, b in compared)
+    if not off <= SAME:
         raise ConfigError(
             f"nanoGPT's model and ours differ: from the same weights in fp64, losses are {its_loss.item():.9f} and "
-            f"{loss.item():.9f}, and the {worst} is off by {off[worst]:.1e} of its size; rounding gives less than {SAME:g}. "
-            "Models that compute different things are not timed against each other."
+            f"{loss.item():.9f}, and these or a gradient are off by {off:.1e} of their size; rounding gives less than "
+            f"{SAME:g}. Models that compute different things are not timed against each other."
         )
-    return off[worst]
+    return off
 
 
 def nanogpt_arm(module: ModuleType, like: Arm, *, compiled: bool) -> Arm:
@@ -155,9 +136,8 @@ def nanogpt_arm(module: ModuleType, like: Arm, *, compiled: bool) -> Arm:
         ConfigError: it has other parameters than ours.
     """
     assert isinstance(like.state.model, GPT)
-    cfg, precision = sized(like.cfg, like.state.model.vocab_size), like.precision
-    model = build_peer(module, cfg).to(precision.device)
-    copy_weights(like.state.model, model, cfg)
+    cfg, precision = like.cfg, like.precision
+    model = build_peer(module, like.state.model, cfg).to(precision.device)
     optim, pieces, scaler = cfg.optim, cfg.train.accumulation, precision.scaler()
     with redirect_stdout(io.StringIO()):  # it prints its parameter groups
         optimizer = model.configure_optimizers(  # type: ignore[operator]
@@ -165,7 +145,7 @@ def nanogpt_arm(module: ModuleType, like: Arm, *, compiled: bool) -> Arm:
         )
     forward = torch.compile(model) if compiled else model
 
-    def step(batch: tuple[Tensor, Tensor], number: int, mark: Mark) -> Tensor:
+    def step(batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         inputs, targets = (to_device(part, precision.device).chunk(pieces) for part in batch)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(number, cfg.train.steps, optim)
@@ -174,25 +154,15 @@ def nanogpt_arm(module: ModuleType, like: Arm, *, compiled: bool) -> Arm:
             with precision.autocast():
                 _, loss = forward(x, y)
                 loss = loss / pieces
-            mark("forward")
             scaler.scale(loss).backward()
             total += loss.detach()
-            mark("backward")
         if optim.clip_norm:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        mark("optimizer")
         return total
 
     state = TrainState(model, optimizer, scaler, tokenizer="")  # type: ignore[arg-type]  # its model is not ours
     return Arm(NANOGPT, cfg, precision, state, forward, step)
-
-
-def sized(cfg: Config, vocab_size: int) -> Config:
-    """A copy of cfg that names the size of the embedding."""
-    cfg = copy.deepcopy(cfg)
-    cfg.model.vocab_size = vocab_size
-    return cfg

@@ -8,9 +8,9 @@ proves nothing; this one is measured. Arms train from the same weights, on the s
     c   tested      fused ones in the run's precision (where no kernel runs, their PyTorch reference); each other arm likewise
     d   reordered   as b, with the sums of its norms, or of its loss, in another, just as legitimate order
 
-The record has the loss, the gradient norm and the gradient of every layer, at every step. The tests are of these quantities:
-the loss and the gradient norm over all steps; at the first step, where all arms have the same weights, the gradient of every
-layer, and of norms the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that they put out; and the parameters after the last step.
+The tests are of these quantities: the loss and the gradient norm over all steps; at the first step, where all arms have the
+same weights, the gradient of every layer, and of norms the scale ⟨y, y_a⟩ / ⟨y_a, y_a⟩ of every row y that they put out; and
+the parameters after the last step.
 (The statistics of a row decide its scale. A mistake in them is the same all along the row, and the rounding of single elements
 to bf16 would hide it.) Seeds differ in batches and masks, and in weights unless init_from gives them. For each quantity and
 seed, over the elements of the quantity:
@@ -71,12 +71,12 @@ from ablation.rounding import (
     sign_test,
     size_test,
 )
+from ablation.variants import Variant
 from configs import Config
 from configs.schema import Switch
 from data import Batches, Corpus
 from measure.comparison import FUSED, TORCH
 from measure.statistics import mean_interval
-from measure.timing import free_memory
 from train import training_step
 from training.evaluation import evaluate
 from training.precision import Precision
@@ -93,38 +93,29 @@ class SeedRun:
     seed: int
     losses: dict[str, list[float]]  # by arm: for each step; nats per token
     gradient_norms: dict[str, list[float]]  # likewise
-    gradient_errors: dict[str, list[dict[str, float]]]  # likewise, but for the reference: by layer
     distances: dict[str, dict[str, Distances]]  # by tested arm, by quantity
     val_loss: dict[str, float]  # by arm
-    cut: int = 1  # how many micro-batches one of the run's became, so that all arms fit in memory
 
 
 def parity(
-    cfg: Config,
-    precision: Precision,
-    corpus: Corpus,
-    tested: Sequence[str],
-    *,
-    overrides: dict[str, str],
-    progress: Callable[[int], None],
+    variant: Variant, precision: Precision, corpus: Corpus, done: Callable[[int], object] = lambda seeds: None
 ) -> list[Parity]:
-    """Runs the protocol at the head of this file over cfg.ablate.parity_seeds seeds, at least one, beginning with cfg.seed.
+    """Runs the protocol at the head of this file for the variant's tested arms. There is a verdict on each.
 
     Args:
         precision: of the run.
-        tested: values of the switch that cfg.ablate.switch names. There is a verdict on each.
-        overrides: the swept keys that led to cfg, for the record.
-        progress: called with a number of training steps after they are done, in all `steps_of(cfg, len(tested))`.
+        done: called after each of ablate.parity_seeds seeds.
 
     Raises:
         ValueError: the model's options do not fit together or the corpus is too short.
     """
-    runs: list[SeedRun] = []
-    while len(runs) < cfg.ablate.parity_seeds:
-        cut = runs[-1].cut if runs else 1
-        runs.append(measure_in_memory(cfg, cfg.seed + len(runs), precision, corpus, tested, progress, cut))
+    cfg, tested = variant.cfg, variant.tested
+    runs = []
+    for seed in range(cfg.seed, cfg.seed + cfg.ablate.parity_seeds):
+        runs.append(measure(cfg, seed, precision, corpus, tested))
+        done(1)
     what = SUMMED[cfg.ablate.switch]
-    found = [judge(runs, arm, precision, overrides, what) for arm in tested]
+    found = [judge(runs, arm, precision, variant.overrides, what) for arm in tested]
     if ops.backend_for(precision.device) == "PyTorch reference":
         # Fused norms are PyTorch's operators then; the fused loss has a backward of its own.
         same = "identical, as" if what == "norms" else "within rounding, though"
@@ -133,44 +124,7 @@ def parity(
     return found
 
 
-def steps_of(cfg: Config, tested: int) -> int:
-    """Training steps that `parity` takes, over all arms and seeds."""
-    return (3 + tested) * cfg.ablate.parity_seeds * cfg.ablate.parity_steps
-
-
-def measure_in_memory(
-    cfg: Config,
-    seed: int,
-    precision: Precision,
-    corpus: Corpus,
-    tested: Sequence[str],
-    progress: Callable[[int], None],
-    cut: int,
-) -> SeedRun:
-    """`measure` with the micro-batches of all arms cut into `cut` parts, or into more if memory runs out.
-
-    The reference needs it: in fp64, where no attention kernel spares it the [T, T] weights, GPT-2's 32 sequences of 1024 tokens
-    would take about 170 GB. All arms are cut alike, since dropout masks belong to micro-batches.
-
-    Raises:
-        torch.OutOfMemoryError: single sequences do not fit.
-    """
-    sequences = cfg.train.batch_size // cfg.train.accumulation
-    while True:
-        smaller = copy.deepcopy(cfg)
-        smaller.train.accumulation *= cut
-        try:
-            return replace(measure(smaller, seed, precision, corpus, tested, progress), cut=cut)
-        except torch.OutOfMemoryError:
-            if cut == sequences:
-                raise
-        cut = next(n for n in range(cut + 1, sequences + 1) if sequences % n == 0)
-        free_memory(precision.device)  # out here: the error held on to the arms
-
-
-def measure(
-    cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested: Sequence[str], progress: Callable[[int], None]
-) -> SeedRun:
+def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested: Sequence[str]) -> SeedRun:
     """Trains the arms side by side for cfg.ablate.parity_steps steps, and measures their distances."""
     cfg = copy.deepcopy(cfg)
     cfg.seed = seed
@@ -180,41 +134,32 @@ def measure(
 
     losses: dict[str, list[float]] = {name: [] for name in arms}
     norms: dict[str, list[float]] = {name: [] for name in arms}
-    errors: dict[str, list[dict[str, float]]] = {name: [] for name in arms if name != REFERENCE}
-    at_first_step: dict[str, dict[str, Distances]] = {}
-    for step in range(cfg.ablate.parity_steps):
-        gradients: dict[str, dict[str, Tensor]] = {}  # of each arm the size of the model
-        scales: dict[str, dict[str, Tensor]] = {}
-        rows: dict[str, Tensor] = {}  # what the reference's norms put out
-        looks = step == 0 and cfg.ablate.switch is Switch.norm
-        for name, arm in arms.items():
-            sites = row_sites(arm.state.model) if looks else {}
-            with unclipped_gradients(arm) as gradients[name], row_scales(sites, rows) as scales[name]:
-                loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
-            losses[name].append(loss.item())
-            norms[name].append(norm.item())
-            progress(1)
-        for name in tested:
-            layers = compare_tensors(four(gradients, name))
-            found = {layer: one.errors() for layer, one in layers.items()}
-            for at, arm_name in enumerate((TORCH, name, REORDERED)):
-                if len(errors[arm_name]) == step:  # else by another tested arm
-                    errors[arm_name].append({layer: of[at] for layer, of in found.items()})
-            if step == 0:
-                at_first_step[name] = {f"gradient of {layer}": one.distances() for layer, one in layers.items()}
-                compared = compare_tensors(four(scales, name))
-                at_first_step[name] |= {f"row scale of {layer}": one.distances() for layer, one in compared.items()}
+    gradients: dict[str, dict[str, Tensor]] = {}  # of the first step; of each arm the size of the model
+    scales: dict[str, dict[str, Tensor]] = {}
+    rows: dict[str, Tensor] = {}  # what the reference's norms put out
+    distances: dict[str, dict[str, Distances]] = {}
 
-    distances = {
-        name: {
-            "loss": compare(four(losses, name)),
-            "gradient norm": compare(four(norms, name)),
-            **at_first_step[name],
-            "parameters": compare_parameters(four(arms, name)),
-        }
-        for name in tested
-    }
-    return SeedRun(seed, losses, norms, errors, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
+    def take(arm: Arm, step: int) -> None:
+        loss, norm = training_step(arm.forward, arm.state, batches[step], step, arm.cfg, arm.precision)
+        losses[arm.name].append(loss.item())
+        norms[arm.name].append(norm.item())
+
+    for name, arm in arms.items():
+        sites = row_sites(arm.state.model) if cfg.ablate.switch is Switch.norm else {}
+        with unclipped_gradients(arm) as gradients[name], row_scales(sites, rows) as scales[name]:
+            take(arm, 0)
+    for name in tested:
+        layers, outputs = compare_tensors(four(gradients, name)), compare_tensors(four(scales, name))
+        distances[name] = {f"gradient of {layer}": one.distances() for layer, one in layers.items()}
+        distances[name] |= {f"row scale of {layer}": one.distances() for layer, one in outputs.items()}
+    del gradients, scales, rows
+    for step in range(1, cfg.ablate.parity_steps):
+        for arm in arms.values():
+            take(arm, step)
+    for name in tested:
+        curves = {"loss": compare(four(losses, name)), "gradient norm": compare(four(norms, name))}
+        distances[name] = curves | distances[name] | {"parameters": compare_parameters(four(arms, name))}
+    return SeedRun(seed, losses, norms, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
 
 
 def four(of: Mapping[str, T], tested: str) -> list[T]:
@@ -289,33 +234,28 @@ def judge(
     sick = [name for name in arms if not np.isfinite([run.losses[name] for run in runs]).all()]
 
     failures = sorted((test for test in tests if not test.quantity.holds), key=lambda test: -test.excess)
-    setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision.name}"
-    if (cut := max(run.cut for run in runs)) > 1:
-        setting += f", micro-batches cut in {cut} so that the reference fits in memory"
+    setting = f"over {len(runs)} seed{'s' * (len(runs) > 1)} of {len(runs[0].losses[TORCH])} steps in {precision}"
     val = (
         f"final validation losses differ by {difference.median:+.2g} [{difference.low:+.2g}, {difference.high:+.2g}] nats "
-        f"({arm} − torch)"
+        f"({arm} − torch), torch's spread by {spread:.2g} over seeds"
+        + (f", which of {FEW} seeds or fewer is no measure to judge it by" if len(runs) <= FEW else "")
     )
-    spread_words = f"the seeds spread by {spread:.2g}" if len(runs) > 1 else "one seed has no spread to compare it with"
-    if 1 < len(runs) <= FEW:
-        spread_words += f", which of {FEW} seeds or fewer is no measure to judge it by"
     if sick:
         verdict = f"Parity fails: the loss of {' and '.join(sick)} is not finite."
     elif failures:
         verdict = f"Parity fails: {failures[0].failure}, {setting}; {len(failures)} of {len(tests)} tests fail."
     elif not outcome:
-        verdict = f"Parity fails: {val}, and {spread_words}."
+        verdict = f"Parity fails: {val}."
     else:
         worst = max((test.quantity for test in tests[: len(names)]), key=lambda q: q.tested.median / q.reordered.median)
         verdict = (
-            f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains "
-            f"(largest beside another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {other_order(worst, what)}); "
-            f"{val}, {spread_words}."
+            f"Parity holds: {setting}, no quantity of {arm} is farther from {exact} than rounding explains (largest beside "
+            f"another order of sums: {worst.name}, {worst.tested.median:.2f} ×; {other_order(worst, what)}); {val}."
         )
     return Parity(
         overrides=overrides,
         arm=arm,
-        precision=precision.name,
+        precision=str(precision),
         seeds=[run.seed for run in runs],
         steps=len(runs[0].losses[TORCH]),
         losses={name: [run.losses[name] for run in runs] for name in arms},
@@ -326,6 +266,5 @@ def judge(
         holds=not sick and not failures and outcome,
         verdict=verdict,
         gradient_norms={name: [run.gradient_norms[name] for run in runs] for name in arms},
-        gradient_errors={name: [run.gradient_errors[name] for run in runs] for name in arms[1:]},
         distances={name: [one[name] for one in distances] for name in names},
     )

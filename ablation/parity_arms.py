@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ablation.arms import Arm, build_arm, check_same, load_initial_weights
+from ablation.arms import Arm, build_arm, check_same
 from ablation.rounding import REFERENCE, REORDERED, in_another_order, shuffled
 from configs import Config
 from configs.schema import DropoutMasks, NormImpl, ResidualDtype, Switch
@@ -33,9 +33,8 @@ def parity_arms(cfg: Config, precision: Precision, tokenizer: Tokenizer, tested:
     exact = Precision(torch.device("cpu") if precision.device.type == "mps" else precision.device, torch.float32)
     wide = copy.deepcopy(cfg)
     wide.model = replace(cfg.model, residual_dtype=ResidualDtype.fp32)
-    own = partial(build_arm, cfg=cfg, precision=precision, vocab_size=tokenizer.vocab_size, masks=DropoutMasks.shared)
+    own = partial(build_arm, cfg=cfg, precision=precision, tokenizer=tokenizer, masks=DropoutMasks.shared)
     torch_arm = own(TORCH)
-    load_initial_weights(torch_arm, tokenizer)
     arms = {
         REFERENCE: own(REFERENCE, cfg=wide, precision=exact, value=TORCH, like=torch_arm),
         TORCH: torch_arm,

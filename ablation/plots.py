@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
+from ablation.gpu_time import parts_ms
 from ablation.records import Cell, Parity
 from ablation.rounding import MARGIN
-from measure.comparison import AGAIN, FUSED, TORCH
+from measure.comparison import AGAIN
 from measure.plots import ARMS, DPI, EDGE, GREY, GROUP_FILLS, INK, NAMES, bare, finish, legend_below, pyplot, styled, ticker
 from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
@@ -66,46 +65,18 @@ def lead(groups: Sequence[Bars], path: Path, footer: str, title: str = "Step tim
     finish(figure, title, footer, path)
 
 
-def step_times(cells: Sequence[Cell], path: Path, footer: str) -> None:
-    """A panel for each cell: by arm a box between quartiles, whiskers p10 to p90; the medians of its blocks as dots."""
-    figure, panels = _panels([0.5 + 0.3 * len(cell.arms) for cell in cells])
-    for axes, cell in zip(panels, cells, strict=True):
-        scatter = np.random.default_rng(0)
-        for at, (name, arm) in enumerate(cell.arms.items()):
-            axes.boxplot(
-                [list(chain(*arm.blocks_ms))], positions=[at], whis=(10, 90), orientation="horizontal", widths=0.62,
-                showfliers=False, patch_artist=True, medianprops={"color": "#c2410c", "linewidth": 2.0},
-                boxprops={"facecolor": ARMS.get(name, {"color": "white"})["color"], "edgecolor": EDGE, "alpha": 0.7},
-            )  # fmt: skip
-            heights = at + scatter.uniform(-0.24, 0.24, len(arm.blocks_ms))
-            axes.plot(list(map(median, arm.blocks_ms)), heights, "o", markersize=2.6, color=INK, markerfacecolor="white")
-        _named(axes, label(cell.overrides, cell.mode), list(cell.arms))
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
-        _plain(axes, "x")
-    panels[-1].set_xlabel("ms a step: box 25 to 75 %, line the median, whiskers 10 to 90 %, dots blocks", fontsize=8)
-    finish(figure, "Step time (axes need not begin at 0)", footer, path)
-
-
 def attributions(cells: Sequence[Cell], path: Path, footer: str) -> bool:
     """Time of a step by kind of work and idle time, a bar for each arm, all on one axis; whether any cell was profiled."""
-    of_groups = list(GROUP_FILLS)
-    stacks: list[tuple[str, dict[str, dict[str, float]]]] = []  # title, by arm: kind of work → ms
-    for cell in (cell for cell in cells if cell.attribution is not None):
-        arms = {}
-        for name, shares in cell.attribution.shares.items() if cell.attribution else ():
-            if name != AGAIN:
-                parts = {share.group: share.ms for share in sorted(shares, key=lambda one: of_groups.index(one.group.lower()))}
-                arms[name] = parts | {"idle": max(0.0, median(chain(*cell.arms[name].blocks_ms)) - sum(parts.values()))}
-        stacks.append((label(cell.overrides, cell.mode), arms))
+    stacks = [(label(cell.overrides, cell.mode), parts_ms(cell)) for cell in cells if cell.attribution]
     if not stacks:
         return False
-    figure, panels = _panels([0.45 + 0.27 * len(arms) for _, arms in stacks], sharex=True)
+    figure, panels = _panels([0.45 + 0.27 * len(arms) for _, arms in stacks])
     most = max(sum(parts.values()) for _, arms in stacks for parts in arms.values())
-    entries: dict[str, Any] = {}
+    of_groups, entries = list(GROUP_FILLS), dict[str, Any]()
     for axes, (title, arms) in zip(panels, stacks, strict=True):
         for at, parts in enumerate(arms.values()):
             left = 0.0
-            for group, ms in parts.items():
+            for group, ms in sorted(parts.items(), key=lambda part: of_groups.index(part[0].lower())):
                 colour, hatch = GROUP_FILLS[group.lower()]
                 line = {"edgecolor": EDGE, "linewidth": 0.7, "linestyle": ":" if group == "idle" else "-"}
                 entries.setdefault(group, axes.barh(at, ms, 0.72, left=left, color=colour, hatch=hatch, **line)[0])
@@ -116,8 +87,10 @@ def attributions(cells: Sequence[Cell], path: Path, footer: str) -> bool:
                 left += ms
             axes.text(left + 0.01 * most, at, f"{left:.1f} ms", va="center", fontsize=8)
         axes.set_xlim(0, 1.1 * most)
-        _named(axes, title, list(arms))
-        _plain(axes, "")
+        axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+        axes.set_title(title, loc="left", fontsize=9)
+        bare(axes, "")
     panels[-1].set_xlabel("ms of a step, by a profile of the GPU; idle: the rest of a timed step", fontsize=8)
     legend_below(figure, entries)
     finish(figure, "Where the time of a step goes", footer, path)
@@ -133,9 +106,7 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
     for one in found:
         panels_of.setdefault(label(one.overrides), []).append(one)
     kinds = ["loss", "gradient norm", "gradients", "row scales", "parameters"]
-    if not any(quantity.startswith("row scale") for one in found for quantity in one.distances):  # losses are compared
-        kinds.remove("row scales")
-    figure, panels = _panels([0.6 + 0.3 * len(kinds)] * len(panels_of), sharex=True)
+    figure, panels = _panels([0.6 + 0.3 * len(kinds)] * len(panels_of))
     drawn = [0.5 / 0.8, 2.0 / 1.25]  # at least what is drawn
     for axes, (title, tests) in zip(panels, panels_of.items(), strict=True):
         axes.axvspan(1e-9, MARGIN, color="#dcfce7", zorder=0)
@@ -159,71 +130,15 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         bare(axes, "x")
     panels[-1].set_xlim(0.8 * min(drawn), 1.25 * max(drawn))
-    words = f"found over expected error; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more"
-    panels[-1].set_xlabel(words, fontsize=8)
-    dots = {}
-    for name in styled({one.arm for one in found}):
-        style = {"marker": ARMS[name]["marker"], "color": ARMS[name]["color"]}
-        dots[NAMES.get(name, name)] = pyplot.Line2D([], [], linestyle="", **style)
-    legend_below(figure, dots)
+    panels[-1].set_xlabel(f"error ratio; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more", fontsize=8)
+    names = {name: (ARMS[name]["marker"], ARMS[name]["color"]) for name in styled({one.arm for one in found})}
+    legend_below(figure, {NAMES.get(n, n): pyplot.Line2D([], [], ls="", marker=m, color=c) for n, (m, c) in names.items()})
     finish(figure, "Parity: the error beside that of torch summed in another order", footer, path)
 
 
-# Its operator, seed, and step and loss of each evaluation.
-TrainedRun = tuple[str, int, Sequence[tuple[float, float]]]
-
-
-def losses_apart(runs: Sequence[TrainedRun], path: Path) -> None:
-    """How far fused is above torch as they trained, a line for each seed that has both (means of runs made again), and a wide
-    one for their mean; dotted, how far each run made again is from the first.
-    """
-    curves: dict[tuple[str, int], list[dict[float, float]]] = {}
-    for name, seed, evaluated in runs:
-        curves.setdefault((name, seed), []).append(dict(evaluated))
-    means = {which: _mean(made) for which, made in curves.items()}
-    apart = [_minus(of, means[TORCH, seed]) for (name, seed), of in means.items() if name == FUSED and (TORCH, seed) in means]
-    again = [_minus(of, first) for first, *more in curves.values() for of in more]
-    figure, axes = pyplot.subplots(figsize=(WIDTH, 3.4), dpi=DPI, layout="constrained")
-    lines: list[tuple[dict[float, float], str, dict[str, Any]]] = [
-        (one, "a seed", {"color": GREY, "linewidth": 0.8}) for one in apart
-    ]
-    made_again = {"color": ARMS[TORCH]["color"], "linewidth": 0.8, "linestyle": ":"}
-    lines += [(one, "a run made again, minus the first (A/A)", made_again) for one in again]
-    lines += [(_mean(apart), "mean", {"color": INK, "linewidth": 2.0})] if apart else []
-    entries = {words: axes.plot(list(of), list(of.values()), **style)[0] for of, words, style in lines}
-    axes.axhline(0.0, color=GREY, linewidth=1.0, linestyle="--")
-    axes.set_ylabel("validation loss, fused − torch,\nnats per token", fontsize=9)
-    axes.set_xlabel("step")
-    _plain(axes, "both")
-    legend_below(figure, entries)
-    finish(figure, "Runs to their end", "", path)
-
-
-def _mean(curves: Sequence[Mapping[float, float]]) -> dict[float, float]:
-    """At the steps that all of them have."""
-    return {step: float(np.mean([of[step] for of in curves])) for step in sorted(set.intersection(*map(set, curves)))}
-
-
-def _minus(curve: Mapping[float, float], other: Mapping[float, float]) -> dict[float, float]:
-    return {step: curve[step] - other[step] for step in sorted(curve.keys() & other.keys())}
-
-
-def _panels(heights: Sequence[float], sharex: bool = False) -> tuple[Any, list[Any]]:
-    """A figure of panels one below the other, of these heights in inches."""
-    figure, grid = pyplot.subplots(
-        len(heights), 1, figsize=(WIDTH, 1.1 + sum(heights)), dpi=DPI, layout="constrained", squeeze=False,
-        height_ratios=heights, sharex=sharex,
-    )  # fmt: skip
+def _panels(heights: Sequence[float]) -> tuple[Any, list[Any]]:
+    """A figure of panels one below the other, of these heights in inches, with one x axis."""
+    size = (WIDTH, 1.1 + sum(heights))
+    figure = pyplot.figure(figsize=size, dpi=DPI, layout="constrained")
+    grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     return figure, list(grid.flat)
-
-
-def _named(axes: Any, title: str, arms: Sequence[str]) -> None:
-    """A line for each arm, the first at the top."""
-    axes.set_yticks(range(len(arms)), [NAMES.get(name, name) for name in arms])
-    axes.set_ylim(len(arms) - 0.5, -0.5)
-    axes.set_title(title, loc="left", fontsize=9)
-
-
-def _plain(axes: Any, grid: str) -> None:
-    axes.ticklabel_format(axis="x", useOffset=False, style="plain")
-    bare(axes, grid)

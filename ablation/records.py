@@ -1,9 +1,8 @@
 """What an ablation finds, as plain data, and on disk: report.json, steps.jsonl, parity.jsonl and kernels.jsonl."""
 
-import dataclasses
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +21,6 @@ class ArmTimes:
 
     blocks_ms: list[list[float]]  # a list for each block, in the order in which the blocks ran
     positions: list[int]  # of each block: how many counted blocks, of all arms, ran before it
-    # Medians of a window of its own, since marks inside a step cost time; None if it was stopped before.
-    forward_ms: float | None
-    backward_ms: float | None
-    optimizer_ms: float | None
     peak_gb: float | None  # GiB; None but on CUDA, and with CUDA graphs, whose memory the allocator does not tell
     launches: int | None  # kernels a step; None but on CUDA
     first_loss: float = math.nan  # of its first step, nats per token
@@ -110,8 +105,6 @@ class Parity:
     holds: bool
     verdict: str
     gradient_norms: dict[str, list[list[float]]]  # as losses, before clipping
-    # As losses, without the reference's: of each layer's gradient rms(x − a) / rms(a), where a is the reference's.
-    gradient_errors: dict[str, list[list[dict[str, float]]]]
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these
 
 
@@ -137,52 +130,36 @@ def save(ablation: Ablation, folder: Path) -> None:
 
     A line is a block in steps.jsonl, a training step of an arm in parity.jsonl, a kernel in kernels.jsonl.
 
-    report.json has the fields of records.py. In place of step times, kernels, losses and gradients it has how many there are:
-    for each block of an arm `block_steps`, with `step_ms`, their spread in milliseconds; for each seed of an arm `loss_steps`;
-    for each arm of a profile `kernel_count`. A number that is NaN or infinite is a string ("nan", "inf"), since JSON has none.
+    report.json has the fields of this module, without what these files have. For step times it has `block_steps`, the number in
+    each block, and `step_ms`, their spread. A number that is NaN or infinite is a string ("NaN", "Infinity"): JSON has none.
     """
-    report = _plain(ablation)
+    report = json.loads(json.dumps(asdict(ablation)), parse_constant=str)
     lines: dict[str, list[dict[str, Any]]] = {STEPS: [], PARITY: [], KERNELS: []}
     for cell in report["cells"]:
-        attribution = cell["attribution"]
-        profiles = attribution.pop("kernels") if attribution else {}
+        kernels = cell["attribution"].pop("kernels") if cell["attribution"] else {}
         for name, arm in cell["arms"].items():
             of = {"overrides": cell["overrides"], "mode": cell["mode"], "arm": name}
             blocks, positions = arm.pop("blocks_ms"), arm.pop("positions")
             arm["block_steps"] = [len(block) for block in blocks]
-            arm["step_ms"] = _plain(spread([float(ms) for block in blocks for ms in block])) if any(blocks) else None
+            arm["step_ms"] = asdict(spread([ms for block in blocks for ms in block]))
             turns = zip(positions, blocks, strict=True)
             lines[STEPS] += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
-            lines[KERNELS] += [of | kernel for kernel in profiles.get(name, ())]
-        if attribution:
-            attribution["kernel_count"] = {name: len(found) for name, found in profiles.items()}
+            lines[KERNELS] += [of | kernel for kernel in kernels.get(name, ())]
     written: set[tuple[str, str]] = set()
     for parity in report["parity"]:
-        arms, norms, errors = (parity.pop(name) for name in ("losses", "gradient_norms", "gradient_errors"))
-        parity["loss_steps"] = {name: [len(run) for run in runs] for name, runs in arms.items()}
-        for name, runs in arms.items():
-            if (told := (str(parity["overrides"]), name)) in written:  # the arms that several tests share
+        losses, norms = parity.pop("losses"), parity.pop("gradient_norms")
+        for name in losses:
+            told = (str(parity["overrides"]), name)
+            if told in written:  # an arm that several tests share
                 continue
             written.add(told)
-            for at, (seed, run) in enumerate(zip(parity["seeds"], runs, strict=True)):
+            for seed, *run in zip(parity["seeds"], losses[name], norms[name], strict=True):
                 of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
-                for step, loss in enumerate(run):
-                    line = of | {"step": step, "loss": loss, "gradient_norm": norms[name][at][step]}
-                    lines[PARITY].append(line | ({"gradient_error": errors[name][at][step]} if name in errors else {}))
+                steps = enumerate(zip(*run, strict=True))
+                lines[PARITY] += [of | {"step": step, "loss": loss, "gradient_norm": norm} for step, (loss, norm) in steps]
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in lines.items():
-        text = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         replace_text(folder / name, text)
     replace_text(folder / REPORT, json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, and numbers that JSON lacks as strings."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,51 +15,45 @@ All blocks of a cell have the same number of steps: ablate.block_steps, or what 
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from itertools import chain
-from statistics import median
 
 from torch import Tensor
 
-from ablation.arms import Arm, Snapshot, move, places_of, unmarked
+from ablation.arms import Arm, Snapshot, move, places_of
 from ablation.kept import Cycle
 from ablation.records import ArmTimes
 from data import Batches
-from measure.clock import PartClock, StepClock
+from measure.clock import StepClock
 from measure.comparison import TORCH
-from measure.schedule import LEAD_IN, block_length, block_orders, memory_orders, positions_of, run_blocks
-from measure.statistics import LEAST_SAMPLES
+from measure.schedule import LEAD_IN, block_length, memory_orders, positions_of, run_blocks
 from measure.timing import allocated_gb, describe, free_memory
 from training.step import makes_cuda_graphs
 
 BlocksMs = Mapping[str, list[list[float]]]  # by arm: the steps of its blocks
 Peaks = dict[str, list[float]]  # by arm: GiB
-SPLIT_STEPS = 5  # steps of a window that times forward, backward and optimizer apart; each arm has two such windows
 
 
 def time_arms(
     arms: Mapping[str, Arm],
     batches: Batches,
-    done: Callable[[], object],
+    done: Callable[[int], object],
     may_fail: Collection[str] = (),
     kept: Callable[[Collection[str]], Sequence[Cycle]] = lambda arms: (),
     keep: Callable[[int, BlocksMs, Peaks], object] = lambda block_steps, blocks_ms, peaks_gb: None,
-) -> tuple[dict[str, ArmTimes], dict[str, str], BaseException | None]:
+) -> tuple[dict[str, ArmTimes], dict[str, str]]:
     """Times arms that have not taken a step, `torch` among them.
 
-    Ctrl-C or a signal ends it early. What there is then is kept if an interval can be made of it.
-
     Args:
-        done: called after each warm-up and each block, `calls_of(arms, cycles)` times in all.
+        done: called with a number of blocks after they are over, `blocks_of(cycles)` of each arm in all.
         may_fail: arms that are left out if their warm-up fails.
         kept: of the arms that are timed, the first cycles, from an earlier process.
         keep: called after each counted cycle with the steps of a block and, by arm, their times and the peaks of memory.
 
     Returns:
-        The times, why arms are left out, and what ended it early: None, or the exception to raise.
+        The times, and why arms are left out.
     """
     cfg, device = arms[TORCH].cfg, arms[TORCH].precision.device
-    plan, arms, failed = cfg.ablate, dict(arms), {}
+    plan, graphs, arms = cfg.ablate, makes_cuda_graphs(cfg.train), dict(arms)
+    failed: dict[str, str] = {}
     warm: dict[str, list[float]] = {}
     first: dict[str, float] = {}  # losses
     for name in list(arms):
@@ -73,15 +67,18 @@ def time_arms(
             failed[name] = describe(error)
             del arms[name]
             free_memory(device)
-        done()
-    before = kept(arms)
+    names, before = list(arms), kept(arms)
     block_steps = before[0].block_steps if before else plan.block_steps or block_length(list(warm.values()))
+    done(2 * len(names) * len(before))
     ours = [arm for arm in arms.values() if arm.other is None]
     start = Snapshot(arms[TORCH])
     starts = {name: start if arm.other is None else Snapshot(arm) for name, arm in arms.items()}
+    places, orders = places_of(ours), memory_orders(len(ours), plan.cycles, cfg.seed)
+    peaks: Peaks = {name: [gb for cycle in before for gb in cycle.peaks_gb[name]] for name in names}
 
-    graphs = makes_cuda_graphs(cfg.train)
-    peaks: Peaks = {name: [gb for cycle in before for gb in cycle.peaks_gb[name]] for name in arms}
+    def before_cycle(cycle: int) -> None:
+        if not graphs:
+            move(ours, places, orders[cycle])
 
     def block(name: str, cycle: int) -> list[float]:
         starts[name].restore(arms[name])
@@ -93,66 +90,37 @@ def time_arms(
         if cycle > len(before) and clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
             peaks[name].append(clock.peak_gb - held + Snapshot.bytes_of(arms[name]) / 2**30)
-        done()
+        done(1)
         return times
 
-    places, orders = places_of(ours), memory_orders(len(ours), plan.cycles, cfg.seed)
-
-    def before_cycle(cycle: int) -> None:
-        if not graphs:
-            move(ours, places, orders[cycle])
-
-    found_ms: list[BlocksMs] = [cycle.blocks_ms for cycle in before]
-
     def after_cycle(blocks_ms: BlocksMs) -> None:
-        found_ms.append(blocks_ms)
         # The newest peaks are of this cycle's two blocks, where there are any.
         keep(block_steps, blocks_ms, {name: of[-2:] for name, of in peaks.items()})
 
-    names = list(arms)
-    for _ in range(2 * len(names) * len(before)):
-        done()
-    stop: BaseException | None = None
-    try:
-        run_blocks(block, names, plan.cycles, cfg.seed, list(found_ms), before_cycle, after_cycle)
-    except (KeyboardInterrupt, SystemExit) as error:
-        if len(found_ms) < LEAST_SAMPLES:
-            raise
-        stop = error
-    blocks = {name: [times for cycle in found_ms for times in cycle[name]] for name in names}
-    splits: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for name in chain.from_iterable(block_orders(names, 0 if stop else 1, cfg.seed)):
-        starts[name].restore(arms[name])
-        parts = PartClock(device)
-        run(arms[name], batches, range(plan.warmup_steps, plan.warmup_steps + LEAD_IN + SPLIT_STEPS), parts)
-        done()
-        for part, times in parts.read().items():
-            splits[name].setdefault(part, []).extend(times[LEAD_IN:])
-    found = {}
-    for name in names:
-        split = {part: median(times) for part, times in splits[name].items()}
-        found[name] = ArmTimes(
+    earlier = [cycle.blocks_ms for cycle in before]
+    blocks = run_blocks(block, names, plan.cycles, cfg.seed, earlier, before_cycle, after_cycle)
+    found = {
+        name: ArmTimes(
             blocks_ms=blocks[name],
-            positions=positions_of(name, names, plan.cycles, cfg.seed)[: len(blocks[name])],
-            forward_ms=split.get("forward"),
-            backward_ms=split.get("backward"),
-            optimizer_ms=split.get("optimizer"),
+            positions=positions_of(name, names, plan.cycles, cfg.seed),
             peak_gb=max(peaks[name], default=None),
             launches=None,  # a profiler would tell
             first_loss=first[name],
         )
-    return found, failed, stop
+        for name in names
+    }
+    return found, failed
 
 
-def calls_of(arms: int, cycles: int) -> int:
-    """How often time_arms calls `done`: for warm-up, two blocks in each cycle, and two windows that are split."""
-    return arms * (1 + 2 * (1 + cycles + 1))
+def blocks_of(cycles: int) -> int:
+    """Blocks of an arm: two in each cycle, and in one that is not counted."""
+    return 2 * (cycles + 1)
 
 
-def run(arm: Arm, batches: Batches, steps: range, clock: StepClock | PartClock | None = None) -> list[Tensor]:
-    """Takes training steps and returns their losses. A clock times them one by one. The batches are drawn before the first."""
+def run(arm: Arm, batches: Batches, steps: range, clock: StepClock) -> list[Tensor]:
+    """Takes training steps, which the clock times one by one; returns their losses. Batches are drawn before the first."""
     losses = []
     for step, batch in zip(steps, [batches[step] for step in steps], strict=True):
-        with clock.step() if clock is not None else nullcontext():
-            losses.append(arm.step(batch, step, getattr(clock, "mark", unmarked)))
+        with clock.step():
+            losses.append(arm.step(batch, step))
     return losses

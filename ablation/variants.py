@@ -8,10 +8,10 @@ import configs
 from ablation.arms import switched
 from configs import Config, ConfigError, machine, rules
 from configs.rules import NANOGPT
-from configs.schema import DropoutMasks, NormImpl
+from configs.schema import DropoutMasks, NormImpl, WandbMode
 from measure.comparison import AGAIN, FUSED, TORCH
 from measure.tables import label
-from training.tracking import settle
+from training.tracking import agent_job, settle
 
 EAGER, COMPILED = "eager", "compiled"
 
@@ -47,12 +47,10 @@ class Variant:
     @property
     def tested(self) -> list[str]:
         """The arms that have a parity test: eager ones that can take the shared dropout masks."""
-        if not self.cfg.ablate.parity_seeds:
-            return []
         found = []
-        for arm in self.arms(EAGER)[2:]:
-            cfg = switched(self.cfg, arm) if arm != NANOGPT else None
-            if cfg is not None:
+        for arm in self.arms(EAGER)[2:] if self.cfg.ablate.parity_seeds else ():
+            if arm != NANOGPT:
+                cfg = switched(self.cfg, arm)
                 cfg.norm.dropout_masks = DropoutMasks.shared
                 found += [] if any(rules.refused_by_library(cfg, machine.inspect(cfg.device))) else [arm]
         return found
@@ -79,7 +77,10 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         cfg.train.compile = on.device == "cuda" if cfg.ablate.compile is None else cfg.ablate.compile
         rules.check(cfg, on)
         rules.check_arms(cfg)
-        settle(cfg.logging)
+        if settle(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
+            raise ConfigError(
+                "an ablation is several runs, the job of a W&B agent is one. Sweep with ablate.py KEY=A,B instead."
+            )
         pairs = (override.partition("=")[::2] for override in job)
         refused = {
             arm: why

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from functools import partial
 
 import pytest
 import torch
@@ -39,9 +38,11 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """Replaces the measurement of a cell."""
-    monkeypatch.setattr(
-        ablate, "measure", lambda *_: (results.cell({}, "eager", 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED]), None)
-    )
+
+    def measure(work, mode, *_):
+        return results.cell(work.variant.overrides, mode, 1.0, kernels=False, seed=0, arms=[TORCH, AGAIN, FUSED])
+
+    monkeypatch.setattr(ablate, "measure", measure)
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,9 @@ def trained(tiny, tmp_path_factory):
 def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(tiny, here, trained, monkeypatch, ablations):
     begun, time_arms = [], ablate.timing.time_arms
 
-    def timed(arms, *rest):
+    def timed(arms, *rest, **named):
         begun.extend(arm.state.model.embedding.weight.detach().clone() for arm in arms.values())
-        return time_arms(arms, *rest)
+        return time_arms(arms, *rest, **named)
 
     monkeypatch.setattr(ablate.timing, "time_arms", timed)
     assert ablate.main([*tiny, f"init_from={trained.folder}"]) == 0
@@ -72,13 +73,14 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     assert not found.kernels and found.command.startswith("python ablate.py data=text")
     report = (whole / "report.md").read_text(encoding="utf-8")
     assert "No kernel was measured" in report.splitlines()[0] and "NOT FINISHED" not in report
-    assert cell.verdict.split(";")[0] in report.replace("\n", " ") and found.command in report
+    assert cell.verdict.split(";")[0] in " ".join(report.split()) and found.command in report
     assert len((whole / "steps.jsonl").read_text().splitlines()) == 3 * 12, "a line for each block"
-    assert "Blocks of each arm: 12 of 1 steps" in " ".join(report.split())
-    assert {"speedup.png", "step_times.png", "parity.png"} <= {path.name for path in whole.iterdir()}
+    assert {"speedup.png", "parity.png"} <= {path.name for path in whole.iterdir()}
 
 
-def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_named(tiny, tmp_path, here, capsys, ablations):
+def test_several_values_of_a_key_are_cells_of_one_report_in_the_folder_that_was_named(
+    tiny, tmp_path, here, measured, capsys, ablations
+):
     (tmp_path / "reports" / "mine").mkdir(parents=True)
     (tmp_path / "reports" / "mine" / "config.yaml").touch()
     swept = ["norm.kind=layernorm,rmsnorm", "model.dropout=0.0", TIMES]
@@ -103,13 +105,7 @@ def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_f
 ):
     monkeypatch.setattr(ablate, "measure", lambda *_: pytest.fail("measured"))
     assert ablate.main([*tiny, *(override.replace("RUN", str(trained.folder)) for override in overrides)]) == 2
-    assert message in capsys.readouterr().err and list((tmp_path / "runs").iterdir()) == []
-
-
-def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, capsys):
-    monkeypatch.setattr(model.norm, "norm_fn", faults.wrong_eps(1e-2))
-    assert ablate.main(tiny) == 1
-    assert "Parity FAILS" in " ".join(capsys.readouterr().out.split())
+    assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +125,6 @@ def test_failing_parity_is_the_exit_code(tiny, here, measured, monkeypatch, caps
         ("ablate.cycles=5", "ablate.cycles=5: must be at least 6"),
         ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
         ("hydra.run.dir=x", "Use folder=PATH."),
-        ("norm.kind=rmsnorm,layernorm,rmsnorm", "kind=rmsnorm comes twice in "),
     ],
 )
 def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, tiny, here, tmp_path, capsys):
@@ -137,25 +132,13 @@ def test_what_it_can_not_do_is_refused_before_anything_runs(override, message, t
     assert message in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
-def test_torchrun_is_refused(monkeypatch, capsys):
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    assert ablate.main([]) == 2
-    assert "ablate.py is one process on one device" in capsys.readouterr().err
-
-
-def test_a_signal_keeps_the_measured_cells_and_no_empty_folder(tiny, here, measured, tmp_path, monkeypatch, capsys, ablations):
-    interrupted, terminated = (partial(os.kill, os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM))
-    cells = iter([interrupted, ablate.measure, terminated])
-    monkeypatch.setattr(ablate, "measure", lambda *_: next(cells)())
-    swept = [*tiny, TIMES, "model.dropout=0.0,0.1"]
-    assert ablate.main(swept) == 130
-    assert list((tmp_path / "runs").iterdir()) == []
-    assert "stopped before the first cycle was measured" in capsys.readouterr().err
-    assert ablate.main(swept) == 143
+def test_a_signal_keeps_the_measured_cells(tiny, here, measured, monkeypatch, capsys, ablations):
+    cells = iter([ablate.measure, lambda *_: os.kill(os.getpid(), signal.SIGTERM)])
+    monkeypatch.setattr(ablate, "measure", lambda *given: next(cells)(*given))
+    assert ablate.main([*tiny, TIMES, "model.dropout=0.0,0.1"]) == 143
     assert len(ablations[-1].cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
-    assert f"report so far: runs/{here().name}/report.md" in capsys.readouterr().err
+    assert f"To go on: the same command with resume=runs/{here().name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", [None, faults.loss_gradient_off])
@@ -168,47 +151,43 @@ def test_the_loss_may_be_what_is_compared_and_its_parity_is_tested(fault, tiny, 
     assert parity.arm == FUSED and parity.holds == (fault is None)
     assert any("Compared: loss.impl. All arms have norm.impl=torch." in note for note in found.notes)
     report = " ".join((here() / "report.md").read_text(encoding="utf-8").split())
-    assert "PyTorch's loss summed in another order" in report and f"Parity {'holds' if fault is None else 'FAILS'}" in report
+    assert "PyTorch's loss summed in another order" in report and f"Parity {'holds' if fault is None else 'fails'}: " in report
 
 
-def test_an_ablation_that_is_stopped_in_its_first_cell_reports_its_cycles_and_goes_on_behind_the_last(
-    tiny, here, monkeypatch, capsys, ablations
-):
+def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tiny, here, monkeypatch, capsys, ablations):
     """Three arms: three warm-ups, then six blocks a cycle. The first cycle of a process is not counted."""
     runs, run = [], ablate.timing.run
 
     def stopping_at(call):
-        def one(arm, batches, steps, *clock):
+        def one(arm, batches, steps, clock):
             runs.append((arm.name, steps.start))
             if len(runs) == call:
                 os.kill(os.getpid(), signal.SIGINT)
-            return run(arm, batches, steps, *clock)
+            return run(arm, batches, steps, clock)
 
         runs.clear()
         monkeypatch.setattr(ablate.timing, "run", one)
 
-    command = [*tiny, TIMES, "ablate.cycles=8"]
-    stopping_at(3 + 6 * 7 + 2)
+    command = [*tiny, TIMES]
+    stopping_at(3 + 6 * 5 + 2)
     assert ablate.main(command) == 130
-    said, folder = capsys.readouterr().err, here()
-    assert "cycles kept: 6 of eager" in said and f"the same command with resume=runs/{folder.name}" in said
+    folder = here()
+    assert f"the same command with resume=runs/{folder.name}" in capsys.readouterr().err and not ablations
     _, *kept = [json.loads(line) for line in (folder / "cycles.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(kept) == 6 and len(ablations[-1].cells[0].arms[FUSED].blocks_ms) == 12
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    assert "NOT FINISHED (0 of 1 parts)" in text.splitlines()[0] and "was stopped after 6 cycles" in " ".join(text.split())
-    for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 8")):
+    assert len(kept) == 4
+    for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 6")):
         assert ablate.main([*command, f"resume={folder}", other]) == 2 and why in capsys.readouterr().err
 
     stopping_at(None)
     assert ablate.main([*command, f"resume={folder}"]) == 0
     begun = [start for _, start in runs[3:]]  # after the warm-ups, which come again
-    assert begun[: 6 * 3] == [1 + 2 * cycle for cycle in (6, 7, 8) for _ in range(6)]
+    assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(6)]
     for name, arm in ablations[-1].cells[0].arms.items():
-        assert len(arm.blocks_ms) == 16, "two blocks in each of eight cycles"
-        assert arm.blocks_ms[:12] == [block for cycle in kept for block in cycle["blocks_ms"][name]]
-        assert not set(map(tuple, arm.blocks_ms[12:])) & set(map(tuple, arm.blocks_ms[:12])), "the sixth was not counted again"
+        assert len(arm.blocks_ms) == 12, "two blocks in each of six cycles"
+        assert arm.blocks_ms[:8] == [block for cycle in kept for block in cycle["blocks_ms"][name]]
+        assert not set(map(tuple, arm.blocks_ms[8:])) & set(map(tuple, arm.blocks_ms[:8])), "the fourth was not counted again"
     report = " ".join((folder / "report.md").read_text(encoding="utf-8").split())
-    assert "Eager: 6 of 8 cycles are of an earlier process" in report and "NOT FINISHED" not in report
+    assert "Cycles of an earlier process, which was stopped: 4 of eager." in report and "NOT FINISHED" not in report
     assert not (folder / "cycles.jsonl").exists()
     assert ablate.main([*command, f"resume={folder}"]) == 2 and "no ablation that was stopped" in capsys.readouterr().err
 
@@ -224,19 +203,15 @@ def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, m
 
 def test_help_says_where_the_report_goes_and_lists_the_keys_that_are_refused(capsys):
     assert ablate.main(["--help"]) == 0
-    text, _, refused = capsys.readouterr().out.partition("which are refused")
-    assert "ablate.cycles=12" in text and "train.batch_size" not in text
+    refused = capsys.readouterr().out.partition("which are refused")[2]
     assert "runs/TIME_ablation/" in refused and "train.compile" in refused
 
 
-def test_the_job_of_a_wandb_agent_keeps_its_report_and_logs_nothing_to_the_agents_run(
-    tiny, here, measured, monkeypatch, capsys
-):
+def test_the_job_of_a_wandb_agent_is_refused_unless_wandb_is_disabled(tiny, here, measured, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
-    monkeypatch.setattr("training.tracking.wandb.init", lambda **how: pytest.fail("started"))
-    assert ablate.main([*tiny, TIMES, "logging.wandb=offline"]) == 0
-    assert "W&B does not have all of it: ConfigError: an ablation is several runs" in capsys.readouterr().err
-    assert (here() / "report.md").is_file()
+    assert ablate.main([*tiny, TIMES, "logging.wandb=offline"]) == 2
+    assert "an ablation is several runs" in capsys.readouterr().err
+    assert ablate.main([*tiny, TIMES]) == 0
 
 
 @pytest.mark.gpu
@@ -294,7 +269,6 @@ def test_compiled_sites_and_nanogpt_are_arms_with_their_pairs_and_a_verdict_on_t
     assert f"{cell.opponents[0]}, the fastest other arm" in cell.verdict
     losses = [arm.first_loss for arm in cell.arms.values()]
     assert max(losses) - min(losses) < 1e-4 * losses[0], "the same weights and batch"
-    assert all(min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 for arm in cell.arms.values())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ import configs
 from ablation import timing
 from ablation.arms import Snapshot, build_arm, check_same, move, places_of
 from configs.machine import Machine
+from measure.clock import StepClock
 from measure.comparison import AGAIN, FUSED, TORCH, compare_all, is_different
 from model.attention import QueryKeySite
 from model.norm import NormSite
@@ -23,8 +25,9 @@ from tests.runs import precision
 SMALL = ["model.layers=2", "model.heads=2", "model.width=32", "model.context=16", "train.batch_size=2", "device=cpu"]
 SHORT = ["model.layers=1", "model.dropout=0", "ablate.cycles=6", "ablate.block_steps=2", "ablate.warmup_steps=1"]
 ARMS = (TORCH, AGAIN, FUSED)
-FP32 = precision(torch.float32)
+FP32, CPU = precision(torch.float32), torch.device("cpu")
 TOKENS = torch.randint(64, (30, 2, 17), generator=torch.Generator().manual_seed(0))
+TOKENIZER = SimpleNamespace(vocab_size=64)
 BATCHES = [(tokens[:, :-1], tokens[:, 1:]) for tokens in TOKENS]
 
 
@@ -33,7 +36,7 @@ def load(*overrides):
 
 
 def built(cfg, settled=FP32, names=(TORCH, FUSED)):
-    return {name: build_arm(name, cfg, settled, vocab_size=64) for name in names}
+    return {name: build_arm(name, cfg, settled, TOKENIZER) for name in names}
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def arms():
 
 
 def take(arm, first, steps=1):
-    timing.run(arm, BATCHES, range(first, first + steps))
+    timing.run(arm, BATCHES, range(first, first + steps), StepClock(CPU))
 
 
 def weights(arm):
@@ -122,7 +125,7 @@ def runs(monkeypatch):
 
 def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exchange_places_between(arms, runs):
     done = []
-    found, failed, _ = timing.time_arms(arms, BATCHES, lambda: done.append(1))
+    found, failed = timing.time_arms(arms, BATCHES, done.append)
     blocks = [run for run in runs if run[2] == 1 + 2]
     assert [start for _, start, *_ in blocks] == [1 + 3 * cycle for cycle in range(7) for _ in range(6)]
     assert Counter(name for name, *_ in blocks) == dict.fromkeys(ARMS, 14)
@@ -130,8 +133,8 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     order = [name for name, *_ in blocks][6:]  # without the first cycle
     for name, arm in found.items():
         assert [len(block) for block in arm.blocks_ms] == [2] * 12 and [order[at] for at in arm.positions] == [name] * 12
-        assert min(arm.forward_ms, arm.backward_ms, arm.optimizer_ms) > 0 and arm.peak_gb is None and arm.launches is None
-    assert found.keys() == set(ARMS) and len(done) == timing.calls_of(arms=3, cycles=6) and not failed
+        assert arm.peak_gb is None and arm.launches is None
+    assert found.keys() == set(ARMS) and sum(done) == 3 * timing.blocks_of(cycles=6) and not failed
     of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
     assert of_torch[::2] == of_torch[1::2] and len(set(of_torch)) == 3
     assert set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
@@ -140,7 +143,7 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
 def test_with_cuda_graphs_places_stay(arms, runs):
     for arm in arms.values():
         arm.cfg.train.compile, arm.cfg.train.compile_mode = True, "reduce-overhead"
-    timing.time_arms(arms, BATCHES, lambda: None)
+    timing.time_arms(arms, BATCHES, lambda blocks: None)
     assert len({run[4] for run in runs if run[0] == TORCH}) == 1
 
 
@@ -169,53 +172,53 @@ def test_arms_move_to_each_others_places_and_begin_again_from_a_snapshot_and_non
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (graphs > 0) == compiled
 
 
-def test_the_step_that_fills_an_empty_queue_is_not_counted_nor_is_drawing_a_batch(arms, monkeypatch):
-    """After each restored state a part of a step takes a second, later ones 10 ms; drawing a batch takes a minute."""
-    gpu = SimpleNamespace(clock=0.0, empty=False)
+@pytest.fixture
+def clocked(monkeypatch):
+    """A function: makes a step of an arm take as many seconds of a clock of our own as the function that it is given says."""
+
+    def replace_steps(seconds_of):
+        def training_step(forward, state, *_):
+            gpu.clock += seconds_of(state)
+            return torch.zeros(()), None
+
+        monkeypatch.setattr("ablation.arms.training_step", training_step)
+        monkeypatch.setattr(timing, "StepClock", partial(StepClock, now=lambda: gpu.clock))
+        return gpu
+
+    gpu = SimpleNamespace(clock=0.0)
+    return replace_steps
+
+
+def test_the_step_that_fills_an_empty_queue_is_not_counted_nor_is_drawing_a_batch(arms, clocked, monkeypatch):
+    """After each restored state a step takes three seconds, later ones 30 ms; drawing a batch takes a minute."""
+    empty = []
 
     class Slow(list):
         def __getitem__(self, step):
             gpu.clock += 60.0
             return super().__getitem__(step)
 
-    def training_step(*arguments, mark):
-        for part in ("forward", "backward", "optimizer"):
-            gpu.clock += 1.0 if gpu.empty else 0.01
-            mark(part)
-        gpu.empty = False
-        return torch.zeros(()), None
-
-    monkeypatch.setattr(timing.Snapshot, "restore", lambda *_: setattr(gpu, "empty", True))
-    monkeypatch.setattr("ablation.arms.training_step", training_step)
-    for name in ("StepClock", "PartClock"):
-        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: gpu.clock))
-    for arm in timing.time_arms(arms, Slow(BATCHES), lambda: None)[0].values():
+    gpu = clocked(lambda _: 3.0 if empty and empty.pop() else 0.03)
+    monkeypatch.setattr(timing.Snapshot, "restore", lambda *_: empty.append(True))
+    for arm in timing.time_arms(arms, Slow(BATCHES), lambda blocks: None)[0].values():
         assert [ms for block in arm.blocks_ms for ms in block] == pytest.approx([30.0] * 24)
-        assert (arm.forward_ms, arm.backward_ms, arm.optimizer_ms) == pytest.approx((10.0,) * 3)
 
 
 @pytest.mark.parametrize(("planted", "found"), [(0.0, False), (0.03, True)])
 def test_a_slow_down_of_3_percent_that_is_planted_in_one_arm_is_found_and_none_is_found_where_there_is_none(
-    planted, found, monkeypatch
+    planted, found, clocked
 ):
-    """Steps take time by a clock of our own: 50 ms that scatter by 2 %, drift, and depend on the place in memory."""
+    """Steps take 50 ms that scatter by 2 %, drift, and depend on the place in memory."""
     arms = built(load(*SHORT, "ablate.cycles=12", "ablate.block_steps=5"), names=(TORCH, AGAIN, "compiled", FUSED))
-    draw, gpu = np.random.default_rng(0), SimpleNamespace(clock=0.0, steps=0)
-    places = {}
+    draw, steps, places = np.random.default_rng(0), count(1), {}
 
-    def training_step(forward, state, *rest, mark):
-        gpu.steps += 1
+    def seconds(state):
         place = next(state.model.parameters()).data_ptr()
         slow = 1 + planted * (state.model.final_norm.impl == FUSED) + 0.002 * places.setdefault(place, len(places))
-        gpu.clock += 0.05 * slow * (1 + 1e-5 * gpu.steps) * (1 + draw.gamma(2, 0.01))
-        for part in ("forward", "backward", "optimizer"):
-            mark(part)
-        return torch.zeros(()), None
+        return 0.05 * slow * (1 + 1e-5 * next(steps)) * (1 + draw.gamma(2, 0.01))
 
-    monkeypatch.setattr("ablation.arms.training_step", training_step)
-    for name in ("StepClock", "PartClock"):
-        monkeypatch.setattr(timing, name, partial(getattr(timing, name), now=lambda: gpu.clock))
-    times, *_ = timing.time_arms(arms, BATCHES * 4, lambda: None)
+    clocked(seconds)
+    times, _ = timing.time_arms(arms, BATCHES * 4, lambda blocks: None)
     pairs = compare_all({name: of.blocks_ms for name, of in times.items()})
     control = pairs[TORCH][AGAIN]
     for base in (TORCH, "compiled"):
@@ -229,7 +232,7 @@ def test_an_arm_that_may_fail_is_left_out_with_its_reason_and_another_one_ends_t
         raise RuntimeError("no kernel for this width")
 
     arms[FUSED].other = fails
-    times, failed, _ = timing.time_arms(arms, BATCHES, lambda: None, may_fail={FUSED})
+    times, failed = timing.time_arms(arms, BATCHES, lambda blocks: None, may_fail={FUSED})
     assert list(times) == [TORCH, AGAIN] and failed == {FUSED: "RuntimeError: no kernel for this width"}
     with pytest.raises(RuntimeError, match="no kernel"):
-        timing.time_arms(arms, BATCHES, lambda: None)
+        timing.time_arms(arms, BATCHES, lambda blocks: None)

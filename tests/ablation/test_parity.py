@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ import torch
 import model.loss
 import model.norm
 from ablation import parity as protocol
-from ablation.parity import judge, measure, parity, steps_of
+from ablation.parity import judge, measure, parity
 from ablation.rounding import BIAS, MARGIN, REFERENCE, REORDERED, Distances, sign_test, size_test
+from ablation.variants import Variant
 from data import load_corpus
 from measure.comparison import FUSED, TORCH
 from ops import kernels
@@ -22,7 +22,6 @@ from tests.runs import composed, precision
 PRECISION = {name: precision(getattr(torch, name)) for name in ("float32", "bfloat16", "float16")}
 FP32, BF16 = "float32", "bfloat16"
 ARMS = (REFERENCE, TORCH, FUSED, REORDERED)
-BOTH = pytest.mark.parametrize("dtype", [FP32, BF16])
 KEYS = ("train.batch_size=4", "model.dropout=0.1", "optim.warmup_steps=0", "eval.batches=1")
 
 
@@ -31,23 +30,22 @@ def tiny(tiny):
     """A function: overrides -> (config, corpus)."""
 
     def load(*more):
-        cfg = composed([*tiny, *KEYS, "ablate.parity_seeds=5", "ablate.parity_steps=2", *more])
+        cfg = composed([*tiny, *KEYS, "ablate.arms=[torch,fused]", "ablate.parity_seeds=5", "ablate.parity_steps=2", *more])
         return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
     return load
 
 
-def found(loaded, dtype, progress=lambda steps: None, device="cpu"):
+def found(loaded, dtype, done=lambda seeds: None, device="cpu"):
     cfg, corpus = loaded
     settled = replace(PRECISION[dtype], device=torch.device(device))
-    (result,) = parity(cfg, settled, corpus, [FUSED], overrides={}, progress=progress)
+    (result,) = parity(Variant(cfg, {}, {}), settled, corpus, done)
     return result
 
 
-@BOTH
-def test_the_fused_norms_pass_over_eight_seeds_and_over_any_five_of_them(tiny, dtype):
+def test_the_fused_norms_pass_over_eight_seeds_and_over_any_five_of_them(tiny, dtype=BF16):
     cfg, corpus = tiny()
-    runs = [measure(cfg, seed, PRECISION[dtype], corpus, [FUSED], lambda steps: None) for seed in range(8)]
+    runs = [measure(cfg, seed, PRECISION[dtype], corpus, [FUSED]) for seed in range(8)]
     assert judge(runs, FUSED, PRECISION[dtype], {}).verdict.startswith("Parity holds: ")
     assert all(judge(runs[first : first + 5], FUSED, PRECISION[dtype], {}).holds for first in range(4))
 
@@ -57,7 +55,7 @@ def test_the_kernels_pass_in_the_interpreter(tiny, monkeypatch):
     # fp32 only: the interpreter rounds to bf16 towards zero, as no GPU does, and parity would rightly object
     monkeypatch.setattr(kernels, "INTERPRET", True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    small = ("model.layers=1", "model.context=16", "train.batch_size=2", "ablate.parity_steps=1", "ablate.parity_seeds=2")
+    small = ("model.layers=1", "model.context=8", "train.batch_size=2", "ablate.parity_steps=1", "ablate.parity_seeds=2")
     result = found(tiny(*small), FP32)
     assert result.holds, result.verdict
     gradient = next(q for q in result.quantities if q.name == "gradient of block 0")
@@ -65,21 +63,9 @@ def test_the_kernels_pass_in_the_interpreter(tiny, monkeypatch):
 
 
 @pytest.mark.gpu
-@BOTH
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_kernels_pass_on_a_gpu(tiny, dtype):
     assert found(tiny(), dtype, device="cuda").holds
-
-
-def test_where_memory_runs_out_all_arms_take_smaller_micro_batches_and_the_verdict_says_so(tiny, monkeypatch):
-    full = torch.OutOfMemoryError("tried to allocate 12 GiB")
-    tried = Mock(wraps=measure, side_effect=[full, full, DEFAULT, DEFAULT, full, full, full])
-    monkeypatch.setattr(protocol, "measure", tried)
-    result = found(tiny("ablate.parity_seeds=2"), FP32)
-    assert "micro-batches cut in 4" in result.verdict
-    with pytest.raises(torch.OutOfMemoryError):
-        found(tiny("ablate.parity_seeds=2"), FP32)
-    accumulation = [call.args[0].train.accumulation for call in tried.call_args_list]
-    assert accumulation == [1, 2, 4, 4, 1, 2, 4], "there are four sequences"
 
 
 ONE_SEED = ("ablate.parity_seeds=1",)
@@ -150,18 +136,13 @@ def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
 def test_arms_share_weights_batches_and_masks_and_what_the_tests_are_made_of_is_kept(tiny):
     done = []
     result = found(tiny(), BF16, done.append)
-    assert sum(done) == steps_of(tiny()[0], 1) == 4 * 5 * 2
+    assert done == [1] * 5
     assert set(result.losses) == set(result.val_loss) == set(result.gradient_norms) == set(ARMS)
     for first in zip(*(result.losses[arm] for arm in ARMS), strict=True):  # by seed
         assert [losses[0] for losses in first] == pytest.approx([first[0][0]] * 4, rel=1e-4)
     assert len({losses[0] for losses in result.losses[TORCH]}) == 5  # seeds differ
     assert all(result.losses["reference"] != result.losses[arm] for arm in ARMS[1:])
     assert (result.seeds, result.steps, result.precision) == ([1, 2, 3, 4, 5], 2, "bf16")
-    layers = {name.removeprefix("gradient of ") for name in result.distances if name.startswith("gradient of ")}
-    assert set(result.gradient_errors) == set(ARMS[1:])
-    for runs in result.gradient_errors.values():
-        assert [len(run) for run in runs] == [2] * 5
-        assert all(set(step) == layers and 0 < min(step.values()) <= max(step.values()) < 0.1 for run in runs for step in run)
     for quantity in result.quantities[: len(result.distances)]:  # the mean of log R over seeds, as the report has it
         again = np.exp(np.mean(np.log([one.tested for one in result.distances[quantity.name]])))
         assert quantity.tested.median == pytest.approx(again)
@@ -202,7 +183,7 @@ def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(seeds, l
 @pytest.fixture(scope="module")
 def four_runs(tiny):
     cfg, corpus = tiny("ablate.parity_steps=1")
-    return [measure(cfg, seed, PRECISION[FP32], corpus, [FUSED], lambda steps: None) for seed in range(4)]
+    return [measure(cfg, seed, PRECISION[FP32], corpus, [FUSED]) for seed in range(4)]
 
 
 # The last: seeds that are 1e-3 apart, and differences that scatter by 3e-4 around zero, as true norms in bf16 give them.
@@ -223,7 +204,6 @@ def test_validation_losses_must_differ_by_less_than_seeds_do_where_there_are_eno
     assert result.holds == holds, result.verdict
     assert result.val_spread == pytest.approx(np.std([a for a, _ in losses], ddof=1))
     assert ("final validation losses differ by" in result.verdict and "fails" in result.verdict) == (not holds)
-    assert ("of 3 seeds or fewer is no measure" in result.verdict) == (len(losses) < 4)
 
 
 def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):
@@ -231,9 +211,8 @@ def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):
     monkeypatch.setattr(
         model.norm, "compiled_alone", lambda site: lambda inputs, affine, how: site(inputs, affine, how._replace(eps=1e-3))
     )
-    cfg, corpus = tiny("ablate.parity_seeds=4")
-    done = []
-    wrong, right = parity(cfg, PRECISION[FP32], corpus, ["compiled", FUSED], overrides={}, progress=done.append)
-    assert sum(done) == steps_of(cfg, 2) and (wrong.arm, right.arm) == ("compiled", FUSED)
+    cfg, corpus = tiny("ablate.parity_seeds=4", "ablate.arms=[torch,compiled,fused]")
+    wrong, right = parity(Variant(cfg, {}, {}), PRECISION[FP32], corpus)
+    assert (wrong.arm, right.arm) == ("compiled", FUSED)
     assert right.holds and not wrong.holds
     assert list(wrong.losses) == [REFERENCE, TORCH, "compiled", REORDERED] and list(right.losses) == list(ARMS)

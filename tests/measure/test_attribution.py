@@ -1,5 +1,6 @@
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ PLACES = [
 
 
 def profiled(cfg: Config, dtype: torch.dtype) -> list[KernelTime]:
-    arm = build_arm("torch", cfg, precision(dtype), VOCABULARY)
+    arm = build_arm("torch", cfg, precision(dtype), SimpleNamespace(vocab_size=VOCABULARY))
     batch = torch.randint(VOCABULARY, (2, 2, cfg.model.context))
     step = partial(training_step, arm.forward, arm.state, (batch[0], batch[1]), 1, arm.cfg, arm.precision)
     found = profile_step(step, torch.device("cpu"), arm.state.model, steps=2, warmup=1)

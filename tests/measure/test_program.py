@@ -1,0 +1,34 @@
+"""How a measuring program ends."""
+
+import pytest
+
+from configs import ConfigError
+from measure import program
+from tests.runs import raising
+from training.interrupt import Stopped
+from training.storage import StorageError
+
+
+@pytest.mark.parametrize(
+    ("work", "code", "said"),
+    [
+        (lambda: 1, 1, ""),
+        (raising(ConfigError("seed=x: no")), 2, "error: seed=x: no"),
+        (raising(StorageError("report.md can't be written")), 1, "stopped: report.md"),
+        (raising(KeyboardInterrupt()), 130, "to go on"),
+        (raising(Stopped(143)), 143, "to go on"),
+    ],
+)
+def test_the_exit_code_tells_how_it_ended(work, code, said, capsys):
+    assert program.run("ablate.py", [], str, work, lambda: "stopped; to go on: …") == code
+    assert said in capsys.readouterr().err
+
+
+def test_help_does_no_work_and_torchrun_is_refused(monkeypatch, capsys):
+    never = raising(AssertionError("worked"))
+    assert program.run("ablate.py", ["seed=1", "--help"], lambda: program.own_keys("ablate"), never, never) == 0
+    assert "ablate.cycles=12" in (said := capsys.readouterr().out) and "train." not in said
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert program.run("ablate.py", [], str, never, never) == 2
+    assert "ablate.py is one process on one device" in capsys.readouterr().err

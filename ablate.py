@@ -17,11 +17,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback where Ctrl-C comes during the imports, which take seconds
@@ -37,7 +37,7 @@ from ablation.kept import Cycle, Kept
 from ablation.masks import check_masks
 from ablation.records import Ablation, Cell
 from ablation.variants import COMPILED, EAGER, Variant, variants_of
-from configs import Config, ConfigError, command_line, machine, rules
+from configs import ConfigError, command_line, machine, rules
 from configs.rules import NANOGPT
 from configs.schema import NormImpl, Placement, Switch
 from data import Batches, Corpus, load_corpus
@@ -45,7 +45,6 @@ from measure import program
 from measure.attribution import by_name, launches, profile_step, shares
 from measure.comparison import AGAIN, TORCH, compare_all, conclusion, cycle_times
 from measure.environment import environment
-from measure.gpu import gpu_state_during
 from measure.progress import progress
 from measure.sources import fingerprints
 from measure.tables import label
@@ -58,6 +57,7 @@ from training.storage import claim, relative, replace_text
 
 OUT_OF_MEMORY = 3  # exit code
 PARITY = "parity"  # a part of an ablation, beside eager and compiled cells
+LESS_MEMORY = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
 SWEPT = (
     "The configuration below is the first of those that were swept; what is compared and train.compile are set by ablate.py."
 )
@@ -75,8 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found = ablate(works, shlex.join(["python", "ablate.py", *arguments]), folder, cycles)
         except torch.OutOfMemoryError as error:
-            hint = "Lower train.batch_size, raise train.accumulation, or leave parity out: ablate.parity_seeds=0."
-            print(f"out of memory: {str(error).splitlines()[0]}\n{hint}\nreport so far: {folder}/report.md", file=sys.stderr)
+            print(
+                f"out of memory: {str(error).splitlines()[0]}\n{LESS_MEMORY}\nfinished parts: {relative(folder)}",
+                file=sys.stderr,
+            )
             return OUT_OF_MEMORY
         show(report.table(found))
         show(f"report: {relative(folder)}/report.md")
@@ -94,19 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---- before anything is measured: the data, the model and the folder ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A variant with what it is measured by."""
 
     variant: Variant
     precision: Precision
     corpus: Corpus
-    vocabulary: int  # of the embedding
     size: str  # of a step, in words
-
-    @property
-    def cfg(self) -> Config:
-        return self.variant.cfg
 
     @property
     def parts(self) -> list[str]:
@@ -115,8 +111,8 @@ class Work:
     @property
     def ticks(self) -> int:
         """How often the bar moves: for each block of a cell, and each seed of parity."""
-        arms = sum(len(self.variant.arms(mode)) for mode in self.variant.modes)
-        return arms * timing.blocks_of(self.cfg.ablate.cycles) + (self.cfg.ablate.parity_seeds if self.variant.tested else 0)
+        arms, plan = sum(len(self.variant.arms(mode)) for mode in self.variant.modes), self.variant.cfg.ablate
+        return arms * timing.blocks_of(plan.cycles) + (plan.parity_seeds if self.variant.tested else 0)
 
 
 def prepare(variant: Variant) -> Work:
@@ -147,7 +143,7 @@ def prepare(variant: Variant) -> Work:
         size += f" It begins with the weights of {cfg.init_from}."
     if cfg.norm.placement is not Placement.pre:
         size += " The Amdahl limit counts the bytes of norm.placement=pre."
-    return Work(variant, precision, corpus, model.vocab_size, size)
+    return Work(variant, precision, corpus, size)
 
 
 def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
@@ -189,7 +185,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
     fails. `cycles` gets each cycle, and may have some.
 
     Raises:
-        torch.OutOfMemoryError: a model did not fit; the report so far says so.
+        torch.OutOfMemoryError: a model did not fit.
     """
     device = works[0].precision.device
     sizes = list(dict.fromkeys(work.size for work in works))
@@ -200,7 +196,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
         parity=[],
         environment=facts(device),
         command=command,
-        config=configs.to_yaml(works[0].cfg),
+        config=configs.to_yaml(works[0].variant.cfg),
         kernels=ops.backend_for(device) != "PyTorch reference",
         notes=[*([SWEPT] if len(works) > 1 else []), *sizes],
     )
@@ -210,31 +206,20 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             f"Cycles of an earlier process, which was stopped: {cycles}. The others follow a warm-up and an uncounted cycle of "
             "their own."
         )
-    began, done, total = time.monotonic(), 0, sum(len(work.parts) for work in works)
-
-    def write() -> None:
-        """The report so far. With fewer parts done than there are, it says that it is not finished."""
-        found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
-        so_far = replace(found, unfinished=f"{done} of {total} parts" if done < total else "")
-        records.save(so_far, folder)
-        report.write(so_far, folder)
-
+    began = time.monotonic()
+    todo = [(work, part) for work in works for part in work.parts]
     with progress(sum(work.ticks for work in works), "ablate", "unit") as bar:
-        for work in works:
-            for part in work.parts:
-                bar.set_description(label(work.variant.overrides, part))
-                free_memory(device)
-                try:
-                    if part == PARITY:
-                        found.parity.extend(parity.parity(work.variant, work.precision, work.corpus, bar.update))
-                    else:
-                        found.cells.append(measure(work, part, cycles, bar.update))
-                except torch.OutOfMemoryError:
-                    found.notes.append("Out of memory.")
-                    write()
-                    raise
-                done += 1
-                write()
+        for done, (work, part) in enumerate(todo, start=1):
+            bar.set_description(label(work.variant.overrides, part))
+            free_memory(device)
+            if part == PARITY:
+                found.parity.extend(parity.parity(work.variant, work.precision, work.corpus, bar.update))
+            else:
+                found.cells.append(measure(work, part, cycles, bar.update))
+            found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)
+            so_far = replace(found, unfinished=f"{done} of {len(todo)} parts" if done < len(todo) else "")
+            records.save(so_far, folder)
+            report.write(so_far, folder)
     cycles.remove()  # the report has them
     return found
 
@@ -244,7 +229,7 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
 
 def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) -> Cell:
     """The cell of a variant, eager or compiled."""
-    variant, cfg = work.variant, work.cfg
+    variant, cfg = work.variant, work.variant.cfg
     torch.compiler.reset()
     arms = arms_of(work, mode)
     check_same([arm for arm in arms.values() if arm.other is None])
@@ -255,7 +240,7 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         done,
         may_fail={NANOGPT, *rules.LIBRARIES} - {variant.subject},
         kept=partial(cycles.of, variant.overrides, mode),
-        keep=lambda *cycle: cycles.add(Cycle(variant.overrides, mode, *cycle)),
+        keep=lambda blocks_ms: cycles.add(Cycle(variant.overrides, mode, dict(blocks_ms))),
     )
     arms = {name: arms[name] for name in times}
     left_out = {**variant.refused, **failed}
@@ -274,46 +259,42 @@ def measure(work: Work, mode: str, cycles: Kept, done: Callable[[int], object]) 
         masks=[one for one in masks if one],
     )
     cell = replace(cell, verdict=conclusion(cell.subject, {base: cell.against(base) for base in cell.opponents}, cell.control))
-    return profiled(cell, work, arms, batches) if work.precision.device.type == "cuda" else cell
+    return profiled(cell, arms, batches) if work.precision.device.type == "cuda" else cell
 
 
 def arms_of(work: Work, mode: str) -> dict[str, Arm]:
-    tokenizer, compiled = work.corpus.tokenizer, mode == COMPILED
-    arms: dict[str, Arm] = {}
+    cfg, arms = work.variant.cfg, dict[str, Arm]()
     for name in work.variant.arms(mode):
+        how: dict[str, Any] = {"compiled": mode == COMPILED, "like": arms.get(TORCH)}
         if name == NANOGPT:
-            module = nanogpt.load(Path(work.cfg.ablate.nanogpt or ""))
-            arms[name] = nanogpt.nanogpt_arm(module, arms[TORCH], compiled=compiled)
+            arms[name] = nanogpt.nanogpt_arm(nanogpt.load(Path(cfg.ablate.nanogpt or "")), **how)
         else:
-            arms[name] = build_arm(name, work.cfg, work.precision, tokenizer, compiled=compiled, like=arms.get(TORCH))
+            arms[name] = build_arm(name, cfg, work.precision, work.corpus.tokenizer, **how)
     return arms
 
 
-def profiled(cell: Cell, work: Work, arms: dict[str, Arm], batches: Batches) -> Cell:
-    """The cell with its kernels by kind of work, and with clocks and power while each arm takes steps."""
-    cfg, precision, number = work.cfg, work.precision, work.cfg.ablate.warmup_steps
+def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
+    """The cell with its kernels by kind of work."""
+    torch_arm = arms[TORCH]
+    cfg, precision, number = torch_arm.cfg, torch_arm.precision, torch_arm.cfg.ablate.warmup_steps
     batch = batches[number]  # always the same
     steps = {name: lambda arm=arm: arm.step(batch, number) for name, arm in arms.items()}
     kernels = {  # norm sites of eager models are marked; compiled kernels name what they fuse
         name: profile_step(steps[name], precision.device, arm.state.model if cell.mode == EAGER else None)
         for name, arm in arms.items()
     }
-    gpu: dict[str, list[dict[str, str]]] = {name: [] for name in arms if name != AGAIN}
-    for name in [*gpu, *reversed(gpu)]:  # heat that gathers meanwhile is nobody's
-        gpu[name].append(gpu_state_during(steps[name], precision.device))
     of_norms = cfg.ablate.switch is Switch.norm
     attribution = attribute(
         {name: shares(of) for name, of in kernels.items()},
         {base: median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents},
         cell.subject,
-        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, work.vocabulary),
+        norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, torch_arm.state.model.vocab_size),
         copy_gb_per_s(precision.device),
         "norm" if of_norms else "loss",
     )
     return replace(
         cell,
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
-        gpu=gpu,
         attribution=replace(attribution, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN}),
     )
 

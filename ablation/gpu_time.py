@@ -58,9 +58,6 @@ def _section(cell: Cell, found: Attribution) -> str:
             f"The GPU is idle in {told}: this step is CPU-bound. CUDA graphs remove most of the idle time: "
             "ablate.compile=true train.compile_mode=reduce-overhead."
         )
-    for name, readings in cell.gpu.items():
-        if states := [f"{of['clocks.sm']}, {of['power.draw']} of {of['power.limit']}" for of in readings if of]:
-            said.append(f"Clock and power under {name}: {'; '.join(states)}.")
     return f"### {capital(label(cell.overrides, cell.mode))}\n\n{table}\n\n{wrapped(' '.join(said))}"
 
 

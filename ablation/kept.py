@@ -24,9 +24,7 @@ class Cycle:
 
     overrides: dict[str, str]
     mode: str
-    block_steps: int
     blocks_ms: dict[str, list[list[float]]]  # by arm: the steps of its two blocks
-    peaks_gb: dict[str, list[float]]  # by arm
 
 
 class Kept:
@@ -60,9 +58,10 @@ class Kept:
         lines = [self._facts, *map(asdict, self._cycles)]
         replace_text(self._path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
-    def of(self, overrides: Mapping[str, str], mode: str, arms: Collection[str]) -> list[Cycle]:
-        """The cycles of a cell with these arms; an arm that failed since has left none."""
-        return [c for c in self._cycles if (c.overrides, c.mode) == (overrides, mode) and c.blocks_ms.keys() == set(arms)]
+    def of(self, overrides: Mapping[str, str], mode: str, arms: Collection[str]) -> list[dict[str, list[list[float]]]]:
+        """The blocks of each cycle of a cell with these arms; an arm that failed since has left none."""
+        of_cell = (c.blocks_ms for c in self._cycles if (c.overrides, c.mode) == (overrides, mode))
+        return [blocks_ms for blocks_ms in of_cell if blocks_ms.keys() == set(arms)]
 
     def __str__(self) -> str:
         """3 of eager; nothing where there is no cycle"""

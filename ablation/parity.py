@@ -47,7 +47,7 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -149,16 +149,20 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested
         with unclipped_gradients(arm) as gradients[name], row_scales(sites, rows) as scales[name]:
             take(arm, 0)
     for name in tested:
-        layers, outputs = compare_tensors(four(gradients, name)), compare_tensors(four(scales, name))
-        distances[name] = {f"gradient of {layer}": one.distances() for layer, one in layers.items()}
-        distances[name] |= {f"row scale of {layer}": one.distances() for layer, one in outputs.items()}
+        distances[name] = {f"gradient of {layer}": one for layer, one in layers(four(gradients, name)).items()}
+        distances[name] |= {f"row scale of {layer}": one for layer, one in layers(four(scales, name)).items()}
     del gradients, scales, rows
     for step in range(1, cfg.ablate.parity_steps):
         for arm in arms.values():
             take(arm, step)
+    curves = {"loss": losses, "gradient norm": norms}
     for name in tested:
-        curves = {"loss": compare(four(losses, name)), "gradient norm": compare(four(norms, name))}
-        distances[name] = curves | distances[name] | {"parameters": compare_parameters(four(arms, name))}
+        of_steps = {
+            what: distance([[torch.tensor(of, dtype=torch.float64)] for of in four(curve, name)])
+            for what, curve in curves.items()
+        }
+        weights = [arm.state.model.parameters() for arm in four(arms, name)]
+        distances[name] = of_steps | distances[name] | {"parameters": distance(weights)}
     return SeedRun(seed, losses, norms, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
 
 
@@ -182,26 +186,20 @@ def validate(arm: Arm, corpus: Corpus) -> float:
 # ---- distances ---------------------------------------------------------------------------------------------------------------
 
 
-def compare(values: Sequence[Sequence[float]]) -> Distances:
-    """Distances of numbers, one a step, of a, b, c and d."""
+def distance(arms: Sequence[Iterable[Tensor]]) -> Distances:
+    """Of the same tensors of a, b, c and d, as one quantity."""
     sums = Sums()
-    sums.add(*(torch.tensor(x, dtype=torch.float64) for x in values))
+    for tensors in zip(*arms, strict=True):
+        sums.add(*tensors)
     return sums.distances()
 
 
-def compare_tensors(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Sums]:
-    """Sums by layer, of tensors by name of a, b, c and d. Norms are layers of their own: matrices would hide them."""
-    sums: dict[str, Sums] = {}
+def layers(tensors: Sequence[dict[str, Tensor]]) -> dict[str, Distances]:
+    """By layer, of tensors by name of a, b, c and d. Norms are layers of their own: matrices would hide them."""
+    names: dict[str, list[str]] = {}
     for name in tensors[0]:
-        sums.setdefault(layer_of(name), Sums()).add(*(arm[name] for arm in tensors))
-    return sums
-
-
-def compare_parameters(arms: Sequence[Arm]) -> Distances:
-    sums = Sums()
-    for group in zip(*(arm.state.model.parameters() for arm in arms), strict=True):
-        sums.add(*group)
-    return sums.distances()
+        names.setdefault(layer_of(name), []).append(name)
+    return {layer: distance([[arm[name] for name in of] for arm in tensors]) for layer, of in names.items()}
 
 
 def layer_of(parameter: str) -> str:

@@ -16,7 +16,7 @@ from measure.statistics import Interval, Spread, spread
 from measure.tables import interval_text, label
 
 WIDTH = 7.4  # inches
-FARTHEST = 1000.0  # error ratio that is drawn
+DRAWN = (0.1, 100.0)  # error ratios; those beyond are at the edge
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,6 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
         panels_of.setdefault(label(one.overrides), []).append(one)
     kinds = ["loss", "gradient norm", "gradients", "row scales", "parameters"]
     figure, panels = _panels([0.6 + 0.3 * len(kinds)] * len(panels_of))
-    drawn = [0.5 / 0.8, 2.0 / 1.25]  # at least what is drawn
     for axes, (title, tests) in zip(panels, panels_of.items(), strict=True):
         axes.axvspan(1e-9, MARGIN, color="#dcfce7", zorder=0)
         axes.axvline(1.0, color=GREY, linewidth=1.0)
@@ -116,21 +115,18 @@ def parity(found: Sequence[Parity], path: Path, footer: str) -> None:
             scatter = np.random.default_rng(which)
             for quantity, distances in one.distances.items():
                 of_layers, layer, _ = quantity.partition(" of ")
-                row = kinds.index(f"{of_layers}s" if layer else quantity)
-                ratio = float(np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])))
-                drawn.append(min(max(ratio, 1e-2), FARTHEST))
-                y = row + (which - 0.5 * (len(tests) - 1)) * 0.3 + scatter.uniform(-0.08, 0.08)
-                axes.plot(drawn[-1:], [y], style["marker"], color=style["color"], markersize=4, alpha=0.75, markeredgewidth=0)
+                y = kinds.index(f"{of_layers}s" if layer else quantity) + (which - 0.5 * (len(tests) - 1)) * 0.3
+                ratio = np.exp(np.mean([np.log(of.tested / of.reordered) for of in distances])).clip(*DRAWN)
+                dot = {"color": style["color"], "markersize": 4, "alpha": 0.75, "markeredgewidth": 0}
+                axes.plot([ratio], [y + scatter.uniform(-0.08, 0.08)], style["marker"], **dot)
         axes.set_xscale("log")
         axes.set_yticks(range(len(kinds)), kinds)
         axes.set_ylim(len(kinds) - 0.5, -0.5)
         axes.set_title(f"{title}, {tests[0].precision}, {len(tests[0].seeds)} seeds", loc="left", fontsize=9)
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if max(drawn) < 50 else (1,)))
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
         bare(axes, "x")
-    panels[-1].set_xlim(0.8 * min(drawn), 1.25 * max(drawn))
-    panels[-1].set_xlabel(f"error ratio; green: accepted, up to {MARGIN}; {FARTHEST:g} is that or more", fontsize=8)
+    panels[-1].set_xlim(0.8 * DRAWN[0], 1.25 * DRAWN[1])
+    panels[-1].set_xlabel(f"error ratio; green: accepted, up to {MARGIN}; {DRAWN[1]:g} is that or more", fontsize=8)
     names = {name: (ARMS[name]["marker"], ARMS[name]["color"]) for name in styled({one.arm for one in found})}
     legend_below(figure, {NAMES.get(n, n): pyplot.Line2D([], [], ls="", marker=m, color=c) for n, (m, c) in names.items()})
     finish(figure, "Parity: the error beside that of torch summed in another order", footer, path)

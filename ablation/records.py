@@ -64,9 +64,6 @@ class Cell:
     pairs: Pairs
     verdict: str
     attribution: Attribution | None = None  # None but on CUDA
-    # By arm, while it takes steps, each reading of clocks and power with units, by nvidia-smi's names; nothing where that is
-    # missing.
-    gpu: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)  # arms that were asked for: why they are missing
     masks: list[Masks] = field(default_factory=list)
 

@@ -15,7 +15,6 @@ from measure.tables import (
     aligned,
     capital,
     environment,
-    flat,
     interval_text,
     label,
     machine,
@@ -29,23 +28,15 @@ from training.storage import as_storage_errors, replace_text
 MOST_QUANTITIES = 10  # of a table on parity
 PAIRED = (
     "ms: the arm's step minus the base's. Speed-up: the base's step over the arm's. Both are paired: medians over cycles of "
-    "each cycle's difference and ratio. They may differ from the ratio of the medians, in sign too if cycles scatter. The A/A "
-    "control, torch again, is a second arm of torch in the same schedule: what the protocol measures where there is no "
-    "difference. The report claims a difference of two arms only if their interval leaves out 1 and their median is further "
-    "from 1 than both ends of A/A's interval."
+    "each cycle's difference and ratio. A difference of two arms is claimed only if their interval leaves out 1 and their "
+    "median is further from 1 than both ends of A/A's interval: torch again, a second arm of torch."
 )
-STEPS = (
-    "Milliseconds a step; tokens/s from the mean; kernel launches a step. Two blocks in each cycle, after warm-up and one "
-    "uncounted cycle, and without the first step of each. docs/ablation.md has the protocol."
-)
+STEPS = "Milliseconds a step; tokens/s from the mean; kernel launches a step. docs/ablation.md has the protocol."
 PARITY = (
-    "All arms have the same initial weights, batches and dropout masks, and no dropout on attention weights. They run eager, "
-    "and differ in what is compared alone; where that is the loss, all have PyTorch's norms. Models that are compiled as a "
-    "whole were not compared. reference: PyTorch's operators, everything in fp32 (in fp64 if the run is in fp32). torch and "
-    "the tested arm: the run's precision. reordered: torch with the sums of its norms, or of its loss, in another order, which "
-    "is what a legitimate change looks like. An error ratio is a distance from the reference, or a shift, divided by the error "
-    "that rounding explains. They are means over seeds (geometric means of distances) with Student's intervals. "
-    "ablation/parity.py states the statistic and its level; report.json has all quantities."
+    "An error ratio is a distance from the reference, or a shift, divided by the error that rounding explains: means over "
+    "seeds (geometric means of distances) with Student's intervals. The reference is PyTorch's operators in fp32, or in fp64 "
+    "if the run is in fp32; reordered is torch with its sums in another order, as a legitimate change is. All arms run eager, "
+    "with the same weights, batches and dropout masks. ablation/parity.py states the statistic; report.json has all quantities."
 )
 
 
@@ -133,11 +124,8 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
 
 def _setting(ablation: Ablation) -> list[str]:
     """The sizes of a step and the machine: a reader needs them before the first figure."""
-    known = flat(ablation.environment)
-    libraries = [f"{name} {known[key]}" for name in ("torch", "triton") if known.get(key := f"versions.{name}")]
-    card = ", ".join([known.get("gpu.name") or "No CUDA device", *libraries])
-    took = f" The ablation has taken {known['minutes']} minutes." if "minutes" in known else ""
-    return [*ablation.notes, *_left_out(ablation.cells), f"{card}.{took}"]
+    took = f"The ablation has taken {ablation.environment.get('minutes')} minutes."
+    return [*ablation.notes, *_left_out(ablation.cells), f"{machine(ablation.environment)}. {took}"]
 
 
 def _left_out(cells: Sequence[Cell]) -> list[str]:

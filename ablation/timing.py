@@ -19,17 +19,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import Tensor
 
 from ablation.arms import Arm, Snapshot, move, places_of
-from ablation.kept import Cycle
 from ablation.records import ArmTimes
 from data import Batches
 from measure.clock import StepClock
 from measure.comparison import TORCH
-from measure.schedule import LEAD_IN, block_length, memory_orders, positions_of, run_blocks
+from measure.schedule import LEAD_IN, Cycle, block_length, memory_orders, positions_of, run_blocks
 from measure.timing import allocated_gb, describe, free_memory
 from training.step import makes_cuda_graphs
-
-BlocksMs = Mapping[str, list[list[float]]]  # by arm: the steps of its blocks
-Peaks = dict[str, list[float]]  # by arm: GiB
 
 
 def time_arms(
@@ -38,7 +34,7 @@ def time_arms(
     done: Callable[[int], object],
     may_fail: Collection[str] = (),
     kept: Callable[[Collection[str]], Sequence[Cycle]] = lambda arms: (),
-    keep: Callable[[int, BlocksMs, Peaks], object] = lambda block_steps, blocks_ms, peaks_gb: None,
+    keep: Callable[[Cycle], None] = lambda blocks_ms: None,
 ) -> tuple[dict[str, ArmTimes], dict[str, str]]:
     """Times arms that have not taken a step, `torch` among them.
 
@@ -46,7 +42,7 @@ def time_arms(
         done: called with a number of blocks after they are over, `blocks_of(cycles)` of each arm in all.
         may_fail: arms that are left out if their warm-up fails.
         kept: of the arms that are timed, the first cycles, from an earlier process.
-        keep: called after each counted cycle with the steps of a block and, by arm, their times and the peaks of memory.
+        keep: called with each counted cycle after it.
 
     Returns:
         The times, and why arms are left out.
@@ -68,13 +64,13 @@ def time_arms(
             del arms[name]
             free_memory(device)
     names, before = list(arms), kept(arms)
-    block_steps = before[0].block_steps if before else plan.block_steps or block_length(list(warm.values()))
+    block_steps = len(before[0][TORCH][0]) if before else plan.block_steps or block_length(list(warm.values()))
     done(2 * len(names) * len(before))
     ours = [arm for arm in arms.values() if arm.other is None]
     start = Snapshot(arms[TORCH])
     starts = {name: start if arm.other is None else Snapshot(arm) for name, arm in arms.items()}
     places, orders = places_of(ours), memory_orders(len(ours), plan.cycles, cfg.seed)
-    peaks: Peaks = {name: [gb for cycle in before for gb in cycle.peaks_gb[name]] for name in names}
+    peaks: dict[str, float] = {}  # GiB
 
     def before_cycle(cycle: int) -> None:
         if not graphs:
@@ -87,23 +83,19 @@ def time_arms(
         begin = plan.warmup_steps + cycle * (LEAD_IN + block_steps)
         run(arms[name], batches, range(begin, begin + LEAD_IN + block_steps), clock)
         times = list(clock.steps_ms)
-        if cycle > len(before) and clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
+        if clock.peak_gb is not None and not graphs:  # the allocator does not count what a graph holds
             # Memory that was held before, above all by other arms, is not this arm's.
-            peaks[name].append(clock.peak_gb - held + Snapshot.bytes_of(arms[name]) / 2**30)
+            own = clock.peak_gb - held + Snapshot.bytes_of(arms[name]) / 2**30
+            peaks[name] = max(peaks.get(name, 0.0), own)
         done(1)
         return times
 
-    def after_cycle(blocks_ms: BlocksMs) -> None:
-        # The newest peaks are of this cycle's two blocks, where there are any.
-        keep(block_steps, blocks_ms, {name: of[-2:] for name, of in peaks.items()})
-
-    earlier = [cycle.blocks_ms for cycle in before]
-    blocks = run_blocks(block, names, plan.cycles, cfg.seed, earlier, before_cycle, after_cycle)
+    blocks = run_blocks(block, names, plan.cycles, cfg.seed, before, before_cycle, keep)
     found = {
         name: ArmTimes(
             blocks_ms=blocks[name],
             positions=positions_of(name, names, plan.cycles, cfg.seed),
-            peak_gb=max(peaks[name], default=None),
+            peak_gb=peaks.get(name),
             launches=None,  # a profiler would tell
             first_loss=first[name],
         )

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import configs
 from ablation.arms import switched
-from ablation.records import Ablation, ArmTimes, Cell
+from ablation.records import Ablation
 from ablation.variants import COMPILED, Variant
 from configs.rules import NANOGPT
 from measure.statistics import spread
@@ -23,15 +23,18 @@ def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
     """Logs the ablation, and nothing where W&B is disabled. Returns the mode, and why."""
     group = Group(variants[0].cfg.logging, folder, "ablation")
     for cell in found.cells:
-        (cfg,) = (variant.cfg for variant in variants if variant.overrides == cell.overrides)
+        cfg = next(variant.cfg for variant in variants if variant.overrides == cell.overrides)
         for arm, times in cell.arms.items():
             own = copy.deepcopy(cfg) if arm == NANOGPT else switched(cfg, arm)
             own.train.compile = cell.mode == COMPILED
             name = "_".join([*cell.overrides.values(), cell.mode, arm.replace(" ", "-")])
             run = group.start(name, configs.to_dict(own), [arm, cell.mode, own.norm.impl.value, own.norm.kind.value])
-            for step, ms in enumerate(chain(*times.blocks_ms)):
+            steps = list(chain(*times.blocks_ms))
+            for step, ms in enumerate(steps):
                 run.log({"perf/step_ms": ms}, step)
-            run.summarise(figures(cell, times))
+            figures = {f"perf/step_ms_{name}": ms for name, ms in asdict(spread(steps)).items()}
+            figures |= {"perf/tokens_per_s": 1000 * cell.tokens_per_step / fmean(steps)}
+            run.summarise({**figures, "perf/peak_gb": times.peak_gb, "perf/launches": times.launches})
             run.finish(0)
     values = {
         "verdicts/cells": [cell.verdict for cell in found.cells],
@@ -51,14 +54,3 @@ def log(found: Ablation, variants: Sequence[Variant], folder: Path) -> str:
         for arm, pair in of.items()
     ]
     return group.sum_up(configs.to_dict(variants[0].cfg), values, {"pairs": (PAIR_COLUMNS, pairs)})
-
-
-def figures(cell: Cell, times: ArmTimes) -> dict[str, float | None]:
-    """The figures of an arm in the report, under the names that train.py logs to W&B."""
-    steps = list(chain(*times.blocks_ms))
-    return {
-        **{f"perf/step_ms_{name}": ms for name, ms in asdict(spread(steps)).items()},
-        "perf/tokens_per_s": 1000 * cell.tokens_per_step / fmean(steps),
-        "perf/peak_gb": times.peak_gb,
-        "perf/launches": times.launches,
-    }

@@ -78,23 +78,16 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
         rules.check(cfg, on)
         rules.check_arms(cfg)
         if settle(cfg.logging)[0].wandb is not WandbMode.disabled and agent_job():
-            raise ConfigError(
-                "an ablation is several runs, the job of a W&B agent is one. Sweep with ablate.py KEY=A,B instead."
-            )
+            raise ConfigError("an ablation is several runs, a W&B agent's job is one. Sweep with ablate.py KEY=A,B instead.")
         pairs = (override.partition("=")[::2] for override in job)
         refused = {
             arm: why
             for arm in cfg.ablate.arms
             if arm != NANOGPT and (why := " ".join(rules.refused_by_library(switched(cfg, arm), on)))
         }
-        one = Variant(cfg, {key: value for key, value in pairs if key in swept}, refused)
-        if one.overrides in [other.overrides for other in found]:
-            raise ConfigError(f"{label(one.overrides)} comes twice in {' '.join(arguments)}. Leave one.")
-        if not one.modes:
-            raise ConfigError(
-                "ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among ablate.arms."
-            )
-        found.append(one)
+        found.append(Variant(cfg, {key: value for key, value in pairs if key in swept}, refused))
+        if not found[-1].modes:
+            raise ConfigError("ablate.eager=false: leaves nothing to time. Use ablate.compile=true, with fused among the arms.")
     for variant in found:
         for arm, why in variant.refused.items():
             if variant.subject == TORCH or all(arm in other.refused for other in found):

@@ -1,47 +1,8 @@
-"""What a GPU does while it is measured, its clocks and power, and the most arithmetic that a known one can do."""
+"""The most arithmetic that a known GPU can do."""
 
 import re
-import subprocess
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
-
-
-def gpu_state(device: torch.device) -> dict[str, str]:
-    """Clocks and power as nvidia-smi reports them now, with their units. Empty where nvidia-smi does not run."""
-    names = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit", "temperature.gpu")
-    query = [f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *query, *([f"--id=GPU-{uuid}"] if uuid else [])], capture_output=True, text=True, timeout=30
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = done.stdout.strip().split(", ")
-    return dict(zip(names, values, strict=True)) if done.returncode == 0 and len(values) == len(names) else {}
-
-
-def gpu_state_during(step: Callable[[], None], device: torch.device, settle_s: float = 1.5) -> dict[str, str]:
-    """`gpu_state` while the GPU works: an idle GPU has its highest clock and draws little power.
-
-    Args:
-        step: called again and again meanwhile.
-        settle_s: seconds of steps before nvidia-smi runs. It reports the mean power of about one second.
-    """
-
-    def ask() -> dict[str, str]:
-        time.sleep(settle_s)
-        return gpu_state(device)
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        asked = pool.submit(ask)
-        while not asked.done():
-            step()
-    return asked.result()
-
 
 # name fragment → dense TFLOP/s (no sparsity) with fp32 accumulation, as in the vendor's datasheet: (bf16, fp16, fp32 without
 # TF32). The first fragment found in the device's name counts, so longer names come first. None: the GPU lacks the dtype.

@@ -55,15 +55,8 @@ def cell(overrides: dict[str, str], mode: str, speedup: float, kernels: bool, se
         times[name] = ArmTimes(of, [len(names) * block + at for block in range(24)], *on_gpu)
     made = Cell(overrides, mode, 32768, times, FUSED, compare_all(blocks), "")
     verdict = conclusion(FUSED, {base: made.against(base) for base in made.opponents}, made.control)
-    gpu = {TORCH: [gpu_state(1710, 560.2)] * 2, FUSED: [gpu_state(1650, 571.9)] * 2} if kernels else {}
     profile = attribution({name: torch_ms / gains[name] for name in names if name != AGAIN}) if kernels else None
-    return replace(made, verdict=verdict, gpu=gpu, attribution=profile)
-
-
-def gpu_state(clock: int, watts: float) -> dict[str, str]:
-    """As nvidia-smi tells it, of a GPU that may draw 700 W."""
-    clocks = {"clocks.sm": f"{clock} MHz", "clocks.max.sm": "1980 MHz", "clocks.mem": "3201 MHz"}
-    return clocks | {"power.draw": f"{watts:.2f} W", "power.limit": "700.00 W", "temperature.gpu": "61"}
+    return replace(made, verdict=verdict, attribution=profile)
 
 
 def attribution(steps_ms: dict[str, float]) -> Attribution:

@@ -15,7 +15,6 @@ from ablation.rounding import BIAS, MARGIN, REFERENCE, REORDERED, Distances, sig
 from ablation.variants import Variant
 from data import load_corpus
 from measure.comparison import FUSED, TORCH
-from ops import kernels
 from tests.ablation import faults
 from tests.runs import composed, precision
 
@@ -30,7 +29,7 @@ def tiny(tiny):
     """A function: overrides -> (config, corpus)."""
 
     def load(*more):
-        cfg = composed([*tiny, *KEYS, "ablate.arms=[torch,fused]", "ablate.parity_seeds=5", "ablate.parity_steps=2", *more])
+        cfg = composed([*tiny, *KEYS, "ablate.arms=[torch,fused]", "ablate.parity_seeds=4", "ablate.parity_steps=2", *more])
         return cfg, load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
 
     return load
@@ -43,23 +42,11 @@ def found(loaded, dtype, done=lambda seeds: None, device="cpu"):
     return result
 
 
-def test_the_fused_norms_pass_over_eight_seeds_and_over_any_five_of_them(tiny, dtype=BF16):
+def test_the_fused_norms_pass_over_eight_seeds_and_over_any_four_of_them(tiny, dtype=BF16):
     cfg, corpus = tiny()
     runs = [measure(cfg, seed, PRECISION[dtype], corpus, [FUSED]) for seed in range(8)]
     assert judge(runs, FUSED, PRECISION[dtype], {}).verdict.startswith("Parity holds: ")
-    assert all(judge(runs[first : first + 5], FUSED, PRECISION[dtype], {}).holds for first in range(4))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
-def test_the_kernels_pass_in_the_interpreter(tiny, monkeypatch):
-    # fp32 only: the interpreter rounds to bf16 towards zero, as no GPU does, and parity would rightly object
-    monkeypatch.setattr(kernels, "INTERPRET", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    small = ("model.layers=1", "model.context=8", "train.batch_size=2", "ablate.parity_steps=1", "ablate.parity_seeds=2")
-    result = found(tiny(*small), FP32)
-    assert result.holds, result.verdict
-    gradient = next(q for q in result.quantities if q.name == "gradient of block 0")
-    assert gradient.tested != gradient.reordered  # so it was no comparison of a thing with itself
+    assert all(judge(runs[first : first + 4], FUSED, PRECISION[dtype], {}).holds for first in range(5))
 
 
 @pytest.mark.gpu
@@ -79,14 +66,14 @@ GPT2 = ("model.width=768", "model.heads=12", "model.layers=1", "ablate.parity_st
         (None, FP32, ("model.block=parallel", "model.drop_path=0.2", "model.positions=rotary", "model.qk_norm=true")),
         (None, "float16", ()),
         (None, BF16, ("train.accumulation=2", "model.dropout=0", "model.tie_embeddings=false")),
-        *((faults.handmade, dtype, ()) for dtype in (FP32, BF16)),  # as the faulty ones are made
+        (faults.handmade, BF16, ()),  # as the faulty ones are made
         (faults.wrong_eps(1.001e-5), FP32, ()),  # of 1e-5; in bf16 that is below a rounding step
         (faults.wrong_eps(1.2e-5), BF16, ()),
         *((faults.bf16_statistics, dtype, ()) for dtype in (FP32, BF16)),
         (faults.no_mean_term, FP32, ()),
         (faults.truncated, BF16, ()),
-        *((fault, BF16, ONE_SEED) for fault in (None, faults.wrong_eps(1e-3), faults.no_mean_term, faults.wrong_elements)),
-        *((fault, BF16, GPT2) for fault in (None, faults.bf16_statistics)),  # what hides best in a small model
+        *((fault, BF16, ONE_SEED) for fault in (None, faults.wrong_eps(1e-3), faults.wrong_elements)),
+        (faults.bf16_statistics, BF16, GPT2),  # what hides best in a small model
     ],
 )
 def test_a_planted_fault_fails_parity_and_the_norms_pass_with_any_options(tiny, fault, dtype, keys, monkeypatch):
@@ -105,8 +92,9 @@ LOSS = ("ablate.switch=loss", "loss.softcap=20.0", "loss.z_loss=1e-3")
         (None, "float16", ()),
         (None, FP32, LOSS[1:]),
         (None, BF16, ("loss.chunks=4", "train.accumulation=2", "model.tie_embeddings=false")),
-        *((fault, FP32, ONE_SEED) for fault in (faults.loss_regularised, faults.loss_gradient_off, faults.loss_without_a_row)),
-        *((fault, BF16, ()) for fault in (faults.loss_regularised, faults.loss_gradient_off, faults.loss_without_a_row)),
+        (faults.loss_regularised, BF16, ()),
+        (faults.loss_gradient_off, BF16, ()),
+        (faults.loss_without_a_row, FP32, ONE_SEED),
     ],
 )
 def test_a_planted_fault_in_a_loss_fails_parity_and_the_loss_passes_with_any_options(tiny, fault, dtype, keys, monkeypatch):
@@ -136,16 +124,13 @@ def test_losses_that_are_no_numbers_fail(tiny, monkeypatch):
 def test_arms_share_weights_batches_and_masks_and_what_the_tests_are_made_of_is_kept(tiny):
     done = []
     result = found(tiny(), BF16, done.append)
-    assert done == [1] * 5
+    assert done == [1] * 4
     assert set(result.losses) == set(result.val_loss) == set(result.gradient_norms) == set(ARMS)
     for first in zip(*(result.losses[arm] for arm in ARMS), strict=True):  # by seed
         assert [losses[0] for losses in first] == pytest.approx([first[0][0]] * 4, rel=1e-4)
-    assert len({losses[0] for losses in result.losses[TORCH]}) == 5  # seeds differ
+    assert len({losses[0] for losses in result.losses[TORCH]}) == 4  # seeds differ
     assert all(result.losses["reference"] != result.losses[arm] for arm in ARMS[1:])
-    assert (result.seeds, result.steps, result.precision) == ([1, 2, 3, 4, 5], 2, "bf16")
-    for quantity in result.quantities[: len(result.distances)]:  # the mean of log R over seeds, as the report has it
-        again = np.exp(np.mean(np.log([one.tested for one in result.distances[quantity.name]])))
-        assert quantity.tested.median == pytest.approx(again)
+    assert (result.seeds, result.steps, result.precision) == ([1, 2, 3, 4], 2, "bf16")
 
 
 def made_up(draw, seeds, ratio=1.0, shift=0.0):
@@ -172,12 +157,12 @@ def test_a_wrong_norm_fails_by_size_or_by_sign():
         assert sign_test("loss", distances, 1e-3).quantity.holds == by_sign
 
 
-@pytest.mark.parametrize("seeds", range(1, 7))
-def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(seeds, level=1e-4):
+def test_fourteen_times_the_expected_error_fails_at_any_number_of_seeds(level=1e-4):
     """Of four seeds that scatter the t-test alone would let it pass."""
-    errors = [14.0 * scatter for scatter in (1.6, 0.7, 1.4, 0.8, 1.2, 0.9)][:seeds]
-    assert not size_test("loss", [Distances(e, 1.0, 0.0, 0.1) for e in errors], level, "fp32").quantity.holds
-    assert not sign_test("loss", [Distances(1.0, 1.0, e, 0.1) for e in errors], level).quantity.holds
+    for seeds in range(1, 7):
+        errors = [14.0 * scatter for scatter in (1.6, 0.7, 1.4, 0.8, 1.2, 0.9)][:seeds]
+        assert not size_test("loss", [Distances(e, 1.0, 0.0, 0.1) for e in errors], level, "fp32").quantity.holds
+        assert not sign_test("loss", [Distances(1.0, 1.0, e, 0.1) for e in errors], level).quantity.holds
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +196,7 @@ def test_several_arms_are_tested_in_one_run_each_by_itself(tiny, monkeypatch):
     monkeypatch.setattr(
         model.norm, "compiled_alone", lambda site: lambda inputs, affine, how: site(inputs, affine, how._replace(eps=1e-3))
     )
-    cfg, corpus = tiny("ablate.parity_seeds=4", "ablate.arms=[torch,compiled,fused]")
+    cfg, corpus = tiny("ablate.arms=[torch,compiled,fused]")
     wrong, right = parity(Variant(cfg, {}, {}), PRECISION[FP32], corpus)
     assert (wrong.arm, right.arm) == ("compiled", FUSED)
     assert right.holds and not wrong.holds

@@ -63,10 +63,8 @@ def test_the_verdict_comes_first(tmp_path, one):
     assert "Where the time goes" not in text and NO_KERNEL not in written(one, tmp_path)
 
 
-@pytest.mark.parametrize("state", [results.gpu_state(1710, 560.0), {}])
-def test_gpu_time_stands_beside_the_timed_step_and_the_amdahl_limit_over_each_base(tmp_path, one, state):
-    cell = dataclasses.replace(one.cells[0], gpu={TORCH: [state, state]})
-    text = written(dataclasses.replace(one, cells=[cell]), tmp_path)
+def test_gpu_time_stands_beside_the_timed_step_and_the_amdahl_limit_over_each_base(tmp_path, one):
+    text = written(one, tmp_path)
     timed = [float(entry) for entry in row(text, "| all") if entry]
     assert timed == pytest.approx([131.7, 131.7 / 1.1, 131.7 / 1.2], rel=0.02)
     idle = [float(entry) for entry in row(text, "| idle") if entry]
@@ -74,8 +72,6 @@ def test_gpu_time_stands_beside_the_timed_step_and_the_amdahl_limit_over_each_ba
     assert "must move 40.00 GB, which takes 9.756 ms at the 4,100 GB/s" in words(text)
     assert "no norm kernel makes this step more than 1.250 × as fast as with torch (fused saves 83 %" in words(text)
     assert "and 1.136 × as fast as with compiled" in words(text)
-    clock = "Clock and power under torch: 1710 MHz, 560.00 W of 700.00 W; 1710 MHz"
-    assert (clock in words(text)) == bool(state), "nothing where nvidia-smi tells nothing"
 
 
 def test_tables_fit_a_terminal_and_have_arms_control_and_conclusion(tmp_path):

@@ -140,22 +140,16 @@ def test_arms_take_the_same_batches_in_each_cycle_from_the_same_weights_and_exch
     of_torch = [place for name, _, _, _, place in blocks if name == TORCH]
     assert of_torch[::2] == of_torch[1::2] and len(set(of_torch)) == 3
     assert set(Counter(of_torch[2:]).values()) == {4}, "of six cycles two in each place"
-
-
-def test_with_cuda_graphs_places_stay(arms, runs):
-    for arm in arms.values():
-        arm.cfg.train.compile, arm.cfg.train.compile_mode = True, "reduce-overhead"
-    timing.time_arms(arms, BATCHES, lambda blocks: None)
+    arms[TORCH].cfg.train.compile, arms[TORCH].cfg.train.compile_mode = True, "reduce-overhead"  # CUDA graphs: places stay
+    runs.clear()
+    timing.time_arms(arms, BATCHES, done.append)
     assert len({run[4] for run in runs if run[0] == TORCH}) == 1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_arms_move_to_each_others_places_and_begin_again_from_a_snapshot_and_none_is_compiled_again(arms, compiled):
+def test_arms_move_to_each_others_places_and_begin_again_from_a_snapshot_and_none_is_compiled_again(arms):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    listed = list(arms.values())
-    if compiled:
-        listed = [replace(arm, forward=torch.compile(arm.state.model, backend="eager")) for arm in listed]
+    listed = [replace(arm, forward=torch.compile(arm.state.model, backend="eager")) for arm in arms.values()]
     for arm in listed:
         take(arm, 0, steps=2)  # with an optimizer's state
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -171,7 +165,7 @@ def test_arms_move_to_each_others_places_and_begin_again_from_a_snapshot_and_non
             take(arm, 2)
         assert all(map(torch.equal, weights(listed[0]), after)), "with the same moments, so the same bits"
         assert [addresses(arm) for arm in listed] == [before[place] for place in order]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs and (graphs > 0) == compiled
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
 
 @pytest.fixture

@@ -53,11 +53,12 @@ def test_bound_and_realised_part_are_amdahls(torch_ms, fused_ms, step_ms, bound,
     assert (result.limits["torch"], result.realised["torch"]) == pytest.approx((bound, realised))
 
 
-@pytest.mark.parametrize(("busy", "told"), [(0.95, False), (0.5, True)])
-def test_that_a_step_is_cpu_bound_is_said_where_the_gpu_waits(busy, told):
+def test_that_a_step_is_cpu_bound_is_said_where_the_gpu_waits():
     (cell,) = results.ablation([{}], ["eager"]).cells
-    steps = {"torch": 131.7, "compiled": 131.7 / 1.1, "fused": 131.7 / 1.2}
-    shares = {name: [Share("GEMM", ms * busy, 100)] for name, ms in steps.items()}
-    text = " ".join(gpu_time([replace(cell, attribution=replace(cell.attribution, shares=shares))]).split())
-    assert ("The GPU is idle in 50 % of a step under torch and 50 % of a step under compiled and" in text) == told
-    assert ("this step is CPU-bound" in text) == told
+    for busy in (0.95, 0.5):
+        shares = {
+            name: [Share("GEMM", 131.7 * busy / by, 100)] for name, by in (("torch", 1), ("compiled", 1.1), ("fused", 1.2))
+        }
+        text = " ".join(gpu_time([replace(cell, attribution=replace(cell.attribution, shares=shares))]).split())
+        waits = "The GPU is idle in 50 % of a step under torch and 50 % of a step under compiled and"
+        assert (waits in text and "this step is CPU-bound" in text) == (busy == 0.5)

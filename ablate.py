@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -284,12 +284,14 @@ def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
         for name, arm in arms.items()
     }
     of_norms = cfg.ablate.switch is Switch.norm
+    with side_stream(precision.device):
+        copied = copy_bandwidth(precision.device)
     attribution = attribute(
         {name: shares(of) for name, of in kernels.items()},
         {base: median(cycle_times(cell.arms[base].blocks_ms)) for base in cell.opponents},
         cell.subject,
         norm_bytes(cfg, precision) if of_norms else loss_bytes(cfg, precision, torch_arm.state.model.vocab_size),
-        copy_gb_per_s(precision.device),
+        copied,
         "norm" if of_norms else "loss",
     )
     return replace(
@@ -297,13 +299,6 @@ def profiled(cell: Cell, arms: dict[str, Arm], batches: Batches) -> Cell:
         arms={name: replace(of, launches=launches(kernels[name])) for name, of in cell.arms.items()},
         attribution=replace(attribution, kernels={name: by_name(of) for name, of in kernels.items() if name != AGAIN}),
     )
-
-
-@cache
-def copy_gb_per_s(device: torch.device) -> float:
-    """The card's own copy bandwidth, measured once in this process."""
-    with side_stream(device):
-        return copy_bandwidth(device)
 
 
 def help_text() -> str:

@@ -83,32 +83,23 @@ def build_arm(
 
 
 def check_same(arms: Sequence[Arm]) -> None:
-    """That arms begin with the same parameters, buffers and optimizer groups. (That the code outside of the norm sites does not
-    depend on the implementation is for the tests.)
+    """That arms begin with the same weights and optimizer groups. (That the code outside of the norm sites does not depend on
+    the implementation is for the tests.)
 
     Raises:
         AssertionError: they don't, which is a mistake of ours and would make every figure worthless.
     """
     first, *others = arms
-    mine = _start_of(first)
+    weights, groups = first.state.model.state_dict(), first.state.optimizer.state_dict()["param_groups"]
     for other in others:
-        yours = _start_of(other)
-        differing = sorted(name for name in mine | yours if not _equal(mine.get(name), yours.get(name)))
-        if differing:
-            raise AssertionError(f"{first.name} and {other.name} differ in {', '.join(differing)}")
+        found = other.state.model.state_dict()
+        differing = [name for name in weights.keys() | found if not _equal(weights.get(name), found.get(name))]
+        differing += [] if groups == other.state.optimizer.state_dict()["param_groups"] else ["optimizer groups"]
+        assert not differing, f"{first.name} and {other.name} differ in {', '.join(differing)}"
 
 
-def _start_of(arm: Arm) -> dict[str, object]:
-    model = arm.state.model
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in arm.state.optimizer.param_groups]
-    return {**dict(model.named_parameters()), **dict(model.named_buffers()), "optimizer groups": groups}
-
-
-def _equal(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return a == b
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b)
 
 
 # ---- state -------------------------------------------------------------------------------------------------------------------

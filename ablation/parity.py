@@ -92,7 +92,6 @@ class SeedRun:
 
     seed: int
     losses: dict[str, list[float]]  # by arm: for each step; nats per token
-    gradient_norms: dict[str, list[float]]  # likewise
     distances: dict[str, dict[str, Distances]]  # by tested arm, by quantity
     val_loss: dict[str, float]  # by arm
 
@@ -163,7 +162,7 @@ def measure(cfg: Config, seed: int, precision: Precision, corpus: Corpus, tested
         }
         weights = [arm.state.model.parameters() for arm in four(arms, name)]
         distances[name] = of_steps | distances[name] | {"parameters": distance(weights)}
-    return SeedRun(seed, losses, norms, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
+    return SeedRun(seed, losses, distances, {name: validate(arm, corpus) for name, arm in arms.items()})
 
 
 def four(of: Mapping[str, T], tested: str) -> list[T]:
@@ -256,13 +255,11 @@ def judge(
         precision=str(precision),
         seeds=[run.seed for run in runs],
         steps=len(runs[0].losses[TORCH]),
-        losses={name: [run.losses[name] for run in runs] for name in arms},
         quantities=[test.quantity for test in tests],
         val_loss=val_loss,
         val_difference=difference,
         val_spread=spread,
         holds=not sick and not failures and outcome,
         verdict=verdict,
-        gradient_norms={name: [run.gradient_norms[name] for run in runs] for name in arms},
         distances={name: [one[name] for one in distances] for name in names},
     )

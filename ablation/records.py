@@ -1,4 +1,4 @@
-"""What an ablation finds, as plain data, and on disk: report.json, steps.jsonl, parity.jsonl and kernels.jsonl."""
+"""What an ablation finds, as plain data, and on disk: report.json, steps.jsonl and kernels.jsonl."""
 
 import json
 import math
@@ -94,14 +94,12 @@ class Parity:
     precision: str  # of the run
     seeds: list[int]
     steps: int
-    losses: dict[str, list[list[float]]]  # by arm: for each seed, for each step; nats per token
     quantities: list[Quantity]
     val_loss: dict[str, list[float]]  # by arm: for each seed
     val_difference: Interval  # the tested arm − torch, pairs are seeds: the mean, with Student's interval
     val_spread: float  # standard deviation of torch's over seeds
     holds: bool
     verdict: str
-    gradient_norms: dict[str, list[list[float]]]  # as losses, before clipping
     distances: dict[str, list[Distances]]  # by quantity: for each seed; the tests are of these
 
 
@@ -119,19 +117,18 @@ class Ablation:
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------------
 
-REPORT, STEPS, PARITY, KERNELS = "report.json", "steps.jsonl", "parity.jsonl", "kernels.jsonl"
+REPORT, STEPS, KERNELS = "report.json", "steps.jsonl", "kernels.jsonl"
 
 
 def save(ablation: Ablation, folder: Path) -> None:
-    """Writes the four files, report.json last. Each is replaced in one step, so that no reader sees half a file.
+    """Writes the three files, report.json last. Each is replaced in one step, so that no reader sees half a file.
 
-    A line is a block in steps.jsonl, a training step of an arm in parity.jsonl, a kernel in kernels.jsonl.
-
-    report.json has the fields of this module, without what these files have. For step times it has `block_steps`, the number in
-    each block, and `step_ms`, their spread. A number that is NaN or infinite is a string ("NaN", "Infinity"): JSON has none.
+    A line is a block in steps.jsonl, a kernel in kernels.jsonl. report.json has the fields of this module, without what these
+    files have. For step times it has `block_steps`, the number in each block, and `step_ms`, their spread. A number that is NaN
+    or infinite is a string ("NaN", "Infinity"): JSON has none.
     """
     report = json.loads(json.dumps(asdict(ablation)), parse_constant=str)
-    lines: dict[str, list[dict[str, Any]]] = {STEPS: [], PARITY: [], KERNELS: []}
+    lines: dict[str, list[dict[str, Any]]] = {STEPS: [], KERNELS: []}
     for cell in report["cells"]:
         kernels = cell["attribution"].pop("kernels") if cell["attribution"] else {}
         for name, arm in cell["arms"].items():
@@ -142,19 +139,6 @@ def save(ablation: Ablation, folder: Path) -> None:
             turns = zip(positions, blocks, strict=True)
             lines[STEPS] += [of | {"block": number, "turn": turn, "ms": block} for number, (turn, block) in enumerate(turns)]
             lines[KERNELS] += [of | kernel for kernel in kernels.get(name, ())]
-    written: set[tuple[str, str]] = set()
-    for parity in report["parity"]:
-        losses, norms = parity.pop("losses"), parity.pop("gradient_norms")
-        for name in losses:
-            told = (str(parity["overrides"]), name)
-            if told in written:  # an arm that several tests share
-                continue
-            written.add(told)
-            for seed, *run in zip(parity["seeds"], losses[name], norms[name], strict=True):
-                of = {"overrides": parity["overrides"], "arm": name, "seed": seed}
-                steps = enumerate(zip(*run, strict=True))
-                lines[PARITY] += [of | {"step": step, "loss": loss, "gradient_norm": norm} for step, (loss, norm) in steps]
-
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in lines.items():
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)

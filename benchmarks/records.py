@@ -31,7 +31,7 @@ LLAMA, GEMMA, MEDIUM = (GPT2.replace("model=gpt2", f"model={name}") for name in 
 CHAR = "ablate.py experiment=shakespeare_char"
 PARITY_FAILS = 1  # exit code of ablate.py: a record all the same
 # Files of an ablation that nobody reads again, and that are large.
-LEFT_OUT = ("kernels.jsonl", "parity.jsonl", "config.yaml")
+LEFT_OUT = ("kernels.jsonl", "config.yaml")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 import ablate
 import model.loss
 import model.norm
-from ablation.rounding import REFERENCE, REORDERED
 from measure import attribution
 from measure.comparison import AGAIN, FUSED, TORCH
 from tests.ablation import faults, results
@@ -64,8 +63,8 @@ def test_it_leaves_a_report_data_and_pictures_of_arms_with_the_weights_of_a_run(
     assert len(begun) == 3 and all(torch.equal(weight, stored) for weight in begun)
     whole, found = here(), ablations[-1]
     (cell,), (parity,) = found.cells, found.parity
-    losses = [run[0] for arm in (REFERENCE, TORCH, FUSED, REORDERED) for run in parity.losses[arm]]
-    assert losses == pytest.approx([trained.final.loss] * 8, rel=0.1)
+    losses = [arm.first_loss for arm in cell.arms.values()] + [loss for of in parity.val_loss.values() for loss in of]
+    assert losses == pytest.approx([trained.final.loss] * (3 + 8), rel=0.1)
     assert any(f"begins with the weights of {trained.folder}" in note for note in found.notes)
     assert cell.arms.keys() == {TORCH, AGAIN, FUSED} and cell.mode == "eager" and cell.overrides == {}
     assert parity.holds and parity.seeds == [1, 2]

@@ -5,7 +5,7 @@ python ablate.py model=gpt2 norm.kind=layernorm,rmsnorm model.dropout=0.0,0.1
 python ablate.py ablate.arms=[torch,compiled,liger,fused]    another library's norms too, where it is installed
 python ablate.py ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT
 python ablate.py init_from=runs/FOLDER                       in the weights of a run, of its model and its tokenizer
-python ablate.py … resume=runs/FOLDER                        goes on behind the last cycle of an ablation that was stopped
+python ablate.py … folder=runs/FOLDER resume=auto            goes on behind the last cycle of an ablation that was stopped
 python ablate.py --help                                      what it measures, and the keys it has of its own
 
 Ends with exit code 1 if parity fails or the disk is full, 2 if the configuration is wrong, 3 if the device has too little
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def stopped() -> str:
         if folder is None or not (folder / kept.FILE).is_file():
             return "stopped"
-        return f"stopped; finished cycles are kept. To go on: the same command with resume={relative(folder)}"
+        return f"stopped; finished cycles are kept. To go on, add folder={relative(folder)} resume=auto to the command"
 
     return program.run("ablate.py", arguments, help_text, work, stopped)
 
@@ -147,28 +147,24 @@ def prepare(variant: Variant) -> Work:
 
 
 def place(variants: Sequence[Variant]) -> tuple[Path, Kept]:
-    """The folder of the ablation, and its cycles: a new one, or with `resume` that of an ablation which was stopped.
+    """The folder of the ablation, and its cycles: a new one, or with resume=auto that of an ablation which was stopped.
 
     Raises:
         ConfigError: it can't be used.
     """
     cfg = variants[0].cfg
-    of = kept.facts_of([(v.overrides, v.cfg) for v in variants], facts(torch.device(machine.inspect(cfg.device).device)))
-    wanted = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
     if cfg.resume not in ("never", "auto"):
-        if cfg.folder:
-            raise ConfigError(f"folder={cfg.folder}: with resume=PATH an ablation goes on in PATH. Leave folder out.")
-        wanted = Path(cfg.resume)
-        if not (wanted / kept.FILE).is_file():
-            raise ConfigError(
-                f"resume={cfg.resume}: no ablation that was stopped is there. For the weights of a run: init_from=PATH."
-            )
+        raise ConfigError(
+            f"resume={cfg.resume}: an ablation goes on with folder={cfg.resume} resume=auto and the same arguments. For the "
+            "weights of a run: init_from=PATH."
+        )
+    wanted = folder = Path(cfg.folder or f"runs/{command_line.now()}_ablation")
     if cfg.resume == "never" or not (wanted / kept.FILE).is_file():
         folder = claim(wanted)
-        if folder != wanted:
-            show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
-        wanted = folder
-    return wanted, Kept(wanted, of)
+    if folder != wanted:
+        show(f"{relative(wanted)} has another run already, so this one is kept in {relative(folder)}.")
+    on = facts(torch.device(machine.inspect(cfg.device).device))
+    return folder, Kept(folder, kept.facts_of([(v.overrides, v.cfg) for v in variants], on))
 
 
 def facts(device: torch.device) -> dict[str, Any]:

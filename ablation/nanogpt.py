@@ -6,10 +6,10 @@ configure_optimizers(weight_decay, learning_rate, betas, device_type).
 """
 
 import copy
-import importlib.util
 import io
 import sys
 from contextlib import redirect_stdout
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -43,11 +43,10 @@ def load(path: Path) -> ModuleType:
     """
     file = path / "model.py" if path.is_dir() else path
     try:
-        spec = importlib.util.spec_from_file_location(MODULE, file)
-        assert spec is not None and spec.loader is not None, f"{file} is no Python module"
-        module = importlib.util.module_from_spec(spec)
+        loader = SourceFileLoader(MODULE, str(file))
+        module = ModuleType(MODULE)
         sys.modules[MODULE] = module  # where its dataclass looks its annotations up
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         _ = module.GPT, module.GPTConfig
     except Exception as error:
         why = f"{type(error).__name__}: {error}"

@@ -118,6 +118,7 @@ def test_what_the_data_or_the_weights_refuse_of_any_cell_is_refused_before_the_f
         ("ablate.arms=[torch,fused,liger]", "liger can't take part in this configuration. norm.impl=liger needs"),
         ("ablate.arms=[torch,fused,nanogpt]", "ablate.nanogpt=null: give both, or neither"),
         ("train.compile=true", "Use ablate.compile=true"),
+        ("resume=runs/a", "an ablation goes on with folder=runs/a resume=auto"),
         ("folder=runs/a,runs/b", "folder=runs/a,runs/b: an ablation has one folder"),
     ],
 )
@@ -132,7 +133,7 @@ def test_a_signal_keeps_the_measured_cells(tiny, here, measured, monkeypatch, ca
     assert ablate.main([*tiny, TIMES, "model.dropout=0.0,0.1"]) == 143
     assert len(ablations[-1].cells) == 1
     assert "NOT FINISHED (1 of 2 parts)" in (here() / "report.md").read_text(encoding="utf-8").splitlines()[0]
-    assert f"To go on: the same command with resume=runs/{here().name}" in capsys.readouterr().err
+    assert f"To go on, add folder=runs/{here().name} resume=auto" in capsys.readouterr().err
 
 
 def test_the_loss_may_be_what_is_compared_and_a_failing_parity_is_the_exit_code(tiny, here, monkeypatch, ablations):
@@ -165,14 +166,14 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     stopping_at(3 + 6 * 5 + 2)
     assert ablate.main(command) == 130
     folder = here()
-    assert f"the same command with resume=runs/{folder.name}" in capsys.readouterr().err and not ablations
+    assert f"add folder=runs/{folder.name} resume=auto" in capsys.readouterr().err and not ablations
     _, *kept = [json.loads(line) for line in (folder / "cycles.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(kept) == 4
     for other, why in (("model.dropout=0.2", "model.dropout=0.2, there 0.0"), ("ablate.cycles=9", "ablate.cycles=9, there 6")):
-        assert ablate.main([*command, f"resume={folder}", other]) == 2 and why in capsys.readouterr().err
+        assert ablate.main([*command, f"folder={folder}", "resume=auto", other]) == 2 and why in capsys.readouterr().err
 
     stopping_at(None)
-    assert ablate.main([*command, f"resume={folder}"]) == 0
+    assert ablate.main([*command, f"folder={folder}", "resume=auto"]) == 0
     begun = [start for _, start in runs[3:]]  # after the warm-ups, which come again
     assert begun == [1 + 2 * cycle for cycle in (4, 5, 6) for _ in range(6)]
     for name, arm in ablations[-1].cells[0].arms.items():
@@ -182,7 +183,6 @@ def test_an_ablation_that_is_stopped_in_a_cell_goes_on_behind_its_last_cycle(tin
     report = " ".join((folder / "report.md").read_text(encoding="utf-8").split())
     assert "Cycles of an earlier process, which was stopped: 4 of eager." in report and "NOT FINISHED" not in report
     assert not (folder / "cycles.jsonl").exists()
-    assert ablate.main([*command, f"resume={folder}"]) == 2 and "no ablation that was stopped" in capsys.readouterr().err
 
 
 def test_what_was_measured_before_memory_ran_out_is_kept(tiny, here, measured, monkeypatch, capsys, ablations):

@@ -110,9 +110,9 @@ class Work(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """How often the bar moves: for each block of a cell, and each seed of parity."""
-        arms, plan = sum(len(self.variant.arms(mode)) for mode in self.variant.modes), self.variant.cfg.ablate
-        return arms * timing.blocks_of(plan.cycles) + (plan.parity_seeds if self.variant.tested else 0)
+        """How often the bar moves: for each block of a cell, and after parity."""
+        arms = sum(len(self.variant.arms(mode)) for mode in self.variant.modes)
+        return arms * timing.blocks_of(self.variant.cfg.ablate.cycles) + bool(self.variant.tested)
 
 
 def prepare(variant: Variant) -> Work:
@@ -209,7 +209,8 @@ def ablate(works: Sequence[Work], command: str, folder: Path, cycles: Kept) -> A
             bar.set_description(label(work.variant.overrides, part))
             free_memory(device)
             if part == PARITY:
-                found.parity.extend(parity.parity(work.variant, work.precision, work.corpus, bar.update))
+                found.parity.extend(parity.parity(work.variant, work.precision, work.corpus))
+                bar.update()
             else:
                 found.cells.append(measure(work, part, cycles, bar.update))
             found.environment["minutes"] = round((time.monotonic() - began) / 60, 1)

@@ -47,7 +47,7 @@ Dropout on attention weights is off in all arms. It draws from torch's generator
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -96,23 +96,15 @@ class SeedRun:
     val_loss: dict[str, float]  # by arm
 
 
-def parity(
-    variant: Variant, precision: Precision, corpus: Corpus, done: Callable[[int], object] = lambda seeds: None
-) -> list[Parity]:
-    """Runs the protocol at the head of this file for the variant's tested arms. There is a verdict on each.
-
-    Args:
-        precision: of the run.
-        done: called after each of ablate.parity_seeds seeds.
+def parity(variant: Variant, precision: Precision, corpus: Corpus) -> list[Parity]:
+    """Runs the protocol at the head of this file for the variant's tested arms, in the run's precision. There is a verdict on
+    each arm.
 
     Raises:
         ValueError: the model's options do not fit together or the corpus is too short.
     """
     cfg, tested = variant.cfg, variant.tested
-    runs = []
-    for seed in range(cfg.seed, cfg.seed + cfg.ablate.parity_seeds):
-        runs.append(measure(cfg, seed, precision, corpus, tested))
-        done(1)
+    runs = [measure(cfg, cfg.seed + number, precision, corpus, tested) for number in range(cfg.ablate.parity_seeds)]
     what = SUMMED[cfg.ablate.switch]
     found = [judge(runs, arm, precision, variant.overrides, what) for arm in tested]
     if ops.backend_for(precision.device) == "PyTorch reference":

@@ -8,21 +8,10 @@ from statistics import fmean
 from ablation import plots
 from ablation.gpu_time import gpu_time
 from ablation.records import Ablation, Cell, Parity
+from measure import tables
 from measure.comparison import AGAIN, NO_KERNEL, cycle_times, is_different
 from measure.statistics import spread, unpaired_ratio
-from measure.tables import (
-    NOTHING,
-    aligned,
-    capital,
-    environment,
-    interval_text,
-    label,
-    machine,
-    markdown,
-    number,
-    section,
-    wrapped,
-)
+from measure.tables import NOTHING, aligned, capital, interval_text, label, markdown, number, section, wrapped
 from training.storage import as_storage_errors, replace_text
 
 MOST_QUANTITIES = 10  # of a table on parity
@@ -57,7 +46,9 @@ def write(ablation: Ablation, folder: Path) -> Path:
         section("Dropout masks", _listed(_masks(cells))),
         section("Parity", _parity(ablation.parity)),
         section("Step times", _steps(cells)),
-        section("Environment", environment({name: of for name, of in ablation.environment.items() if name != "command"})),
+        section(
+            "Environment", tables.environment({name: of for name, of in ablation.environment.items() if name != "command"})
+        ),
         section("Command", f"```\n{ablation.command}\n```"),
         section("Configuration", f"```yaml\n{ablation.config.rstrip()}\n```"),
     ]
@@ -107,7 +98,7 @@ def _listed(lines: Sequence[str]) -> str:
 
 def _pictures(ablation: Ablation, folder: Path) -> str:
     """Draws the pictures. Each has a sentence, for a reader who sees only text."""
-    drawn, footer = {}, machine(ablation.environment)
+    drawn, footer = {}, tables.machine(ablation.environment)
     if ablation.cells:
         plots.lead([plots.bars_of(cell) for cell in ablation.cells], folder / "speedup.png", footer)
         drawn["speedup"] = "Step time of every arm on one axis, and the speed-up over each with its 95 % interval"
@@ -125,7 +116,7 @@ def _pictures(ablation: Ablation, folder: Path) -> str:
 def _setting(ablation: Ablation) -> list[str]:
     """The sizes of a step and the machine: a reader needs them before the first figure."""
     took = f"The ablation has taken {ablation.environment.get('minutes')} minutes."
-    return [*ablation.notes, *_left_out(ablation.cells), f"{machine(ablation.environment)}. {took}"]
+    return [*ablation.notes, *_left_out(ablation.cells), f"{tables.machine(ablation.environment)}. {took}"]
 
 
 def _left_out(cells: Sequence[Cell]) -> list[str]:

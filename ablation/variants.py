@@ -62,8 +62,6 @@ def variants_of(arguments: Sequence[str]) -> list[Variant]:
     Raises:
         ConfigError: a name, a value or a combination that can't be used, or a key whose values are what is compared.
     """
-    if {"-m", "--multirun"} & set(arguments):
-        raise ConfigError("-m: an ablation sweeps without it, by several values of a key: norm.kind=layernorm,rmsnorm.")
     swept = {o.get_key_element(): o.input_line for o in configs.parse(arguments) if o.is_sweep_override()}
     if "folder" in swept:
         raise ConfigError(f"{swept['folder']}: an ablation has one folder. Name one.")

@@ -74,14 +74,6 @@ def number(ms: float) -> str:
     return f"{ms:.1f}" if ms >= 1000 else f"{ms:.2f}" if ms >= 10 else f"{ms:.3f}"
 
 
-def loss(nats: float) -> str:
-    return f"{nats:.5f}"
-
-
-def signed(value: float, digits: int = 5) -> str:
-    return f"{value:+.{digits}f}".replace("-", "−")
-
-
 def interval_text(interval: Interval, digits: int = 3) -> str:
     """1.000 (0.999 to 1.001), never −0.000."""
     median, low, high = (f"{round(value, digits) + 0.0:.{digits}f}" for value in (interval.median, interval.low, interval.high))

@@ -13,10 +13,11 @@ from .cross_entropy_reference import MEAN, NONE, LossOptions
 from .kernels import INTERPRET
 from .kernels import cross_entropy as kernels
 from .kernels.cross_entropy import Pointers
-from .launch import TRITON_DTYPE, Launcher
+from .launch import TRITON_DTYPE, Launcher, device_facts
 from .tiling import REGISTERS
 
 GROUP = 4  # blocks
+PROGRAMS_PER_SM = 8  # of a kernel that mostly has nothing to do
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ def scale_of(targets: Tensor, options: LossOptions) -> Tensor:
     if options.reduction != MEAN:
         return targets.new_empty(0, dtype=torch.float32)
     scale, M = targets.new_empty(1, dtype=torch.float32), len(targets)
-    _start(kernels.count_targets_kernel, 1, Pointers(targets=targets, scale=scale), M, options.ignore_index, _line(M))
+    block, warps = _line(M)
+    pointers = Pointers(targets=targets, scale=scale)
+    _start(kernels.count_targets_kernel, 1, pointers, M, options.ignore_index, block, num_warps=warps)
     return scale
 
 
@@ -114,7 +117,8 @@ def reduced(losses: Tensor, scale: Tensor, options: LossOptions) -> Tensor:
     if options.reduction == NONE:
         return losses
     total, M = losses.new_empty(()), len(losses)
-    _start(kernels.sum_losses_kernel, 1, Pointers(loss=losses, scale=_factor(scale), total=total), M, _line(M))
+    block, warps = _line(M)
+    _start(kernels.sum_losses_kernel, 1, Pointers(loss=losses, scale=_factor(scale), total=total), M, block, num_warps=warps)
     return total
 
 
@@ -122,8 +126,9 @@ def multiply(rows: Tensor, factor: Tensor) -> None:
     """rows [M, V] *= factor, a scalar on the device; reads nothing where that is 1."""
     M, V = rows.shape
     block = min(4096, triton.next_power_of_2(V))
-    programs = M * triton.cdiv(V, block)
-    _start(kernels.scale_kernel, programs, Pointers(gradient=rows, dloss=factor), rows.stride(0), V, block)
+    blocks = triton.cdiv(V, block)
+    programs = blocks * min(M, max(1, PROGRAMS_PER_SM * device_facts(rows.device).multiprocessors // blocks))
+    _start(kernels.scale_kernel, programs, Pointers(gradient=rows, dloss=factor), rows.stride(0), M, V, block)
 
 
 def _losses(p: Pointers, options: LossOptions, tile: LossTile) -> Tensor:
@@ -190,5 +195,7 @@ def _numbers(options: LossOptions) -> tuple[int, float, float, float]:
     return options.ignore_index, options.softcap, options.z_loss, options.label_smoothing
 
 
-def _line(M: int) -> int:
-    return min(4096, max(16, triton.next_power_of_2(M)))
+def _line(M: int) -> tuple[int, int]:
+    """Block and warps of the one program that reads M numbers."""
+    block = min(16384, max(16, triton.next_power_of_2(M)))
+    return block, max(1, block // 512)

@@ -26,9 +26,10 @@ def softmax_tile(N: int, vector: int, backward: bool = False, since_sm_90: bool 
     """The launch for rows of N columns. vector: columns in 16 bytes of the widest tensor.
 
     A row has a program; narrow rows share one of four warps, in which a thread holds two vectors. In backward, where it holds
-    vectors of two tensors, it is one of each, and two of wider rows.
+    vectors of two tensors, it is one of each, and two of wider rows. Wide rows are read twice where registers have no room for
+    them, and in backward of 16 bits from 24576 columns on, where one program with its row in L2 is faster.
     """
-    if (4096 * vector if backward else 32768) < N:
+    if (24576 if backward and vector > 4 else 32768) < N:
         warps = 32 if backward else 16  # in backward, one program with its row in L2 beats two (50304 columns: 2.3 ms, 3.4)
         return SoftmaxTile(1, 32 * vector * warps, warps, looped=True)
     shared = 128 * vector if backward else 256 * vector  # columns of a program that has several rows

@@ -186,16 +186,18 @@ def sum_losses_kernel(p, M, BLOCK: tl.constexpr):
     tl.store(p.total, total)
 
 
-@triton.jit
-def scale_kernel(p, stride, V, BLOCK: tl.constexpr):
-    """gradient *= dloss, a scalar. Where that is 1 nothing is read. A program for each block of a row."""
+@triton.jit(do_not_specialize=["M"])
+def scale_kernel(p, stride, M, V, BLOCK: tl.constexpr):
+    """gradient *= dloss, a scalar. Where that is 1 nothing is read. Each program takes blocks of rows, as many programs apart as
+    there are: where nothing is to do, few programs end sooner than one for each block."""
     factor = tl.load(p.dloss).to(tl.float32)
     if factor != 1.0:
         blocks = tl.cdiv(V, BLOCK)
-        o = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        p_block = p.gradient + (tl.program_id(0) // blocks).to(tl.int64) * stride + o
-        b = tl.load(p_block, mask=o < V, other=0.0).to(tl.float32)
-        tl.store(p_block, (b * factor).to(p_block.dtype.element_ty), mask=o < V)
+        for row in tl.range(tl.program_id(0) // blocks, M, tl.num_programs(0) // blocks):
+            o = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+            p_block = p.gradient + tl.full([], row, tl.int64) * stride + o
+            b = tl.load(p_block, mask=o < V, other=0.0).to(tl.float32)
+            tl.store(p_block, (b * factor).to(p_block.dtype.element_ty), mask=o < V)
 
 
 # ---- where blocks lie --------------------------------------------------------------------------------------------------------

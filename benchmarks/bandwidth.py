@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import command, report
-from benchmarks.cases import DIRECTIONS, FORWARD, Function, Inputs
+from benchmarks.cases import DIRECTIONS, FORWARD, Function, TensorSet
 from benchmarks.command import Record
 from measure import timing
 from measure.progress import progress, show_current
 
 ROUNDS = (9, 7)  # many cells in little time
-BOTH = "both"  # the direction of what does forward and backward in one call
 # ‖out − reference‖ / ‖reference‖. Rounding to bf16 gives 2e-3, twice for libraries that round between add and norm; a wrong
 # mean, a forgotten weight or a missing gradient gives 5e-2 and more.
 TOLERANCE = 2e-2
+Functions = Mapping[str, Callable[..., Any]]  # by provider
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ class Task:
     bytes: Mapping[str, int]  # by direction, the fewest that any implementation must move
     make: Callable[[str], Callable[..., Any] | None]  # a provider's function; None where it does not offer the case
     # of a direction, the providers' functions, and a number of sets of inputs
-    contenders: Callable[[str, Mapping[str, Callable[..., Any]], int, torch.device], list[timing.Contender]]
+    contenders: Callable[[str, Functions, int, torch.device], list[timing.Contender]]
     move_outputs: bool = True  # to another place in memory each round, which needs twice the memory
 
 
 def parser(program: str, description: str, cases: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
     """A parser with the options that these programs have; known: the names of the providers."""
     parser = command.parser(program, description, known, ROUNDS)
-    parser.add_argument("--direction", nargs="+", choices=DIRECTIONS, help="(both)")
     parser.add_argument("--case", nargs="+", choices=tuple(cases), metavar="CASE", help=f"of {', '.join(cases)} (all)")
     return parser
 
@@ -59,22 +58,16 @@ def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task]
         timing.free_memory(device)
         for task in tasks:
             show_current(bar, report.cell_label(task.facts))
-            for records in measure(task, options.direction, names, device, options.rounds, copy_gb_per_s):
+            for records in records_of(task, names, device, options.rounds, copy_gb_per_s):
                 results.add(records)
             bar.update()
-    records = results.finish()["records"]
-    print(*filter(None, (report.shares_text(records), report.failures(records))), sep="\n\n")
+    print(report.text(results.finish()))
 
 
-def measure(
-    task: Task,
-    directions: Sequence[str] | None,
-    names: Iterable[str],
-    device: torch.device,
-    rounds: int,
-    copy_gb_per_s: float,
+def records_of(
+    task: Task, names: Iterable[str], device: torch.device, rounds: int, copy_gb_per_s: float
 ) -> Iterator[list[Record]]:
-    """The records of each direction in turn; directions: None for all."""
+    """The records of each direction in turn."""
     torch._dynamo.reset()
     functions, failed = {}, {}
     for name in names:
@@ -84,11 +77,9 @@ def measure(
         except Exception as error:  # a library's failure is a result
             failed[name] = timing.Outcome(error=timing.describe(error))
     for direction, least in task.bytes.items():
-        if directions is not None and direction not in (*directions, BOTH):
-            continue
         sets = timing.rotating_sets(least, device)
         contenders = task.contenders(direction, functions, sets, device)
-        outcomes = timing.measure(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=task.move_outputs) | failed
+        outcomes = timing.time_calls(contenders, device, rounds=rounds, round_ms=1.0, move_outputs=task.move_outputs) | failed
         del contenders
         timing.free_memory(device)
         cell = {"case": task.facts["case"], "direction": direction, **task.facts}
@@ -110,38 +101,29 @@ def contender(
     name: str,
     function: Function,
     direction: str,
-    sets: Sequence[Inputs],
-    check: Callable[[Inputs, Function], None],
-    overwrites_dy: bool = False,
+    sets: Sequence[TensorSet],
+    check: Callable[[TensorSet, Function, bool], None],
 ) -> timing.Contender:
     """One direction of a function, on all sets of inputs.
 
     Forward runs with gradients on, as in training: what backward needs is stored.
 
     Args:
-        check: raises WrongResult.
-        overwrites_dy: backward stores over the first upstream gradient. It gets its own, fresh each turn: the others would be
-            timed on numbers that grow or vanish.
+        check: of a set, the function, and whether gradients are checked too; raises WrongResult.
     """
-    own: list[Tensor] = []
-
-    def restore() -> None:
-        for dy, inputs in zip(own, sets, strict=True):
-            dy.copy_(inputs.upstream[0])
 
     def build() -> Sequence[timing.Call]:
-        check(sets[0], function)
+        check(sets[0], function, direction != FORWARD)
         if direction == FORWARD:
             return [partial(function, *inputs.args) for inputs in sets]
-        own.extend(i.upstream[0].clone() if overwrites_dy else i.upstream[0] for i in sets)
-        return [
-            partial(
-                torch.autograd.grad, function(*i.args), i.leaves, (dy, *i.upstream[1:]), retain_graph=True, allow_unused=True
-            )
-            for i, dy in zip(sets, own, strict=True)
-        ]
+        options = {"retain_graph": True, "allow_unused": True}
+        return [partial(torch.autograd.grad, function(*i.args), i.leaves, i.upstream, **options) for i in sets]
 
-    return timing.Contender(name, build, restore if overwrites_dy and direction != FORWARD else None)
+    return timing.Contender(name, build)
+
+
+def both_directions(bytes_: Callable[[str], int]) -> dict[str, int]:
+    return {direction: bytes_(direction) for direction in DIRECTIONS}
 
 
 # ---- is the result right? ---------------------------------------------------------------------------------------------------
@@ -151,7 +133,7 @@ class WrongResult(ValueError):
     """The contender is fast at something else."""
 
 
-def check(reference: Function, rows: int, backward: bool, inputs: Inputs, function: Function) -> None:
+def check(reference: Function, rows: int, inputs: TensorSet, function: Function, backward: bool) -> None:
     """Compares the first rows with a reference in fp64: the whole of it would not fit. Raises WrongResult.
 
     Gradients of parameters, which are sums over all rows, must be finite.

@@ -9,6 +9,7 @@ from torch import Tensor
 from ops import Norm
 
 FORWARD, BACKWARD = DIRECTIONS = ("forward", "backward")
+BOTH = "both"  # the direction of what does forward and backward in one call
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 X_DTYPE, EPS, DROPOUT_P = torch.bfloat16, 1e-5, 0.1  # of all norm cases; x, y and their gradients have this dtype
 
@@ -23,8 +24,8 @@ MOST_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """One set of tensors: what a function is called with, and a gradient for each of its outputs."""
+class TensorSet:
+    """What a function is called with, and a gradient for each of its outputs."""
 
     args: tuple[Tensor | None, ...]
     upstream: tuple[Tensor, ...]
@@ -95,12 +96,8 @@ class Shape:
     def y_is_r(self) -> bool:
         return self.case.norm == Norm.none and self.residual is not None and DTYPES[self.residual] == X_DTYPE
 
-    def __str__(self) -> str:
-        stream = f" {self.residual} stream" if self.residual else ""
-        return f"{self.case.name} {self.rows}×{self.width}{stream}, {self.weights} weights"
 
-
-def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[Inputs]:
+def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[TensorSet]:
     """`sets` sets of random tensors.
 
     The arguments are x, residual [rows, width]; weight, bias [width] and learned scalars of the norm, then those of the branch.
@@ -126,17 +123,17 @@ def make_inputs(shape: Shape, sets: int, device: torch.device) -> list[Inputs]:
     for _ in range(sets):
         x, dy = normal(*size, dtype=X_DTYPE).requires_grad_(), normal(*size, dtype=X_DTYPE)
         if shape.residual is None:
-            found.append(Inputs((x, None, *of_norm, *of_branch), (dy,)))
+            found.append(TensorSet((x, None, *of_norm, *of_branch), (dy,)))
             continue
         # Smaller than x, so that the check sees what was dropped: beside a large residual, x is often rounded away.
         residual, dr = (normal(*size, dtype=DTYPES[shape.residual]) for _ in range(2))
         args = (x, residual.div_(16).requires_grad_(), *of_norm, *of_branch)
-        found.append(Inputs(args, (dr,) if shape.y_is_r else (dy, dr)))
+        found.append(TensorSet(args, (dr,) if shape.y_is_r else (dy, dr)))
     return found
 
 
-def moved(shape: Shape, direction: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The dtypes of the large tensors that any implementation must read, and of those that it must write, each once.
+def minimum_bytes(shape: Shape, direction: str) -> int:
+    """What any implementation must read and write, each large tensor once.
 
         forward    x → y                           and with a residual stream: x, residual → y, r; y not where it is r
         backward   dy, r → dx                      without a residual stream (r is x)
@@ -147,18 +144,14 @@ def moved(shape: Shape, direction: str) -> tuple[tuple[str, ...], tuple[str, ...
 
     Weights, their gradients, statistics and dropout masks are not counted: a perfect kernel needs next to nothing for them.
     """
-    case, x, stream = shape.case, "bf16", shape.residual
-    if stream is None:
-        return ((x,), (x,)) if direction == FORWARD else ((x, x), (x,))
-    y = () if shape.y_is_r else (x,)
+    case, elements, x = shape.case, shape.rows * shape.width, X_DTYPE.itemsize
+    if shape.residual is None:
+        return elements * x * (2 if direction == FORWARD else 3)
+    stream, y = DTYPES[shape.residual].itemsize, 0 if shape.y_is_r else x
     if direction == FORWARD:
-        return (x, stream), (*y, stream)
-    r = (stream,) if case.norm != Norm.none else ()
-    of_branch = (x,) if case.branch != Norm.none else ()
-    separate_dx = (x,) if case.dropout or of_branch or stream != x else ()
-    return (*y, stream, *r, *of_branch), (*((stream,) if y else ()), *separate_dx)
-
-
-def minimum_bytes(shape: Shape, direction: str) -> int:
-    read, written = moved(shape, direction)
-    return shape.rows * shape.width * sum(DTYPES[dtype].itemsize for dtype in (*read, *written))
+        return elements * (x + stream + y + stream)
+    r = stream if case.norm != Norm.none else 0
+    of_branch = x if case.branch != Norm.none else 0
+    d_residual = stream if y else 0
+    separate_dx = x if case.dropout or of_branch or stream != x else 0
+    return elements * (y + stream + r + of_branch + d_residual + separate_dx)

@@ -9,9 +9,8 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import torch
 
 from benchmarks import providers
 from measure.environment import environment as facts_of
+from measure.environment import git_state
 from measure.sources import ROOT, fingerprints
-from training.console import take_any_encoding
 
 FOLDER = Path(__file__).parent / "results"
 Record = dict[str, Any]
@@ -29,6 +28,7 @@ Record = dict[str, Any]
 SCRATCH = Path(".cache/benchmarks")
 ROUNDS = (25, 7)  # by default; with --quick
 CPU_ROWS = 64  # by default on the CPU, where programs are tried and nothing is learnt from large tensors
+NOT_CODE = ("benchmarks/results", "README.md", "docs")  # results, and the pages that are made from them
 
 
 def positive(text: str) -> int:
@@ -48,7 +48,7 @@ def parser(
         rounds: those by default, and with --quick.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
-    parser.set_defaults(program=program)
+    parser.set_defaults(program=program, default_rounds=rounds)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
     parser.add_argument(
         "--output", type=Path,
@@ -56,18 +56,18 @@ def parser(
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
     parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
-    if known := [name for name in known if name != "before"]:
+    if names := tuple(known):
         parser.add_argument(
-            "--provider", nargs="+", choices=known, metavar="NAME", help=f"of {', '.join(known)} (all that can be imported)"
+            "--provider", nargs="+", choices=names, metavar="NAME", help=f"of {', '.join(names)} (all that can be imported)"
         )
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str], rounds: tuple[int, int] = ROUNDS) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
-    options.rounds = options.rounds or rounds[options.quick]
+    options.rounds = options.rounds or options.default_rounds[options.quick]
     options.argv = argv
     return options
 
@@ -96,16 +96,6 @@ def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[st
     return found
 
 
-def run(main: Callable[[], object]) -> None:
-    """Runs a program; Ctrl-C ends it with a line."""
-    take_any_encoding()
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\nstopped; what was measured by then is in the .part file", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
 # ---- recorded results -------------------------------------------------------------------------------------------------------
 
 
@@ -120,19 +110,7 @@ def environment(device: torch.device, libraries: dict[str, str]) -> dict[str, An
     facts = facts_of(device)
     del facts["command"]  # recorded beside the environment
     facts["versions"] = {name: v for name, v in {**facts["versions"], **libraries}.items() if v is not None}
-    if facts["git"] is not None:
-        facts["git"]["dirty"] = _code_is_dirty()
-    return facts | {"sources": fingerprints()}
-
-
-def _code_is_dirty() -> bool:
-    """Whether tracked files differ from the revision; results and the pages made from them are not code."""
-    paths = (".", ":!benchmarks/results", ":!README.md", ":!docs")
-    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", *paths]
-    try:
-        return bool(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip())
-    except OSError:  # no git; the revision is the environment's
-        return False
+    return facts | {"git": git_state(ROOT, NOT_CODE), "sources": fingerprints()}
 
 
 class Results:
@@ -157,11 +135,12 @@ class Results:
         lines = ",\n".join(f"  {json.dumps(record, separators=(',', ':'))}" for record in self.records)
         self.part.write_text(f'{head[:-2]},\n "records": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
-    def finish(self) -> dict[str, Any]:
-        """Puts the file in its place; returns its content."""
+    def finish(self) -> list[Record]:
+        """Puts the file in its place; returns its records."""
         self.save()
         self.part.replace(self.path)
-        return {"environment": self.environment, "command": self.command, "records": self.records}
+        print(f"records: {self.path}")
+        return self.records
 
 
 def open_results(

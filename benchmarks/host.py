@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import command, report
-from benchmarks.cases import CASES, Function, Inputs, Shape, make_inputs
+from benchmarks import command
+from benchmarks.cases import CASES, Function, Shape, TensorSet, make_inputs
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS, compiled
 from measure import timing
 from measure.progress import progress
-from measure.tables import NOTHING, aligned, compact_markdown
+from measure.tables import NOTHING, compact_markdown
 
 SHAPE = Shape(CASES["add_rms"], "bf16", "bf16", 8, 64)
 DIRECTIONS = ("forward", "forward+backward")
@@ -30,11 +30,10 @@ BATCH = 20
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command.parser("host", __doc__.splitlines()[0], PROVIDERS)
-    return command.parse(parser, argv)
+    return command.parse(command.parser("host", __doc__.splitlines()[0], PROVIDERS), argv)
 
 
-def both(function: Function, inputs: Inputs) -> object:
+def both(function: Function, inputs: TensorSet) -> object:
     """Backward goes through torch.autograd.grad: no .grad to add to."""
     return torch.autograd.grad(function(*inputs.args), inputs.leaves, inputs.upstream)
 
@@ -42,7 +41,7 @@ def both(function: Function, inputs: Inputs) -> object:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(sys.argv[1:] if argv is None else argv)
     device = command.device_of(options)
-    names = command.importable(options.provider, [name for name in PROVIDERS if name != "before"])
+    names = command.importable(options.provider, PROVIDERS)
     results = command.open_results(options, names)
     with timing.side_stream(device), progress(len(DIRECTIONS), "host") as bar:
         functions = {name: function for name in names if (function := PROVIDERS[name](SHAPE)) is not None}
@@ -56,21 +55,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             }
             # a batch of calls for each turn
             contenders = [timing.Contender(name, partial(list, [call] * BATCH)) for name, call in calls.items()]
-            outcomes = timing.measure(contenders, device, rounds=4 * options.rounds, round_ms=0, of_host=True)
+            outcomes = timing.time_calls(contenders, device, rounds=4 * options.rounds, round_ms=0, of_host=True)
             cell: Record = {"case": SHAPE.case.name, "direction": direction, "residual_dtype": SHAPE.residual}
             cell |= {"M": SHAPE.rows, "N": SHAPE.width}
             results.add({**cell, "provider": name, **o.record(outcomes.get("ours"))} for name, o in outcomes.items())
             bar.update()
-    records = results.finish()["records"]
-    print(f"{SHAPE.case.label}, {SHAPE.rows} × {SHAPE.width}, median (10th to 90th percentile)")
-    print(*filter(None, (aligned(HEADER, rows_of(records)), report.failures(records))), sep="\n\n")
+    print(markdown({"records": results.finish()}))
 
 
-def rows_of(records: Sequence[Record]) -> list[list[str]]:
-    """Provider, forward, forward+backward: median CPU microseconds a call and, in brackets, 10th to 90th percentile."""
-    found = {(record["provider"], record["direction"]): record for record in records}
+def markdown(file: dict[str, Any]) -> str:
+    """Of each provider and direction the median CPU microseconds a call and, in brackets, 10th to 90th percentile."""
+    found = {(record["provider"], record["direction"]): record for record in file["records"]}
     names = [name for name in dict.fromkeys(("ours", "ours-compiled", *PROVIDERS)) if any(name in key for key in found)]
-    return [[name, *(_cell(found.get((name, direction))) for direction in DIRECTIONS)] for name in names]
+    return compact_markdown(HEADER, [[name, *(_cell(found.get((name, of))) for of in DIRECTIONS)] for name in names])
 
 
 def _cell(record: Record | None) -> str:
@@ -79,9 +76,5 @@ def _cell(record: Record | None) -> str:
     return "failed" if record.get("error") else f"{record['us']:.0f} ({record['p10']:.0f} to {record['p90']:.0f})"
 
 
-def markdown(file: dict[str, Any]) -> str:
-    return compact_markdown(HEADER, rows_of(file["records"]))
-
-
 if __name__ == "__main__":
-    command.run(main)
+    main()

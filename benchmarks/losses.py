@@ -10,7 +10,7 @@ python -m benchmarks.losses --case cross_entropy --shape 32768x50304 --dtype bf1
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import BOTH, Task, contender, near
-from benchmarks.cases import BACKWARD, DIRECTIONS, DTYPES, Inputs
+from benchmarks.bandwidth import Functions, Task, contender, near
+from benchmarks.cases import BOTH, DIRECTIONS, DTYPES, TensorSet
 from benchmarks.providers import as_tuple, compiled
 from measure.timing import Call, Contender
 from ops import cross_entropy_fn, log_softmax_fn, softmax_fn
@@ -89,7 +89,7 @@ def loss_contender(name: str, function: Loss, source: Tensor, logits: Tensor, ta
 
 
 def task(case: str, M: int, N: int, dtype: str) -> Task:
-    def contenders(direction: str, functions: Mapping[str, Loss], count: int, device: torch.device) -> list[Contender]:
+    def contenders(direction: str, functions: Functions, count: int, device: torch.device) -> list[Contender]:
         # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
         generator = torch.Generator(device).manual_seed(0)
         normal = partial(torch.randn, M, N, device=device, dtype=DTYPES[dtype], generator=generator)
@@ -97,9 +97,9 @@ def task(case: str, M: int, N: int, dtype: str) -> Task:
             source, targets = normal(), torch.randint(N, (M,), device=device, generator=generator)
             logits = source.clone()
             return [loss_contender(name, function, source, logits, targets) for name, function in functions.items()]
-        sets = [Inputs((normal().requires_grad_(),), (normal(),)) for _ in range(count)]
+        sets = [TensorSet((normal().requires_grad_(),), (normal(),)) for _ in range(count)]
         exact = torch.softmax if case == "softmax" else torch.log_softmax
-        right = partial(bandwidth.check, lambda _, x: (exact(x, -1),), CHECKED, direction == BACKWARD)
+        right = partial(bandwidth.check, lambda _, x: (exact(x, -1),), CHECKED)
         return [
             contender(name, lambda x, f=function: as_tuple(f(x)), direction, sets, right)
             for name, function in functions.items()
@@ -121,7 +121,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = bandwidth.parser("losses", __doc__.splitlines()[0], MAKERS, PROVIDERS)
     parser.add_argument("--shape", nargs="+", type=shape, metavar="MxN", help="rows and columns (those of the module's SHAPES)")
     parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=["bf16"], help="(bf16)")
-    return command.parse(parser, argv, bandwidth.ROUNDS)
+    return command.parse(parser, argv)
 
 
 def shapes_of(case: str, options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -139,4 +139,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    main()

@@ -4,7 +4,7 @@ python -m benchmarks.memory
 
 Each block's normalised output is the next block's x, so nothing but the blocks takes memory. Counted from what is allocated
 before forward: `kept` is what stands when forward has returned, without its output y, which the next sublayer has anyway;
-`peak` is the most that ever stood until backward has returned.
+`peak` is the most that ever stood until backward has returned. PyTorch counts no bytes of a CPU: there both are missing.
 """
 
 import argparse
@@ -16,27 +16,21 @@ import torch
 from torch import Tensor
 
 from benchmarks import command, report
-from benchmarks.cases import CASES, Function, Inputs, Shape, make_inputs
+from benchmarks.cases import CASES, Function, Shape, TensorSet, make_inputs
 from benchmarks.command import Record
 from benchmarks.providers import PROVIDERS, compiled, plain_torch
 from measure import timing
 from measure.progress import progress, show_current
 from measure.schedule import no_garbage_collection
-from measure.tables import NOTHING, aligned, compact_markdown
+from measure.tables import NOTHING, compact_markdown
 
-ROWS, BLOCKS = 32768, 8
+ROWS, WIDTHS, BLOCKS = 32768, (768, 4096), 8
 HEADER = ("block", "stream", "rows × width", "provider", "MiB kept for backward, a block", "MiB at the peak, a block")
 COMPARED = ("ours", "torch", "compile", "flash-attn")
 
 
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    parser = command.parser("memory", __doc__.splitlines()[0], COMPARED)
-    parser.add_argument("--rows", type=command.positive, help=f"rows ({ROWS}, {command.CPU_ROWS} on the CPU)")
-    parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help="(768 4096; 768 with --quick)")
-    options = command.parse(parser, argv)
-    options.rows = options.rows or command.rows_on(options.device, ROWS)
-    options.width = options.width or ([768] if options.quick else [768, 4096])
-    return options
+    return command.parse(command.parser("memory", __doc__.splitlines()[0], COMPARED), argv)
 
 
 def chain(provider: str, shape: Shape) -> Function:
@@ -52,8 +46,8 @@ def chain(provider: str, shape: Shape) -> Function:
     return compiled(blocks) if provider == "compile" else blocks
 
 
-def measure(function: Function, inputs: Inputs, device: torch.device) -> dict[str, int | None]:
-    """Bytes kept between forward and backward, and at the peak; the second of two passes, which compiles nothing."""
+def bytes_of(function: Function, inputs: TensorSet, device: torch.device) -> dict[str, int | None]:
+    """Kept between forward and backward, and at the peak; of the second of two passes, which compiles nothing."""
     for _ in range(2):
         with no_garbage_collection():  # else a tensor of somebody else's, freed on the way, would count as this chain's thrift
             if device.type == "cuda":
@@ -65,7 +59,7 @@ def measure(function: Function, inputs: Inputs, device: torch.device) -> dict[st
             grads = torch.autograd.grad((y, r), inputs.leaves, inputs.upstream)
             peak = (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0) - before
             del y, r, grads
-    return {"kept": kept, "peak": peak} if device.type == "cuda" else {"kept": None, "peak": None}  # the CPU does not count
+    return {"kept": kept, "peak": peak} if device.type == "cuda" else {"kept": None, "peak": None}
 
 
 def allocated(device: torch.device) -> int:
@@ -79,39 +73,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = command.open_results(options, names)
     cells = [
         (shape, provider)
-        for width in options.width
+        for width in WIDTHS[: 1 if options.quick else None]
         for case in ("dropout_add_ln", "dropout_add_rms")
         for stream in ("bf16", "fp32")
-        for shape in [Shape(CASES[case], stream, "bf16", options.rows, width)]
+        for shape in [Shape(CASES[case], stream, "bf16", command.rows_on(options.device, ROWS), width)]
         for provider in names
-        if PROVIDERS[provider](shape) is not None
     ]
     with timing.side_stream(device), progress(len(cells), "memory") as bar:
         for shape, provider in cells:
-            show_current(bar, f"{shape}, {provider}")
-            torch._dynamo.reset()
             cell: Record = {"case": shape.case.name, "residual_dtype": shape.residual, "M": shape.rows, "N": shape.width}
+            show_current(bar, f"{report.cell_label(cell)}, {provider}")
+            torch._dynamo.reset()
             cell |= {"blocks": BLOCKS, "provider": provider}
             try:
                 (inputs,) = make_inputs(shape, 1, device)
-                results.add([{**cell, **measure(chain(provider, shape), inputs, device)}])
+                results.add([{**cell, **bytes_of(chain(provider, shape), inputs, device)}])
             except Exception as error:  # a library's failure is a result
                 results.add([{**cell, "error": timing.describe(error)}])
             inputs = None  # type: ignore[assignment]
             timing.free_memory(device)
             bar.update()
-    records = results.finish()["records"]
-    print(*filter(None, (aligned(HEADER, rows_of(records)), report.failures(records))), sep="\n\n")
-    if device.type == "cpu":
-        print("No bytes: PyTorch counts those of a GPU alone. This shows that the program runs.")
+    print(markdown({"records": results.finish()}))
 
 
-def rows_of(records: Sequence[Record]) -> list[list[str]]:
-    """Case, stream, shape, provider: MiB kept between forward and backward, and at the peak, a block."""
-    return [
+def markdown(file: dict[str, Any]) -> str:
+    """Of the widest rows."""
+    widest = max(record["N"] for record in file["records"])
+    rows = [
         [CASES[r["case"]].label, r["residual_dtype"], f"{r['M']} × {r['N']}", r["provider"], _mib(r, "kept"), _mib(r, "peak")]
-        for r in records
+        for r in file["records"]
+        if r["N"] == widest
     ]
+    return compact_markdown(HEADER, rows)
 
 
 def _mib(record: Record, field: str) -> str:
@@ -120,11 +113,5 @@ def _mib(record: Record, field: str) -> str:
     return NOTHING if record[field] is None else f"{record[field] / record['blocks'] / 2**20:.0f}"
 
 
-def markdown(file: dict[str, Any]) -> str:
-    """The widest rows."""
-    widest = max(record["N"] for record in file["records"])
-    return compact_markdown(HEADER, rows_of([record for record in file["records"] if record["N"] == widest]))
-
-
 if __name__ == "__main__":
-    command.run(main)
+    main()

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
-from hashlib import sha256
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
@@ -30,9 +30,7 @@ from measure.timing import free_memory, side_stream
 from ops import Norm, norm_fn
 from ops.reference import NORMS
 
-BEFORE = "ops_before"  # the module's name
 MODULES = {  # what has to be importable, by provider; the names of libraries are those of their packages
-    "before": BEFORE,
     "flash-attn": "flash_attn.ops.triton.layer_norm",
     "liger-kernel": "liger_kernel.ops.rms_norm",
     "quack-kernels": "quack.rmsnorm",
@@ -72,27 +70,6 @@ def _site(shape: Shape) -> Function:
         return found[-1:] if shape.y_is_r else tuple(found)
 
     return site
-
-
-def before(shape: Shape) -> Function | None:
-    """Another revision of ours, which `load_before` has imported."""
-    return _fused(import_module(BEFORE), shape)
-
-
-def load_before(folder: Path) -> None:
-    """Imports a copy of ops/ under another name, so that its operators are its own.
-
-    Raises:
-        ImportError: the folder is no such copy.
-    """
-    spec = spec_from_file_location(BEFORE, folder / "__init__.py", submodule_search_locations=[str(folder)])
-    if spec is None or spec.loader is None or not (folder / "functional.py").is_file():
-        raise ImportError(f"{folder} is not a copy of ops/: it needs __init__.py and functional.py")
-    module = module_from_spec(spec)
-    sys.modules[BEFORE] = module
-    spec.loader.exec_module(module)
-    digest = sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
-    module.__version__ = digest.hexdigest()[:12]  # type: ignore[attr-defined]
 
 
 def plain_torch(shape: Shape, dropout: Callable[[Tensor, float], Tensor] = F.dropout) -> Function:
@@ -145,15 +122,12 @@ def liger(shape: Shape) -> Function | None:
         return lambda x, _, weight, bias, *__: (layer_norm(x, weight, bias, EPS),)
     if name == "rms":
         rms_norm = import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction.apply
-        return lambda x, _, weight, *__: (rms_norm(x, weight, EPS),)
+        # in_place=False: else backward stores dx over the upstream gradient, and the next call is timed on other numbers
+        return lambda x, _, weight, *__: (rms_norm(x, weight, EPS, 0.0, "llama", False),)
     if name == "add_rms" and shape.residual == "bf16":
         add_rms = import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction.apply
         return lambda x, residual, weight, *_: add_rms(x, residual, weight, EPS)
     return None
-
-
-# Whose backward stores dx over dy: Liger's RMSNorm.
-OVERWRITES_DY = ("liger-kernel", "rms")
 
 
 def quack(shape: Shape) -> Function | None:
@@ -166,15 +140,22 @@ def quack(shape: Shape) -> Function | None:
 
 PROVIDERS: dict[str, Callable[[Shape], Function | None]] = {
     "ours": ours,
-    "before": before,
     "torch": plain_torch,
     "compile": lambda shape: compiled(plain_torch(shape)),
     "flash-attn": flash_attn,
     "liger-kernel": liger,
     "quack-kernels": quack,
 }
-OURS = ("ours", "before")
-TRAFFIC = "traffic"  # beside them in norms: a kernel that moves the same tensors and computes nothing
+
+
+def load_before(folder: Path) -> str:
+    """Makes a provider of a copy of ops/, imported under another name, so that its operators are its own; its name."""
+    spec = spec_from_file_location("ops_before", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    PROVIDERS["before"] = partial(_fused, module)
+    return "before"
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -194,35 +175,26 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 WARM_ROWS = 2048  # enough to compile by, but for torch.compile, whose code is for one number of rows
 
 
-def compile_in_processes(
-    shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int, before: Path | None
-) -> None:
-    """Compiles in parallel. What fails here fails again, and is recorded, where it is measured.
-
-    Args:
-        before: the folder of that provider.
-    """
+def compile_in_processes(shapes: Sequence[Shape], names: Sequence[str], device: torch.device, processes: int) -> None:
+    """Compiles in parallel. What fails here fails again, and is recorded, where it is measured."""
     jobs = [(shape, name, device) for shape in shapes for name in names]
     # flash-attn tries tiles that take long to compile for its widest rows: those go first, so that no process ends with one.
     jobs.sort(key=lambda job: (job[1] != "flash-attn", -job[0].width))
     with (
         suppress(BrokenProcessPool),  # a process was killed, for memory: the rest is compiled when measured
-        ProcessPoolExecutor(processes, get_context("spawn"), _prepare, (before,)) as executor,
+        ProcessPoolExecutor(processes, get_context("spawn"), _set_up_process) as executor,
         progress(len(jobs), f"compiling in {processes} processes", "kernel") as bar,
     ):
         for _ in executor.map(_compile, *zip(*jobs, strict=True)):
             bar.update()
 
 
-def _prepare(before: Path | None) -> None:
-    """Prepares each process."""
+def _set_up_process() -> None:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # not a pool of compilers in each of the processes
     # It would keep on disk which of its configurations was fastest, as seen on a device shared with other processes.
     inductor.autotune_local_cache = False
-    if before is not None:
-        load_before(before)
 
 
 def _compile(shape: Shape, name: str, device: torch.device) -> None:

@@ -75,31 +75,28 @@ RECORDS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.records", description=__doc__.splitlines()[0])
-    names = [record.name for record in RECORDS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)} (all that are not done)")
+    by_name = {record.name: record for record in RECORDS}
+    # no `choices`: argparse refuses an empty list of them
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(by_name)} (all that are not done)")
     parser.add_argument("--list", action="store_true", help="measure nothing")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    if unknown := set(options.names) - set(names):
-        parser.error(f"{', '.join(sorted(unknown))}: no such record; there are {', '.join(names)}")
+    if unknown := [name for name in options.names if name not in by_name]:
+        parser.error(f"{', '.join(unknown)}: no such record; there are {', '.join(by_name)}")
     here = torch.cuda.is_available()
     facts = command.environment(torch.device("cuda", 0) if here else torch.device("cpu"), {})
     folder, git = command.FOLDER / command.slug(facts), facts["git"]
-    to_do = [
-        r for r in RECORDS if r.name in options.names or not (options.names or (git and is_done(r, folder, git["revision"])))
-    ]
+    done = [record for record in RECORDS if git and is_done(record, folder, git["revision"])]
     if options.list:
-        rows = [[r.name, f"{r.minutes:g}", "no" if r in to_do else "yes", f"python {r.words}"] for r in RECORDS]
+        rows = [[r.name, f"{r.minutes:g}", "yes" if r in done else "no", f"python {r.words}"] for r in RECORDS]
         print(aligned(["record", "minutes", "done", "command"], rows))
-        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in to_do):g} left")
+        print(f"{sum(r.minutes for r in RECORDS):g} minutes in all, {sum(r.minutes for r in RECORDS if r not in done):g} left")
         return
     if not here:
         parser.error("there is no GPU here; --list shows what would run")
-    if git is None:
-        parser.error("git does not know the revision here; set GIT_REVISION in the environment")
-    if git["dirty"]:
-        parser.error("the code differs from its revision; commit it first")
+    if git is None or git["dirty"]:
+        parser.error("a record is of one revision: commit the code, or set GIT_REVISION where git knows none")
     failed = []
-    for record in to_do:
+    for record in [by_name[name] for name in options.names] or [record for record in RECORDS if record not in done]:
         print(f"{record.name}: python {record.words}", flush=True)
         began, code = time.monotonic(), run(record, folder)
         print(f"{record.name}: {(time.monotonic() - began) / 60:.1f} minutes, exit code {code}", flush=True)
@@ -142,4 +139,4 @@ def run(record: Record, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    main()

@@ -10,18 +10,18 @@ three gradients to the packed one. `compile` is torch.compile of PyTorch's opera
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Task, contender
-from benchmarks.cases import BACKWARD, DIRECTIONS, FORWARD, Function, Inputs
+from benchmarks.bandwidth import Functions, Task, contender
+from benchmarks.cases import FORWARD, Function, TensorSet
 from benchmarks.providers import compiled
 from measure.timing import Contender
 from ops import rotary_qkv_fn
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 SHAPES = [Shape(12, 12, 64), Shape(16, 16, 128), Shape(32, 8, 128), Shape(8, 4, 256), Shape(12, 12, 80), Shape(12, 12, 96)]
 
 
-def make_inputs(case: str, shape: Shape, tokens: int, sets: int, device: torch.device) -> list[Inputs]:
+def make_inputs(case: str, shape: Shape, tokens: int, sets: int, device: torch.device) -> list[TensorSet]:
     """Arguments: qkv [B, T, (heads + 2·kv_heads)·D] bf16; cos, sin [T, D/2]; weight and bias of queries, of keys [D] fp32."""
     normal = partial(torch.randn, device=device, generator=torch.Generator(device).manual_seed(0))
     heads, kv_heads, D = shape
@@ -52,7 +52,7 @@ def make_inputs(case: str, shape: Shape, tokens: int, sets: int, device: torch.d
     exist = (NORMS[case] is not None, NORMS[case] == "layernorm") * 2
     weights = [((i % 2 == 0) + 0.1 * normal(D)).requires_grad_() if there else None for i, there in enumerate(exist)]
     return [
-        Inputs(
+        TensorSet(
             (
                 normal(B, T, (heads + 2 * kv_heads) * D, dtype=torch.bfloat16).requires_grad_(),
                 angles.cos(),
@@ -129,19 +129,18 @@ PROVIDERS: dict[str, Callable[[str, Shape], Function | None]] = {
 }
 
 
-def check(case: str, shape: Shape, backward: bool, inputs: Inputs, function: Function) -> None:
+def check(case: str, shape: Shape, *given: Any) -> None:
     """Of the first sequence. Raises WrongResult."""
     exact = plain_torch(case, shape)
-    bandwidth.check(lambda _, *args: exact(*args), 1, backward, inputs, function)
+    bandwidth.check(lambda _, *args: exact(*args), 1, *given)
 
 
 def task(case: str, shape: Shape, tokens: int) -> Task:
-    def contenders(direction: str, functions: Mapping[str, Function], count: int, device: torch.device) -> list[Contender]:
-        sets = make_inputs(case, shape, tokens, count, device)
-        right = partial(check, case, shape, direction == BACKWARD)
+    def contenders(direction: str, functions: Functions, count: int, device: torch.device) -> list[Contender]:
+        sets, right = make_inputs(case, shape, tokens, count, device), partial(check, case, shape)
         return [contender(name, function, direction, sets, right) for name, function in functions.items()]
 
-    least = {direction: minimum_bytes(case, direction, shape, tokens) for direction in DIRECTIONS}
+    least = bandwidth.both_directions(lambda direction: minimum_bytes(case, direction, shape, tokens))
     facts = {"case": case, "M": tokens, **shape._asdict()}
     return Task(facts, least, lambda provider: PROVIDERS[provider](case, shape), contenders)
 
@@ -159,7 +158,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--heads", nargs="+", type=shape_of, default=SHAPES, metavar="H/KVxD", help=f"({' '.join(map(str, SHAPES))})"
     )
-    return command.parse(parser, argv, bandwidth.ROUNDS)
+    return command.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -170,4 +169,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    main()

@@ -21,20 +21,19 @@ PROVIDERS = ("ours", "torch", "compile", "liger-kernel")
 def options_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = bandwidth.parser("sites", __doc__.splitlines()[0], SITES, PROVIDERS)
     add_shape_options(parser, WIDTHS, "2^26 / width")
-    return command.parse(parser, argv, bandwidth.ROUNDS)
+    return command.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(sys.argv[1:] if argv is None else argv)
     tasks = [
-        task(Shape(SITES[case], stream, weights, options.rows or command.rows_on(options.device, ELEMENTS // width), width))
+        task(Shape(SITES[case], stream, "fp32", options.rows or command.rows_on(options.device, ELEMENTS // width), width))
         for case in options.case or SITES
         for width in options.width or WIDTHS
         for stream in options.residual or ("bf16", "fp32")
-        for weights in options.weight_dtype or ("fp32",)
     ]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 
 if __name__ == "__main__":
-    command.run(main)
+    main()

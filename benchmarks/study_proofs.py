@@ -137,9 +137,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", best_rate, bar.update).results
         found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", best_rate, bar.update)
     results.add(records_of(known, runs, found, studies))
-    print(summary(results.finish()["records"]))
+    print(summary(results.finish()))
     print(f"records: {results.path}")
 
 
 if __name__ == "__main__":
-    command.run(main)
+    main()

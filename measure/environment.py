@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,15 @@ def environment(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Revision, and whether tracked files differ from it. Outside a git repository that of GIT_REVISION, or None."""
+def git_state(folder: Path, apart: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Revision, and whether tracked files differ from it, but for those `apart`. Outside a git repository that of GIT_REVISION,
+    or None."""
     revision = _git(folder, "rev-parse", "HEAD")
     if revision is None:
         given = os.environ.get("GIT_REVISION")  # of code that was copied without its repository
         return {"revision": given, "dirty": False} if given else None
-    return {"revision": revision, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+    paths = [".", *(f":!{path}" for path in apart)]
+    return {"revision": revision, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no", "--", *paths))}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

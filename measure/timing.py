@@ -59,7 +59,7 @@ class Outcome:
         return record
 
 
-def measure(
+def time_calls(
     contenders: Sequence[Contender],
     device: torch.device,
     *,
@@ -80,22 +80,20 @@ def measure(
     befores = {contender.name: contender.before for contender in contenders}
     # Calls are held until the end: a graph of backward reads what forward, outside it, has saved.
     held: dict[str, Sequence[Call]] = {}
-    passes: dict[str, Any] = {}
+    passes: dict[str, Any] = {}  # over all sets of inputs
     try:
         for contender in contenders:
             try:
-                held[contender.name], passes[contender.name] = _prepared(contender, timer)
+                held[contender.name], passes[contender.name] = _warmed(contender, timer)
             except Exception as error:  # a library's failure is a result, not the end of the sweep
                 outcomes[contender.name].error = describe(error)
-        repeats = {
-            name: max(1, math.ceil(round_ms / max(timer.time_ms(prepared, 1), 1e-6))) for name, prepared in passes.items()
-        }
+        repeats = {name: max(1, math.ceil(round_ms / max(timer.time_ms(one, 1), 1e-6))) for name, one in passes.items()}
         order, draw = list(passes), random.Random(0)
         for round_ in range(-1, rounds):  # one round before the first brings clocks and caches to where they stay
             if move_outputs:
                 last = passes  # held until the new ones have memory, which is then another
                 with timer.elsewhere(draw.randrange(1, 64)):
-                    passes = {name: timer.prepare(held[name]) for name in order}
+                    passes = {name: timer.captured(held[name]) for name in order}
                 timer.release(last)
             draw.shuffle(order)
             for name in order:
@@ -109,6 +107,15 @@ def measure(
     return outcomes
 
 
+def _warmed(contender: Contender, timer: Any) -> tuple[Sequence[Call], Any]:
+    """Its calls, and what the timer captured of them. A function of its own, so that after a failure nothing holds on to the
+    contender's tensors."""
+    calls = contender.build()
+    for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
+        call()
+    return calls, timer.captured(calls)
+
+
 def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 15) -> float:
     """GB/s (10^9 bytes, read plus written) of an elementwise copy of `gigabytes`: the better of two ways to write one."""
     x = torch.randn(int(gigabytes * 1e9) // 2, device=device, dtype=torch.bfloat16)
@@ -117,10 +124,7 @@ def copy_bandwidth(device: torch.device, gigabytes: float = 2.0, rounds: int = 1
         Contender("add", lambda: [lambda: torch.add(x, 1, out=y)]),
         Contender("copy", lambda: [lambda: y.copy_(x)]),
     ]
-    outcomes = measure(contenders, device, rounds=rounds, round_ms=5.0)
-    failures = [outcome.error for outcome in outcomes.values() if outcome.error]
-    if failures:
-        raise RuntimeError(f"the copy that all shares refer to failed: {failures[0]}")
+    outcomes = time_calls(contenders, device, rounds=rounds, round_ms=5.0)
     best = min(sorted(outcome.us)[len(outcome.us) // 2] for outcome in outcomes.values())
     return 2 * x.nbytes / best / 1000
 
@@ -155,64 +159,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _prepared(contender: Contender, timer: Any) -> tuple[Sequence[Call], Any]:
-    """A function of its own, so that after a failure nothing holds on to the contender's tensors."""
-    calls = contender.build()
-    for call in (calls[0], *calls):  # compiles and tunes; a second call of the same, because some libraries tune then
-        call()
-    return calls, timer.prepare(calls)
-
-
-class _GraphTimer:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
-
-    @contextmanager
-    def elsewhere(self, blocks: int) -> Iterator[None]:
-        """What is captured meanwhile gets new memory, behind so many blocks of 12 MiB that nobody uses."""
-        torch.cuda.empty_cache()
-        self._pool = None
-        # In small blocks, because a large one would leave the gap in which the outputs were before the last.
-        taken = [torch.empty(6 << 21, dtype=torch.uint8, device=self.device) for _ in range(blocks)]
-        yield
-        del taken
-
-    def prepare(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
-            outputs = [call() for call in calls]
-        del outputs
-        self._pool = self._pool or graph.pool()
-        graph.replay()
-        torch.cuda.synchronize(self.device)
-        return graph
-
-    def time_ms(self, graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    def release(self, graphs: dict[str, torch.cuda.CUDAGraph]) -> None:
-        for graph in graphs.values():
-            graph.reset()
-        graphs.clear()
-
-
 class _ClockTimer:
+    """Times the calls themselves."""
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @contextmanager
-    def elsewhere(self, blocks: int) -> Iterator[None]:
-        yield
+    def elsewhere(self, blocks: int) -> AbstractContextManager[Any]:
+        return nullcontext()
 
-    def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:
+    def captured(self, calls: Sequence[Call]) -> Any:
         return calls
 
     def time_ms(self, calls: Sequence[Call], repeats: int) -> float:
@@ -224,5 +180,46 @@ class _ClockTimer:
                 call()
         return 1000 * (time.perf_counter() - began)
 
-    def release(self, prepared: dict[str, Sequence[Call]]) -> None:
-        prepared.clear()
+    def release(self, passes: dict[str, Any]) -> None:
+        passes.clear()
+
+
+class _GraphTimer(_ClockTimer):
+    """Times CUDA graphs of the calls."""
+
+    _pool: Any = None  # of the first graph: the others reuse its memory, since no graph reads what another wrote
+
+    @contextmanager
+    def elsewhere(self, blocks: int) -> Iterator[None]:
+        """What is captured meanwhile gets new memory, behind so many blocks of 12 MiB that nobody uses."""
+        torch.cuda.empty_cache()
+        self._pool = None
+        # In small blocks, because a large one would leave the gap in which the outputs were before the last.
+        taken = [torch.empty(6 << 21, dtype=torch.uint8, device=self.device) for _ in range(blocks)]
+        yield
+        del taken
+
+    def captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
+            outputs = [call() for call in calls]
+        del outputs
+        self._pool = self._pool or graph.pool()
+        graph.replay()
+        torch.cuda.synchronize(self.device)
+        return graph
+
+    def time_ms(self, graph: torch.cuda.CUDAGraph, repeats: int) -> float:  # type: ignore[override]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def release(self, passes: dict[str, Any]) -> None:
+        for graph in passes.values():
+            graph.reset()
+        super().release(passes)

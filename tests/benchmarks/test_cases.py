@@ -1,21 +1,17 @@
-"""The norm cases: their tensors, the bytes that they must move, who computes them, and the check that they did."""
+"""The norm cases: the bytes that they must move, who computes them, and the check that they did."""
 
-import subprocess
-import sys
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from benchmarks import bandwidth, cases, kernels, norms, providers
-from benchmarks.bandwidth import WrongResult, contender
+from benchmarks import bandwidth, cases, norms, providers
+from benchmarks.bandwidth import WrongResult
 from benchmarks.cases import BACKWARD, CASES, FORWARD, SITES, Shape, make_inputs
 from benchmarks.providers import PROVIDERS
 
-CPU, STREAMS = torch.device("cpu"), ("bf16", "fp32")
-EACH = [(case, direction, stream) for case in CASES for direction in (FORWARD, BACKWARD) for stream in STREAMS]
+STREAMS = ("bf16", "fp32")
 
 
 def shape_of(name, residual="fp32", weights="bf16", rows=70, width=256):
@@ -24,14 +20,15 @@ def shape_of(name, residual="fp32", weights="bf16", rows=70, width=256):
 
 
 def check(shape, function):
-    (inputs,) = make_inputs(shape, 1, CPU)
-    bandwidth.check(partial(norms.reference, shape), norms.CHECKED, True, inputs, function)
+    (inputs,) = make_inputs(shape, 1, torch.device("cpu"))
+    bandwidth.check(partial(norms.reference, shape), norms.CHECKED, inputs, function, backward=True)
 
 
 @pytest.mark.parametrize(
     "case, direction, stream, per_element",
     [
         ("ln", FORWARD, None, 4),
+        ("ln", BACKWARD, None, 6),
         ("add_rms", FORWARD, "bf16", 8),
         ("dropout_add_ln", FORWARD, "fp32", 12),
         ("dropout_add_ln", BACKWARD, "bf16", 5 * 2),
@@ -46,34 +43,14 @@ def check(shape, function):
         ("add_rms", BACKWARD, "fp32", 16),  # dx is not the gradient of the residual where the dtypes differ
     ],
 )
-def test_minimum_bytes_are_those_of_the_anchors(case, direction, stream, per_element):
+def test_minimum_bytes_are_those_of_a_count_by_hand(case, direction, stream, per_element):
     assert cases.minimum_bytes(shape_of(case, stream, rows=32768, width=768), direction) == 32768 * 768 * per_element
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name, direction, stream", EACH)
-def test_the_kernel_that_norms_are_held_against_moves_every_element(name, direction, stream):
-    shape = shape_of(name, stream, rows=8, width=64)
-    (inputs,) = make_inputs(shape, 1, torch.device("cuda"))
-    for t in (*inputs.args[:2], *inputs.upstream):
-        if t is not None:
-            t.detach().fill_(1)
-    read, written = cases.moved(shape, direction)
-    for out, dtype in zip(kernels.move(shape, direction, inputs), written, strict=True):
-        assert out.dtype == cases.DTYPES[dtype] and (out == len(read)).all()
-
-
-def test_what_needs_no_kernel_needs_no_triton():
-    """Tables of recorded results are made on any machine."""
-    code = "import sys; sys.modules['triton'] = None; import benchmarks.readme, benchmarks.norms, ablate"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("provider", ["ours", "torch"])
-@pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("case", CASES | SITES)
-def test_right_results_pass(case, stream, provider):
-    for weights in STREAMS:
+def test_right_results_pass(case, provider):
+    for stream, weights in zip(STREAMS, reversed(STREAMS), strict=True):
         shape = shape_of(case, stream, weights)
         check(shape, PROVIDERS[provider](shape))
 
@@ -92,15 +69,11 @@ def backward_of(function, change):
     "case, change, message",
     [
         ("add_ln", lambda f: lambda *args: (f(*args)[0] * 1.05, f(*args)[1]), "output 0 is off"),
-        ("add_ln", lambda f: lambda *args: (f(*args)[0], f(*args)[1] * 1.05), "output 1 is off"),
         ("add_ln", lambda f: lambda *args: (f(*args)[0].float(), f(*args)[1]), "torch.float32.*, expected"),
-        ("add_ln", lambda f: lambda *args: f(*args)[:1], "the outputs are"),
         ("add_ln", lambda f: lambda x, r, *of: f(x, 0 * r, *of), "output 0 is off"),
         ("dropout_add_ln", lambda f: lambda x, r, *of: f(x, 0 * r, *of), "was dropped"),
         ("dropout_add_rms", lambda f: lambda *args: PROVIDERS["torch"](shape_of("add_rms"))(*args), "0.000 of x was dropped"),
-        ("dropout_add_rms", lambda f: backward_of(f, lambda g: g.roll(1, 0)), "gradient 0 is off"),
         ("dropout_norm_add", lambda f: backward_of(f, lambda g: g.roll(1, 0)), "gradient 0 is off"),
-        ("add_rms", lambda f: lambda x, *of: f(x.detach(), *of), "gradient 0, of an input of shape .70, 256., is missing"),
         ("add_rms", lambda f: lambda x, r, w, *of: f(x, r, w.detach(), *of), "gradient 2, .* is missing"),
         ("norm_add_norm", lambda f: lambda *args: PROVIDERS["torch"](shape_of("add_rms"))(*args), "output 0 is off"),
     ],
@@ -121,21 +94,3 @@ def test_libraries_are_asked_only_for_what_they_offer(monkeypatch):
     ):
         assert {name for name in CASES if PROVIDERS[provider](shape_of(name, stream)) is not None} == offered
     assert PROVIDERS["flash-attn"](shape_of("ln", width=16384)) is None
-
-
-def overwriting(x, _, weight, *__):
-    """RMSNorm whose backward leaves nothing of dy, which Liger's uses for dx."""
-    y = F.rms_norm(x, weight.shape, weight, 1e-5)
-    y.register_hook(lambda dy: (dy.clone(), dy.zero_())[0])
-    return (y,)
-
-
-def test_backward_that_overwrites_dy_leaves_the_others_theirs():
-    sets = make_inputs(shape_of("rms", rows=16, width=128), 2, CPU)
-    before = [i.upstream[0].clone() for i in sets]
-    entrant = contender("x", overwriting, BACKWARD, sets, lambda inputs, function: None, overwrites_dy=True)
-    calls = entrant.build()
-    first, second = (calls[1]()[0].clone() for _ in range(2))
-    entrant.before()
-    assert all(torch.equal(i.upstream[0], dy) for i, dy in zip(sets, before, strict=True))
-    assert not torch.equal(first, second) and torch.equal(first, calls[1]()[0])

@@ -8,7 +8,6 @@ import pytest
 
 from ablation import records as ablations
 from benchmarks import readme
-from benchmarks.report import ResultsError
 from measure import sources
 from tests.ablation import results
 
@@ -21,8 +20,8 @@ def write(path, *records, environment=ENVIRONMENT):
     path.write_text(json.dumps({"environment": environment, "command": "c", "records": records}))
 
 
-def rewritten(marker, folder, text=TEXT):
-    return readme.rewritten(text.replace("norms_models nvidia-h200", marker), folder.parent / "README.md", folder)
+def rewritten(marker, folder):
+    return readme.rewritten(TEXT.replace("norms_models nvidia-h200", marker), folder.parent / "README.md", folder)
 
 
 @pytest.fixture
@@ -33,48 +32,31 @@ def folder(tmp_path):
     return tmp_path / "results"
 
 
-def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(folder, tmp_path, capsys):
+def test_a_marked_block_is_replaced_the_rest_stays_and_check_fails_until_then(folder, tmp_path, monkeypatch):
     path = tmp_path / "README.md"
     path.write_text(TEXT)
-    options = ["--readme", str(path), "--results", str(folder)]
+    for name, value in {"PAGES": [path], "FOLDER": folder, "draw": lambda folder: None}.items():
+        monkeypatch.setattr(readme, name, value)
     with pytest.raises(SystemExit, match=r"run python -m benchmarks\.readme"):
-        readme.main([*options, "--check"])
+        readme.main(["--check"])
     assert path.read_text() == TEXT
-    readme.main(options)
-    readme.main([*options, "--check"])
-    written, *pictures, as_it_was = capsys.readouterr().out.splitlines()
-    assert f"{path}: written" in written and f"{path}: as it was" in as_it_was and not pictures, "nothing of backward to draw"
+    readme.main([])
+    readme.main(["--check"])
     text = path.read_text()
     assert text.startswith(TEXT[: TEXT.index("old")]) and text.endswith("<!-- end of benchmarks -->\nafter\n")
     assert "| 768 | 90 |" in text and "old" not in text
     assert "NVIDIA H200, torch 2.11.0, triton 3.6.0, quack-kernels 0.6.5, git 01234567" in text
 
 
-@pytest.mark.parametrize(
-    "marker, message",
-    [
-        ("norm nvidia-h200", "no table 'norm'; there are norms_models, sites, rotary, losses, .*, headline and versions"),
-        ("norms_models cpu", r"cpu/norms_models\.json"),
-        ("norms_models nvidia-h200 1024", "no add . norm of width 1024 is recorded"),
-        ("norms_models nvidia-h200 (768)", "not of the form"),
-        ("ablation nvidia-h200", r"no report\.json; record an ablation there"),
-        ("ablation nvidia-h200 gpt3", r"gpt3/report\.json"),
-    ],
-)
-def test_marker_of_what_is_not_there_is_an_error(folder, marker, message):
-    with pytest.raises((ResultsError, FileNotFoundError), match=message):
-        rewritten(marker, folder)
-
-
-def test_a_record_that_a_page_may_name_early_is_a_sentence_until_it_is_there_and_then_a_table_with_its_picture(folder):
+def test_marker_of_what_is_not_there_is_an_error_or_says_what_records_it(folder):
+    for marker, message in {
+        "norm nvidia-h200": "no table 'norm'; there are norms_models, sites, rotary, losses, .*, headline and versions",
+        "norms_models nvidia-h200 (768)": "not of the form",
+        "ablation nvidia-h200 gpt3": r"gpt3/report\.json",
+    }.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            rewritten(marker, folder)
     assert "Not recorded on nvidia-h200 yet: `python -m benchmarks.records sites`" in rewritten("sites nvidia-h200", folder)
-    cell = {"residual": "fp32", "weights": "fp32", "direction": "backward"}
-    file = folder / "nvidia-h200" / "sites.json"
-    write(file, *(norm("norm_add_norm", 2304, name, share, **cell) for name, share in (("ours", 0.9), ("compile", 0.4))))
-    text = rewritten("sites nvidia-h200", folder)
-    assert "| backward, N = | norm+add+norm |" in text and "| 2304, Gemma 2 2B | **90** / 40 compile |" in text
-    assert "![norm+add+norm, backward: % of copy bandwidth](results/nvidia-h200/sites.png)" in text
-    assert folder / "nvidia-h200" / "sites.png" in readme.draw(folder / "nvidia-h200")
 
 
 def recorded(folder, name):
@@ -107,7 +89,7 @@ def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choos
     assert f"{compiled_ms} → {fused_ms} ms, {told[0]} ×; against torch {torch_ms} → {fused_ms} ms, {told[1]} ×" in line
     text = rewritten("ablation nvidia-h200 gpt2/model.dropout=0.0", folder)
     assert [line for line in text.splitlines() if "report.md" in line] == [row for row in rows[:4] if "dropout=0.0" in row]
-    with pytest.raises(ResultsError, match="no cell with seed=1"):
+    with pytest.raises(ValueError, match="no cell with seed=1"):
         rewritten("ablation nvidia-h200 llama gpt2/seed=1", folder)
 
 
@@ -120,7 +102,7 @@ def test_a_table_is_old_once_the_sources_of_what_was_measured_differ_and_not_bef
     now = readme.fingerprints()
     assert "Old: " not in page(now)
     assert "Old: " not in page(now | {"step": "another", "rotary": "another"}), "norms know neither the model nor other kernels"
-    assert "Old: the kernels have changed since this was recorded." in page(now | {"norms": "another"})
+    assert "Old: the measured code has changed since this was recorded." in page(now | {"norms": "another"})
     assert "Old: " in page({}), "recorded before there were fingerprints"
 
 
@@ -156,7 +138,12 @@ def test_every_file_that_a_record_depends_on_is_there():
     ] == []
 
 
-def test_versions_of_the_records_are_said_beside_those_that_are_pinned(folder):
+def test_the_lead_picture_and_that_of_the_norms_are_drawn_beside_their_records(folder):
+    ablations.save(results.ablation(), folder / "nvidia-h200" / "ablation" / "gpt2")
+    where = {"residual": "fp32", "weights": "fp32", "direction": "backward"}
+    write(folder / "nvidia-h200" / "norms_models.json", norm("add_rms", 768, "ours", 0.9, **where))
+    readme.draw(folder / "nvidia-h200")
+    assert {path.name for path in (folder / "nvidia-h200").glob("*.png")} == {"lead.png", "norms_models.png"}
     said = rewritten("versions nvidia-h200", folder).splitlines()[3]
     assert said.startswith("Recorded with torch 2.11.0 and triton 3.6.0; `constraints.txt` pins 2.")
 

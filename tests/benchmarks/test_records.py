@@ -89,7 +89,7 @@ def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_th
     ("changed", "gpu", "names", "message"),
     [
         ({"git": None}, True, [], "set GIT_REVISION"),
-        ({"git": {"revision": "abc", "dirty": True}}, True, [], "commit it first"),
+        ({"git": {"revision": "abc", "dirty": True}}, True, [], "commit the code"),
         ({}, False, [], "there is no GPU here"),
         ({}, True, ["gpt3"], "gpt3: no such record; there are gpt2, "),
     ],

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from measure import timing
-from measure.timing import Contender, measure, rotating_sets
+from measure.timing import Contender, rotating_sets, time_calls
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
     def contender(name):
         return Contender(name, lambda: [lambda s=s: log.append((name, s)) for s in range(3)])
 
-    outcomes = measure([contender("a"), contender("b")], CPU, rounds=4, round_ms=1e-9)
+    outcomes = time_calls([contender("a"), contender("b")], CPU, rounds=4, round_ms=1e-9)
     assert [len(outcomes[name].us) for name in "ab"] == [4, 4]
     turns = [log[i : i + 3] for i in range(len(log) % 3, len(log), 3)][-8:]
     assert all([s for _, s in turn] == [0, 1, 2] for turn in turns), "each turn goes through the sets in order"
@@ -24,7 +24,7 @@ def test_contenders_take_turns_in_every_round_over_all_sets():
 def test_inputs_that_calls_overwrite_are_restored_before_each_turn():
     x = torch.ones(1)
     contender = Contender("doubles", lambda: [lambda: x.mul_(2)], before=lambda: x.fill_(1))
-    measure([contender], CPU, rounds=50, round_ms=1e-9)
+    time_calls([contender], CPU, rounds=50, round_ms=1e-9)
     assert x.item() <= 2
 
 
@@ -35,7 +35,7 @@ def test_sets_together_are_several_times_l2(monkeypatch):
 
 def test_copy_bandwidth_counts_bytes_read_and_written(monkeypatch):
     outcomes = {"add": timing.Outcome([10.0] * 3), "copy": timing.Outcome([8.0] * 3)}
-    monkeypatch.setattr(timing, "measure", lambda *a, **k: outcomes)
+    monkeypatch.setattr(timing, "time_calls", lambda *a, **k: outcomes)
     assert timing.copy_bandwidth(CPU, gigabytes=1e-3) == pytest.approx(2e6 / 8e-6 / 1e9)
 
 
@@ -53,6 +53,6 @@ def test_on_a_gpu_forward_and_backward_are_timed_and_outputs_lie_elsewhere_in_ev
             return y
 
         backward = Contender("backward", lambda: [lambda: torch.autograd.grad(y, x, dy, retain_graph=True)])
-        outcomes = measure([Contender("forward", lambda: [forward]), backward], device, rounds=8, move_outputs=True)
+        outcomes = time_calls([Contender("forward", lambda: [forward]), backward], device, rounds=8, move_outputs=True)
     assert all(len(one.us) == 8 and one.error is None and min(one.us) > 1 for one in outcomes.values()), outcomes
     assert len(set(places[1:])) > 4

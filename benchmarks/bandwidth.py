@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import command, report
-from benchmarks.cases import DIRECTIONS, FORWARD, Function, TensorSet
+from benchmarks.cases import FORWARD, Function, TensorSet
 from benchmarks.command import Record
+from benchmarks.providers import as_tuple
 from measure import timing
 from measure.progress import progress, show_current
 
@@ -32,9 +33,23 @@ class Task:
     facts: Record  # what it is, as recorded: case, dtypes and sizes
     bytes: Mapping[str, int]  # by direction, the fewest that any implementation must move
     make: Callable[[str], Callable[..., Any] | None]  # a provider's function; None where it does not offer the case
-    # of a direction, the providers' functions, and a number of sets of inputs
-    contenders: Callable[[str, Functions, int, torch.device], list[timing.Contender]]
+    inputs: Callable[[int, torch.device], list[TensorSet]]  # so many sets
+    reference: Function  # of the outputs to be checked and the arguments, both in fp64 and of the first rows
+    checked: int  # rows
     move_outputs: bool = True  # to another place in memory each round, which needs twice the memory
+
+    def contenders(self, direction: str, functions: Functions, sets: int, device: torch.device) -> list[timing.Contender]:
+        """One direction of each function, on as many sets of inputs."""
+        inputs = self.inputs(sets, device)
+        return [timing.Contender(name, partial(self._calls, direction, of, inputs)) for name, of in functions.items()]
+
+    def _calls(self, direction: str, function: Function, sets: Sequence[TensorSet]) -> Sequence[timing.Call]:
+        """Forward runs with gradients on, as in training: what backward needs is stored."""
+        check(self.reference, self.checked, sets[0], function, direction != FORWARD)
+        if direction == FORWARD:
+            return [partial(function, *inputs.args) for inputs in sets]
+        options = {"retain_graph": True, "allow_unused": True}
+        return [partial(torch.autograd.grad, function(*i.args), i.leaves, i.upstream, **options) for i in sets]
 
 
 def parser(program: str, description: str, cases: Iterable[str], known: Iterable[str]) -> argparse.ArgumentParser:
@@ -97,35 +112,6 @@ def record_of(outcome: timing.Outcome, ours: timing.Outcome | None, bytes_: int,
     return record
 
 
-def contender(
-    name: str,
-    function: Function,
-    direction: str,
-    sets: Sequence[TensorSet],
-    check: Callable[[TensorSet, Function, bool], None],
-) -> timing.Contender:
-    """One direction of a function, on all sets of inputs.
-
-    Forward runs with gradients on, as in training: what backward needs is stored.
-
-    Args:
-        check: of a set, the function, and whether gradients are checked too; raises WrongResult.
-    """
-
-    def build() -> Sequence[timing.Call]:
-        check(sets[0], function, direction != FORWARD)
-        if direction == FORWARD:
-            return [partial(function, *inputs.args) for inputs in sets]
-        options = {"retain_graph": True, "allow_unused": True}
-        return [partial(torch.autograd.grad, function(*i.args), i.leaves, i.upstream, **options) for i in sets]
-
-    return timing.Contender(name, build)
-
-
-def both_directions(bytes_: Callable[[str], int]) -> dict[str, int]:
-    return {direction: bytes_(direction) for direction in DIRECTIONS}
-
-
 # ---- is the result right? ---------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +135,7 @@ def check(reference: Function, rows: int, inputs: TensorSet, function: Function,
         return (t.detach()[:rows] if t.dim() == x.dim() else t.detach()).double().requires_grad_(t.requires_grad)
 
     args = [None if t is None else exact(t) for t in inputs.args]  # before the call, which may write in place
-    outputs = function(*inputs.args)
+    outputs = as_tuple(function(*inputs.args))
     if (found := [(t.shape, t.dtype) for t in outputs]) != (right := [(t.shape, t.dtype) for t in inputs.upstream]):
         raise WrongResult(f"the outputs are {found}, expected {right}")
     expected = reference([t.detach()[:rows].double() for t in outputs], *args)

@@ -24,7 +24,7 @@ from measure.sources import ROOT, fingerprints
 
 FOLDER = Path(__file__).parent / "results"
 Record = dict[str, Any]
-# For what was measured in a hurry: it doesn't go among the results that are published.
+# For what was measured in a hurry or on a CPU: it doesn't go among the results that are published.
 SCRATCH = Path(".cache/benchmarks")
 ROUNDS = (25, 7)  # by default; with --quick
 CPU_ROWS = 64  # by default on the CPU, where programs are tried and nothing is learnt from large tensors
@@ -50,11 +50,7 @@ def parser(
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
     parser.set_defaults(program=program, default_rounds=rounds)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
-    parser.add_argument(
-        "--output", type=Path,
-        help="folder of the record (benchmarks/results/<gpu>; .cache/benchmarks/<gpu> with --quick and on the CPU)",
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="a small selection and fewer rounds, under a minute")
+    parser.add_argument("--quick", action="store_true", help=f"a small selection, recorded under {SCRATCH}, in under a minute")
     parser.add_argument("--rounds", type=positive, help=f"turns of each contender ({rounds[0]}; {rounds[1]} with --quick)")
     if names := tuple(known):
         parser.add_argument(
@@ -63,12 +59,13 @@ def parser(
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """argv: None for the command line."""
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
     options.rounds = options.rounds or options.default_rounds[options.quick]
-    options.argv = argv
+    options.argv = sys.argv[1:] if argv is None else argv
     return options
 
 
@@ -155,8 +152,5 @@ def open_results(
     """
     facts = environment(device_of(options), providers.versions(names) | (others or {}))
     published = not options.quick and options.device == "cuda"
-    folder = options.output or (FOLDER if published else SCRATCH) / slug(facts)
-    # The folder is where it is, and not how it was measured.
-    kept = [word for at, word in enumerate(options.argv) if "--output" not in options.argv[max(0, at - 1) : at + 1]]
-    command = shlex.join(["python", "-m", f"benchmarks.{options.program}", *kept])
-    return Results(folder / f"{file or options.program}.json", facts, command)
+    path = (FOLDER if published else SCRATCH) / slug(facts) / f"{file or options.program}.json"
+    return Results(path, facts, shlex.join(["python", "-m", f"benchmarks.{options.program}", *options.argv]))

@@ -6,7 +6,6 @@ Eager calls, and beside them two compiled ones: `compile` is torch.compile of Py
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ HEADER = ("CPU µs a call", "forward", "forward + backward")
 BATCH = 20
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     return command.parse(command.parser("host", __doc__.splitlines()[0], PROVIDERS), argv)
 
 
@@ -39,7 +38,7 @@ def both(function: Function, inputs: TensorSet) -> object:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     device = command.device_of(options)
     names = command.importable(options.provider, PROVIDERS)
     results = command.open_results(options, names)

@@ -9,8 +9,8 @@ python -m benchmarks.losses --case cross_entropy --shape 32768x50304 --dtype bf1
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Functions, Task, contender, near
-from benchmarks.cases import BOTH, DIRECTIONS, DTYPES, TensorSet
-from benchmarks.providers import as_tuple, compiled
+from benchmarks.bandwidth import Functions, Task, near
+from benchmarks.cases import BACKWARD, BOTH, DTYPES, FORWARD, TensorSet
+from benchmarks.providers import compiled
 from measure.timing import Call, Contender
 from ops import cross_entropy_fn, log_softmax_fn, softmax_fn
 
@@ -68,48 +68,57 @@ MAKERS: dict[str, dict[str, Callable[[], Loss]]] = {
 PROVIDERS = tuple(MAKERS["cross_entropy"])
 
 
-def loss_contender(name: str, function: Loss, source: Tensor, logits: Tensor, targets: Tensor) -> Contender:
-    """Forward and backward. A function that overwrites its logits finds them as they were at each turn."""
+@dataclass(frozen=True)
+class LossTask(Task):
+    """Cross-entropy, forward and backward in one call. It may overwrite the logits: each turn finds them as they were."""
 
-    def both(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        leaf = logits.detach().requires_grad_()
-        loss = function(leaf.view_as(leaf), targets)
-        return loss, torch.autograd.grad(loss, leaf)[0]
+    move_outputs: bool = False
 
-    def build() -> Sequence[Call]:
-        logits.copy_(source)
-        loss, gradient = both(logits[:CHECKED].clone(), targets[:CHECKED])
-        exact = source[:CHECKED].double().requires_grad_()
-        expected = F.cross_entropy(exact, targets[:CHECKED])
-        near("loss", loss, expected)
-        near("gradient", gradient, torch.autograd.grad(expected, exact)[0])
-        return [lambda: both(logits, targets)[0]]  # the gradient may be the logits, which are no output that can move
+    def contenders(self, direction: str, functions: Functions, sets: int, device: torch.device) -> list[Contender]:
+        (inputs,) = self.inputs(1, device)
+        source, targets = inputs.args
+        assert source is not None and targets is not None
+        logits = source.clone()
 
-    return Contender(name, build, lambda: logits.copy_(source))
+        def both(function: Loss, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            leaf = logits.detach().requires_grad_()
+            loss = function(leaf.view_as(leaf), targets)
+            return loss, torch.autograd.grad(loss, leaf)[0]
+
+        def build(function: Loss) -> Sequence[Call]:
+            logits.copy_(source)
+            loss, gradient = both(function, logits[: self.checked].clone(), targets[: self.checked])
+            exact = source[: self.checked].double().requires_grad_()
+            expected = self.reference(exact, targets[: self.checked])
+            near("loss", loss, expected)
+            near("gradient", gradient, torch.autograd.grad(expected, exact)[0])
+            return [lambda: both(function, logits, targets)[0]]  # the gradient may be the logits, which are no output to move
+
+        return [Contender(name, partial(build, of), before=lambda: logits.copy_(source)) for name, of in functions.items()]
+
+
+def make_inputs(case: str, M: int, N: int, dtype: str, sets: int, device: torch.device) -> list[TensorSet]:
+    """Arguments: logits [M, N], and of cross-entropy targets [M]."""
+    # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, M, N, device=device, dtype=DTYPES[dtype], generator=generator)
+    if case == "cross_entropy":
+        return [TensorSet((normal(), torch.randint(N, (M,), device=device, generator=generator)), ())]
+    return [TensorSet((normal().requires_grad_(),), (normal(),)) for _ in range(sets)]
 
 
 def task(case: str, M: int, N: int, dtype: str) -> Task:
-    def contenders(direction: str, functions: Functions, count: int, device: torch.device) -> list[Contender]:
-        # not PyTorch's own generator: a capture that failed in the cell before leaves it unusable
-        generator = torch.Generator(device).manual_seed(0)
-        normal = partial(torch.randn, M, N, device=device, dtype=DTYPES[dtype], generator=generator)
-        if direction == BOTH:
-            source, targets = normal(), torch.randint(N, (M,), device=device, generator=generator)
-            logits = source.clone()
-            return [loss_contender(name, function, source, logits, targets) for name, function in functions.items()]
-        sets = [TensorSet((normal().requires_grad_(),), (normal(),)) for _ in range(count)]
-        exact = torch.softmax if case == "softmax" else torch.log_softmax
-        right = partial(bandwidth.check, lambda _, x: (exact(x, -1),), CHECKED)
-        return [
-            contender(name, lambda x, f=function: as_tuple(f(x)), direction, sets, right)
-            for name, function in functions.items()
-        ]
-
-    facts = {"case": case, "dtype": dtype, "M": M, "N": N}
-    size = M * N * DTYPES[dtype].itemsize
-    least = {BOTH: 2 * size} if case == "cross_entropy" else dict(zip(DIRECTIONS, (2 * size, 3 * size), strict=True))
-    makers = MAKERS[case]
-    return Task(facts, least, lambda name: makers[name]() if name in makers else None, contenders, move_outputs=False)
+    size, makers, whole = M * N * DTYPES[dtype].itemsize, MAKERS[case], case == "cross_entropy"
+    exact = F.cross_entropy if whole else MAKERS[case]["torch"]()
+    return (LossTask if whole else Task)(
+        {"case": case, "dtype": dtype, "M": M, "N": N},
+        bytes={BOTH: 2 * size} if whole else {FORWARD: 2 * size, BACKWARD: 3 * size},
+        make=lambda provider: makers[provider]() if provider in makers else None,
+        inputs=partial(make_inputs, case, M, N, dtype),
+        reference=exact if whole else lambda _, x: (exact(x),),
+        checked=CHECKED,
+        move_outputs=False,
+    )
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -117,7 +126,7 @@ def shape(text: str) -> tuple[int, int]:
     return command.positive(rows), command.positive(columns)
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("losses", __doc__.splitlines()[0], MAKERS, PROVIDERS)
     parser.add_argument("--shape", nargs="+", type=shape, metavar="MxN", help="rows and columns (those of the module's SHAPES)")
     parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=["bf16"], help="(bf16)")
@@ -131,7 +140,7 @@ def shapes_of(case: str, options: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     tasks = [
         task(case, *at, dtype) for case in options.case or MAKERS for at in shapes_of(case, options) for dtype in options.dtype
     ]

@@ -8,7 +8,6 @@ before forward: `kept` is what stands when forward has returned, without its out
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ HEADER = ("block", "stream", "rows × width", "provider", "MiB kept for backward
 COMPARED = ("ours", "torch", "compile", "flash-attn")
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     return command.parse(command.parser("memory", __doc__.splitlines()[0], COMPARED), argv)
 
 
@@ -67,7 +66,7 @@ def allocated(device: torch.device) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     device = command.device_of(options)
     names = command.importable(options.provider, COMPARED)
     results = command.open_results(options, names)

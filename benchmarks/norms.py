@@ -8,19 +8,16 @@ python -m benchmarks.norms --width 768 --before PATH             beside another 
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from benchmarks import bandwidth, command, providers
-from benchmarks.bandwidth import Functions, Task, WrongResult, contender
-from benchmarks.cases import CASES, MODEL_WIDTHS, Shape, make_inputs, minimum_bytes
+from benchmarks.bandwidth import Task, WrongResult
+from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, Shape, make_inputs, minimum_bytes
 from benchmarks.providers import PROVIDERS
-from measure.timing import Contender
 
 ROWS = 32768
 WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
@@ -28,7 +25,7 @@ FAST = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of 
 CHECKED = 64  # rows
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("norms", __doc__.splitlines()[0], CASES, PROVIDERS)
     add_shape_options(parser, WIDTHS, str(ROWS))
     parser.add_argument(
@@ -71,13 +68,14 @@ def task(shape: Shape) -> Task:
         "N": shape.width,
         "asked_rows": shape.asked_rows,
     }
-
-    def contenders(direction: str, functions: Functions, count: int, device: torch.device) -> list[Contender]:
-        sets, check = make_inputs(shape, count, device), partial(bandwidth.check, partial(reference, shape), CHECKED)
-        return [contender(name, function, direction, sets, check) for name, function in functions.items()]
-
-    least = bandwidth.both_directions(partial(minimum_bytes, shape))
-    return Task(facts, least, lambda provider: PROVIDERS[provider](shape), contenders)
+    return Task(
+        facts,
+        bytes={direction: minimum_bytes(shape, direction) for direction in DIRECTIONS},
+        make=lambda provider: PROVIDERS[provider](shape),
+        inputs=partial(make_inputs, shape),
+        reference=partial(reference, shape),
+        checked=CHECKED,
+    )
 
 
 def reference(
@@ -97,7 +95,7 @@ def reference(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     shapes = shapes_of(options)
     names = command.importable(options.provider, FAST if options.models else PROVIDERS)
     if options.warm:

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,7 +210,7 @@ def draw(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a table would change")
-    check = parser.parse_args(sys.argv[1:] if argv is None else argv).check
+    check = parser.parse_args(argv).check
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         new = rewritten(text, page, FOLDER)

@@ -76,10 +76,9 @@ RECORDS = (
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.records", description=__doc__.splitlines()[0])
     by_name = {record.name: record for record in RECORDS}
-    # no `choices`: argparse refuses an empty list of them
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(by_name)} (all that are not done)")
     parser.add_argument("--list", action="store_true", help="measure nothing")
-    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(argv)
     if unknown := [name for name in options.names if name not in by_name]:
         parser.error(f"{', '.join(unknown)}: no such record; there are {', '.join(by_name)}")
     here = torch.cuda.is_available()
@@ -120,7 +119,7 @@ def run(record: Record, folder: Path) -> int:
     """Measures, and puts the record in the place of the earlier one once it is whole; the exit code of the program."""
     words = [sys.executable, *shlex.split(record.words)]
     if not record.is_ablation:
-        return subprocess.run([*words, "--output", str(folder)], cwd=ROOT).returncode
+        return subprocess.run(words, cwd=ROOT).returncode
     place = record.path(folder).parent
     part = place.with_name(f"{record.name}.part")
     shutil.rmtree(part, ignore_errors=True)

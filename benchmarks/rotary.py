@@ -9,21 +9,19 @@ three gradients to the packed one. `compile` is torch.compile of PyTorch's opera
 
 import argparse
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import bandwidth, command
-from benchmarks.bandwidth import Functions, Task, contender
-from benchmarks.cases import FORWARD, Function, TensorSet
+from benchmarks.bandwidth import Task
+from benchmarks.cases import DIRECTIONS, FORWARD, Function, TensorSet
 from benchmarks.providers import compiled
-from measure.timing import Contender
 from ops import rotary_qkv_fn
 
 EPS, BASE, CONTEXT, SEQUENCES = 1e-6, 10000.0, 1024, 32
@@ -129,20 +127,16 @@ PROVIDERS: dict[str, Callable[[str, Shape], Function | None]] = {
 }
 
 
-def check(case: str, shape: Shape, *given: Any) -> None:
-    """Of the first sequence. Raises WrongResult."""
-    exact = plain_torch(case, shape)
-    bandwidth.check(lambda _, *args: exact(*args), 1, *given)
-
-
 def task(case: str, shape: Shape, tokens: int) -> Task:
-    def contenders(direction: str, functions: Functions, count: int, device: torch.device) -> list[Contender]:
-        sets, right = make_inputs(case, shape, tokens, count, device), partial(check, case, shape)
-        return [contender(name, function, direction, sets, right) for name, function in functions.items()]
-
-    least = bandwidth.both_directions(lambda direction: minimum_bytes(case, direction, shape, tokens))
-    facts = {"case": case, "M": tokens, **shape._asdict()}
-    return Task(facts, least, lambda provider: PROVIDERS[provider](case, shape), contenders)
+    exact = plain_torch(case, shape)
+    return Task(
+        {"case": case, "M": tokens, **shape._asdict()},
+        bytes={direction: minimum_bytes(case, direction, shape, tokens) for direction in DIRECTIONS},
+        make=lambda provider: PROVIDERS[provider](case, shape),
+        inputs=partial(make_inputs, case, shape, tokens),
+        reference=lambda _, *args: exact(*args),
+        checked=1,  # sequence
+    )
 
 
 def shape_of(text: str) -> Shape:
@@ -153,7 +147,7 @@ def shape_of(text: str) -> Shape:
     return shape
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("rotary", __doc__.splitlines()[0], NORMS, PROVIDERS)
     parser.add_argument(
         "--heads", nargs="+", type=shape_of, default=SHAPES, metavar="H/KVxD", help=f"({' '.join(map(str, SHAPES))})"
@@ -162,7 +156,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     tokens = command.rows_on(options.device, SEQUENCES * CONTEXT)
     tasks = [task(case, shape, tokens) for case in options.case or NORMS for shape in options.heads]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)

@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -94,7 +93,7 @@ class Cell:
             self.peak_gb = max(self.peak_gb or 0.0, found["peak_gb"])
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser("scaling", __doc__.splitlines()[0], rounds=ROUNDS)
     parser.add_argument("--model", nargs="+", choices=tuple(SIZES), help="(gpt2 gpt2_xl; gpt2 with --quick; tiny on the CPU)")
     parser.add_argument("--parallel", nargs="+", choices=(DDP, FSDP), help=f"(both; {FSDP} for gpt2_xl)")
@@ -233,7 +232,7 @@ def _tokens(vocab_size: int, context: int, batch_size: int, seed: int) -> np.nda
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     try:
         cells = cells_of(options)
     except ConfigError as error:

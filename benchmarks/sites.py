@@ -7,7 +7,6 @@ A tensor has 2^26 elements. `compile` is torch.compile of PyTorch's operations.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from benchmarks import bandwidth, command
@@ -18,14 +17,14 @@ WIDTHS, ELEMENTS = (768, 1152, 2304, 3584, 4608, 5376), 2**26
 PROVIDERS = ("ours", "torch", "compile", "liger-kernel")
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("sites", __doc__.splitlines()[0], SITES, PROVIDERS)
     add_shape_options(parser, WIDTHS, "2^26 / width")
     return command.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     tasks = [
         task(Shape(SITES[case], stream, "fp32", options.rows or command.rows_on(options.device, ELEMENTS // width), width))
         for case in options.case or SITES

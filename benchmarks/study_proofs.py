@@ -12,7 +12,6 @@ A record is one study: the difference of last losses with its 95 % interval, tha
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -108,7 +107,7 @@ def summary(records: Sequence[Record]) -> str:
     return aligned(["proof", "called different", "expected", "difference (95 %)", "± mean"], rows)
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser("study_proofs", __doc__.splitlines()[0])
     parser.add_argument(
         "--studies", type=command.positive, help=f"of equal arms ({SIZES[False][0]}; {SIZES[True][0]} with --quick)"
@@ -118,7 +117,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     studies, sizes = SIZES[options.quick]
     studies = options.studies or studies
     results = command.open_results(options, [])

@@ -29,9 +29,8 @@ class StepClock:
     def __init__(self, device: torch.device, warmup: int = 3, now: Callable[[], float] = time.perf_counter) -> None:
         self.warmup = warmup
         self._device, self._now = device, now
-        self._seen = 0  # steps begun, warm-up included
-        self._inside = False
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of finished steps; their times are not read yet
+        self._seen = 0  # steps that are over, warm-up included
+        self._marks: list[tuple[Any, Any]] = []  # begin and end of steps whose times are not read yet
         self._steps_ms: list[float] = []
         self._window = 0  # where the current window begins in _steps_ms
         self._peak_gb: float | None = None  # of the steps before the last pause
@@ -40,30 +39,16 @@ class StepClock:
     @contextmanager
     def step(self) -> Iterator[None]:
         """The time of the block is one step, unless an exception ends it."""
-        assert not self._inside, "a step inside a step"
-        self._inside = True
-        try:
-            if self._device.type == "cuda":
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                stream = torch.cuda.current_stream(self._device)
-                begin.record(stream)
-                yield
-                end.record(stream)
-                if self._seen >= self.warmup:
-                    self._events.append((begin, end))
-            else:
-                began = self._synchronised_now()
-                yield
-                if self._seen >= self.warmup:
-                    self._steps_ms.append(1000 * (self._synchronised_now() - began))
-            self._seen += 1
-        finally:
-            self._inside = False
+        begin = self._mark()
+        yield
+        end = self._mark()
+        if self._seen >= self.warmup:
+            self._marks.append((begin, end))
+        self._seen += 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The time and memory of the block belong to no step. It can't be inside a step."""
-        assert not self._inside, "clock.paused() inside clock.step(): its time would count as step time"
         self._peak_gb = self.peak_gb
         try:
             yield
@@ -84,10 +69,13 @@ class StepClock:
     @property
     def steps_ms(self) -> list[float]:
         """Every step after warm-up, in order. Synchronises."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._steps_ms += [begin.elapsed_time(end) for begin, end in self._events]
-            self._events.clear()
+        for begin, end in self._marks:
+            if self._device.type == "cuda":
+                end.synchronize()
+                self._steps_ms.append(begin.elapsed_time(end))
+            else:
+                self._steps_ms.append(1000 * (end - begin))
+        self._marks.clear()
         return self._steps_ms
 
     @property
@@ -101,7 +89,12 @@ class StepClock:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _synchronised_now(self) -> float:
+    def _mark(self) -> Any:
+        """Now: on CUDA an event in the current stream, elsewhere seconds, once all that was queued is done."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            return event
         if self._device.type != "cpu":  # work is queued on every accelerator
             torch.accelerator.synchronize(self._device)
         return self._now()

@@ -4,7 +4,6 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable, Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +79,14 @@ def finish(figure: Any, title: str, footer: str, path: Path) -> None:
 
 
 def save_figure(figure: Any, to: Path) -> None:
-    """Writes a figure in the format of the file's suffix, in one step, and closes it.
+    """Writes a figure in the format of the file's suffix, and closes it.
 
     Raises:
         OSError: it can't be written.
     """
-    drawn = BytesIO()
-    figure.savefig(drawn, format=to.suffix.lstrip(".") or None)
-    pyplot.close(figure)
     to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = to.with_name(f".{to.name}.tmp")
-    try:
-        temporary.write_bytes(drawn.getvalue())
-        temporary.replace(to)
-    finally:
-        temporary.unlink(missing_ok=True)  # there if it failed
+    figure.savefig(to, format=to.suffix.lstrip(".") or None)
+    pyplot.close(figure)
 
 
 def styled(names: Iterable[str]) -> list[str]:

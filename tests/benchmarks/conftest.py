@@ -4,15 +4,19 @@ import json
 
 import pytest
 
+from benchmarks import command
+
 
 @pytest.fixture
-def recorded(tmp_path, capsys):
+def recorded(tmp_path, monkeypatch, capsys):
     """A function: what a program records with these arguments, and what it prints."""
+    for name in ("SCRATCH", "FOLDER"):
+        monkeypatch.setattr(command, name, tmp_path)
 
     def recorded(program, *arguments):
-        program.main([*arguments, "--output", str(tmp_path)])
-        name = program.__name__.removeprefix("benchmarks.")
-        assert not (tmp_path / f"{name}.json.part").exists()
-        return json.loads((tmp_path / f"{name}.json").read_text()), capsys.readouterr().out
+        program.main(arguments)
+        (path,) = tmp_path.glob("*/*.json*")
+        assert path.name == f"{program.__name__.removeprefix('benchmarks.')}.json"
+        return json.loads(path.read_text()), capsys.readouterr().out
 
     return recorded

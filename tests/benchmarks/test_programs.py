@@ -140,8 +140,8 @@ def test_minimum_bytes_of_rotary_are_those_of_a_count_by_hand():
 
 @pytest.mark.parametrize("case", rotary.NORMS)
 def test_a_wrong_result_of_rotary_is_found(case):
-    (inputs,) = rotary.make_inputs(case, SHAPE, 64, 1, torch.device("cpu"))
-    right, check = rotary.ours(case, SHAPE), partial(rotary.check, case, SHAPE, inputs)
+    task, right = rotary.task(case, SHAPE, 64), rotary.ours(case, SHAPE)
+    check = partial(bandwidth.check, task.reference, task.checked, *task.inputs(1, torch.device("cpu")))
     check(right, True)
 
     def without_turn(qkv, *others):

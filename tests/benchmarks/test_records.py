@@ -33,7 +33,7 @@ def ran(tmp_path, monkeypatch):
             for name, text in (("report.json", json.dumps(record)), ("report.md", record["command"]), ("kernels.jsonl", "")):
                 (folder / name).write_text(text)
         else:
-            record = next(r for r in RECORDS if r.words.split() == words[1 : words.index("--output")])
+            record = next(r for r in RECORDS if r.words.split() == words[1:])
             file = {"command": f"python {record.words}", "environment": environment}
             (tmp_path / HERE).mkdir(exist_ok=True)
             (tmp_path / HERE / f"{record.name}.json").write_text(json.dumps(file))

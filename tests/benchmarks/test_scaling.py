@@ -95,7 +95,7 @@ def test_every_cell_has_two_turns_a_round_and_a_failure_is_recorded_beside_the_o
     errors = {(r["parallel"], r["ranks"]): r.get("error") for r in file["records"]}
     assert errors == dict.fromkeys(errors) | {("fsdp", 2): "rank 1: process 1 terminated with signal SIGKILL"}
     assert asked.count(("fsdp", 2)) == 1 and all(asked.count(key) == 2 for key in errors if key != ("fsdp", 2))
-    assert "failed: tiny, fsdp on 2: rank 1: " in printed and "2 × 16 tokens a GPU" in printed
+    assert "| fsdp | 2 | failed: rank 1: " in printed and "2 × 16 tokens a GPU" in printed
     assert [r["efficiency"] for r in file["records"] if "efficiency" in r] == [1.0] * 3
 
 

@@ -27,44 +27,31 @@ from tests.runs import config, precision
 from train import training_step
 
 VOCABULARY = 64
-NAMES = {
-    "norm": [
-        "triton_red_fused__to_copy_add_native_layer_norm_native_dropout_3",
-        "triton_poi_fused__to_copy_view_2",
-        "triton_red_fused__fused_rms_norm_backward__to_copy_add_mul_select_slice_backward_view_12",
-        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4",
-        "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6",  # rotary positions
-        "rotary_backward_kernel",
-        "finish_rotary_weights_kernel",
-        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)",
-        "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(...)",
-    ],
-    "GEMM": [
-        "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
-        "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>",
-        "triton_tem_fused_addmm_5",
-    ],
-    "attention": [
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, cutlass::bfloat16_t>>(...)",
-        "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128, 64, 128>(...)",
-    ],
-    "loss": [
-        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float, LogSoftMaxForwardEpilogue>",
-        "triton_red_fused__to_copy_prepare_softmax_online_view_33",
-        "triton_red_fused__log_softmax__log_softmax_backward_data__to_copy_nll_loss_backward_nll_loss_forward_view_30",
-    ],
-    "optimizer": [
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float>>",
-    ],
-    "other": [
-        "triton_poi_fused_cat_fill_mul_sigmoid_silu_sub_view_8",  # of a gated MLP
-        "triton_red_fused__to_copy_native_dropout_backward_sum_view_2",  # a bias gradient, with dropout's backward made anew
-        "Memcpy HtoD (Pinned -> Device)",
-    ],
-}
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >"
 SUM = "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<float> >"
+NAMES = [
+    ("norm", "triton_red_fused__to_copy_add_native_layer_norm_native_dropout_3"),
+    ("norm", "triton_poi_fused__to_copy_view_2"),
+    ("norm", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_view_4"),
+    ("norm", "triton_poi_fused__scaled_dot_product_flash_attention_cat_mul_transpose_6"),  # rotary positions
+    ("norm", "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 32u, 8u, 64u>(long)"),
+    ("norm", "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<float, float, unsigned int, 1, 4, bool>(...)"),
+    ("GEMM", "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN"),
+    ("GEMM", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off__5x_cublas"),
+    ("GEMM", "triton_tem_fused_addmm_5"),
+    ("attention", "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, cutlass::bfloat16_t>>"),
+    ("attention", "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, 128, 64, 128>(...)"),
+    ("loss", "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float, LogSoftMaxForwardEpilogue>"),
+    ("loss", "triton_red_fused__to_copy_prepare_softmax_online_view_33"),
+    ("loss", "cross_entropy_kernel"),
+    (
+        "optimizer",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float>>",
+    ),
+    ("other", "triton_poi_fused_cat_fill_mul_sigmoid_silu_sub_view_8"),  # of a gated MLP
+    ("other", "triton_red_fused__to_copy_native_dropout_backward_sum_view_2"),  # a bias gradient, dropout's backward made anew
+    ("other", "Memcpy HtoD (Pinned -> Device)"),
+]
 PLACES = [
     ("norm", ELEMENTWISE, ("aten::fill_", "prenorm_ops::norm_forward"), ()),
     ("other", ELEMENTWISE, ("aten::copy_", "aten::to", "aten::linear"), ()),
@@ -76,11 +63,8 @@ PLACES = [
     ("norm", SUM, ("aten::sum", "## Call CompiledFxGraph fxyz ##", "CompiledFunctionBackward"), ()),
     ("other", SUM, ("aten::sum", "AddmmBackward0"), ()),
     ("other", SUM, ("aten::mean", "CompiledFunction"), ()),
-    ("loss", "cross_entropy_kernel", (), ()),
     ("GEMM", "nvjet_tst_128x256", ("aten::mm", "aten::linear", "prenorm_ops::linear_cross_entropy_forward"), ()),
     ("loss", SUM, ("aten::sum", "prenorm_ops::linear_cross_entropy_forward"), ()),
-    ("norm", SUM, ("aten::sum", "prenorm_ops::norm_forward"), ()),
-    *((group, name, (), ()) for group, names in NAMES.items() for name in names),
 ]
 
 
@@ -93,14 +77,11 @@ def profiled(cfg: Config, dtype: torch.dtype) -> list[KernelTime]:
     return found
 
 
-@pytest.mark.parametrize(("group", "name", "within", "forward"), PLACES)
-def test_a_kernels_name_and_place_give_its_group(group, name, within, forward):
-    assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group
-
-
-def test_kernels_of_one_name_and_group_are_one_line_of_a_table():
+def test_a_kernels_name_and_place_give_its_group():
+    for group, name, within, forward in [*PLACES, *((group, name, (), ()) for group, name in NAMES)]:
+        assert group_of(KernelTime(name, 1.0, 1, within, forward)) == group, (name, within)
     kernels = [KernelTime(SUM, us, 5, within) for us, (_, name, within, _) in zip((30, 20, 12), PLACES[6:9], strict=True)]
-    assert by_name(kernels) == [Kernel(SUM, "other", 0.032, 10), Kernel(SUM, "norm", 0.03, 5)]
+    assert by_name(kernels) == [Kernel(SUM, "other", 0.032, 10), Kernel(SUM, "norm", 0.03, 5)], "one line of a table each"
 
 
 def groups(kernels: list[KernelTime], name: str) -> Counter:

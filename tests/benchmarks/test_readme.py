@@ -3,12 +3,15 @@
 import json
 import re
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from ablation import records as ablations
 from benchmarks import readme
 from measure import sources
+from measure.statistics import spread
+from measure.tables import interval_text
 from tests.ablation import results
 
 from .records import ENVIRONMENT, norm
@@ -59,34 +62,25 @@ def test_marker_of_what_is_not_there_is_an_error_or_says_what_records_it(folder)
     assert "Not recorded on nvidia-h200 yet: `python -m benchmarks.records sites`" in rewritten("sites nvidia-h200", folder)
 
 
-def recorded(folder, name):
-    """The first cell of a record."""
-    return json.loads((folder / "nvidia-h200" / "ablation" / name / "report.json").read_text())["cells"][0]
-
-
 def test_recorded_ablations_have_a_row_for_each_cell_and_words_of_a_marker_choose_some(folder):
     found = results.ablation()
-    for name in ("gpt2", "llama"):
-        ablations.save(found, folder / "nvidia-h200" / "ablation" / name)
-    revision = found.environment["git"]["revision"][:8]
-    assert f"git {revision}\n" in rewritten("ablation nvidia-h200", folder)
     other = replace(found, environment=found.environment | {"git": {"revision": "abcdef0123", "dirty": False}})
+    ablations.save(found, folder / "nvidia-h200" / "ablation" / "gpt2")
     ablations.save(other, folder / "nvidia-h200" / "ablation" / "llama")
-    assert f"git {revision} (gpt2), abcdef01 (llama)\n" in rewritten("ablation nvidia-h200", folder)
-    rows = [line for line in rewritten("ablation nvidia-h200", folder).splitlines() if "report.md" in line]
+    revision = found.environment["git"]["revision"][:8]
+    lines = rewritten("ablation nvidia-h200", folder).splitlines()
+    assert any(line.endswith(f"git {revision} (gpt2), abcdef01 (llama)") for line in lines)
+    rows = [line for line in lines if "report.md" in line]
     assert len(rows) == 2 * 4 and "eager, model.dropout=0.1 |" in rows[0] and "compiled, model.dropout=0.1 |" in rows[1]
+    assert "[gpt2](results/nvidia-h200/ablation/gpt2/report.md)" in rows[0], "relative to the page"
     cell = found.cells[0]
-    over_compiled, over_torch = (cell.against(base).speedup for base in ("compiled", "torch"))
-    assert cell.fastest == "compiled" and "[gpt2](results/nvidia-h200/ablation/gpt2/report.md)" in rows[0], (
-        "relative to the page"
-    )
-    told = [f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f})" for one in (over_compiled, over_torch)]
-    assert f"| {told[0]} | {told[1]} |" in rows[0] and rows[0].endswith("| 1.136 |")
-    torch_ms, compiled_ms, fused_ms = (readme.median(recorded(folder, "gpt2"), arm) for arm in ("torch", "compiled", "fused"))
-    assert f"| {torch_ms} | compiled, {compiled_ms} | {fused_ms} |" in rows[0]
+    medians = {name: spread([*chain(*arm.blocks_ms)]).median for name, arm in cell.arms.items()}
+    torch_ms, compiled_ms, fused_ms = (f"{medians[name]:.2f}" for name in ("torch", "compiled", "fused"))
+    over_compiled, over_torch = (interval_text(cell.against(base).speedup) for base in ("compiled", "torch"))
+    assert f"| {torch_ms} | compiled, {compiled_ms} | {fused_ms} | {over_compiled} | {over_torch} |" in rows[0]
     line = rewritten("headline nvidia-h200 gpt2", folder).splitlines()[3]
-    assert line.startswith("- **gpt2, eager, model.dropout=0.1**: against compiled ")
-    assert f"{compiled_ms} → {fused_ms} ms, {told[0]} ×; against torch {torch_ms} → {fused_ms} ms, {told[1]} ×" in line
+    words = f"against compiled {compiled_ms} → {fused_ms} ms, {over_compiled} ×; against torch {torch_ms} → {fused_ms} ms, "
+    assert line == f"- **gpt2, eager, model.dropout=0.1**: {words}{over_torch} ×"
     text = rewritten("ablation nvidia-h200 gpt2/model.dropout=0.0", folder)
     assert [line for line in text.splitlines() if "report.md" in line] == [row for row in rows[:4] if "dropout=0.0" in row]
     with pytest.raises(ValueError, match="no cell with seed=1"):
@@ -100,42 +94,32 @@ def test_a_table_is_old_once_the_sources_of_what_was_measured_differ_and_not_bef
         return rewritten("norms_models nvidia-h200", folder)
 
     now = readme.fingerprints()
-    assert "Old: " not in page(now)
     assert "Old: " not in page(now | {"step": "another", "rotary": "another"}), "norms know neither the model nor other kernels"
     assert "Old: the measured code has changed since this was recorded." in page(now | {"norms": "another"})
     assert "Old: " in page({}), "recorded before there were fingerprints"
 
 
-def test_comments_docstrings_and_blank_lines_are_no_change_of_the_sources_and_anything_else_is():
-    code = 'def f(x):\n    """One."""\n    # two\n\n    return "# 3" + x  # four\n'
-    same = '# new\ndef f(x):\n    """Another."""\n    return "# 3" + x\n'
-    assert sources.stripped(code) == sources.stripped(same) == 'def f(x):\n    return "# 3" + x'
-    assert sources.stripped(code) != sources.stripped(code.replace("# 3", "# 4"))
-
-
-def test_a_change_of_a_file_changes_the_fingerprints_of_what_is_made_of_it(tmp_path, monkeypatch):
+def test_fingerprints_change_with_the_files_that_what_is_measured_is_made_of_but_not_with_their_comments(tmp_path, monkeypatch):
+    paths = [path.partition(":")[0] for of in sources.SOURCES.values() for path in of]
+    assert [path for path in paths if not (sources.ROOT / path).exists()] == []
     monkeypatch.setattr(sources, "ROOT", tmp_path)
-
     before = {}
 
-    def changed_by(name):
+    def changed_by(name, code="x = 1\n"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x = 1\n")
+        (tmp_path / name).write_text(code)
         now = sources.fingerprints()
         changed = [what for what in now if now[what] != before.get(what)]
         before.update(now)
         return changed
 
+    code = 'def f(x):\n    """One."""\n    # two\n\n    return "# 3" + x  # four\n'
     assert changed_by("ops/kernels/forward.py") == list(sources.SOURCES)
-    assert changed_by("model/gpt.py") == ["step", "ranks"]
+    assert changed_by("model/gpt.py", code) == ["step", "ranks"]
+    assert changed_by("model/gpt.py", '# new\ndef f(x):\n    """Another."""\n    return "# 3" + x\n') == []
+    assert changed_by("model/gpt.py", code.replace("# 3", "# 4")) == ["step", "ranks"]
     assert changed_by("ops/kernels/rotary.py") == ["rotary", "step", "ranks"]
     assert changed_by("ops/functional.py") == ["calls"]
-
-
-def test_every_file_that_a_record_depends_on_is_there():
-    assert [
-        path for paths in sources.SOURCES.values() for path in paths if not (sources.ROOT / path.partition(":")[0]).exists()
-    ] == []
 
 
 def test_the_lead_picture_and_that_of_the_norms_are_drawn_beside_their_records(folder):

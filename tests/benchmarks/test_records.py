@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -15,59 +14,58 @@ from benchmarks.records import RECORDS
 from configs.machine import Machine
 from tests.benchmarks.records import ENVIRONMENT
 
-HERE = "nvidia-h200"
+GIT = {"revision": "abc", "dirty": False}
 
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
     """The commands that it started. They write what the programs would write."""
-    commands = []
+    commands, here = [], tmp_path / "nvidia-h200"
 
     def run(words, **_):
         commands.append(words[1:])
-        environment = ENVIRONMENT | {"git": {"revision": "abc", "dirty": False}}
+        record = {"command": f"python {shlex.join(words[1:])}", "environment": ENVIRONMENT | {"git": GIT}, "unfinished": ""}
+        folder, files = here, {f"{words[2].removeprefix('benchmarks.')}.json": json.dumps(record)}
+        if "--models" in words:
+            files = {"norms_models.json": json.dumps(record)}
         if words[1] == "ablate.py":
             folder = tmp_path / next(word for word in words if word.startswith("folder=")).removeprefix("folder=")
-            folder.mkdir(parents=True)
-            record = {"command": f"python {shlex.join(words[1:])}", "environment": environment, "unfinished": ""}
-            for name, text in (("report.json", json.dumps(record)), ("report.md", record["command"]), ("kernels.jsonl", "")):
-                (folder / name).write_text(text)
-        else:
-            record = next(r for r in RECORDS if r.words.split() == words[1:])
-            file = {"command": f"python {record.words}", "environment": environment}
-            (tmp_path / HERE).mkdir(exist_ok=True)
-            (tmp_path / HERE / f"{record.name}.json").write_text(json.dumps(file))
+            files = {"report.json": json.dumps(record), "report.md": record["command"], "kernels.jsonl": ""}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(records.command, "FOLDER", tmp_path)
-    monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | {"git": {"revision": "abc", "dirty": False}})
+    monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | {"git": GIT})
     monkeypatch.setattr(records.subprocess, "run", run)
     monkeypatch.setattr(records.readme, "main", lambda _: commands.append("readme"))
     return commands
 
 
-def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path):
+def test_all_records_are_made_once_and_what_is_done_is_left_alone(ran, tmp_path, monkeypatch):
     records.main([])
     assert len(ran) == len(RECORDS) + 1 and ran[-1] == "readme"
-    gpt2 = tmp_path / HERE / "ablation" / "gpt2"
+    gpt2 = tmp_path / "nvidia-h200" / "ablation" / "gpt2"
     assert sorted(path.name for path in gpt2.iterdir()) == ["report.json", "report.md"], "without what no page reads"
     assert (gpt2 / "report.md").read_text() == f"python {RECORDS[0].words}", "the command that repeats it"
     ran.clear()
     records.main([])
     assert ran == ["readme"]
-    (tmp_path / HERE / "host.json").unlink()
+    (tmp_path / "nvidia-h200" / "host.json").unlink()
     file = json.loads((gpt2 / "report.json").read_text())
     (gpt2 / "report.json").write_text(json.dumps(file | {"unfinished": "1 of 6 parts"}))
     ran.clear()
     records.main([])
     assert [words[0] for words in ran[:-1]] == ["ablate.py", "-m"] and len(ran) == 3, "what was cut short, and what is missing"
-    memory = next(r for r in RECORDS if r.name == "memory")
-    assert records.is_done(memory, tmp_path / HERE, "abc") and not records.is_done(memory, tmp_path / HERE, "def")
-    assert not records.is_done(replace(memory, words="-m benchmarks.memory --rounds 3"), tmp_path / HERE, "abc")
     ran.clear()
     records.main(["memory"])
     assert ran[0][1] == "benchmarks.memory" and len(ran) == 2, "by name it is made anew"
+    ran.clear()
+    monkeypatch.setitem(GIT, "revision", "def")
+    records.main([])
+    assert len(ran) == len(RECORDS) + 1, "those of another revision"
 
 
 def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_they_stand(capsys, monkeypatch):
@@ -79,23 +77,20 @@ def test_the_plan_is_at_most_an_hour_on_one_card_and_its_commands_are_read_as_th
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for record in RECORDS:
         words = record.words.split()
-        if record.is_ablation:
-            assert variants_of(words[1:])
-        else:
-            assert import_module(words[1]).options_of(words[2:])
+        assert variants_of(words[1:]) if record.is_ablation else import_module(words[1]).options_of(words[2:])
 
 
 @pytest.mark.parametrize(
-    ("changed", "gpu", "names", "message"),
+    ("git", "gpu", "names", "message"),
     [
-        ({"git": None}, True, [], "set GIT_REVISION"),
-        ({"git": {"revision": "abc", "dirty": True}}, True, [], "commit the code"),
-        ({}, False, [], "there is no GPU here"),
-        ({}, True, ["gpt3"], "gpt3: no such record; there are gpt2, "),
+        (None, True, [], "set GIT_REVISION"),
+        (GIT | {"dirty": True}, True, [], "commit the code"),
+        (GIT, False, [], "there is no GPU here"),
+        (GIT, True, ["gpt3"], "gpt3: no such record; there are gpt2, "),
     ],
 )
-def test_what_can_not_be_recorded_is_refused_with_the_remedy(ran, changed, gpu, names, message, monkeypatch, capsys):
-    monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | changed)
+def test_what_can_not_be_recorded_is_refused_with_the_remedy(ran, git, gpu, names, message, monkeypatch, capsys):
+    monkeypatch.setattr(records.command, "environment", lambda *_: ENVIRONMENT | {"git": git})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     with pytest.raises(SystemExit):
         records.main(names)

@@ -34,7 +34,7 @@ class Task:
     bytes: Mapping[str, int]  # by direction, the fewest that any implementation must move
     make: Callable[[str], Callable[..., Any] | None]  # a provider's function; None where it does not offer the case
     inputs: Callable[[int, torch.device], list[TensorSet]]  # so many sets
-    reference: Function  # of the outputs to be checked and the arguments, both in fp64 and of the first rows
+    reference: Callable[..., Any]  # of the outputs to be checked and the arguments, both in fp64 and of the first rows
     checked: int  # rows
     move_outputs: bool = True  # to another place in memory each round, which needs twice the memory
 
@@ -66,8 +66,7 @@ def run(options: argparse.Namespace, names: Sequence[str], tasks: Sequence[Task]
         names: of the providers.
         file: name of the record, if it is not the program's.
     """
-    device = command.device_of(options)
-    results = command.open_results(options, names, file=file)
+    device, results = options.device, command.open_results(options, names, file=file)
     with timing.side_stream(device), progress(len(tasks), results.path.stem) as bar:
         copy_gb_per_s = timing.copy_bandwidth(device, 2.0 if device.type == "cuda" else 0.01)
         timing.free_memory(device)

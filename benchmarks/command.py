@@ -64,18 +64,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
+    options.device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     options.rounds = options.rounds or options.default_rounds[options.quick]
     options.argv = sys.argv[1:] if argv is None else argv
     return options
 
 
-def device_of(options: argparse.Namespace) -> torch.device:
-    return torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-
-
-def rows_on(device: str, rows: int) -> int:
+def rows_on(device: torch.device, rows: int) -> int:
     """The default number of rows: `rows` on a GPU, few on a CPU."""
-    return rows if device == "cuda" else CPU_ROWS
+    return rows if device.type == "cuda" else CPU_ROWS
 
 
 def importable(asked: Sequence[str] | None, otherwise: Iterable[str]) -> list[str]:
@@ -150,7 +147,7 @@ def open_results(
         others: versions of what is compared beside providers.
         file: name of the record, if it is not the program's.
     """
-    facts = environment(device_of(options), providers.versions(names) | (others or {}))
-    published = not options.quick and options.device == "cuda"
+    facts = environment(options.device, providers.versions(names) | (others or {}))
+    published = not options.quick and options.device.type == "cuda"
     path = (FOLDER if published else SCRATCH) / slug(facts) / f"{file or options.program}.json"
     return Results(path, facts, shlex.join(["python", "-m", f"benchmarks.{options.program}", *options.argv]))

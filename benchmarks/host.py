@@ -39,8 +39,7 @@ def both(function: Function, inputs: TensorSet) -> object:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
-    device = command.device_of(options)
-    names = command.importable(options.provider, PROVIDERS)
+    device, names = options.device, command.importable(options.provider, PROVIDERS)
     results = command.open_results(options, names)
     with timing.side_stream(device), progress(len(DIRECTIONS), "host") as bar:
         functions = {name: function for name in names if (function := PROVIDERS[name](SHAPE)) is not None}

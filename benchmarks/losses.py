@@ -109,13 +109,13 @@ def make_inputs(case: str, M: int, N: int, dtype: str, sets: int, device: torch.
 
 def task(case: str, M: int, N: int, dtype: str) -> Task:
     size, makers, whole = M * N * DTYPES[dtype].itemsize, MAKERS[case], case == "cross_entropy"
-    exact = F.cross_entropy if whole else MAKERS[case]["torch"]()
+    exact = makers["torch"]()
     return (LossTask if whole else Task)(
         {"case": case, "dtype": dtype, "M": M, "N": N},
         bytes={BOTH: 2 * size} if whole else {FORWARD: 2 * size, BACKWARD: 3 * size},
         make=lambda provider: makers[provider]() if provider in makers else None,
         inputs=partial(make_inputs, case, M, N, dtype),
-        reference=exact if whole else lambda _, x: (exact(x),),
+        reference=F.cross_entropy if whole else lambda _, x: (exact(x),),
         checked=CHECKED,
         move_outputs=False,
     )
@@ -136,7 +136,7 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 def shapes_of(case: str, options: argparse.Namespace) -> list[tuple[int, int]]:
     shapes = options.shape or SHAPES[case]
     shapes = shapes[:1] if options.quick else shapes
-    return shapes if options.device == "cuda" else [(min(M, command.CPU_ROWS), min(N, 512)) for M, N in shapes]
+    return shapes if options.device.type == "cuda" else [(min(M, command.CPU_ROWS), min(N, 512)) for M, N in shapes]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,6 +9,7 @@ before forward: `kept` is what stands when forward has returned, without its out
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,23 +68,20 @@ def allocated(device: torch.device) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
-    device = command.device_of(options)
-    names = command.importable(options.provider, COMPARED)
+    device, names = options.device, command.importable(options.provider, COMPARED)
     results = command.open_results(options, names)
-    cells = [
-        (shape, provider)
+    shapes = [
+        Shape(CASES[case], stream, "bf16", command.rows_on(device, ROWS), width)
         for width in WIDTHS[: 1 if options.quick else None]
         for case in ("dropout_add_ln", "dropout_add_rms")
         for stream in ("bf16", "fp32")
-        for shape in [Shape(CASES[case], stream, "bf16", command.rows_on(options.device, ROWS), width)]
-        for provider in names
     ]
-    with timing.side_stream(device), progress(len(cells), "memory") as bar:
-        for shape, provider in cells:
+    with timing.side_stream(device), progress(len(shapes) * len(names), "memory") as bar:
+        for shape, provider in product(shapes, names):
             cell: Record = {"case": shape.case.name, "residual_dtype": shape.residual, "M": shape.rows, "N": shape.width}
+            cell |= {"blocks": BLOCKS, "provider": provider}
             show_current(bar, f"{report.cell_label(cell)}, {provider}")
             torch._dynamo.reset()
-            cell |= {"blocks": BLOCKS, "provider": provider}
             try:
                 (inputs,) = make_inputs(shape, 1, device)
                 results.add([{**cell, **bytes_of(chain(provider, shape), inputs, device)}])

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     shapes = shapes_of(options)
     names = command.importable(options.provider, FAST if options.models else PROVIDERS)
     if options.warm:
-        providers.compile_in_processes(shapes, names, command.device_of(options), options.warm)
+        providers.compile_in_processes(shapes, names, options.device, options.warm)
     if options.before:
         names.append(providers.load_before(options.before))
     bandwidth.run(options, names, [task(shape) for shape in shapes], "norms_models" if options.models else "norms")

@@ -82,16 +82,6 @@ class Cell:
     def ranks(self) -> int:
         return self.facts["ranks"]
 
-    def take_turn(self, steps: int) -> None:
-        try:
-            found = turn(self, steps)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # a cell's failure is a result
-            self.error = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"[:300]
-            return
-        self.blocks_ms.append(found["steps_ms"])
-        if found["peak_gb"] is not None:
-            self.peak_gb = max(self.peak_gb or 0.0, found["peak_gb"])
-
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser("scaling", __doc__.splitlines()[0], rounds=ROUNDS)
@@ -101,15 +91,11 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
         "--ranks", nargs="+", type=command.positive, metavar="N",
         help="with 1 among them, for efficiency (powers of two up to the GPUs here; 1 2 on the CPU)",
     )  # fmt: skip
-    parser.add_argument(
-        "--batch-size", type=command.positive, metavar="B",
-        help=f"sequences of each rank ({', '.join(f'{size.batch_size} for {name}' for name, size in SIZES.items())})",
-    )  # fmt: skip
     parser.add_argument("--steps", type=command.positive, default=25, help="counted in a turn (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="compiled models, each anew in every turn (eager)")
     parser.add_argument("--common", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of the config of all")
     options = command.parse(parser, argv)
-    on_cpu, gpus = options.device == "cpu", torch.cuda.device_count()
+    on_cpu, gpus = options.device.type == "cpu", torch.cuda.device_count()
     options.model = options.model or (["tiny"] if on_cpu else ["gpt2"] if options.quick else ["gpt2", "gpt2_xl"])
     options.ranks = sorted(set(options.ranks or ([1, 2] if on_cpu else [2**i for i in range(gpus.bit_length())])))
     if not on_cpu and options.ranks[-1] > gpus:
@@ -133,17 +119,16 @@ def cells_of(options: argparse.Namespace) -> dict[str, Cell]:
 
 def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) -> Cell:
     size = SIZES[model]
-    batch_size = options.batch_size or size.batch_size
     own = {
         "model": model,
-        "device": options.device,
+        "device": options.device.type,
         "parallel": parallel,
-        "train.batch_size": batch_size * ranks,
+        "train.batch_size": size.batch_size * ranks,
         "train.compile": str(options.compile).lower(),
         "train.steps": size.warm_up + options.steps,
     }
     if taken := [text for text in options.common if text.partition("=")[0].lstrip("+") in own]:
-        raise ConfigError(f"--common {taken[0]}: it has an option of its own, see --help. Leave it out.")
+        raise ConfigError(f"--common {taken[0]}: it has an option of its own, or is fixed. Leave it out.")
     overrides = [*(f"{key}={value}" for key, value in own.items()), f"model.vocab_size={size.vocab_size}", *options.common]
     cfg = configs.compose_only(overrides)
     on = replace(machine.inspect(cfg.device), ranks=ranks, by_torchrun=True)
@@ -154,7 +139,7 @@ def cell_of(options: argparse.Namespace, model: str, parallel: str, ranks: int) 
         "model": model,
         "parallel": parallel,
         "ranks": ranks,
-        "batch_size": batch_size,  # sequences of a rank
+        "batch_size": size.batch_size,
         "context": cfg.model.context,
         "precision": Precision.settle(cfg.train.precision, on).name,
         "compiled": options.compile,
@@ -237,22 +222,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = cells_of(options)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if options.device == "cuda" else None
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if options.device.type == "cuda" else None
     results = command.open_results(options, [], nccl)
     with progress(2 * options.rounds * len(cells), "scaling", "turn") as bar:
         for order in block_orders(list(cells), options.rounds, 0):
             for name in order:
                 show_current(bar, name)
-                if cells[name].error is None:
-                    cells[name].take_turn(options.steps)
+                take_turn(cells[name], options.steps)
                 bar.update()
             results.records = [record_of(cell, cells) for cell in cells.values()]
             results.save()
     print(markdown({"records": results.finish()}))
 
 
+def take_turn(cell: Cell, steps: int) -> None:
+    """A cell's failure is a result; it gets no more turns."""
+    if cell.error is not None:
+        return
+    try:
+        found = turn(cell, steps)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        cell.error = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"[:300]
+        return
+    cell.blocks_ms.append(found["steps_ms"])
+    if found["peak_gb"] is not None:
+        cell.peak_gb = max(cell.peak_gb or 0.0, found["peak_gb"])
+
+
 def record_of(cell: Cell, cells: Mapping[str, Cell]) -> Record:
-    """`cells` are those of the run, which have had as many turns."""
+    """`cells` are those of the run. Efficiency is one rank's milliseconds over those of many, which is the ratio of a rank's
+    tokens/s; of a single round it has no interval."""
     facts = cell.facts
     if cell.error is not None:
         return {**facts, "ms": None, "error": cell.error}
@@ -262,17 +261,12 @@ def record_of(cell: Cell, cells: Mapping[str, Cell]) -> Record:
     record |= {"tokens_per_s": round(cell.ranks * of_rank, 1), "tokens_per_s_of_rank": round(of_rank, 1)}
     one = cells.get(f"{facts['model']} {facts['parallel']} 1")
     if one is not None and one.error is None:
-        record |= efficiency(one.blocks_ms, cell.blocks_ms)
+        pairs = zip(cycle_times(one.blocks_ms), cycle_times(cell.blocks_ms), strict=True)
+        logarithms = [math.log(one_ms / many_ms) for one_ms, many_ms in pairs]
+        mean = mean_interval(logarithms)
+        ratio, *interval = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
+        record |= {"efficiency": ratio, "efficiency_95": interval if len(logarithms) > 1 else None}
     return record | {"peak_gb": None if cell.peak_gb is None else round(cell.peak_gb, 6), "blocks_ms": cell.blocks_ms}
-
-
-def efficiency(one_ms: Sequence[Sequence[float]], many_ms: Sequence[Sequence[float]]) -> Record:
-    """One rank's milliseconds over those of many, which is the ratio of a rank's tokens/s; of a single round no interval."""
-    pairs = zip(cycle_times(one_ms), cycle_times(many_ms), strict=True)
-    logarithms = [math.log(one / many) for one, many in pairs]
-    mean = mean_interval(logarithms)
-    ratio, low, high = (round(math.exp(value), 4) for value in (mean.median, mean.low, mean.high))
-    return {"efficiency": ratio, "efficiency_95": [low, high] if len(logarithms) > 1 else None}
 
 
 HEADER = ("", "GPUs", "ms", "p10", "p90", "tokens/s", "per GPU", "efficiency (95 %)", "GiB")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from configs import machine
 from data import load_corpus
 from measure.progress import progress
 from measure.statistics import Interval
-from measure.tables import NOTHING, aligned, interval_text
+from measure.tables import NOTHING, compact_markdown, interval_text
 from model import GPT
 from model.norm import NormSite
 from study.analysis import ArmReport, Report, analyse, best_rate
@@ -96,15 +97,14 @@ def records_of(study: Study, equal: Sequence[Result], known: Found, studies: int
     return [*made, *(record(p, 0, a, report) for p, a in zip(("planted", "handicap"), report.arms[1:], strict=True))]
 
 
-def summary(records: Sequence[Record]) -> str:
+def markdown(file: dict[str, Any]) -> str:
     rows = []
     for proof, expected in (("aa", "at most a tenth"), ("shifted", "found"), ("planted", "found"), ("handicap", "found")):
-        of = [one for one in records if one["proof"] == proof]
+        of = [one for one in file["records"] if one["proof"] == proof]
         difference = interval_text(Interval(**of[0]["difference"]), 4) if len(of) == 1 else NOTHING
         half = fmean((one["difference"]["high"] - one["difference"]["low"]) / 2 for one in of)
-        called = f"{sum(one['different'] for one in of)} of {len(of)}"
-        rows.append([proof, called, expected, difference, f"{half:.4f}"])
-    return aligned(["proof", "called different", "expected", "difference (95 %)", "± mean"], rows)
+        rows.append([proof, f"{sum(one['different'] for one in of)} of {len(of)}", expected, difference, f"{half:.4f}"])
+    return compact_markdown(["proof", "called different", "expected", "difference (95 %)", "± mean"], rows)
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -122,9 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     studies = options.studies or studies
     results = command.open_results(options, [])
     seeds = list(range(1, SEEDS + 1))
-    study = study_of([*KEYS, *sizes, f"device={options.device}", *options.keys])
+    study = study_of([*KEYS, *sizes, f"device={options.device.type}", *options.keys])
     arm = study.arms[0]
-    other = study_of([*KEYS, *sizes, f"device={options.device}", "norm.eps=1.01e-5", *options.keys]).arms[0]
+    other = study_of([*KEYS, *sizes, f"device={options.device.type}", "norm.eps=1.01e-5", *options.keys]).arms[0]
     arms = [Arm(BASE, arm.cfg), Arm(EQUAL, other.cfg), Arm(HANDICAP, arm.cfg, half_frozen)]
     known = Study(arms, study.rates, seeds, {})
     # Half of them are the A/A runs, which have as many other seeds.
@@ -136,8 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = train_all(equal, precision, corpus, Path(folder) / "equal.jsonl", best_rate, bar.update).results
         found = train_all(known, precision, corpus, Path(folder) / "known.jsonl", best_rate, bar.update)
     results.add(records_of(known, runs, found, studies))
-    print(summary(results.finish()))
-    print(f"records: {results.path}")
+    print(markdown({"records": results.finish()}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from benchmarks.scaling import Cell, record_of
 from tests.benchmarks.records import SMALL
 from tests.forks import processes  # noqa: F401  ranks are forked from the process that it preloads
 
-CPU = ["--device", "cpu", "--rounds", "1", "--steps", "3", "--batch-size", "2", "--common", *SMALL, "train.precision=fp32"]
+CPU = ["--device", "cpu", "--rounds", "1", "--steps", "3", "--common", *SMALL, "train.precision=fp32"]
 rank, step = scaling.rank, scaling.training_step
 
 
@@ -25,7 +25,7 @@ def watched(number, cell, *rest):
             os.kill(os.getpid(), signal.SIGKILL)
         kind = {"ddp": "DistributedDataParallel", "fsdp": "FSDPGPT"}[cell.facts["parallel"]]
         given = (type(forward).__name__, len(batch[0]), world.rank, world.size)
-        assert given == (kind, 2, number, cell.ranks), given
+        assert given == (kind, 8, number, cell.ranks), given
         return step(forward, state, batch, index, cfg, precision, world)
 
     scaling.training_step = watched_step
@@ -45,11 +45,11 @@ def cells(*more):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_train_together_with_the_batch_of_each(forked, parallel):
     cell = cells()[f"tiny {parallel} 2"]
-    cell.take_turn(steps=3)
+    scaling.take_turn(cell, 3)
     assert cell.error is None and [len(block) for block in cell.blocks_ms] == [3] and cell.peak_gb is None
     record = record_of(cell, {})
     assert 0 < record["p10"] <= record["ms"] <= record["p90"] and "efficiency" not in record, "none is made up without one rank"
-    assert record["tokens_per_s"] == pytest.approx(1000 * 2 * 2 * 16 / record["ms"], rel=1e-3)
+    assert record["tokens_per_s"] == pytest.approx(1000 * 2 * 8 * 16 / record["ms"], rel=1e-3)
     assert (record["model"], record["precision"], record["compiled"]) == ("tiny", "fp32", False)
 
 
@@ -57,7 +57,7 @@ def test_a_killed_rank_and_an_error_of_a_turn_are_told(forked):
     killed, wrong = cells("logging.name=kill_rank_1")["tiny ddp 2"], cells()["tiny ddp 1"]
     wrong.overrides = [*wrong.overrides, "no.such.key=1"]
     for cell in (killed, wrong):
-        cell.take_turn(1)
+        scaling.take_turn(cell, 1)
     # the rank that lost its connection may end before it is known that the other one was killed
     assert "SIGKILL" in killed.error or "onnection" in killed.error
     assert "rank 0: configs.keys.ConfigError: no.such.key" in wrong.error
@@ -95,14 +95,14 @@ def test_every_cell_has_two_turns_a_round_and_a_failure_is_recorded_beside_the_o
     errors = {(r["parallel"], r["ranks"]): r.get("error") for r in file["records"]}
     assert errors == dict.fromkeys(errors) | {("fsdp", 2): "rank 1: process 1 terminated with signal SIGKILL"}
     assert asked.count(("fsdp", 2)) == 1 and all(asked.count(key) == 2 for key in errors if key != ("fsdp", 2))
-    assert "| fsdp | 2 | failed: rank 1: " in printed and "2 × 16 tokens a GPU" in printed
+    assert "| fsdp | 2 | failed: rank 1: " in printed and "8 × 16 tokens a GPU" in printed
     assert [r["efficiency"] for r in file["records"] if "efficiency" in r] == [1.0] * 3
 
 
 def test_bad_options_are_refused_by_name(capsys, monkeypatch):
     for text, message in {
         "parallel=ddp": "--common parallel=ddp: .* option of its own",
-        "train.accumulation=4": "train.batch_size=2 can't be cut .* train.accumulation=4",
+        "train.accumulation=3": "train.batch_size=8 can't be cut .* train.accumulation=3",
     }.items():
         with pytest.raises(SystemExit, match=message):
             scaling.main([*CPU, text])

@@ -5,7 +5,6 @@ forward and backward in one call, reads each logit once and writes its gradient.
 
 python -m benchmarks.losses                                everything that can be imported
 python -m benchmarks.losses --case softmax --dtype fp16    49152 rows of 32 to 32768 columns in fp16, as OneFlow measured
-python -m benchmarks.losses --case cross_entropy --shape 32768x50304 --dtype bf16
 """
 
 import argparse
@@ -121,29 +120,18 @@ def task(case: str, M: int, N: int, dtype: str) -> Task:
     )
 
 
-def shape(text: str) -> tuple[int, int]:
-    rows, _, columns = text.partition("x")
-    return command.positive(rows), command.positive(columns)
-
-
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("losses", __doc__.splitlines()[0], MAKERS, PROVIDERS)
-    parser.add_argument("--shape", nargs="+", type=shape, metavar="MxN", help="rows and columns (those of the module's SHAPES)")
     parser.add_argument("--dtype", nargs="+", choices=tuple(DTYPES), default=["bf16"], help="(bf16)")
     return command.parse(parser, argv)
 
 
-def shapes_of(case: str, options: argparse.Namespace) -> list[tuple[int, int]]:
-    shapes = options.shape or SHAPES[case]
-    shapes = shapes[:1] if options.quick else shapes
-    return shapes if options.device.type == "cuda" else [(min(M, command.CPU_ROWS), min(N, 512)) for M, N in shapes]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
-    tasks = [
-        task(case, *at, dtype) for case in options.case or MAKERS for at in shapes_of(case, options) for dtype in options.dtype
-    ]
+    shapes = {case: of[:1] if options.quick else of for case, of in SHAPES.items()}
+    if options.device.type == "cpu":
+        shapes = {case: [(command.CPU_ROWS, min(N, 512)) for _, N in of] for case, of in shapes.items()}
+    tasks = [task(case, *at, dtype) for case in options.case or MAKERS for at in shapes[case] for dtype in options.dtype]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 

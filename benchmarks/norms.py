@@ -19,7 +19,7 @@ from benchmarks.bandwidth import Task, WrongResult
 from benchmarks.cases import CASES, DIRECTIONS, MODEL_WIDTHS, Shape, make_inputs, minimum_bytes
 from benchmarks.providers import PROVIDERS
 
-ROWS = 32768
+ROWS = 32768  # fewer above 2^28 elements
 WIDTHS = (768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536)
 FAST = ("ours", "compile", "flash-attn", "liger-kernel", "quack-kernels")  # of --models
 CHECKED = 64  # rows
@@ -27,7 +27,7 @@ CHECKED = 64  # rows
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("norms", __doc__.splitlines()[0], CASES, PROVIDERS)
-    add_shape_options(parser, WIDTHS, str(ROWS))
+    add_shape_options(parser, WIDTHS)
     parser.add_argument(
         "--models", action="store_true",
         help=f"the widths of well-known models, {tuple(MODEL_WIDTHS)}, as they train: fp32 weights, cases with a stream",
@@ -37,18 +37,14 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     return command.parse(parser, argv)
 
 
-def add_shape_options(parser: argparse.ArgumentParser, widths: Sequence[int], rows: str) -> None:
+def add_shape_options(parser: argparse.ArgumentParser, widths: Sequence[int]) -> None:
     parser.add_argument("--width", nargs="+", type=command.positive, metavar="N", help=f"row widths {widths}")
-    parser.add_argument(
-        "--rows", type=command.positive, metavar="M", help=f"{rows} ({command.CPU_ROWS} on the CPU); fewer above 2^28 elements"
-    )
     parser.add_argument("--residual", nargs="+", choices=("bf16", "fp32"), help="dtype of the residual stream (both)")
 
 
 def shapes_of(options: argparse.Namespace) -> list[Shape]:
     """The shapes in the order in which they run. Widths are outermost, so that a run that ends early has whole columns."""
-    rows = options.rows or command.rows_on(options.device, ROWS)
-    models, quick = options.models, options.quick
+    rows, models, quick = command.rows_on(options.device, ROWS), options.models, options.quick
     cases = ("add_rms", "dropout_add_ln") if quick else [n for n, case in CASES.items() if case.add or not models]
     widths = (4096,) if quick else MODEL_WIDTHS if models else WIDTHS
     return [

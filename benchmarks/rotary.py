@@ -1,14 +1,13 @@
 """Norm and rotary positions of queries and keys, by head count and width: GPU time as a share of copy bandwidth.
 
-python -m benchmarks.rotary                                      the shapes of well-known models
-python -m benchmarks.rotary --heads 12/12x64 40/8x80             query heads / key heads x features of a head
+python -m benchmarks.rotary                          the shapes of well-known models
+python -m benchmarks.rotary --case rms_rotary        one of the cases
 
 From a packed projection of queries, keys and values to turned queries and keys, values left where they are. Backward goes from
 three gradients to the packed one. `compile` is torch.compile of PyTorch's operations.
 """
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -31,10 +30,7 @@ NORMS = {"rotary": None, "rms_rotary": "rmsnorm", "ln_rotary": "layernorm"}  # o
 class Shape(NamedTuple):
     heads: int
     kv_heads: int
-    D: int
-
-    def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads}x{self.D}"
+    D: int  # features of a head
 
 
 SHAPES = [Shape(12, 12, 64), Shape(16, 16, 128), Shape(32, 8, 128), Shape(8, 4, 256), Shape(12, 12, 80), Shape(12, 12, 96)]
@@ -139,26 +135,14 @@ def task(case: str, shape: Shape, tokens: int) -> Task:
     )
 
 
-def shape_of(text: str) -> Shape:
-    found = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
-    shape = Shape(*map(int, found.groups())) if found else None
-    if shape is None or 0 in shape or shape.D % 2:
-        raise argparse.ArgumentTypeError(f"{text} is not like 32/8x128: query heads, key heads, an even number of features")
-    return shape
-
-
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = bandwidth.parser("rotary", __doc__.splitlines()[0], NORMS, PROVIDERS)
-    parser.add_argument(
-        "--heads", nargs="+", type=shape_of, default=SHAPES, metavar="H/KVxD", help=f"({' '.join(map(str, SHAPES))})"
-    )
-    return command.parse(parser, argv)
+    return command.parse(bandwidth.parser("rotary", __doc__.splitlines()[0], NORMS, PROVIDERS), argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     tokens = command.rows_on(options.device, SEQUENCES * CONTEXT)
-    tasks = [task(case, shape, tokens) for case in options.case or NORMS for shape in options.heads]
+    tasks = [task(case, shape, tokens) for case in options.case or NORMS for shape in SHAPES]
     bandwidth.run(options, command.importable(options.provider, PROVIDERS), tasks)
 
 

@@ -19,14 +19,14 @@ PROVIDERS = ("ours", "torch", "compile", "liger-kernel")
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = bandwidth.parser("sites", __doc__.splitlines()[0], SITES, PROVIDERS)
-    add_shape_options(parser, WIDTHS, "2^26 / width")
+    add_shape_options(parser, WIDTHS)
     return command.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     tasks = [
-        task(Shape(SITES[case], stream, "fp32", options.rows or command.rows_on(options.device, ELEMENTS // width), width))
+        task(Shape(SITES[case], stream, "fp32", command.rows_on(options.device, ELEMENTS // width), width))
         for case in options.case or SITES
         for width in options.width or WIDTHS
         for stream in options.residual or ("bf16", "fp32")

@@ -109,9 +109,6 @@ def markdown(file: dict[str, Any]) -> str:
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser("study_proofs", __doc__.splitlines()[0])
-    parser.add_argument(
-        "--studies", type=command.positive, help=f"of equal arms ({SIZES[False][0]}; {SIZES[True][0]} with --quick)"
-    )
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="of all runs, as train.py takes them")
     return command.parse(parser, argv)
 
@@ -119,7 +116,6 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     options = options_of(argv)
     studies, sizes = SIZES[options.quick]
-    studies = options.studies or studies
     results = command.open_results(options, [])
     seeds = list(range(1, SEEDS + 1))
     study = study_of([*KEYS, *sizes, f"device={options.device.type}", *options.keys])

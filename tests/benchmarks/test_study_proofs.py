@@ -12,9 +12,8 @@ from training.build import build
 
 def test_it_records_every_study_and_prints_a_table(tiny, recorded, monkeypatch):
     monkeypatch.setattr(study_proofs, "SEEDS", 2)
-    file, printed = recorded(
-        study_proofs, "--device", "cpu", "--quick", "--studies", "1", *tiny[:4], "train.steps=6", "eval.batches=2"
-    )
+    monkeypatch.setitem(study_proofs.SIZES, True, (1, study_proofs.SIZES[True][1]))
+    file, printed = recorded(study_proofs, "--device", "cpu", "--quick", *tiny[:4], "train.steps=6", "eval.batches=2")
     records = {one["proof"]: one for one in file["records"]}
     assert list(records) == ["aa", "shifted", "planted", "handicap"] and "called different" in printed
     shift = records["shifted"]["difference"]["median"] - records["aa"]["difference"]["median"]

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,11 +17,8 @@ from tests.runs import raising
 
 CPU = ["--device", "cpu", "--rounds", "2"]
 OURS = ["--provider", "ours", "torch"]
-BOTH = ("forward", "backward")
-
-
-def cells(file, *names):
-    return {tuple(record[name] for name in names) for record in file["records"]}
+BOTH, STREAMS = ("forward", "backward"), ("bf16", "fp32")
+HEADS = rotary.Shape(3, 1, 16)
 
 
 def test_the_sweep_is_every_case_and_stream_unless_options_choose_a_part(monkeypatch):
@@ -29,14 +27,13 @@ def test_the_sweep_is_every_case_and_stream_unless_options_choose_a_part(monkeyp
     def shapes(*arguments):
         return norms.shapes_of(norms.options_of(arguments))
 
-    streams = {True: ("bf16", "fp32"), False: (None,)}
     found = {(s.case.name, s.residual, s.weights) for s in shapes()}
-    assert found == {(n, r, "bf16") for n, c in CASES.items() for r in streams[c.add]}
+    assert found == {(n, r, "bf16") for n, c in CASES.items() for r in (STREAMS if c.add else (None,))}
     assert all(s.rows == min(32768, MOST_ELEMENTS // s.width) for s in shapes()) and len(shapes("--quick")) == 2
     assert [(s.case.name, s.width) for s in shapes("--quick", "--width", "512", "--case", "ln")] == [("ln", 512)]
     models = shapes("--models")
     assert {s.width for s in models} == set(MODEL_WIDTHS) and {s.weights for s in models} == {"fp32"}
-    assert {(s.case.name, s.residual) for s in models} == {(n, r) for n, c in CASES.items() if c.add for r in ("bf16", "fp32")}
+    assert {(s.case.name, s.residual) for s in models} == {(n, r) for n, c in CASES.items() if c.add for r in STREAMS}
 
 
 def test_wrong_options_are_refused_with_what_is_accepted(capsys, monkeypatch):
@@ -47,20 +44,35 @@ def test_wrong_options_are_refused_with_what_is_accepted(capsys, monkeypatch):
         assert error.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_case_width_provider_and_residual_choose_what_is_measured(recorded, monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "chosen", "expected", "line"),
+    [
+        (
+            norms, "--case ln dropout_add_rms --width 64 --residual fp32",
+            {("ln", None, 64), ("dropout_add_rms", "fp32", 64)},
+            "dropout+add+RMS, backward, fp32 stream, bf16 weights, 64 × 64",
+        ),
+        (
+            sites, "--width 64", {(case, stream, 64) for case, stream in product(SITES, STREAMS)},
+            "norm+add+norm, backward, fp32 stream, fp32 weights, 64 × 64",
+        ),
+        (rotary, "", {(case, None, None) for case in rotary.NORMS}, "RMS+rotary, backward, 64 × 3/1 × 16"),
+        (losses, "--quick --case softmax log_softmax", {(f"{log}softmax", None, 32) for log in ("", "log_")}, "softmax, forward"),
+    ],
+)  # fmt: skip
+def test_every_case_direction_and_provider_has_a_share_of_copy_bandwidth(
+    program, chosen, expected, line, recorded, monkeypatch
+):
     monkeypatch.setattr(bandwidth.timing, "copy_bandwidth", lambda *of: 10.0)
-    chosen = "--case ln dropout_add_rms --width 64 48 --residual fp32"
-    file, _ = recorded(norms, *CPU, *chosen.split(), *OURS)
-    assert cells(file, "case", "direction", "residual_dtype", "M", "N", "provider") == {
-        (case, direction, dtype, 64, n, provider)
-        for case, dtype in (("ln", None), ("dropout_add_rms", "fp32"))
-        for direction in BOTH
-        for n in (64, 48)
-        for provider in ("ours", "torch")
-    }
+    monkeypatch.setattr(rotary, "SHAPES", [HEADS])
+    file, printed = recorded(program, *CPU, *chosen.split(), *OURS)
+    cells = {(r["case"], r.get("residual_dtype"), r.get("N"), r["direction"], r["provider"]) for r in file["records"]}
+    assert cells == {(*cell, direction, name) for cell in expected for direction in BOTH for name in ("ours", "torch")}
     for record in file["records"]:
-        assert record["p10"] <= record["us"] <= record["p90"] and record["sets"] >= 2
+        assert "error" not in record and record["p10"] <= record["us"] <= record["p90"] and record["sets"] >= 2
         assert record["share"] == pytest.approx(record["gb_per_s"] / 10.0, abs=0.01) and record["copy_gb_per_s"] == 10.0
+        assert record["M"] == 64 and ("times_ours" in record) == (record["provider"] != "ours")
+    assert line in printed
 
 
 def test_another_revision_is_timed_beside_ours_and_a_provider_that_fails_is_recorded(recorded, monkeypatch):
@@ -73,9 +85,7 @@ def test_another_revision_is_timed_beside_ours_and_a_provider_that_fails_is_reco
     errors = {r["provider"]: r.get("error") for r in file["records"]}
     assert errors == {"ours": None, "before": None, "torch": "RuntimeError: no kernel"}
     assert {r["provider"] for r in file["records"] if "times_ours" in r} == {"before"}
-    assert file["command"].endswith(f"--before {before}")
-    (line,) = [line for line in printed.splitlines() if line.startswith("RMS, forward") and "torch" in line]
-    assert "64 × 64" in line and line.endswith("failed  RuntimeError: no kernel")
+    assert file["command"].endswith(f"--before {before}") and "failed  RuntimeError: no kernel" in printed
 
 
 @pytest.mark.parametrize(("rounds", "told"), [(5, False), (6, True)])
@@ -95,50 +105,26 @@ def test_a_library_that_is_missing_is_told_and_refused_where_it_was_asked_for(mo
         norms.main([*CPU, "--provider", "quack-kernels"])
 
 
-def test_sites_have_shares_for_each_case_stream_and_direction(recorded):
-    file, printed = recorded(sites, *CPU, "--width", "64", *OURS)
-    assert [r for r in file["records"] if r.get("error") or not r["share"] > 0] == []
-    streams = {(case, direction, stream) for case in SITES for direction in BOTH for stream in ("bf16", "fp32")}
-    assert cells(file, "case", "direction", "residual_dtype") == streams
-    assert "norm+add+norm, backward, fp32 stream, fp32 weights, 64 × 64" in printed
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_is_measured_on_a_gpu(case, recorded, monkeypatch):
     monkeypatch.setattr(norms, "ROWS", 4096)
-    records = recorded(norms, "--rounds", "3", "--width", "1024", "--case", case, "--provider", "ours", "torch", "compile")[0][
-        "records"
-    ]
+    chosen = ["--rounds", "3", "--width", "1024", "--case", case, "--provider", "ours", "torch", "compile"]
+    records = recorded(norms, *chosen)[0]["records"]
     assert len(records) == (12 if CASES[case].add else 6)
     assert [r for r in records if r.get("error")] == [] and all(r["share"] > 0 for r in records)
 
 
-# ---- rotary positions and losses --------------------------------------------------------------------------------------------
-
-
-SHAPE = rotary.Shape(3, 1, 16)
-
-
-def test_rotary_has_shares_for_each_direction(recorded, monkeypatch):
-    monkeypatch.setattr(rotary, "SHAPES", [SHAPE])
-    file, printed = recorded(rotary, *CPU, *OURS)
-    expected = {(c, d, name) for c in rotary.NORMS for d in BOTH for name in ("ours", "torch")}
-    assert cells(file, "case", "direction", "provider") == expected
-    assert all(r["share"] > 0 and (r["heads"], r["kv_heads"], r["D"], r["M"]) == (*SHAPE, 64) for r in file["records"])
-    assert "RMS+rotary, backward, 64 × 3/1 × 16" in printed
-
-
 def test_minimum_bytes_of_rotary_are_those_of_a_count_by_hand():
     # 4 heads of q and k with 16 features of 2 bytes: x and y; dq, dk, q and k, dx; and dv of one head, read and written
-    assert rotary.minimum_bytes("rms_rotary", "forward", SHAPE, 10) == 10 * 64 * 4
-    assert rotary.minimum_bytes("rms_rotary", "backward", SHAPE, 10) == 10 * (64 * 6 + 16 * 4)
-    assert rotary.minimum_bytes("rotary", "backward", SHAPE, 10) == 10 * (64 * 4 + 16 * 4)
+    assert rotary.minimum_bytes("rms_rotary", "forward", HEADS, 10) == 10 * 64 * 4
+    assert rotary.minimum_bytes("rms_rotary", "backward", HEADS, 10) == 10 * (64 * 6 + 16 * 4)
+    assert rotary.minimum_bytes("rotary", "backward", HEADS, 10) == 10 * (64 * 4 + 16 * 4)
 
 
 @pytest.mark.parametrize("case", rotary.NORMS)
 def test_a_wrong_result_of_rotary_is_found(case):
-    task, right = rotary.task(case, SHAPE, 64), rotary.ours(case, SHAPE)
+    task, right = rotary.task(case, HEADS, 64), rotary.ours(case, HEADS)
     check = partial(bandwidth.check, task.reference, task.checked, *task.inputs(1, torch.device("cpu")))
     check(right, True)
 
@@ -149,37 +135,28 @@ def test_a_wrong_result_of_rotary_is_found(case):
     def without_gradient(qkv, *others):
         return tuple(t.detach() + 0 * qkv.sum() + 0 * t for t in right(qkv, *others))
 
-    with pytest.raises(WrongResult, match="output 1 is off"):
-        check(without_turn, False)
-    with pytest.raises(WrongResult, match="gradient 0 is off"):
-        check(without_gradient, True)
+    for wrong, what in ((without_turn, "output 1 is off"), (without_gradient, "gradient 0 is off")):
+        with pytest.raises(WrongResult, match=what):
+            check(wrong, True)
 
 
-def test_losses_records_every_case_and_a_wrong_gradient_is_a_failure_of_its_library(recorded, monkeypatch):
+def test_cross_entropy_is_both_directions_in_one_call_and_a_wrong_gradient_is_a_failure_of_its_library(recorded, monkeypatch):
     def wrong(logits, targets):
         return 2 * losses.torch_loss(logits, targets) - losses.torch_loss(logits.detach(), targets)
 
     monkeypatch.setitem(losses.MAKERS["cross_entropy"], "compile", lambda: wrong)
-    file, printed = recorded(losses, *CPU, "--quick", *OURS)
+    file, printed = recorded(losses, *CPU, "--quick", "--case", "cross_entropy", *OURS, "compile")
+    ours, plain, compiled = file["records"]
+    assert ours["direction"] == "both" and ours["share"] > 0 and plain["times_ours"] > 0
+    assert compiled["us"] is None and "WrongResult: gradient is off" in compiled["error"]
     assert "cross-entropy, both, bf16, 64 × 512" in printed
-    assert cells(file, "case", "direction") == {
-        *((case, direction) for case in ("softmax", "log_softmax") for direction in BOTH),
-        ("cross_entropy", "both"),
-    }
-    assert all(r["us"] > 0 and r["share"] > 0 and "error" not in r for r in file["records"]) and len(file["records"]) == 10
-    file, _ = recorded(losses, *CPU, "--quick", "--case", "cross_entropy", "--provider", "compile")
-    (record,) = file["records"]
-    assert record["us"] is None and "WrongResult: gradient is off" in record["error"]
-
-
-# ---- host and memory --------------------------------------------------------------------------------------------------------
 
 
 def test_host_times_both_directions_of_every_provider_and_of_ours_compiled(recorded, monkeypatch):
     monkeypatch.setattr(host, "compiled", lambda expression: expression)  # torch.compile takes seconds
     file, printed = recorded(host, *CPU, *OURS)
     expected = {(p, d) for p in ("ours", "ours-compiled", "torch") for d in ("forward", "forward+backward")}
-    assert cells(file, "provider", "direction") == expected
+    assert {(r["provider"], r["direction"]) for r in file["records"]} == expected
     assert all(r["p10"] <= r["us"] <= r["p90"] and (r["M"], r["N"]) == (8, 64) for r in file["records"])
     assert "ours-compiled" in printed and "forward + backward" in printed
 

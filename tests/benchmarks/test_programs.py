@@ -57,7 +57,7 @@ def test_wrong_options_are_refused_with_what_is_accepted(capsys, monkeypatch):
             "norm+add+norm, backward, fp32 stream, fp32 weights, 64 × 64",
         ),
         (rotary, "", {(case, None, None) for case in rotary.NORMS}, "RMS+rotary, backward, 64 × 3/1 × 16"),
-        (losses, "--quick --case softmax log_softmax", {(f"{log}softmax", None, 32) for log in ("", "log_")}, "softmax, forward"),
+        (losses, "--quick --case softmax", {("softmax", None, 32)}, "softmax, backward, bf16, 64 × 32"),
     ],
 )  # fmt: skip
 def test_every_case_direction_and_provider_has_a_share_of_copy_bandwidth(

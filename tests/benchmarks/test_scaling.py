@@ -42,9 +42,8 @@ def cells(*more):
     return scaling.cells_of(scaling.options_of([*CPU, *more]))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_train_together_with_the_batch_of_each(forked, parallel):
-    cell = cells()[f"tiny {parallel} 2"]
+def test_two_ranks_train_together_with_the_batch_of_each(forked):
+    cell = cells()["tiny fsdp 2"]
     scaling.take_turn(cell, 3)
     assert cell.error is None and [len(block) for block in cell.blocks_ms] == [3] and cell.peak_gb is None
     record = record_of(cell, {})

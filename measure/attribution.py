@@ -120,12 +120,10 @@ def shares(kernels: Iterable[KernelTime]) -> list[Share]:
 
 def by_name(kernels: Iterable[KernelTime]) -> list[Kernel]:
     """What `shares` sums up, longest first: one Kernel for each name and group, from all places that launch it."""
-    found: dict[tuple[str, str], list[KernelTime]] = defaultdict(list)
+    members: dict[tuple[str, str], list[KernelTime]] = defaultdict(list)
     for kernel in kernels:
-        found[kernel.name, group_of(kernel)].append(kernel)
-    merged = [
-        Kernel(name, group, sum(k.us for k in of) / 1000, sum(k.launches for k in of)) for (name, group), of in found.items()
-    ]
+        members[kernel.name, group_of(kernel)].append(kernel)
+    merged = [Kernel(*key, sum(k.us for k in of) / 1000, sum(k.launches for k in of)) for key, of in members.items()]
     return sorted(merged, key=lambda kernel: -kernel.ms)
 
 
@@ -229,13 +227,14 @@ def group_of(kernel: KernelTime) -> str:
 @contextmanager
 def marked_sites(model: nn.Module | None) -> Iterator[None]:
     """A range named NORM_SITE around each forward of the model's norm sites, and LOSS_SITE around its loss."""
-    own = losses.cross_entropy
+    if model is None:
+        yield
+        return
+    own, open_ranges = losses.cross_entropy, list[record_function]()
 
     def marked_loss(*given: Any) -> Tensor:
         with record_function(LOSS_SITE):
             return own(*given)
-
-    open_ranges: list[record_function] = []
 
     def enter(*_: Any) -> None:
         open_ranges.append(record_function(NORM_SITE))
@@ -245,10 +244,9 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
         open_ranges.pop().__exit__(None, None, None)
 
     hooks = []
-    for site in () if model is None else (module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)):
+    for site in (module for module in model.modules() if isinstance(module, NormSite | QueryKeySite)):
         hooks += [site.register_forward_pre_hook(enter), site.register_forward_hook(leave, always_call=True)]
-    if model is not None:
-        losses.cross_entropy = marked_loss  # type: ignore[assignment]
+    losses.cross_entropy = marked_loss  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -258,7 +256,6 @@ def marked_sites(model: nn.Module | None) -> Iterator[None]:
 
 
 Place = tuple[tuple[str, ...], tuple[str, ...]]  # `within` and `forward` of a KernelTime
-NOWHERE: Place = ((), ())
 
 
 def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime]:
@@ -279,7 +276,7 @@ def device_times(events: Sequence[FunctionEvent], steps: int) -> list[KernelTime
             if same := left.get((kernel.name, kernel.duration)):
                 launched.append((kernel.name, same.pop(0), place(event)))
     # Kernels that no operator has launched are in no operator's list, but they ran.
-    launched += [(name, alone, NOWHERE) for (name, _), rest in left.items() for alone in rest]
+    launched += [(name, alone, ((), ())) for (name, _), rest in left.items() for alone in rest]
     return _summed(launched, steps)
 
 

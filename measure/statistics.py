@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
-LEAST_SAMPLES = (
-    6  # for a bootstrap interval of a median: with 4 samples it misses the truth 1 time in 8, with 2 every other time
-)
+# For a bootstrap interval of a median: with 4 samples it misses the truth 1 time in 8, with 2 every other time.
+LEAST_SAMPLES = 6
 RESAMPLES = 2000
 
 

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,41 +97,3 @@ class StepClock:
         if self._device.type != "cpu":  # work is queued on every accelerator
             torch.accelerator.synchronize(self._device)
         return self._now()
-
-
-class PartClock:
-    """Times the parts of a step: `with clock.step(): ...`, and inside it `clock.mark(part)` at the end of each part.
-
-    A mark costs a few microseconds, so StepClock does not use them.
-    """
-
-    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
-        self._device, self._on_gpu, self._now = device, device.type == "cuda", now
-        self._steps: list[list[tuple[str, Any]]] = []  # marks: the part that ends, and a CUDA event or seconds
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        self._steps.append([])
-        self.mark("")
-        yield
-
-    def mark(self, part: str) -> None:
-        """Ends `part`, which began at the last mark."""
-        now: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else self._now()
-        if self._on_gpu:
-            now.record()
-        self._steps[-1].append((part, now))
-
-    def read(self) -> dict[str, list[float]]:
-        """Milliseconds of each part, one number a step: times of a part that ends several times are summed. Synchronises."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-        parts: dict[str, list[float]] = {}
-        for marks in self._steps:
-            total: dict[str, float] = {}
-            for (_, before), (part, after) in pairwise(marks):
-                ms = before.elapsed_time(after) if self._on_gpu else 1000 * (after - before)
-                total[part] = total.get(part, 0.0) + ms
-            for part, ms in total.items():
-                parts.setdefault(part, []).append(ms)
-        return parts

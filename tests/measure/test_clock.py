@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from measure.clock import PartClock, StepClock
+from measure.clock import StepClock
 
 CPU = torch.device("cpu")
 
@@ -71,17 +71,6 @@ def test_cuda_steps_are_timed_by_events_without_counting_what_lies_between():
     torch.cuda.synchronize()
     assert clock.median_ms < begin.elapsed_time(end) / 5
     assert len(clock.steps_ms) == 4
-
-
-def test_parts_of_a_step_are_told_apart_and_added_up_over_micro_batches():
-    time = Time()
-    clock = PartClock(CPU, now=time)
-    with clock.step():
-        for ms, part in enumerate(("forward", "backward", "forward", "backward", "optimizer"), start=1):
-            time.pass_ms(ms)
-            clock.mark(part)
-    found = {part: pytest.approx(ms) for part, ms in clock.read().items()}
-    assert found == {"forward": [1 + 3], "backward": [2 + 4], "optimizer": [5]}
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])

@@ -64,6 +64,8 @@ def text(records: Iterable[Record]) -> str:
         if "times_ours" in record:
             said = f"{record['times_ours']:.3f}"
             said += " ({:.3f} to {:.3f})".format(*record["times_ours_95"]) if "times_ours_95" in record else ""
+        if record.get("waits"):
+            said += "; each call waits for the device"
         rows.append([cell_label(record), record["provider"], us, percent(record), said])
     return aligned(("", "provider", "µs", "% of copy bandwidth", "its time / ours"), rows, left=2)
 

@@ -3,6 +3,7 @@
 On a GPU each contender is captured into a CUDA graph that calls it once on every set of inputs. The host's cost is then not
 timed, and no set of inputs is still in L2 when it is used again. Outputs stay alive until the capture ends, so they rotate too.
 Contenders run one after the other, in an order that is shuffled every round. A sample is the time of one call in one round.
+A call that waits for the device in its middle, as `.item()` does, fits no graph: it is timed as it is, waits included.
 
 The place of a kernel's tensors in memory changes its time by up to 6 % at some widths. So a comparison can capture again for
 every round, with all outputs at other addresses. The intervals then hold for any place.
@@ -41,6 +42,7 @@ class Outcome:
 
     us: list[float] = field(default_factory=list)  # microseconds a call
     error: str | None = None
+    waits: bool = False  # each call waits for the device, so that its time has the host's part
 
     def record(self, ours: "Outcome | None") -> dict[str, Any]:
         """Median and spread; `times_ours` is this time over ours of the same round, above 1 where ours is faster.
@@ -51,6 +53,8 @@ class Outcome:
             return {"us": None, "error": self.error}
         times = spread(self.us)
         record: dict[str, Any] = {"us": round(times.median, 3), "p10": round(times.p10, 3), "p90": round(times.p90, 3)}
+        if self.waits:
+            record["waits"] = True
         if ours is not None and ours is not self and ours.us:
             ratio = paired_ratio(self.us, ours.us)
             record["times_ours"] = round(ratio.median, 4)
@@ -85,6 +89,7 @@ def time_calls(
         for contender in contenders:
             try:
                 held[contender.name], passes[contender.name] = _warmed(contender, timer)
+                outcomes[contender.name].waits = isinstance(passes[contender.name], Waiting)
             except Exception as error:  # a library's failure is a result, not the end of the sweep
                 outcomes[contender.name].error = describe(error)
         repeats = {name: max(1, math.ceil(round_ms / max(timer.time_ms(one, 1), 1e-6))) for name, one in passes.items()}
@@ -199,7 +204,9 @@ class _GraphTimer(_ClockTimer):
         yield
         del taken
 
-    def captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    def captured(self, calls: Sequence[Call]) -> "torch.cuda.CUDAGraph | Waiting":
+        if waits_for_device(calls[0]):
+            return Waiting(calls)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream(self.device)):
@@ -210,7 +217,7 @@ class _GraphTimer(_ClockTimer):
         torch.cuda.synchronize(self.device)
         return graph
 
-    def time_ms(self, graph: torch.cuda.CUDAGraph, repeats: int) -> float:  # type: ignore[override]
+    def time_ms(self, graph: "torch.cuda.CUDAGraph | Waiting", repeats: int) -> float:  # type: ignore[override]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(repeats):
@@ -223,3 +230,32 @@ class _GraphTimer(_ClockTimer):
         for graph in passes.values():
             graph.reset()
         super().release(passes)
+
+
+class Waiting:
+    """Calls in the place of their graph."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = calls
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+    def reset(self) -> None:
+        """There is nothing to free."""
+
+
+def waits_for_device(call: Call) -> bool:
+    """Whether a call on a GPU waits for it. Asked before a capture, because one that fails breaks all later ones."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False

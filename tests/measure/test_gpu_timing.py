@@ -56,3 +56,14 @@ def test_on_a_gpu_forward_and_backward_are_timed_and_outputs_lie_elsewhere_in_ev
         outcomes = time_calls([Contender("forward", lambda: [forward]), backward], device, rounds=8, move_outputs=True)
     assert all(len(one.us) == 8 and one.error is None and min(one.us) > 1 for one in outcomes.values()), outcomes
     assert len(set(places[1:])) > 4
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_device_is_timed_and_breaks_no_capture_after_it():
+    device = torch.device("cuda", 0)
+    with timing.side_stream(device):
+        x = torch.randn(1 << 20, device=device)
+        waits = Contender("waits", lambda: [lambda: x.sum().item()])
+        outcomes = time_calls([waits, Contender("ours", lambda: [lambda: x.sum()])], device, rounds=8)
+    assert [(one.error, one.waits, len(one.us)) for one in outcomes.values()] == [(None, True, 8), (None, False, 8)]
+    assert outcomes["waits"].record(outcomes["ours"])["waits"] is True

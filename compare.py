@@ -51,12 +51,11 @@ def compare(study: Study, folder: Path, command: str) -> analysis.Report:
     precision = Precision.settle(cfg.train.precision, machine.inspect(cfg.device))
     with command_line.as_config_errors():
         corpus = load_corpus(cfg.data, cfg.tokenizer, context=cfg.model.context)
-    total = (len(study.arms) * len(study.rates) + 1) * len(study.seeds)
-    with progress(total, "compare", "run") as bar:
+    with progress((len(study.arms) * len(study.rates) + 1) * len(study.seeds), "compare", "run") as bar:
         found = train_all(study, precision, corpus, folder / "runs.jsonl", analysis.best_rate, bar.update)
-    facts = environment(precision.device) | {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1)}
+    facts = {"precision": str(precision), "minutes": round((time.monotonic() - began) / 60, 1), "command": command}
     made = analysis.analyse(study, found)
-    report.write(made, study, found, facts | {"command": command}, folder)
+    report.write(made, study, found, environment(precision.device) | facts, folder)
     return made
 
 

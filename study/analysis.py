@@ -1,10 +1,11 @@
-"""From runs to statements: the best rate of each arm, paired differences, sensitivity, steps saved."""
+"""From runs to statements: the best rate of each arm, differences paired over seeds, sensitivity, steps saved."""
 
 import math
 from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
+from scipy import stats
 
 from measure.comparison import AGAIN as TORCH_AGAIN
 from measure.comparison import TORCH, compare_blocks
@@ -19,24 +20,26 @@ class Price:
     """The time of an arm's step, paired over cycles. Ratios are None where nothing was timed."""
 
     ms: dict[str, float]  # by contender, see study/timing.py
-    over_torch: Interval | None = None  # time with PyTorch's norms over the arm's own
-    again: Interval | None = None  # A/A of PyTorch's norms
-    of_baseline: Interval | None = None  # the arm's time over the baseline's
+    over_torch: Interval | None  # time with PyTorch's norms over the arm's own
+    again: Interval | None  # A/A of PyTorch's norms
+    of_baseline: Interval | None  # the arm's time over the baseline's
 
 
 @dataclass(frozen=True)
 class ArmReport:
-    """An arm at its best rate, against the baseline at its own. Differences are arm − baseline, in nats per token."""
+    """An arm at its best rate, against the baseline at its own. Differences are arm − baseline, in nats per token, paired over
+    seeds; those of the baseline are 0."""
 
     name: str
     rate: float
     last: Interval  # over seeds
     best: Interval  # the lowest validation loss of each run
-    difference: Interval | None  # of last losses, paired over seeds; None of the baseline
-    best_difference: Interval | None
-    different: bool  # the interval excludes 0, and the mean is larger than that of A/A
+    difference: Interval  # of last losses
+    best_difference: Interval
+    different: bool
     sensitivity: Interval  # to the rate
     diverged: float  # share of all runs
+    diverged_at_best: int  # runs
     speedup: Interval | None  # steps of the baseline over steps of the arm, to the same loss
     price: Price
     equal_time: Interval | None  # loss after the GPU time in which the fastest arm makes all its steps
@@ -52,40 +55,112 @@ class Report:
 
 
 def analyse(study: Study, found: Found) -> Report:
-    baseline, threshold = study.baseline.name, study.cfg.compare.diverged
-    base = at_rate(found, baseline, best_rate(found, baseline))
-    others = sorted(found.of(baseline + AGAIN), key=lambda run: run.seed)
-    again = mean_interval([a.last - b.last for a, b in zip(others, base, strict=True)])
+    baseline, names = study.baseline.name, [arm.name for arm in study.arms]
+    best = {name: at_rate(found, name, best_rate(found, name)) for name in names}
+    base = best[baseline]
+    again = unpaired([counted(run) for run in found.of(baseline + AGAIN)], [counted(run) for run in base])
     prices = {arm.name: price(found, arm, baseline) for arm in study.arms}
     reached = steps_at_equal_time(prices, study.cfg.train.steps)
-    base_at = [loss_at(run, reached[baseline]) for run in base] if reached else []
+    at_equal_time = {name: [loss_at(run, step) for run in best[name]] for name, step in reached.items()}
     made = []
-    for arm in study.arms:
-        rate = best_rate(found, arm.name)
-        runs = at_rate(found, arm.name, rate)
-        pairs = None if arm.name == baseline else list(zip(runs, base, strict=True))
-        difference = mean_interval([a.last - b.last for a, b in pairs]) if pairs else None
-        ratios = mean_interval([math.log(saved(a, b)) for a, b in pairs]) if pairs else None
-        finite = difference is not None and math.isfinite(difference.median)
-        at = [loss_at(run, reached[arm.name]) for run in runs] if reached else []
+    for name, runs in best.items():
+        difference = paired([counted(run) for run in runs], [counted(run) for run in base])
         made.append(
             ArmReport(
-                name=arm.name,
-                rate=rate,
-                last=mean_interval([run.last for run in runs]),
+                name=name,
+                rate=runs[0].rate,
+                last=mean_interval([counted(run) for run in runs]),
                 best=mean_interval([run.best for run in runs]),
                 difference=difference,
-                best_difference=mean_interval([a.best - b.best for a, b in pairs]) if pairs else None,
-                different=bool(finite and difference and is_different(difference, again)),
-                sensitivity=mean_interval([sensitivity(found, arm.name, seed) for seed in study.seeds]),
-                diverged=fmean(diverged(run, found, threshold) for run in found.of(arm.name)),
-                speedup=Interval(*(math.exp(x) for x in (ratios.median, ratios.low, ratios.high))) if ratios else None,
-                price=prices[arm.name],
-                equal_time=mean_interval(at) if at else None,
-                equal_time_difference=mean_interval(np.subtract(at, base_at)) if at and pairs else None,
+                best_difference=paired([run.best for run in runs], [run.best for run in base]),
+                different=len(runs) > 1 and is_different(difference, again),
+                sensitivity=mean_interval([sensitivity(found, name, seed) for seed in study.seeds]),
+                diverged=fmean(bool(run.over) for run in found.of(name)),
+                diverged_at_best=sum(bool(run.over) for run in runs),
+                speedup=speedup(runs, base),
+                price=prices[name],
+                equal_time=mean_interval(at_equal_time[name]) if reached else None,
+                equal_time_difference=paired(at_equal_time[name], at_equal_time[baseline]) if reached else None,
             )
         )
     return Report(made, baseline, again, len(found.results))
+
+
+def best_rate(found: Found, arm: str) -> float:
+    """The rate with the lowest mean of last losses over seeds."""
+    rates = dict.fromkeys(run.rate for run in found.of(arm))
+    return min(rates, key=lambda rate: fmean(counted(run) for run in at_rate(found, arm, rate)))
+
+
+def at_rate(found: Found, arm: str, rate: float) -> list[Result]:
+    return sorted((run for run in found.of(arm) if run.rate == rate), key=lambda run: run.seed)
+
+
+def counted(run: Result) -> float:
+    """The last loss, also that of a run that was stopped; at most the loss before training, which stands for NaN too."""
+    return min(run.last, run.initial) if math.isfinite(run.last) else run.initial
+
+
+def paired(first: list[float], second: list[float]) -> Interval:
+    """The mean of the differences of two lists in the order of seeds, with Student's 95 % interval."""
+    return mean_interval(np.subtract(first, second))
+
+
+def unpaired(first: list[float], second: list[float]) -> Interval:
+    """The difference of the means of two samples of one distribution, with Student's 95 % interval."""
+    mean = fmean(first) - fmean(second)
+    if len(first) == 1:
+        return Interval(mean, mean, mean)
+    found = stats.ttest_ind(first, second).confidence_interval()
+    return Interval(mean, float(found.low), float(found.high))
+
+
+def is_different(difference: Interval, again: Interval) -> bool:
+    """Whether the interval leaves out 0, and the mean is further from 0 than both ends of A/A's interval.
+
+    The first alone calls one of twenty equal arms different, so one study of seven equal arms in four. Both call fewer than
+    one of a hundred.
+    """
+    return not difference.holds(0.0) and abs(difference.median) > reach(again)
+
+
+def reach(again: Interval) -> float:
+    """The largest difference that A/A allows, in either direction."""
+    return max(abs(again.low), abs(again.high))
+
+
+def sensitivity(found: Found, arm: str, seed: int) -> float:
+    """Wortsman et al., arXiv:2309.14322: the mean over rates of min(loss, initial loss) − the lowest loss of any rate."""
+    losses = [counted(run) for run in found.of(arm) if run.seed == seed]
+    return fmean(losses) - min(losses)
+
+
+# ---- steps saved -------------------------------------------------------------------------------------------------------------
+
+
+def speedup(runs: list[Result], base: list[Result]) -> Interval | None:
+    """The geometric mean over seeds of `saved`. None without losses between first and last, or if a run learned nothing."""
+    if any(len(run.evaluated) < 3 or counted(run) == run.initial for run in (*runs, *base)):
+        return None
+    logs = mean_interval([math.log(saved(a, b)) for a, b in zip(runs, base, strict=True)])
+    return Interval(*(math.exp(x) for x in (logs.median, logs.low, logs.high)))
+
+
+def saved(arm: Result, base: Result) -> float:
+    """How many times fewer steps the arm takes than the baseline to a loss that both reach: the higher of the two last ones."""
+    target = max(counted(arm), counted(base))
+    return steps_to(base, target) / steps_to(arm, target)
+
+
+def steps_to(run: Result, target: float) -> float:
+    """The first step at which the interpolated curve of validation losses reaches the target."""
+    for (before, high), (after, low) in zip(run.evaluated, run.evaluated[1:], strict=False):
+        if low <= target:
+            return after if high <= low else max(before + (after - before) * (high - target) / (high - low), 1.0)
+    return run.evaluated[-1][0]
+
+
+# ---- time --------------------------------------------------------------------------------------------------------------------
 
 
 def price(found: Found, arm: Arm, baseline: str) -> Price:
@@ -111,51 +186,6 @@ def steps_at_equal_time(prices: dict[str, Price], steps: int) -> dict[str, float
     return {name: steps * fastest / time for name, time in times.items()} if len(times) == len(prices) else {}
 
 
-def is_different(difference: Interval, again: Interval) -> bool:
-    return not difference.holds(0.0) and abs(difference.median) > abs(again.median) and difference.low < difference.high
-
-
-def best_rate(found: Found, arm: str) -> float:
-    """The rate with the lowest mean of last losses over seeds. A run that was stopped early counts as its initial loss."""
-    rates = dict.fromkeys(run.rate for run in found.of(arm))
-    return min(rates, key=lambda rate: fmean(_bounded(run) for run in at_rate(found, arm, rate)))
-
-
-def at_rate(found: Found, arm: str, rate: float) -> list[Result]:
-    return sorted((run for run in found.of(arm) if run.rate == rate), key=lambda run: run.seed)
-
-
-def sensitivity(found: Found, arm: str, seed: int) -> float:
-    """Wortsman et al., arXiv:2309.14322: the mean over rates of min(loss, initial loss) − the lowest loss of any rate."""
-    losses = [_bounded(run) for run in found.of(arm) if run.seed == seed]
-    return fmean(losses) - min(losses)
-
-
-def _bounded(run: Result) -> float:
-    """The last loss, at most the initial one; that of a run that was stopped early is the initial one."""
-    return run.initial if run.over or not math.isfinite(run.last) else min(run.last, run.initial)
-
-
-def diverged(run: Result, found: Found, threshold: float) -> bool:
-    lowest = min(_bounded(other) for other in found.of(run.arm))
-    return bool(run.over) or not run.last <= lowest + threshold
-
-
-def saved(arm: Result, base: Result) -> float:
-    """How many times fewer steps the arm takes than the baseline to a loss that both reach: the higher of the two last ones."""
-    target = max(arm.last, base.last)
-    taken = [steps_to(run, target) for run in (base, arm)]
-    return taken[0] / taken[1]
-
-
-def steps_to(run: Result, target: float) -> float:
-    """The first step at which the interpolated curve of validation losses reaches the target."""
-    for (before, high), (after, low) in zip(run.evaluated, run.evaluated[1:], strict=False):
-        if low <= target:
-            return after if high <= low else max(before + (after - before) * (high - target) / (high - low), 1.0)
-    return run.evaluated[-1][0]
-
-
 def loss_at(run: Result, step: float) -> float:
     steps, losses = zip(*run.evaluated, strict=True)
-    return float(np.interp(step, steps, losses))
+    return float(np.interp(step, steps, np.nan_to_num(losses, nan=run.initial, posinf=run.initial)))

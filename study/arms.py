@@ -12,13 +12,13 @@ import configs
 from configs import Config, ConfigError, keys, machine, rules
 from configs.schema import CUDA_GRAPHS, Parallel, Precision
 from measure.statistics import LEAST_SAMPLES
+from measure.tables import flat
 from model import GPT
 from training.tracking import settle
 
 RATE, SEED = "optim.lr", "seed"
 FOLDER = keys.FOLDER / "study"
-WORDS: tuple[str, ...] = ("claim", "source", "limits")
-FIELDS = {"claim", "source", "limits", "arguments", "arms"}  # of a file
+WORDS = ("claim", "source", "limits")  # of a file, beside its arguments and arms
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,10 @@ class Study:
     @property
     def facts(self) -> dict[str, Any]:
         """What has to agree where a study goes on."""
-        affecting = [*keys.affecting("weights", "results", "speed"), "compare.diverged", "compare.probe_every", "eval.every"]
-
-        def of(cfg: Config) -> dict[str, Any]:
-            plain = configs.to_dict(cfg)
-            return {key: plain[key] if "." not in key else plain[key.split(".")[0]][key.split(".")[1]] for key in affecting}
-
-        return {"rates": self.rates, "seeds": self.seeds, "arms": {arm.name: of(arm.cfg) for arm in self.arms}}
+        affecting = {*keys.affecting("weights", "results", "speed"), "compare.diverged", "compare.probe_every", "eval.every"}
+        of = {arm.name: flat(configs.to_dict(arm.cfg)) for arm in self.arms}
+        arms = {name: {key: value for key, value in every.items() if key in affecting} for name, every in of.items()}
+        return {"rates": self.rates, "seeds": self.seeds, "arms": arms}
 
 
 def study_of(arguments: Sequence[str]) -> Study:
@@ -77,10 +74,8 @@ def study_of(arguments: Sequence[str]) -> Study:
         ConfigError: a name, a value or a combination that can't be used, or a key that a comparison has no use for.
     """
     named = [text for text in arguments if text.startswith("study=")]
-    if len(named) > 1:
-        raise ConfigError(f"{' '.join(named)}: a comparison is one study. Name one.")
-    given = [text for text in arguments if not text.startswith("study=")]
-    found = _read(named[0].partition("=")[2]) if named else {}
+    given = [text for text in arguments if text not in named]
+    found = _read(named[-1].partition("=")[2]) if named else {}
     own = {one.get_key_element() for one in configs.parse(given)}
     shared = [text for text in found.get("arguments", []) if configs.parse([text])[0].get_key_element() not in own]
     parsed = {one.get_key_element(): one for one in configs.parse([*shared, *given])}
@@ -106,30 +101,29 @@ def _checked(arms: list[Arm], rates: list[Any], seeds: list[Any], found: dict[st
         raise ConfigError("optim.lr or seed: a value comes twice. Leave one.")
     on = machine.inspect(first.device)
     for arm in arms:
-        train, logging = arm.cfg.train, arm.cfg.logging
+        cfg = arm.cfg
         for rate in rates:
             rules.check(arm.at(rate, seeds[0]), on)
-        if train.compile and train.compile_mode in CUDA_GRAPHS:
-            raise ConfigError(f"train.compile_mode={train.compile_mode}: compare.py makes the CUDA graph itself. Use default.")
-        if train.precision is Precision.fp16 or arm.cfg.parallel is not Parallel.auto or arm.cfg.profile:
+        graphs = cfg.train.compile and cfg.train.compile_mode in CUDA_GRAPHS
+        if graphs or cfg.train.precision is Precision.fp16 or cfg.parallel is not Parallel.auto or cfg.profile:
             raise ConfigError(
-                f"train.precision={train.precision}, parallel={arm.cfg.parallel}, profile={keys.shown(arm.cfg.profile)}: "
-                "compare.py takes train.precision=bf16 or fp32, parallel=auto and profile=false."
+                f"train.precision={cfg.train.precision}, train.compile_mode={cfg.train.compile_mode}, parallel={cfg.parallel}, "
+                f"profile={keys.shown(cfg.profile)}: compare.py takes train.precision=bf16 or fp32, "
+                "train.compile_mode=default, parallel=auto and profile=false."
             )
-        if 0 < (arm.cfg.compare.timing_cycles or 0) < LEAST_SAMPLES:
+        if 0 < (cfg.compare.timing_cycles or 0) < LEAST_SAMPLES:
             raise ConfigError(
-                f"compare.timing_cycles={arm.cfg.compare.timing_cycles}: takes 0, which times nothing, or {LEAST_SAMPLES} and "
+                f"compare.timing_cycles={cfg.compare.timing_cycles}: takes 0, which times nothing, or {LEAST_SAMPLES} and "
                 "more, of which an interval can be made."
             )
-        arm.cfg.logging = settle(logging)[0]
+        cfg.logging = settle(cfg.logging)[0]
     names = [arm.name for arm in arms]
     if (wanted := first.compare.baseline) is not None and wanted not in names:
         near = keys.did_you_mean(wanted, names)
         raise ConfigError(f"compare.baseline={wanted}: no such arm.{near} Arms: {', '.join(names)}.")
     if first.resume not in ("never", "auto"):
         raise ConfigError(f"resume={first.resume}: a study goes on with folder=PATH resume=auto and the same arguments.")
-    words: dict[str, str] = {name: " ".join(str(found[name]).split()) for name in WORDS if name in found}
-    return Study(arms, rates, seeds, words)
+    return Study(arms, rates, seeds, {name: " ".join(str(found[name]).split()) for name in WORDS if name in found})
 
 
 def _values(one: Any, key: str) -> list[Any]:
@@ -151,8 +145,7 @@ def _read(name: str) -> dict[str, Any]:
         near = keys.did_you_mean(name, known)
         raise ConfigError(f"study={name}: no such study.{near} Studies: {', '.join(known)}; or the path of a .yaml file.")
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or set(found) - FIELDS:
-        raise ConfigError(
-            f"study={name}: takes {', '.join(sorted(FIELDS))}, got {found if isinstance(found, str) else [*found]}."
-        )
+    takes = {*WORDS, "arguments", "arms"}
+    if not isinstance(found, dict) or set(found) - takes:
+        raise ConfigError(f"study={name}: takes {', '.join(sorted(takes))}, got {', '.join(found or [])}.")
     return found

@@ -4,8 +4,7 @@ A run is `train.py`'s: the same weights, batches, rates, dropout seeds and optim
 they are: a run begins by filling them, and a CUDA graph of the whole step (forward, backward, clipping, optimizer) is replayed
 from there. The graph counts the steps itself. On a CPU the same function is called without a graph.
 
-Any optimizer will do whose groups have an `lr`, and whose state begins as zeros. On a GPU that state has to be tensors there,
-and the step must not read a value on the host.
+The optimizer's state has to be tensors that begin as zeros, on a GPU there: those of AdamW and Muon are.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from training.precision import Precision
 from training.step import seed_micro_batch
 
 WARM_UP = 3  # steps before the capture: kernels are compiled and memory is reserved
-WITHOUT_GRAPH = "`python train.py -m` with the same keys makes the runs without a graph."
 
 Fill = Callable[[GPT], object]
 
@@ -86,16 +84,18 @@ class Engine:
         steps, micro_batches, sites = self.seeds.shape
         self.rates.copy_(torch.tensor([learning_rate(step, steps, cfg.optim) for step in range(steps)], dtype=torch.float64))
         if self.draws:
-            drawn = [[seed_micro_batch(cfg.seed, s, m, 0, sites, self.precision.device) for m in range(micro_batches)]
-                     for s in range(steps)]  # fmt: skip
-            self.seeds.copy_(torch.stack([torch.stack(of_step) for of_step in drawn]))
+            drawn = [seed_micro_batch(cfg.seed, step, part, 0, sites, self.precision.device)
+                     for step in range(steps) for part in range(micro_batches)]  # fmt: skip
+            self.seeds.copy_(torch.stack(drawn).view_as(self.seeds))
         self.restart(initial)
 
     @torch.no_grad()
     def restart(self, initial: Sequence[Tensor]) -> None:
         """Back to before the first step of the run."""
         torch._foreach_copy_(list(self.model.parameters()), list(initial))
-        reset(self.optimizer)
+        for state in self.optimizer.state.values():
+            for value in state.values():  # a graph holds the addresses
+                value.zero_()
         self.at.zero_()
         self.step = 0
 
@@ -175,14 +175,14 @@ class Engine:
                     self.at.zero_()
                     self.val_at.zero_()
             torch.cuda.synchronize()
-            refuse_outside_graph(self.optimizer, self.precision.device)
             try:
                 with torch.cuda.graph(graph, stream=stream):
                     step()
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                raise ConfigError(f"this step can't be captured in a CUDA graph: {describe(error)}. {WITHOUT_GRAPH}") from error
+                remedy = "`python train.py -m` with the same keys makes the runs without a graph."
+                raise ConfigError(f"this step can't be captured in a CUDA graph: {describe(error)}. {remedy}") from error
             return graph
 
         train = capture(self._train)
@@ -192,27 +192,6 @@ class Engine:
         val = capture(self._validate)
         self.model.train()
         return train, val
-
-
-def reset(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the state zeros, with which AdamW, SGD and Muon begin. Tensors stay where they are."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif isinstance(value, int | float):
-                state[name] = type(value)(0)
-
-
-def refuse_outside_graph(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raises ConfigError where a step counts on the host: a graph would repeat its first count."""
-    states = [item for state in optimizer.state.values() for item in state.items()]
-    on_host = [name for name, value in states if not ((isinstance(value, Tensor) and value.device.type == device.type) or value is None)]
-    if on_host:
-        raise ConfigError(
-            f"{type(optimizer).__name__} keeps {', '.join(sorted(set(on_host)))} on the host, which a CUDA graph can't change. "
-            f"On a GPU compare.py takes optimizers whose state is tensors there. {WITHOUT_GRAPH}"
-        )
 
 
 def initial_values(cfg: Config, precision: Precision, corpus: Corpus, fill: Fill = lambda model: None) -> list[Tensor]:
@@ -230,8 +209,8 @@ def initial_values(cfg: Config, precision: Precision, corpus: Corpus, fill: Fill
 def windows_of(cfg: Config, corpus: Corpus, device: torch.device) -> Tensor:
     """All batches of a run: int32 [steps, rows, context + 1]."""
     batches = Batches(corpus.train.tokens, context=cfg.model.context, batch_size=cfg.train.batch_size, seed=cfg.seed)
-    found = []
-    for step in range(cfg.train.steps):
-        inputs, targets = batches[step]
-        found.append(np.concatenate([inputs.numpy(), targets.numpy()[:, -1:]], axis=1).astype(np.int32))
+    pairs = (batches[step] for step in range(cfg.train.steps))
+    found = [
+        np.concatenate([inputs, targets[:, -1:]], axis=1, dtype=np.int32, casting="same_kind") for inputs, targets in pairs
+    ]
     return torch.from_numpy(np.stack(found)).to(device)

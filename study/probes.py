@@ -18,35 +18,31 @@ SPIKE_WINDOW, SPIKE_SIGMAS = 20, 5.0
 
 
 @torch.no_grad()
-def probe(engine: Engine) -> dict[str, Any]:
+def probe(engine: Engine) -> dict[str, list[float]]:
     """Figures of the model as it is, one for each norm site in the order of depth; outside the graph, in evaluation.
 
     rms, most     of the stream that the site returns or, at the last one, of its output
-    saturated     share of the site's outputs N(r) above SATURATED; of pointwise kinds
     logit         largest |q·k| / √head_width that attention sees, one for each layer
+    saturated     share of the site's outputs N(r) above SATURATED; of pointwise kinds
     """
-    found: dict[str, list[float]] = {"rms": [], "most": [], "saturated": [], "logit": []}
-    stack: list[Tensor] = []
+    found: dict[str, list[Tensor]] = {"rms": [], "most": [], "logit": [], "saturated": []}
 
     def site(module: NormSite, inputs: Any, outputs: Any) -> None:
         if module.width != engine.cfg.model.width:  # of queries or keys
             return
         stream = (outputs[-1] if isinstance(outputs, tuple) else outputs).float()
-        stack.extend([stream.square().mean().sqrt(), stream.abs().max()])
+        found["rms"].append(stream.square().mean().sqrt())
+        found["most"].append(stream.abs().max())
         kind, scalars = module.kind, module.scalars
         if kind in (Norm.dyt, Norm.derf) and isinstance(outputs, tuple) and scalars is not None:
-            inside = scalars[0] * stream + (scalars[1] if kind is Norm.derf else 0.0)
-            bent = torch.tanh(inside) if kind is Norm.dyt else torch.erf(inside)
-            saturated.append((bent.abs() > SATURATED).float().mean())
+            bent = (scalars[0] * stream).tanh() if kind is Norm.dyt else (scalars[0] * stream + scalars[1]).erf()
+            found["saturated"].append((bent.abs() > SATURATED).float().mean())
 
     def attention(module: QueryKeySite, inputs: Any, outputs: Any) -> None:
         q, k, _ = (part.transpose(1, 2).float() for part in outputs)
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).tril()
-        logits.append(scores.abs().max())
+        found["logit"].append((q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).tril().abs().max())
 
-    saturated: list[Tensor] = []
-    logits: list[Tensor] = []
     hooks = [m.register_forward_hook(site) for m in engine.model.modules() if isinstance(m, NormSite)]
     hooks += [m.register_forward_hook(attention) for m in engine.model.modules() if isinstance(m, QueryKeySite)]
     engine.model.eval()
@@ -57,11 +53,7 @@ def probe(engine: Engine) -> dict[str, Any]:
         engine.model.train()
         for hook in hooks:
             hook.remove()
-    figures = torch.stack([*stack, *logits, *saturated]).tolist()
-    found["rms"], found["most"] = figures[: len(stack) : 2], figures[1 : len(stack) : 2]
-    found["logit"] = figures[len(stack) : len(stack) + len(logits)]
-    found["saturated"] = figures[len(stack) + len(logits) :]
-    return {name: [round(value, 4) for value in values] for name, values in found.items() if values}
+    return {name: [round(value, 4) for value in torch.stack(of).tolist()] for name, of in found.items() if of}
 
 
 def spikes(losses: np.ndarray, warmup: int) -> int:

@@ -1,9 +1,9 @@
 """All runs of a study, one after the other, each kept as a line as soon as it is over.
 
-A run is over early, and counts as diverged, if a training or validation loss is not finite, or if after a quarter of its steps
-its validation loss is more than compare.diverged nats above the lowest that a run of its arm had at the same step, with
-whatever rate and seed. A run that is over late by this rule counts too. The order of runs is fixed (arm, seed, rate), so a
-study that was killed goes on with the same decisions.
+A run is stopped, and counts as diverged, if a training or validation loss is not finite, or if after a quarter of its steps
+its validation loss is more than compare.diverged nats above the lowest that an earlier run of its arm had at the same step, at
+this rate or a lower one: a run that is slow at a low rate has not diverged. The order of runs is fixed (arm, seed, rate from
+low to high), so a study that was killed goes on with the same decisions.
 """
 
 import json
@@ -26,7 +26,6 @@ from study.timing import block_times, cycles_of
 from training.precision import Precision
 
 AGAIN = " (A/A)"  # ends the name of the baseline's runs with other seeds
-FIRST_BATCHES = 16  # of the validation set, for the loss before training
 
 
 @dataclass
@@ -37,7 +36,7 @@ class Result:
     rate: float
     seed: int
     evaluated: list[tuple[int, float]]  # step and validation loss; step 0 is before training
-    over: str = ""  # why the run ended early
+    over: str = ""  # why the run was stopped
     grad_norm: float = math.nan  # median over the steps
     spikes: int = 0
     probes: list[dict[str, Any]] = field(default_factory=list)
@@ -65,35 +64,31 @@ class Found:
     def of(self, arm: str) -> list[Result]:
         return [result for result in self.results if result.arm == arm]
 
+    def add(self, line: dict[str, Any]) -> None:
+        if "times" in line:
+            self.times[line["arm"]] = line["times"]
+        else:
+            self.results.append(Result(**line | {"evaluated": [(step, loss) for step, loss in line["evaluated"]]}))
+
 
 def read(path: Path) -> Found:
     """The lines of a study. A last line that was cut short is removed from the file."""
     found = Found()
-    if not path.is_file():
-        return found
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    for line in whole.decode().splitlines():
-        _add(found, json.loads(line))
+    if path.is_file():
+        whole, _, cut = path.read_bytes().rpartition(b"\n")
+        if cut:
+            os.truncate(path, len(whole) + (1 if whole else 0))
+        for line in whole.decode().splitlines():
+            found.add(json.loads(line))
     return found
 
 
-def _add(found: Found, line: dict[str, Any]) -> None:
-    if "times" in line:
-        found.times[line["arm"]] = line["times"]
-    else:
-        found.results.append(Result(**line | {"evaluated": [(step, loss) for step, loss in line["evaluated"]]}))
-
-
 def keep(path: Path, found: Found, line: dict[str, Any]) -> None:
-    text = json.dumps(line) + "\n"
     with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+        file.write(json.dumps(line) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _add(found, json.loads(text))  # as a study that goes on would read it
+    found.add(line)
 
 
 def train_all(
@@ -114,8 +109,8 @@ def train_all(
     batches: dict[int, torch.Tensor] = {}
 
     def runs_of(arm: Arm, name: str, rates: list[float], seeds: list[int]) -> None:
-        had = {(result.arm, result.rate, result.seed) for result in found.results}
-        left = [(seed, rate) for seed in seeds for rate in rates if (name, rate, seed) not in had]
+        had = {(result.rate, result.seed) for result in found.of(name)}
+        left = [(seed, rate) for seed in seeds for rate in sorted(rates) if (rate, seed) not in had]
         for _ in range(len(rates) * len(seeds) - len(left)):
             done()
         untimed = cycles > 0 and name not in found.times and not name.endswith(AGAIN)
@@ -155,8 +150,8 @@ def _run(engine: Engine, name: str, others: list[Result]) -> Result:
     cfg, total = engine.cfg, engine.cfg.train.steps
     every = cfg.eval.every or total
     look = max(total // 4, 1) if cfg.compare.probe_every is None else cfg.compare.probe_every
-    # Before training all windows tell the same, and a whole validation set takes as long as a hundred steps of a small model.
-    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate(FIRST_BATCHES))])
+    # Before training all windows tell the same, and the whole validation set takes as long as a hundred steps of a small model.
+    result = Result(name, cfg.optim.lr, cfg.seed, [(0, engine.evaluate(most=1))])
     stops = sorted({*range(every, total, every), *(range(look, total, look) if look else ()), total})
     for stop in stops:
         engine.advance(stop - engine.step)
@@ -169,7 +164,7 @@ def _run(engine: Engine, name: str, others: list[Result]) -> Result:
         if result.over:
             break
     result.grad_norm = engine.grad_norms[: engine.step].median().item()
-    result.spikes = spikes(engine.losses[: engine.step].cpu().numpy(), total // 20)
+    result.spikes = spikes(losses.numpy(), total // 20)
     return result
 
 
@@ -178,7 +173,7 @@ def over(result: Result, losses: torch.Tensor, steps: int, others: list[Result],
     step, loss = result.evaluated[-1]
     if not (math.isfinite(loss) and bool(losses.isfinite().all())):
         return f"step {step}: loss not finite"
-    same = [dict(other.evaluated).get(step, math.inf) for other in others]
+    same = [dict(other.evaluated).get(step, math.inf) for other in others if other.rate <= result.rate]
     lowest = min(same, default=math.inf)
     if step >= steps / 4 and loss > lowest + threshold:
         return f"step {step}: loss {loss:.3f}, another run's {lowest:.3f}"

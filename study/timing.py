@@ -44,8 +44,7 @@ def block_times(
     """
     torch_cfg = copy.deepcopy(engine.cfg)
     torch_cfg.norm.impl = NormImpl.torch
-    plan = {str(arm.cfg.norm.impl): (engine.cfg, arm)}
-    plan |= {TORCH: (torch_cfg, arm), AGAIN: (torch_cfg, arm)}
+    plan = {str(arm.cfg.norm.impl): (engine.cfg, arm), TORCH: (torch_cfg, arm), AGAIN: (torch_cfg, arm)}
     if arm.name != baseline.name:
         plan[BASELINE] = (baseline.at(engine.cfg.optim.lr, engine.cfg.seed), baseline)
     engines: dict[str, Engine] = {}

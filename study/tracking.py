@@ -6,7 +6,7 @@ import configs
 from measure.tracking import Group
 from study.analysis import Report
 from study.arms import Study
-from study.report import HEADER, row
+from study.report import HEADER, rows
 from study.runs import AGAIN, read
 
 
@@ -22,4 +22,4 @@ def log(study: Study, made: Report, folder: Path) -> str:
             run.log({"val/loss": loss}, step)
         run.summarise({"val/last": result.last, "val/best": result.best, "spikes": result.spikes, "over": result.over})
         run.finish(0)
-    return group.sum_up(configs.to_dict(study.cfg), {}, {"arms": (HEADER, [row(arm) for arm in made.arms])})
+    return group.sum_up(configs.to_dict(study.cfg), {}, {"arms": (HEADER, rows(made))})

@@ -56,12 +56,9 @@ def test_vocabulary_is_padded_or_as_given(build, batch):
     ("method", "inputs", "message"),
     [
         ("forward", {"tokens": torch.zeros(1, 17, dtype=torch.int64)}, r"17 positions, and model\.context is 16"),
-        ("forward", {"tokens": torch.zeros(12, dtype=torch.int64)}, r"tokens has shape \(12,\)"),
         ("forward", {"targets": torch.zeros(4, 11, dtype=torch.int64)}, r"targets has shape \(4, 11\)"),
         ("forward", {"seeds": torch.zeros(3, dtype=torch.int64)}, r"seeds has shape \(3,\) .* expected int64 of shape \(5,\)"),
-        ("generate", {"temperature": float("nan")}, "temperature must be 0 .* or more and finite, got nan"),
         ("generate", {"top_k": 0}, "top_k must be 1 or more, .* got 0"),
-        ("generate", {"tokens": torch.zeros(1, 0, dtype=torch.int64)}, r"tokens has shape \(1, 0\)"),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(build, batch, method, inputs, message):
@@ -71,7 +68,8 @@ def test_inputs_that_do_not_fit_are_named(build, batch, method, inputs, message)
 
 
 @pytest.mark.parametrize(
-    ("options", "draws"), [({"dropout": 0.2}, True), ({"drop_path": 0.2, "norm_impl": "torch"}, True), ({}, False)]
+    ("options", "draws"),
+    [({"dropout": 0.2}, True), *(({rate: 0.2, "norm_impl": "torch"}, True) for rate in ("dropout", "drop_path")), ({}, False)],
 )
 def test_seeds_left_out_are_drawn_from_torchs_generator_if_needed(build, batch, options, draws):
     model = build(**options, attention_dropout=0.0)
@@ -83,22 +81,13 @@ def test_seeds_left_out_are_drawn_from_torchs_generator_if_needed(build, batch, 
     assert model(*batch).item() == first and (second != first) == draws
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_generate_appends_to_the_prompt_beyond_the_context_in_evaluation_mode(build, batch, training):
-    model, prompt, modes = build(dropout=0.5).train(training), batch[0], []
+def test_generate_appends_to_the_prompt_beyond_the_context_in_evaluation_mode(build, batch):
+    model, prompt, modes = build(dropout=0.5).train(), batch[0], []
     model.register_forward_hook(lambda module, inputs, output: modes.append((module.training, output.requires_grad)))
     tokens = model.generate(prompt, new_tokens=10, temperature=1.0, top_k=None)
     assert tokens.shape == (4, 22) and torch.equal(tokens[:, :12], prompt)  # the context is 16
     assert tokens.max() < 60  # never a padding token
-    assert modes == [(False, False)] * 10 and model.training == training
-
-
-def test_generate_is_greedy_at_temperature_0_and_at_top_1(build, batch):
-    model = build()
-    greedy = model.generate(batch[0], 3, temperature=0)
-    assert torch.equal(greedy[:, 12], model(batch[0])[:, -1, :60].argmax(-1))
-    for options in ({"top_k": 1}, {"temperature": 1e-42}):  # where logits / temperature would overflow
-        assert torch.equal(model.generate(batch[0], 3, **options), greedy)
+    assert modes == [(False, False)] * 10 and model.training
 
 
 def test_generate_follows_temperature_top_k_and_generator(build):
@@ -109,8 +98,10 @@ def test_generate_follows_temperature_top_k_and_generator(build):
     def sample(**options):
         return model.generate(prompt, 1, generator=torch.Generator().manual_seed(0), **options)[:, 1]
 
-    assert torch.equal(sample(temperature=1.0), sample(temperature=1.0))
     best = model(prompt[:1])[0, -1, :60].topk(3).indices
+    assert torch.equal(sample(temperature=1.0), sample(temperature=1.0))
+    for greedy in ({"temperature": 0}, {"top_k": 1}, {"temperature": 1e-42}):  # where logits / temperature would overflow
+        assert set(sample(**greedy).tolist()) == {best[0].item()}
     assert set(sample(temperature=5.0, top_k=3).tolist()) == set(best.tolist())
     assert len(sample(temperature=1.0).unique()) > len(sample(temperature=0.2).unique())
 
@@ -132,10 +123,8 @@ def test_compiles_without_graph_breaks_and_with_the_same_loss(build, batch):
     model = build(**LLAMA, block="parallel", layers=1, dropout=0.1, attention_dropout=0.0, drop_path=0.3)
     seeds = torch.arange(model.dropout_sites)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)  # a whole run that is compiled: test_train.py
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, expected = compiled(*batch, seeds), model(*batch, seeds)
+    with torch.autocast("cpu", torch.bfloat16):  # a whole run that is compiled: test_train.py
+        loss = torch.compile(model, backend="eager", fullgraph=True)(*batch, seeds)
+        assert loss.item() == pytest.approx(model(*batch, seeds).item(), abs=1e-5)
     loss.backward()
-    compiled(*batch).backward()  # with its own seeds
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())

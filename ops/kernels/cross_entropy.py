@@ -188,8 +188,8 @@ def sum_losses_kernel(p, M, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def scale_kernel(p, stride, M, V, BLOCK: tl.constexpr):
-    """gradient *= dloss, a scalar. Where that is 1 nothing is read, and few programs find that out sooner than one for each block
-    of each row. Each takes a block of every so many rows."""
+    """gradient *= dloss, a scalar. Where that is 1 nothing is read, and few programs find that out sooner than one for each
+    block of each row. Each takes a block of every so many rows."""
     factor = tl.load(p.dloss).to(tl.float32)
     if factor != 1.0:
         blocks = tl.cdiv(V, BLOCK)

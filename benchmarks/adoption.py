@@ -12,11 +12,13 @@ not that of the plain model is an error.
 
 import argparse
 import copy
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,30 +93,37 @@ class Arm:
         return found | {"loss": loss.item(), "gradient": norms[0].item()}
 
 
-def options_of(argv: Sequence[str]) -> argparse.Namespace:
-    rounds = (LEAST_SAMPLES, LEAST_SAMPLES)
-    parser = command.parser("adoption", __doc__.splitlines()[0], rounds=rounds)
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.adoption", description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="(all)")
     parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32", help="(fp32, under autocast to bf16)")
     parser.add_argument("--vocabulary", type=command.positive, default=32768, help="tokens in it, on a GPU (%(default)s)")
     parser.add_argument("--batch", type=command.positive, default=24, help="sequences of 1024 tokens, on a GPU (%(default)s)")
+    parser.add_argument("--rounds", type=command.positive, default=LEAST_SAMPLES, help="cycles of blocks (%(default)s)")
     parser.add_argument("--steps", type=command.positive, default=2, help="of a block that count (%(default)s)")
-    options = command.parse(parser, argv, rounds)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to try the program (%(default)s)")
+    parser.add_argument("--output", type=Path, help="folder of the record (benchmarks/results/<gpu>)")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no GPU here; --device cpu tries the program on small sizes")
     if options.rounds < LEAST_SAMPLES:
         parser.error(f"--rounds {options.rounds}: intervals need {LEAST_SAMPLES} or more")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    options = options_of(argv)
     if options.device == "cpu":
         torch.set_num_threads(1)  # more threads make so small a model slower
-    why, others = without_liger(options.device), {"transformers": version("transformers")}
+    why, libraries = without_liger(options.device), {"transformers": version("transformers")}
     if why:
         print(f"Liger's arms are left out: {why}")
     else:
-        others["liger-kernel"] = version("liger-kernel")
-    results = command.open_results(options, [], others)
+        libraries["liger-kernel"] = version("liger-kernel")
+    facts = command.environment(torch.device(options.device), libraries)
+    folder = options.output or command.FOLDER / command.slug(facts)
+    words = shlex.join(["python", "-m", "benchmarks.adoption", *(sys.argv[1:] if argv is None else argv)])
+    results = command.Results(folder / "adoption.json", facts, words)
     for kind in options.model:
         results.add(records := measure(kind, [name for name in ARMS if not (why and "Liger" in name)], options))
         print(f"\n{summary(records)}", flush=True)
@@ -134,7 +143,7 @@ def without_liger(device: str) -> str:
 
 def measure(kind: str, names: Sequence[str], options: argparse.Namespace) -> list[Record]:
     """A record for each arm, with its speed-up over others; or with an error."""
-    device, on_gpu = command.device_of(options), options.device == "cuda"
+    device, on_gpu = torch.device(options.device), options.device == "cuda"
     vocabulary, shape = (options.vocabulary, (options.batch, 1024)) if on_gpu else (256, (2, 32))
     modeling: Any = import_module(f"transformers.models.{kind.lower()}.modeling_{kind.lower()}")
     sizes = SIZES[kind] | ({} if on_gpu else TINY) | {"vocab_size": vocabulary, "pad_token_id": 0}
@@ -226,4 +235,4 @@ def ratio(record: Record, base: str) -> str:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    main()

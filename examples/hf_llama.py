@@ -1,7 +1,7 @@
 """transformers' Llama, adopted in one call. Random weights: nothing is downloaded.
 
-    pip install 'transformers>=5.20'
-    python examples/hf_llama.py        # docs/adopted_models.md lists the models that it works with
+pip install 'transformers>=5.20'
+python examples/hf_llama.py        # docs/adopted_models.md lists the models that it works with
 """
 
 import copy

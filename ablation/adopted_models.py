@@ -2,9 +2,8 @@
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,15 +20,8 @@ SHOWN = 5  # names in a message
 WRAPPED = "_orig_mod"  # what torch.compile's wrapper calls the model that it was given
 
 
-def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
-    """
-    Raises:
-        TypeError: a model is no module.
-        ValueError: both are one model, compiled or not, or norms of model_a are fused.
-    """
-    for argument, model in (("model_a", model_a), ("model_b", model_b)):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{function}: {argument} must be a torch.nn.Module, got {type(model).__name__}")
+def check_before_and_after(function: str, model_a: nn.Module, model_b: nn.Module) -> None:
+    """Raises ValueError if both are one model, compiled or not, or norms of model_a are fused."""
     if getattr(model_a, WRAPPED, model_a) is getattr(model_b, WRAPPED, model_b):
         raise ValueError(
             f"{function}: model_a and model_b are one and the same model, expected it before and after; copy it ahead of "
@@ -43,11 +35,9 @@ def check_before_and_after(function: str, model_a: Any, model_b: Any) -> None:
         )
 
 
-def check_not_compiled(model_a: nn.Module, model_b: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: a model or a part of it is compiled, so that the forwards of its norms can't be exchanged.
-    """
+def check_comparable(model_a: nn.Module, model_b: nn.Module) -> None:
+    """Raises ValueError if a model or a part of one is compiled, so that the forwards of its norms can't be exchanged; or if
+    names, shapes, dtypes, values or requires_grad of parameters differ."""
     for argument, model in (("model_a", model_a), ("model_b", model_b)):
         for name, module in model.named_modules():
             if WRAPPED in module._modules or vars(module).get("_compiled_call_impl") is not None:
@@ -56,17 +46,9 @@ def check_not_compiled(model_a: nn.Module, model_b: nn.Module) -> None:
                     f"pass what torch.compile was given (.{WRAPPED}), or a copy.deepcopy, which leaves out what .compile() "
                     "did. measure takes both"
                 )
-
-
-def check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: names, shapes, dtypes, values or requires_grad differ.
-    """
     a, b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
-    if a.keys() != b.keys():
-        only = _listed(sorted(a.keys() ^ b.keys()))
-        raise ValueError(f"check_parity: the models must have parameters of the same names; only one of them has {only}")
+    if only := sorted(a.keys() ^ b.keys()):
+        raise ValueError(f"check_parity: parameters must have the same names in both models; only one has {_listed(only)}")
     for name, p in a.items():
         if p.requires_grad != b[name].requires_grad:
             raise ValueError(f"check_parity: {name} requires a gradient in one model only; freeze it in both or in neither")
@@ -76,14 +58,11 @@ def check_same_parameters(model_a: nn.Module, model_b: nn.Module) -> None:
 
 def fused_norms(model: nn.Module) -> list[str]:
     """The names of the norms that are those of `ops`, or of a copy of it: the installed `prenorm` or a folder."""
-
-    def is_ours(cls: type) -> bool:
-        package = sys.modules.get(cls.__module__.rpartition(".")[0])
-        norms = [getattr(package, name, None) for name in ("LayerNorm", "RMSNorm")]
-        return hasattr(package, "replace_norms") and cls in norms
-
-    named = ((name.replace(f"{WRAPPED}.", ""), module) for name, module in model.named_modules())
-    return [name or "model_a itself" for name, module in named if any(map(is_ours, type(module).__mro__))]
+    ours = {
+        name.replace(f"{WRAPPED}.", "") or "model_a itself": any(cls.__name__ == "_Fused" for cls in type(module).__mro__)
+        for name, module in model.named_modules()
+    }
+    return [name for name, is_ours in ours.items() if is_ours]
 
 
 def _listed(names: list[str]) -> str:
@@ -110,8 +89,7 @@ def exact_copy(model: nn.Module, norms: Mapping[str, Formula], dtype: torch.dtyp
         eager("eager")
     for name, formula in norms.items():
         module = model.get_submodule(name)
-        parameters = dict(module.named_parameters(recurse=False))
-        _exchange(module, partial(_by_formula, formula, parameters))
+        _exchange(module, partial(_by_formula, formula, dict(module.named_parameters(recurse=False))))
     return model
 
 
@@ -130,9 +108,8 @@ def reordered_copy(model: nn.Module, norms: Mapping[str, Formula]) -> nn.Module:
 
 def _with_its_weights_in_order(module: nn.Module, rows: Tensor, order: Tensor) -> Tensor:
     clone = object.__new__(type(module))
-    clone.__dict__.update(module.__dict__)
     weights = {name: p if p is None else p.index_select(0, order) for name, p in module._parameters.items()}
-    clone.__dict__["_parameters"] = weights
+    clone.__dict__ |= module.__dict__ | {"_parameters": weights}
     return type(module).forward(clone, rows)
 
 
@@ -168,12 +145,11 @@ def results_of(
     # A mask that forward makes should be in the reference's dtype too: torch's attention takes one in fp32 beside an fp64
     # query, and on CPUs computes nonsense. But what is drawn in another dtype is another number.
     default = how.floats if how.floats is not None and how.seed is None else torch.get_default_dtype()
-    with (
-        _default_dtype(default),
-        _mode(model, how.seed, device),
-        row_scales(sites, rows, how.autocast) as scales,
-        autocasting(device, how.autocast),
-    ):
+    with _as_before(model, device), row_scales(sites, rows, how.autocast) as scales, autocasting(device, how.autocast):
+        torch.set_default_dtype(default)
+        model.train(how.seed is not None)
+        if how.seed is not None:
+            torch.manual_seed(how.seed)
         output = call(model, batch)
         value = how.loss(output)
     gradients: Any = [None] * len(parameters)
@@ -183,12 +159,24 @@ def results_of(
     found = {f"output {i}" if len(outputs) > 1 else "output": t.detach() for i, t in enumerate(outputs)}
     found["loss"] = value.detach()
     # A parameter that the loss does not reach has a gradient of zeros, so that one which is lost in model_b is seen.
-    found |= {
-        f"gradient of {name}": torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(parameters.items(), gradients, strict=True)
-    }
+    for (name, p), g in zip(parameters.items(), gradients, strict=True):
+        found[f"gradient of {name}"] = torch.zeros_like(p) if g is None else g
     found |= {f"row scale of {name}": scale for name, scale in scales.items()}
     return {name: t for name, t in found.items() if t.numel()}  # an empty parameter has nothing to compare
+
+
+@contextmanager
+def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards modes, generators and the default dtype are what they were."""
+    training, dtype = {module: module.training for module in model.modules()}, torch.get_default_dtype()
+    elsewhere = device.type != "cpu"
+    with torch.random.fork_rng([device] if elsewhere else [], device_type=device.type if elsewhere else "cuda"):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            for module, mode in training.items():
+                module.training = mode
 
 
 def default_loss() -> Loss:
@@ -200,8 +188,7 @@ def default_loss() -> Loss:
         if isinstance(own, Tensor):
             return own
         tensors = float_tensors(output)
-        scalars = [t for t in tensors if t.dim() == 0]
-        if scalars:
+        if scalars := [t for t in tensors if t.dim() == 0]:
             return scalars[0]
         if not tensors:
             raise ValueError(f"loss: there is no float tensor in the model's output, a {type(output).__name__}; pass loss=")
@@ -229,36 +216,6 @@ def call(model: nn.Module, batch: Any) -> Any:
 
 def float_tensors(output: Any) -> list[Tensor]:
     return [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-@contextmanager
-def _mode(model: nn.Module, seed: int | None, device: torch.device) -> Iterator[None]:
-    """Evaluation mode, or training mode with seeded generators. Restores modules and generators afterwards."""
-    training = {module: module.training for module in model.modules()}
-    model.train(seed is not None)
-    elsewhere = device.type != "cpu"
-    with torch.random.fork_rng([device] if elsewhere else [], device_type=device.type if elsewhere else "cuda"):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all other devices too
-            if elsewhere:
-                module = torch.get_device_module(device)
-                with module.device(device) if device.type == "cuda" else nullcontext():
-                    module.manual_seed(seed)
-        try:
-            yield
-        finally:
-            for module, mode in training.items():
-                module.training = mode
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def autocasting(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:

@@ -23,8 +23,7 @@ from ablation.adopted_models import (
     autocasting,
     call,
     check_before_and_after,
-    check_not_compiled,
-    check_same_parameters,
+    check_comparable,
     default_loss,
     device_of,
     exact_copy,
@@ -132,15 +131,13 @@ def check_parity(
             numbers in the same order, as those with drop path do, and those with dropout do not.
 
     Raises:
-        TypeError: a model is no module.
         ValueError: the models are not one before and after: both are the same object, or norms of model_a are fused; or one is
             compiled; or they differ in their parameters' names, shapes, values or requires_grad, or in the shapes of their
             outputs; or there is no batch; or model_a in higher precision has another output or other gradients, and so is no
             reference.
     """
     check_before_and_after("check_parity", model_a, model_b)
-    check_not_compiled(model_a, model_b)
-    check_same_parameters(model_a, model_b)
+    check_comparable(model_a, model_b)
     batches = batch if isinstance(batch, list) else [batch]
     if not batches:
         raise ValueError("check_parity: batch is an empty list, expected a batch or a list of batches")
@@ -161,19 +158,21 @@ def check_parity(
         arm(FUSED, model_b),
         arm(REORDERED, reordered_copy(model_a, norms)),
     )
-    found: list[dict[str, Sums]] = []
+    judged: list[dict[str, Sums]] = []
     same_bits = not fused_norms(model_b)  # which without kernels may compute as model_a does
     for one in batches:
         rows.clear()
         a, b, c, d = quantities = [_of_reference(reference, one, exact), *(run(one) for run in arms)]
-        _check_same_outputs(b, c)
+        shapes = [[tuple(t.shape) for name, t in found.items() if name.startswith("output")] for found in (b, c)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"check_parity: model_a returns float tensors of shapes {shapes[0]}, model_b {shapes[1]}")
         _check_reference(a, b, exact)
         sums = {name: Sums() for name in a if all(name in other for other in quantities)}
         for name, of in sums.items():
             of.add(a[name], b[name], c[name], d[name])
             same_bits = same_bits and torch.equal(b[name], c[name])
-        found.append(sums)
-    check = _judged(found, ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)), exact)
+        judged.append(sums)
+    check = _judged(judged, ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)), exact)
     if not check.holds and any(getattr(module, "top_k", None) for module in model_a.modules()):
         check = replace(check, verdict=check.verdict + _ROUTES)
     return replace(check, verdict=check.verdict + _SAME_BITS) if same_bits else check
@@ -203,14 +202,11 @@ def measure(
         warmup_steps: of each model, before.
 
     Raises:
-        TypeError: a model is no module.
-        ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6 or block_steps
-            less than 1.
+        ValueError: the models are not one before and after, as for `check_parity`; or cycles is less than 6.
     """
     check_before_and_after("measure", model_a, model_b)
-    for argument, count, least in (("cycles", cycles, LEAST_SAMPLES), ("block_steps", block_steps, 1)):
-        if not isinstance(count, int) or count < least:
-            raise ValueError(f"measure: {argument} must be a whole number of {least} or more, got {count}")
+    if cycles < LEAST_SAMPLES:
+        raise ValueError(f"measure: cycles must be {LEAST_SAMPLES} or more, got {cycles}")
     models = {TORCH: model_a, AGAIN: model_a, FUSED: model_b}
     device = device_of(model_a, batch)
     before = {p: p.grad for model in (model_a, model_b) for p in model.parameters()}
@@ -256,16 +252,6 @@ def _of_reference(run: Callable[[Any], dict[str, Tensor]], batch: Any, exact: st
             f"dtype of its weights and to run in {exact}{narrower}"
         )
         raise
-
-
-def _check_same_outputs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-    shapes_a, shapes_b = (
-        [tuple(t.shape) for name, t in quantities.items() if name.startswith("output")] for quantities in (a, b)
-    )
-    if shapes_a != shapes_b:
-        raise ValueError(
-            f"check_parity: model_a returns float tensors of shapes {shapes_a}, model_b {shapes_b}; they must return the same"
-        )
 
 
 def _check_reference(reference: Mapping[str, Tensor], own: Mapping[str, Tensor], exact: str) -> None:

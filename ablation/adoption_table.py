@@ -7,11 +7,13 @@ Each model computes its output and its gradients before and after, in fp32, and 
 """
 
 import copy
-import importlib.util
 import sys
 import tomllib
 import traceback
 import warnings
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ablation.adopted_models import call, float_tensors
 from ops import Adoption, adopt
 
 MODELS = tomllib.loads(Path(__file__).with_name("adoption_models.toml").read_text())
+TINY = {field: int(value) for value, fields in MODELS["sizes"].items() for field in fields.split()} | MODELS["others"]
 DIFFUSERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "UNet2DConditionModel": (
         {"block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 32, "attention_head_dim": 8,
@@ -54,8 +57,8 @@ def main(names: list[str]) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     known = dict.fromkeys(MODELS["transformers"].split(), _of_transformers)
-    known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()} if importlib.util.find_spec("timm") else {}
-    known |= {f"diffusers/{name}": _of_diffusers for name in DIFFUSERS} if importlib.util.find_spec("diffusers") else {}
+    known |= {f"timm/{name}": _of_timm for name in MODELS["timm"].split()} if find_spec("timm") else {}
+    known |= {f"diffusers/{name}": _of_diffusers for name in DIFFUSERS} if find_spec("diffusers") else {}
     rows = []
     for name in names or known:
         torch.manual_seed(0)
@@ -76,17 +79,13 @@ def main(names: list[str]) -> None:
 
 
 def _of_timm(name: str) -> tuple[nn.Module, Any]:
-    import timm  # type: ignore[import-not-found]
-
-    model = timm.create_model(name, pretrained=False)
+    model = import_module("timm").create_model(name, pretrained=False)
     return model, (torch.randn(2, *model.default_cfg["input_size"]),)
 
 
 def _of_diffusers(name: str) -> tuple[nn.Module, Any]:
-    import diffusers  # type: ignore[import-not-found]
-
     config, batch = DIFFUSERS[name]
-    return getattr(diffusers, name)(**config), batch
+    return getattr(import_module("diffusers"), name)(**config), batch
 
 
 def _of_transformers(name: str) -> tuple[nn.Module, Any]:
@@ -98,9 +97,7 @@ def _of_transformers(name: str) -> tuple[nn.Module, Any]:
     default = kind()
     fields = {field for field in dir(default) if not isinstance(getattr(kind, field, None), property)}
     fields -= kind.attribute_map.keys() & set(LAYER_KINDS)
-    given = {
-        field: value for field, value in MODELS["tiny"].items() if field in fields and _is_like(getattr(default, field), value)
-    }
+    given = {field: value for field, value in TINY.items() if field in fields and _is_like(getattr(default, field), value)}
     for field in set(LAYER_KINDS) & fields:
         if isinstance(kinds := getattr(default, field), list):
             given[field] = (list(dict.fromkeys(kinds)) * 2)[: max(2, len(set(kinds)))]
@@ -121,18 +118,16 @@ def _is_like(default: Any, value: Any) -> bool:
 
 def _batch(model: nn.Module, config: Any) -> dict[str, Tensor]:
     tokens = torch.arange(24).view(2, 12) + 3
-    size: Any = getattr(config, "image_size", 32)
-    inputs: dict[str, Any] = {
-        "pixel_values": lambda: torch.randn(
-            2, getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)
-        ),
-        "input_features": lambda: torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
-        "input_values": lambda: (
-            torch.randn(2, config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else torch.randn(2, 800)
-        ),
-    }
     kind: Any = getattr(model, "main_input_name", "input_ids")
-    batch: dict[str, Tensor] = {kind: inputs[kind]()} if kind in inputs else {"input_ids": tokens}
+    batch: dict[str, Tensor] = {} if kind in ("pixel_values", "input_features", "input_values") else {"input_ids": tokens}
+    if kind == "pixel_values":
+        size: Any = getattr(config, "image_size", 32)
+        batch[kind] = torch.randn(2, getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size))
+    elif kind == "input_features":
+        batch[kind] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
+    elif kind == "input_values":
+        spectrum = hasattr(config, "num_mel_bins")
+        batch[kind] = torch.randn(2, config.max_length, config.num_mel_bins) if spectrum else torch.randn(2, 800)
     if config.is_encoder_decoder:
         batch["decoder_input_ids"] = tokens
     return batch
@@ -152,12 +147,10 @@ def _row(model: nn.Module, batch: Any, expected: dict[str, Tensor]) -> tuple[str
     try:
         found = adopt(adopted, verbose=False)
         parity = _compared(expected, _results(adopted, batch))
-        model.train()
-        try:
-            _results(model, batch)
-        except Exception:  # it has no training mode, whoever computes it
-            pass
-        else:
+        trains = False
+        with suppress(Exception):  # it may have no training mode, whoever computes it
+            trains = bool(_results(model.train(), batch))
+        if trains:
             _results(adopted.train(), batch)
     except Exception as error:
         traceback.print_exc()

@@ -1,9 +1,7 @@
 """transformers' Llama, adopted in one call. Random weights: nothing is downloaded.
 
-    pip install 'transformers>=5.20'
-    python examples/hf_llama.py
-
-docs/adopted_models.md lists the models that it works with.
+pip install 'transformers>=5.20'
+python examples/hf_llama.py        # docs/adopted_models.md lists the models that it works with
 """
 
 import copy
@@ -11,16 +9,12 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_llama.py`
 
 from ablation.adoption import check_parity, measure
 from ops import adopt, backend_for
-
-try:
-    from transformers import LlamaConfig, LlamaForCausalLM
-except ImportError:
-    raise SystemExit("examples.hf_llama: transformers is missing. pip install 'transformers>=5.20'") from None
 
 
 def main() -> None:

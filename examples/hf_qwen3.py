@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/hf_qwen3.py`
 
 from ablation.adoption import check_parity, measure
 from ops import backend_for, rotary_qk_fn
-
-try:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-except ImportError:
-    raise SystemExit("examples.hf_qwen3: transformers is missing. pip install 'transformers>=5.20'") from None
 
 
 class RotaryTables(nn.Module):

@@ -3,9 +3,8 @@
     python examples/nanogpt_block.py
 
     0   the model as it was: nn.LayerNorm, dropout and + in every block
-    1   replace_norms: the same model, its norms fused; nothing else in the code changes
-    2   adopt: dropout and + go into the norms' kernels too
-    3   the same written by hand, for blocks that no tool knows
+    1   adopt: norms, dropout and + are one kernel each; nothing else in the code changes
+    2   the same written by hand, for blocks that no tool knows
 
 In your own project `from ops import …` is `from prenorm import …`, or the name of the folder that you copied.
 """
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the checkout, for `python examples/nanogpt_block.py`
 
 from ablation.adoption import check_parity, measure
-from ops import adopt, backend_for, layer_norm_fn, replace_norms
+from ops import adopt, backend_for, layer_norm_fn
 
 # ---- 0: as it was ------------------------------------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# ---- 3: by hand --------------------------------------------------------------------------------------------------------------
+# ---- 2: by hand --------------------------------------------------------------------------------------------------------------
 
 
 class BlockByHand(Block):
@@ -140,9 +139,6 @@ def main() -> None:
 
     model = GPT(*sizes).to(device)
 
-    replaced = copy.deepcopy(model)
-    replace_norms(replaced)
-
     fused = copy.deepcopy(model)
     adopt(fused)
 
@@ -150,7 +146,7 @@ def main() -> None:
     by_hand.load_state_dict(model.state_dict())
 
     print(f"\nfused norms run as: {backend_for(device)}")
-    for name, other in (("1: norms replaced", replaced), ("2: blocks fused", fused), ("3: by hand", by_hand)):
+    for name, other in (("1: adopted", fused), ("2: by hand", by_hand)):
         print(f"\n{name}")
         print(check_parity(model, other, batch, autocast=autocast))
         print(measure(model, other, batch, autocast=autocast, cycles=effort[0], block_steps=effort[1]))

@@ -7,9 +7,10 @@ A block's own forward runs as it is written. Only its operands differ: a `Lazy` 
 It is a *branch* without a residual, as what a sublayer gives, and a *stream* with one. Branch + stream is a stream. A replaced
 norm that gets a stream computes the sum and the norm in one kernel, and the stream keeps the sum. In everything else that a
 program does with a Lazy, its value takes part: it is computed then. So whatever a program does, it computes what it computed
-with tensors; at worst nothing is saved. `sums` says what needs no value.
+with tensors; at worst nothing is saved. The functions at the end are what needs no value: additions, scales, dropout.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import seeded_dropout
 from ..functional import norm_fn
+from ..philox import draw_seed
 from ..reference import Norm
-from ..torch_state import register_container
+from ..torch_state import is_eager, register_container
 
 TRACE: list[Any] | None = None  # where `trial` reads which norms and sums were computed, of what
-HANDLERS: dict[Any, Callable] = {}  # functions of torch that leave things uncomputed, from `sums`
 _METADATA = {"shape", "device", "ndim", "size", "dim", "numel", "is_floating_point", "is_nested", "new_empty"}
 
 
@@ -54,11 +57,11 @@ class Lazy:
         """The value, computed at the first call, with gradients if a tensor would have been computed with them."""
         if self._value is not None:
             return self._value
-        if self._had_grad != torch.is_grad_enabled():
-            check_outside_function(self)
-            with torch.set_grad_enabled(self._had_grad):
-                return self._keep(self.peek())
-        return self._keep(self.peek())
+        if self._had_grad == torch.is_grad_enabled():
+            return self._keep(self.peek())
+        check_outside_function(self)
+        with torch.set_grad_enabled(self._had_grad):
+            return self._keep(self.peek())
 
     def _keep(self, value: Tensor) -> Tensor:
         if self.residual is not None:  # what was added up is not held any longer
@@ -70,18 +73,16 @@ class Lazy:
         """The value, which is computed once more later: for a hook that wants to see it and change nothing."""
         if self._value is not None:
             return self._value
+        scaled = self.residual if self.residual is None or self.residual_scale == 1.0 else self.residual * self.residual_scale
         if self.x is None:
-            assert self.residual is not None
-            return self.residual * self.residual_scale
+            return scaled  # type: ignore[return-value]
         if TRACE is not None and self.residual is not None:
             TRACE.append((None, self.then()))
-        if not self.is_plain():
-            options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
-            options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
-            return norm_fn(Norm.none, **self.arguments(), **options)  # type: ignore[return-value]
-        if self.residual is None:
-            return self.x
-        return (self.residual if self.residual_scale == 1.0 else self.residual * self.residual_scale) + self.x
+        if self.is_plain():
+            return self.x if scaled is None else scaled + self.x
+        options = {} if self.branch_norm is None else self.branch_norm.options(self.x.dtype)
+        options |= {"out_dtype": self.dtype, "residual_in_fp32": self.dtype == torch.float32}
+        return norm_fn(Norm.none, **self.arguments(), **options)  # type: ignore[return-value]
 
     def normed(self, norm: Any) -> Tensor:
         """An AdoptedNorm of it. A stream holds its sum afterwards."""
@@ -144,6 +145,10 @@ class Lazy:
     def contiguous(self) -> Any:
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        like, how = self.like(), (settled(args), settled(kwargs))
+        return self if like.to(*how[0], **how[1]) is like else self.tensor().to(*how[0], **how[1])
+
     def view(self, *shape: Any, **how: Any) -> Any:
         if shape and isinstance(shape[0], torch.dtype):
             return self.tensor().view(*shape)
@@ -168,8 +173,8 @@ class Lazy:
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in HANDLERS:
-            return HANDLERS[function](*args, **(kwargs or {}))
+        if function in _HANDLERS:
+            return _HANDLERS[function](*args, **(kwargs or {}))
         return function(*settled(args), **settled(kwargs or {}))
 
     def __copy__(self) -> Tensor:
@@ -199,8 +204,8 @@ class Pending(Lazy):
         return value
 
 
-for _kind in (Lazy, Pending):  # torch's tree functions find the tensors in it, as FSDP of torch 2.11 does
-    register_container(_kind, [*Lazy.__dataclass_fields__])
+for _container in (Lazy, Pending):  # torch's tree functions find the tensors in it, as FSDP of torch 2.11 does
+    register_container(_container, [*Lazy.__dataclass_fields__])
 
 
 def settled(x: Any) -> Any:
@@ -227,3 +232,98 @@ def check_outside_function(lazy: Lazy) -> None:
             f"an autograd.Function got a {type(lazy).__name__}, of which it would lose the gradient. Activation checkpointing "
             "around fused blocks needs use_reentrant=False; give any other Function the .tensor() of it, or restore_norms"
         )
+
+
+# ---- without computing it --------------------------------------------------------------------------------------------------
+
+
+def add(a: Any, b: Any, *, alpha: Any = 1, out: Any = None) -> Any:
+    if out is not None or alpha != 1 or not (_addable(a) and _addable(b)) or a.shape != b.shape:
+        return torch.add(settled(a), settled(b), alpha=alpha, **({} if out is None else {"out": out}))
+    a, b = _open(a), _open(b)
+    if not isinstance(a, Lazy) and not isinstance(b, Lazy):
+        return a + b
+    if _kind(b) > _kind(a):
+        a, b = b, a
+    if _kind(a) == _BRANCH and _are_plain(a, b):
+        return a.then(x1=b.x)
+    stream = a if _kind(a) == _STREAM else Lazy(residual=settled(a))
+    branch = b if _kind(b) == _BRANCH else Lazy(settled(b))
+    if torch.promote_types(branch.dtype, stream.dtype) != stream.dtype:
+        return stream.tensor() + branch.tensor()
+    if stream.x is None:
+        return branch.then(residual=stream.residual, residual_scale=stream.residual_scale)
+    if _are_plain(stream, branch):
+        return stream.then(x1=branch.x)
+    return branch.then(residual=stream.tensor())
+
+
+def _addable(x: Any) -> bool:
+    return isinstance(x, Lazy) or (isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0)
+
+
+def _open(x: Any) -> Any:
+    """x, or its tensor where that is known, or where it was made with gradients and is used without, or the other way round."""
+    if not isinstance(x, Lazy) or (x._had_grad == torch.is_grad_enabled() and (x._value is None or x.x is None)):
+        return x
+    return x.tensor()
+
+
+_BRANCH, _TENSOR, _STREAM = range(3)
+
+
+def _kind(x: Any) -> int:
+    return _TENSOR if not isinstance(x, Lazy) else _BRANCH if x.residual is None else _STREAM
+
+
+def _are_plain(a: Lazy, b: Lazy) -> bool:
+    """Whether the kernel can add the branches of both to a residual."""
+    return a.is_plain() and b.is_plain() and a.x.dtype == b.x.dtype  # type: ignore[union-attr]
+
+
+def multiply(a: Any, b: Any, *, out: Any = None) -> Any:
+    a, b = (_open(a), b) if isinstance(a, Lazy) else (_open(b), a)
+    if isinstance(a, Lazy) and out is None and a.x1 is None:
+        if isinstance(b, int | float) and not isinstance(b, bool) and math.isfinite(b):
+            if a.residual is None:
+                return a.then(scale=a.scale * b)
+            if a.x is None:
+                return a.then(residual_scale=a.residual_scale * b)
+        elif a.residual is None and isinstance(b, Tensor) and b.is_floating_point() and b.device == a.device:
+            if b.shape == a.shape[-1:] and not a.holds_weights():
+                return a.then(branch_weight=b)
+            of_rows = b.dim() == a.ndim and b.shape[-1] == 1 < a.shape[-1]
+            if of_rows and a.rowscale is None and all(n in (1, m) for n, m in zip(b.shape, a.shape, strict=True)):
+                return a.then(rowscale=b.squeeze(-1))
+    return torch.mul(settled(a), settled(b), **({} if out is None else {"out": out}))
+
+
+def divide(a: Any, b: Any, *, rounding_mode: Any = None) -> Any:
+    if isinstance(b, int | float) and not isinstance(b, bool) and b != 0 and rounding_mode is None:
+        return multiply(a, 1.0 / b)
+    return torch.div(settled(a), settled(b), rounding_mode=rounding_mode)
+
+
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, seed: Tensor | None = None) -> Any:
+    """seed: for `trial`. It is drawn here, so that everybody who computes the value drops the same elements."""
+    if not training or p == 0.0:
+        return input
+    input = _open(input)
+    if _kind(input) == _BRANCH and input.dropout_p == 0.0 and input.x1 is None and p < 1.0:
+        return input.then(dropout_p=p, seed=draw_seed(input.device, is_eager((input.x,))) if seed is None else seed)
+    return F.dropout(settled(input), p) if seed is None else seeded_dropout(settled(input), p, seed)
+
+
+# add_ and mul_ are not among them: what they change in place is the value. `+=` gives its name another value in any case.
+Lazy.add = Lazy.__add__ = Lazy.__iadd__ = add  # type: ignore[attr-defined, operator]
+Lazy.__radd__ = lambda self, other: add(other, self)  # type: ignore[attr-defined]
+Lazy.mul = Lazy.multiply = Lazy.__mul__ = Lazy.__rmul__ = Lazy.__imul__ = multiply  # type: ignore[attr-defined, operator]
+Lazy.div = Lazy.__truediv__ = Lazy.__itruediv__ = divide  # type: ignore[attr-defined, operator]
+
+_HANDLERS: dict[Any, Callable] = {  # functions of torch that leave things uncomputed
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__), add),
+    **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__), multiply),
+    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), divide),
+    F.dropout: dropout,
+    torch.reshape: lambda x, shape: x.reshape(shape) if isinstance(x, Lazy) else torch.reshape(x, settled(shape)),
+}

@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 
 from ..functional import norm_fn
 from ..modules import MODULES
-from . import sums as sums  # sets up what a Lazy can do
 from .hooks import is_sharded, take_hooks_off
 from .lazy import Lazy
 from .recognise import OUT_DTYPES, Formula, looks_like_a_norm, may_be_a_norm, recognise
@@ -48,8 +47,6 @@ def replace_norms(
     Gemma's with weight 1 + w. Formula and eps are measured on a clone of the module; its name does not count. Parameters stay
     the same objects under the same names. y has the dtype that the module gave it; the kernel computes in fp32 and rounds once.
     A second call changes nothing.
-
-    A replaced norm also takes `residual` and `prenorm`, as `RMSNorm` does, and drops in training if its `dropout_p` is set.
 
     Args:
         model: any module, also a norm; before DDP, FSDP or torch.compile are put around it, or after DDP.
@@ -91,9 +88,9 @@ def _replace(name: str, module: nn.Module, only: Callable[[str, nn.Module], bool
         "normalized_shape": () if formula.width is None else (formula.width,),
         "elementwise_affine": formula.weight is not None, "zero_centered_weight": formula.zero_centered_weight,
     }  # fmt: skip
-    vars(module).update({**shown, **own, "formula": formula, "eps": formula.eps, "dropout_p": 0.0})
+    vars(module).update({**shown, **own, "formula": formula, "eps": formula.eps})
     added = vars(module).keys() - own.keys()
-    vars(module)["_before"] = ({*added, "_before"}, {k: own[k] for k in ("eps", "dropout_p", "formula") if k in own})
+    vars(module)["_before"] = ({*added, "_before"}, {k: own[k] for k in ("eps", "formula") if k in own})
     return Site(name, was, True, str(formula))
 
 
@@ -119,11 +116,8 @@ def restore_norms(model: nn.Module, *, verbose: bool = True) -> list[str]:
     Parameters keep their present values. `eps`, and what else came with the new class, is again what it was before.
 
     Raises:
-        TypeError: model is no module.
         ValueError: since then another tool gave a module yet another class or forward. Modules before it are restored.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"restore_norms: model must be a torch.nn.Module, got {type(model).__name__}")
     lines = []
     for name, module in model.named_modules():
         take_hooks_off(module)
@@ -156,45 +150,21 @@ class AdoptedNorm(nn.Module):
     _before: tuple[set[str], dict[str, Any]]  # attributes that it did not have, and those that were other ones
     formula: Formula
     eps: float | None  # the formula's; may be set, as with torch's norms
-    dropout_p: float
 
     def __reduce_ex__(self, protocol):
         return _rebuild, (self._own, self._ours), dict(vars(self))
 
-    def forward(
-        self,
-        x: Tensor | Lazy | None = None,
-        residual: Tensor | None = None,
-        prenorm: bool = False,
-        residual_in_fp32: bool = False,
-        **by_name: Any,
-    ) -> Any:
-        """y (..., N), or with prenorm (y, the new residual stream); arguments as for `norm_fn`.
-
-        x is a tensor, also under the name that it has in the model's own forward, or what fused blocks make of one: of a stream
-        the sum and the norm are computed together; the norm of a branch is computed together with the sum that it goes into.
-        """
+    def forward(self, x: Tensor | Lazy | None = None, **by_name: Any) -> Any:
+        """x is a tensor, also under the name that it has in the model's own forward, or what fused blocks make of one: of a
+        stream the sum and the norm are computed together; the norm of a branch is computed together with the sum that it goes
+        into."""
         x = by_name.pop(self.formula.argument, None) if x is None else x
         if x is None or by_name:
-            name = type(self).__name__
-            raise TypeError(f"{name}: forward takes x, residual, prenorm, residual_in_fp32; got {[*by_name]}")
-        dropout_p = self.dropout_p if self.training else 0.0
-        alone = residual is None and not prenorm and dropout_p == 0.0
-        if isinstance(x, Lazy) and alone:
-            waits = x.residual is None and x._value is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
-            return x.then(branch_norm=self) if waits and not is_sharded(self) else x.normed(self)
-        x = x.tensor() if isinstance(x, Lazy) else x
-        if x.is_nested:  # checked here: the messages of `norm_fn` name shapes, and a nested tensor has none
-            raise ValueError(
-                f"{type(self).__name__}: x is a nested tensor, expected a dense one; norm its values(), or restore this norm"
-            )
-        if alone:
+            raise TypeError(f"{type(self).__name__}: forward takes {self.formula.argument}; got {[*by_name]}")
+        if not isinstance(x, Lazy):
             return self.of_tensor(x)
-        return norm_fn(
-            self.formula.norm, x, *self.weights(), residual,
-            dropout_p=dropout_p, prenorm=prenorm, residual_in_fp32=residual_in_fp32,
-            out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype),
-        )  # fmt: skip
+        waits = x.residual is None and x._value is None and x.is_plain() and self.out_dtype(x.dtype) == x.dtype
+        return x.then(branch_norm=self) if waits and not is_sharded(self) else x.normed(self)
 
     def of_tensor(self, x: Tensor) -> Tensor:
         y: Any = norm_fn(self.formula.norm, x, *self.weights(), out_dtype=self.out_dtype(x.dtype), **self.options(x.dtype))
@@ -223,18 +193,16 @@ class AdoptedNorm(nn.Module):
 
     def reset_parameters(self) -> None:
         """As its own class does it, or else to the norm without weights."""
-        if own := getattr(self._own, "reset_parameters", None):
-            own(self)
-            return
         weight, bias = self.weights()
+        if own := getattr(self._own, "reset_parameters", None):
+            return own(self)
         if weight is not None:
             nn.init.constant_(weight, 0.0 if self.formula.zero_centered_weight else 1.0)
         if bias is not None:
             nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
-        width = "any width" if self.formula.width is None else str(self.formula.width)
-        return f"{width}, {replace(self.formula, eps=self.eps)}, dropout_p={self.dropout_p}"
+        return f"{self.formula.width or 'any width'}, {replace(self.formula, eps=self.eps)}"
 
 
 def _rebuild(own: type, ours: type) -> Any:

@@ -66,7 +66,7 @@ OUT_DTYPES = {
 
 def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether a person would call it a norm, by its class or, if it has parameters, by its name in the model."""
-    if _class_of_torch(module) is not nn.Module:
+    if _is_of_torch(module):
         return isinstance(module, nn.LayerNorm | nn.RMSNorm)
     by_class = _CLASSES.search(type(module).__name__) is not None
     by_name = _NAMES.search(name.rpartition(".")[2]) is not None and next(module.parameters(), None) is not None
@@ -75,17 +75,16 @@ def looks_like_a_norm(module: nn.Module, name: str = "") -> bool:
 
 def may_be_a_norm(module: nn.Module, name: str = "") -> bool:
     """Whether it is worth trying: it looks like a norm, or holds one or two vectors of one size and nothing else."""
-    if looks_like_a_norm(module, name) or _class_of_torch(module) is not nn.Module:
+    if looks_like_a_norm(module, name) or _is_of_torch(module) or next(module.children(), None) is not None:
         return looks_like_a_norm(module, name)
     parameters = list(module.parameters())
-    leaf = next(module.children(), None) is None and next(module.buffers(), None) is None
     vectors = all(not is_lazy(p) and p.dim() == 1 and p.shape == parameters[0].shape for p in parameters)
-    return leaf and len(parameters) in (1, 2) and vectors
+    return len(parameters) in (1, 2) and vectors and next(module.buffers(), None) is None
 
 
-def _class_of_torch(module: nn.Module) -> type:
-    """nn.BatchNorm2d of a module whose class is made from that; nn.Module of one that somebody wrote."""
-    return next((cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules.")), nn.Module)
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether its class, or one that it is made from, is nn.BatchNorm2d or the like: one that nobody else wrote."""
+    return any(cls.__module__.startswith("torch.nn.modules.") and cls is not nn.Module for cls in type(module).__mro__)
 
 
 def recognise(module: nn.Module) -> Formula | str:
@@ -97,9 +96,7 @@ def recognise(module: nn.Module) -> Formula | str:
     with undisturbed(_device(module)):
         found = [_formula(module, width) for width in widths]
     obstacles = [formula for formula in found if isinstance(formula, str)]
-    if obstacles or len(set(found)) == 1:
-        return [*obstacles, *found][0]
-    return "its eps depends on the width of the input"
+    return [*obstacles, *found][0] if obstacles or len(set(found)) == 1 else "its eps depends on the width of the input"
 
 
 def compute(formula: Formula, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -113,21 +110,18 @@ def _obstacle(module: nn.Module) -> str:
     """What speaks against it without a trial; empty if nothing does."""
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance, by a tool that wraps modules; replace norms before that"
-    if next(module.children(), None) is not None:
-        return "it has submodules (a parametrization?)"
-    if next(module.buffers(), None) is not None:
-        return "it has buffers, and a norm of the last dimension has none"
-    held = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-    if held:  # the trial would not randomise them, and ones pass for no weight
-        are = "is a tensor and no Parameter" if len(held) == 1 else "are tensors and no Parameters"
-        return f"its {' and '.join(held)} {are}, as FullyShardedDataParallel leaves them; replace norms before that"
+    if next(module.children(), None) is not None or next(module.buffers(), None) is not None:
+        return "it has submodules or buffers (a parametrization?), and a norm of the last dimension has none"
+    if held := [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+        # the trial would not randomise them, and ones pass for no weight
+        return f"its {' and '.join(held)}: no Parameter, as FullyShardedDataParallel leaves it; replace norms before that"
     shape = getattr(module, "normalized_shape", None)
     if isinstance(shape, list | tuple | torch.Size) and len(shape) != 1:
         return f"it normalises over the last {len(shape)} dimensions, {tuple(shape)}; the kernels over one"
     parameters = list(module.parameters())
+    if any(map(is_lazy, parameters)):
+        return "its weights have no shape yet; run the model once, then replace norms"
     for p in parameters:
-        if is_lazy(p):
-            return "its weights have no shape yet; run the model once, then replace norms"
         if type(p) is not nn.Parameter or type(p.data) is not Tensor:
             kind = type(p.data).__name__
             return f"its weights are {kind}; replace norms before a model is sharded or quantised, where it may be on meta"
@@ -258,15 +252,10 @@ def _has_other_gradients(module: nn.Module, formula: Formula, values: dict[str, 
         leaves = [t.clone().requires_grad_() for t in (x, *values.values())]
         weights = dict(zip(values, leaves[1:], strict=True))
         try:
-            y, expected = _run(module, weights, leaves[0], training=True), compute(formula, weights, leaves[0])
-            if not y.requires_grad:
-                return False
+            outputs = _run(module, weights, leaves[0], training=True).double(), compute(formula, weights, leaves[0])
             # Upstream gradients contain some y: in those of noise, a detached statistic would hardly show.
-            upstream = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y) + expected.detach()
-            found, wanted = (
-                torch.autograd.grad(output, leaves, upstream, allow_unused=True, materialize_grads=True)
-                for output in (y.double(), expected)
-            )
+            upstream = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view_as(x) + outputs[1].detach()
+            found, wanted = (torch.autograd.grad(y, leaves, upstream, materialize_grads=True) for y in outputs)
         except RuntimeError:  # made for inference, or overwrites what its own gradient needs
             return False
     # Relative to the upstream gradient too: with two columns, the gradient of x is next to nothing.

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from . import sums
-from .lazy import Lazy, settled
+from .lazy import Lazy, dropout, settled
 
 
 class Anything:
@@ -50,45 +49,38 @@ class StandIn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run, path, given = self.run, self.path, (*args, *kwargs.values())
-        tensors = [x for x in given if isinstance(x, Tensor | Lazy) and x.is_floating_point() and x.ndim]
-        if any(isinstance(x, Lazy) and not isinstance(x, Output) for x in given):
+        if any(isinstance(x, Lazy) and (type(x) is not Output or x.is_branch) for x in given):
             run.got_lazy.add(path)
+        tensors = [x for x in given if isinstance(x, Tensor | Lazy) and x.is_floating_point() and x.ndim]
         x = settled(tensors[0]) if tensors else run.residual
         width = getattr(self.standing_for, "out_features", getattr(self.standing_for, "nf", x.shape[-1]))
         rows = x if width == x.shape[-1] else x.mean(-1, keepdim=True) + torch.arange(width)
-        y: Any = torch.sin(rows + 0.1 * (1 + [*run.stand_ins].index(path)))
-        if run.learns:
-            run.returns.setdefault(path, 0)
-            return Output(y, run, path)
+        y = torch.sin(rows + 0.1 * (1 + [*run.stand_ins].index(path)))
         run.made[y.data_ptr()] = (path, y)
-        y = Lazy(y) if path in run.branches else y
-        count = run.returns.get(path, 0)
-        return (y, *[None] * (count - 1)) if count else y
+        return Output(y, run, path)
 
 
 class Output(Lazy):
-    """What a stand-in returns as long as it is not known whether the sublayer returns a tensor or a tuple of one."""
+    """What a stand-in returns: a tensor, or a tuple of one and of nothing more if the block takes it for a tuple."""
 
     def __init__(self, y: Tensor, run: Any, path: str) -> None:
         super().__init__(y)
-        self._value, self._had_grad = y, True  # so it takes part by its value
-        self.run, self.path = run, path
+        self.run, self.path, self.is_branch = run, path, path in run.branches
+        if not self.is_branch:
+            self._value = y  # so it takes part by its value
 
-    def _returns(self, count: int) -> int:
-        self.run.returns[self.path] = max(count, self.run.returns[self.path])
-        return self.run.returns[self.path]
+    def _items(self, least: int) -> tuple:
+        count = self.run.returns[self.path] = max(least, self.run.returns.get(self.path, 0))
+        return (Lazy(self.x) if self.is_branch else self.x, *[None] * (count - 1))
 
     def __iter__(self) -> Iterator[Any]:
         self.run.asked = self.path
-        return iter((self._value, *[None] * (self._returns(1) - 1)))
+        return iter(self._items(1))
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice) and index.start == 1:  # the rest of a tuple
-            return (None,) * (self._returns(1) - 1)
-        if type(index) is not int:
-            return self.tensor()[settled(index)]
-        self._returns(max(index + 1, 2))
-        return None if index else self._value
+            return self._items(1)[1:]
+        return self._items(max(index + 1, 2))[index] if type(index) is int else self.tensor()[settled(index)]
 
 
 class SameDropout(TorchFunctionMode):
@@ -96,7 +88,7 @@ class SameDropout(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.dropout:
-            return sums.dropout(*args, **(kwargs or {}), seed=torch.tensor([1]))
+            return dropout(*args, **(kwargs or {}), seed=torch.tensor([1]))
         return function(*args, **(kwargs or {}))
 
 

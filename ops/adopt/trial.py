@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from . import lazy
-from .lazy import Lazy
+from .lazy import Lazy, settled
 from .norms import AdoptedNorm
 from .recognise import undisturbed
 from .stand_ins import Anything, SameDropout, StandIn, on_cpu
@@ -53,28 +53,29 @@ def try_block(block: nn.Module) -> Trial | str:
     widths = {m.formula.width for m in norms if m.formula.width is not None}
     if not widths:  # norms without weights take any width, so a matrix has to tell
         widths = {m.in_features for m in block.modules() if isinstance(m, nn.Linear)}
-    tries: list[Trial | str] = []
+    best: Trial | None = None
+    why = "" if widths else "it has no matrix that tells the width of its stream"
     with undisturbed(torch.device("cpu")):
-        for width in sorted(widths, reverse=True):
-            for inside in (_with_norms(block, width), frozenset()):
-                found = _try(block, width, inside)
-                got_stream = found.plain if isinstance(found, Trial) else []  # their own forwards may add to it
-                for part in got_stream:
-                    more = _try(block, width, inside | {part})
-                    if isinstance(more, Trial) and more.fused > found.fused:  # type: ignore[union-attr]
-                        inside, found = inside | {part}, more
-                tries.append(found)
-    best = max((one for one in tries if isinstance(one, Trial)), key=lambda one: one.fused, default=None)
+        for width, run_norms in product(sorted(widths, reverse=True), (True, False)):
+            inside = frozenset(_with_norms(block, width)) if run_norms else frozenset[str]()
+            found = _try(block, width, inside)
+            if isinstance(found, str):
+                why = why or found
+                continue
+            for part in found.plain:  # their own forwards may add to the stream that they get
+                more = _try(block, width, inside | {part})
+                if isinstance(more, Trial) and more.fused > found.fused:
+                    inside, found = inside | {part}, more
+            best = found if best is None or found.fused > best.fused else best
     if best is None:
-        return tries[0] if tries else "it has no matrix that tells the width of its stream"
+        return why
     return best if best.norms or best.sums else "none of its replaced norms follows a sum, or is followed by one"
 
 
-def _with_norms(block: nn.Module, width: int) -> frozenset[str]:
+def _with_norms(block: nn.Module, width: int) -> list[str]:
     """Paths of the parts in which the stream is normed."""
-    norms = [m for m in block.modules() if isinstance(m, AdoptedNorm) and m.formula.width in (None, width)]
-    parts = block.named_modules(remove_duplicate=False)
-    return frozenset(path for path, part in parts if not {*part.modules()}.isdisjoint(norms))
+    norms = {m for m in block.modules() if isinstance(m, AdoptedNorm) and m.formula.width in (None, width)}
+    return [path for path, part in block.named_modules(remove_duplicate=False) if not norms.isdisjoint(part.modules())]
 
 
 def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
@@ -89,14 +90,15 @@ def _try(block: nn.Module, width: int, inside: frozenset[str]) -> Trial | str:
         for _ in range(12):  # each learns one more thing about what the sublayers return
             try:
                 return run.found(x.name)
-            except _Differs as error:
-                why = why or str(error)
+            except _Differs:
+                why = why or "it computes something else when its sums are computed later"
                 break
             except Exception as error:  # anybody's code
-                if not run.learnt_from(error):
+                if not (isinstance(error, ValueError) and "values to unpack" in str(error) and run.asked):
                     message = (str(error).splitlines() or [""])[0]
                     why = why or f"trying it with stand-ins for its sublayers raised {type(error).__name__}: {message}"
                     break
+                run.returns[run.asked] += 1  # the last stand-in that was unpacked returns another number of things
     return why
 
 
@@ -119,8 +121,7 @@ class _Run:
 
     def __init__(self, block: nn.Module, width: int, inside: frozenset[str], shape: tuple, given: dict[str, Any]) -> None:
         self.width, self.inside, self.given = width, inside, given
-        self.returns: dict[str, int] = {}  # how many things a stand-in returns; 0: a tensor
-        self.learns = False  # whether stand-ins find that out
+        self.returns: dict[str, int] = {}  # how many things a stand-in returns that is taken for a tuple
         self.asked = ""  # the stand-in whose output was unpacked last
         self.branches: set[str] = set()  # stand-ins that make a branch
         self.got_lazy: set[str] = set()
@@ -132,14 +133,11 @@ class _Run:
         self.residual, self.hidden = (torch.randn(shape, generator=self.generator) for _ in range(2))
 
     def found(self, argument: str) -> Trial:
-        trial = Trial(self.width, argument)
-        events: list[_Event] = []
+        trial, events = Trial(self.width, argument), list[_Event]()
         for training in (False, True):
             for module in self.clone.modules():
                 module.training = training
-            self.learns = True
-            self._call(self.residual + self.hidden)
-            self.learns, self.branches = False, set()
+            self.branches = set()
             expected = self._call(self.residual + self.hidden)
             self.branches = set(self.stand_ins)
             met = self._traced(expected)
@@ -158,14 +156,14 @@ class _Run:
         for event in events:
             if event.enters and not left:  # no block before it hands on a sum
                 continue
-            along = tuple(dict.fromkeys((*event.features, *(f for one in left if event.enters for f in one))))
+            along = _merged(event.features, *left if event.enters else ())
             if event.kind == "normed":
-                trial.norms[event.path] = tuple(dict.fromkeys((*trial.norms.get(event.path, ()), *along)))
+                trial.norms[event.path] = _merged(trial.norms.get(event.path, ()), along)
             elif event.kind == "summed" and along and along not in trial.sums:
                 trial.sums.append(along)
         return trial
 
-    def _traced(self, expected: Any) -> "list[_Event]":
+    def _traced(self, expected: Any) -> list[_Event]:
         self.made.clear()
         lazy.TRACE = trace = []
         try:
@@ -182,25 +180,18 @@ class _Run:
             kind = norm if norm == "left" else "summed" if norm is None else "normed"
             addresses = [t.data_ptr() for t in (of.x, of.x1) if t is not None]
             fed_by = [self.made[address][0] for address in addresses if address in self.made]
-            enters = self.hidden.data_ptr() in addresses
-            events.append(_Event(kind, self.paths.get(id(norm), ""), _features(of), enters, fed_by))
-        a, b = _tensors(expected), _tensors(output)
+            events.append(
+                _Event(kind, self.paths.get(id(norm), ""), _features(of), self.hidden.data_ptr() in addresses, fed_by)
+            )
+        a, b = _tensors(settled(expected)), _tensors(settled(output))
         if len(a) != len(b) or not all(map(_close, a, b)):
-            raise _Differs("it computes something else when its sums are computed later")
+            raise _Differs
         return events
 
     def _call(self, x: Any) -> Any:
         torch.manual_seed(0)
         with SameDropout():
             return type(self.clone).forward(self.clone, x, **self.given)
-
-    def learnt_from(self, error: Exception) -> bool:
-        """Whether the last stand-in whose output was unpacked now returns another number of things."""
-        wrong = isinstance(error, ValueError) and "values to unpack" in str(error) and self.learns and self.asked
-        if not wrong or self.returns[self.asked] == 5:
-            return False
-        self.returns[self.asked] += 1
-        return True
 
     def _clone(self, module: nn.Module, path: str) -> Any:
         if path and path not in self.inside and not self._runs(module):
@@ -230,21 +221,20 @@ class _Run:
 
 
 def _features(of: Lazy) -> tuple[str, ...]:
-    found = (
-        ("norm of the branch", of.branch_norm is not None),
-        ("layer scale", of.branch_weight is not None),
-        ("scale", of.scale != 1.0),
-        ("drop path", of.rowscale is not None),
-        ("second branch", of.x1 is not None),
-        ("dropout", of.dropout_p > 0.0),
-    )
-    return tuple(name for name, is_there in found if is_there)
+    found = {
+        "norm of the branch": of.branch_norm is not None, "layer scale": of.branch_weight is not None, "scale": of.scale != 1.0,
+        "drop path": of.rowscale is not None, "second branch": of.x1 is not None, "dropout": of.dropout_p > 0.0,
+    }  # fmt: skip
+    return tuple(name for name, is_there in found.items() if is_there)
+
+
+def _merged(*features: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in features for name in some))
 
 
 def _tensors(output: Any) -> list[Tensor]:
     if isinstance(output, tuple | list | dict):
-        return [t for one in (output.values() if isinstance(output, dict) else output) for t in _tensors(one)]
-    output = output.tensor() if isinstance(output, Lazy) else output
+        return [t for one in (output.values() if isinstance(output, dict) else output) for t in _tensors(settled(one))]
     return [output] if isinstance(output, Tensor) else []
 
 

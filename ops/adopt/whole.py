@@ -91,10 +91,9 @@ def adopt(
         else:
             _fuse(block, trial)
             found.blocks[name] = trial
-    ancestors = {name[:end] for name in found.blocks for end in (0, *[dot.start() for dot in re.finditer(r"\.", name)])}
-    for name in ancestors - found.blocks.keys():
-        module = model.get_submodule(name)
-        if settle_output not in module._forward_hooks.values():
+    for name, module in model.named_modules():
+        holds = any(block.startswith(f"{name}." if name else "") for block in found.blocks)
+        if holds and name not in found.blocks and settle_output not in module._forward_hooks.values():
             module.register_forward_hook(settle_output, prepend=True)
     if loss and callable(getattr(model, "loss_function", None)):
         try:
@@ -122,31 +121,25 @@ def fuse_prenorm_block(block: nn.Module, *, residual_in_fp32: bool = False) -> T
         What was found, of each block of a stack.
 
     Raises:
-        TypeError: block is no module.
         ValueError: nothing in the block can be fused. It stays as it was.
     """
-    if not isinstance(block, nn.Module):
-        raise TypeError(f"fuse_prenorm_block: block must be a torch.nn.Module, got {type(block).__name__}")
     stack = _is_stack(block)
     blocks = [one for one in dict.fromkeys(block.children()) if type(one) is not nn.Identity] if stack else [block]
     if not blocks:
         raise ValueError(f"fuse_prenorm_block: {type(block).__name__} has no blocks")
     others = [module for module in block.modules() if not isinstance(module, AdoptedNorm)]
     replace_norms(block, verbose=False)
-    trials: list[Any] = [_FUSED if is_fused(one) else try_block(one) for one in blocks]
-    for i, why in enumerate(trials):
-        if isinstance(why, str):
-            for module in others:
-                if isinstance(module, AdoptedNorm):
-                    restore(module)
-            which = f"It is block {i} of {len(blocks)}, and all stay as they were"
-            raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {why}. {which}")
+    trials: list[Any] = ["it is fused already; restore_norms undoes it" if is_fused(one) else try_block(one) for one in blocks]
+    if refused := [i for i, trial in enumerate(trials) if isinstance(trial, str)]:
+        for module in others:
+            if isinstance(module, AdoptedNorm):
+                restore(module)
+        i = refused[0]
+        which = f"It is block {i} of {len(blocks)}, and all stay as they were"
+        raise ValueError(f"fuse_prenorm_block({type(blocks[i]).__name__}): {trials[i]}. {which}")
     for one, trial in zip(blocks, trials, strict=True):
         _fuse(one, trial, residual_in_fp32)
     return trials if stack else trials[0]
-
-
-_FUSED = "block is fused already; restore_norms undoes it"
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -186,28 +179,22 @@ def _functional_norms(model: nn.Module) -> list[str]:
     for cls, module in {type(module): module for module in model.modules()}.items():
         if isinstance(module, AdoptedNorm | nn.LayerNorm | nn.RMSNorm) or cls.__module__.startswith("torch."):
             continue
-        forward: Any = inspect.unwrap(cls.forward)
-        called = [forward]
+        called: list[Any] = [inspect.unwrap(cls.forward)]
         for function in called:  # which grows
             names = _names(function.__code__) if isinstance(function, FunctionType) else set()
-            for name in sorted(names):
-                one = function.__globals__.get(name) or getattr(cls, name, None)
-                if isinstance(one, FunctionType) and one.__module__ == cls.__module__ and one not in called:
-                    called.append(one)
+            found = [function.__globals__.get(name) or getattr(cls, name, None) for name in sorted(names)]
+            called += [f for f in found if isinstance(f, FunctionType) and f.__module__ == cls.__module__ and f not in called]
+            by = "" if function is called[0] else f" by {function.__name__}()"
             for name in sorted({"rms_norm", "layer_norm"} & names):
                 if not hasattr(module, name):  # self.layer_norm is a module
-                    by = "" if function is forward else f" by {function.__name__}()"
-                    lines[
-                        f"{cls.__name__}.forward calls F.{name}{by}, which is no module: call {name}_fn in its place, or use a "
-                        "norm module"
-                    ] = None
+                    call = f"{cls.__name__}.forward calls F.{name}{by}, which is no module"
+                    lines[f"{call}: call {name}_fn in its place, or use a norm module"] = None
     return list(lines)
 
 
 def _names(code: CodeType) -> set[str]:
     """That are called or read in a function, and in the functions written in it."""
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return set(code.co_names).union(*inner)
+    return set(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _grouped(lines: list[tuple[str, str]]) -> list[str]:
@@ -227,6 +214,5 @@ def _grouped(lines: list[tuple[str, str]]) -> list[str]:
 def _range(numbers: list[int]) -> str:
     if len(numbers) == 1:
         return str(numbers[0])
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{{{numbers[0]}…{numbers[-1]}}}"
-    return f"{{{','.join(map(str, numbers))}}}"
+    consecutive = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{{{numbers[0]}…{numbers[-1]}}}" if consecutive else f"{{{','.join(map(str, numbers))}}}"

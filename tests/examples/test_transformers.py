@@ -14,10 +14,8 @@ WIDE = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 
 MODELS = {
     "gpt2": (transformers.GPT2Config, SIZES),
     "llama": (transformers.LlamaConfig, WIDE),
-    "qwen3": (transformers.Qwen3Config, WIDE),
     "gemma2": (transformers.Gemma2Config, WIDE),
     "olmo2": (transformers.Olmo2Config, WIDE),
-    "granite": (transformers.GraniteConfig, {**WIDE, "residual_multiplier": 0.3}),
 }
 TOKENS = torch.arange(20).view(2, 10)
 

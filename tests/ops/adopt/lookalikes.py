@@ -72,19 +72,6 @@ def like(norm, forward, name="OtherNorm"):
     return norm
 
 
-def with_buffer(norm):
-    norm.register_buffer("calls", torch.zeros(()))
-    return norm
-
-
-def with_plain_tensors(norm):
-    """As FullyShardedDataParallel leaves a norm: its parameters are in a flat one, of which these are views."""
-    for name, parameter in list(norm.named_parameters()):
-        delattr(norm, name)
-        setattr(norm, name, parameter.data)
-    return norm
-
-
 def randomised(module):
     """The module, of which no weight is 1 or 0 any more."""
     generator = torch.Generator().manual_seed(0)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ops import Pending, fuse_prenorm_block, replace_norms, restore_norms
+from ops import Pending, fuse_prenorm_block, replace_norms
 
 from .lookalikes import Gemma, Llama
-from .toys import Block, Model, N, block_of, block_that_drops, classes, fused, nothing, second_half
+from .toys import Block, Model, N, block_of, classes, fused, nothing
 
 
 def test_a_stack_with_a_block_that_can_not_be_fused_is_refused_where_it_is_given_and_as_it_was(device):
@@ -22,8 +22,12 @@ def test_a_stack_with_a_block_that_can_not_be_fused_is_refused_where_it_is_given
     with pytest.raises(ValueError, match=r"it has no replaced norm\. It is block 2 of 3, and all stay as they were"):
         fuse_prenorm_block(model.blocks)
     assert classes(model) == before
-    with pytest.raises(ValueError, match="ModuleList has no blocks"):
-        fuse_prenorm_block(nn.ModuleList())
+    del model.blocks[2]
+    fuse_prenorm_block(model.blocks)
+    before = classes(model)
+    with pytest.raises(ValueError, match=r"it is fused already; restore_norms undoes it"):
+        fuse_prenorm_block(model.blocks)
+    assert classes(model) == before
 
 
 def gradients(model, x):
@@ -32,7 +36,7 @@ def gradients(model, x):
     return [y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
 
 
-@pytest.mark.parametrize(("norm", "stack"), [(nn.LayerNorm, None), (Llama, nn.Sequential), (Gemma, None)])
+@pytest.mark.parametrize(("norm", "stack"), [(Llama, nn.Sequential), (Gemma, None)])
 def test_a_fused_stack_computes_what_it_computed_forward_and_backward(norm, stack, device):
     torch.manual_seed(0)
     model = Model(norm=norm).to(device)
@@ -76,16 +80,6 @@ def test_a_dropout_inside_a_sublayer_counts_as_it_is_now(change, p, device):
     block = fused(Model(p=0.5, depth=1)).to(device).blocks[0]
     change(block)
     assert block(torch.zeros(2, N, device=device)).dropout_p == p
-
-
-def test_a_dropout_of_the_block_itself_counts_as_it_is_now_for_both_branches(device):
-    block, zeros = block_that_drops().to(device), torch.zeros(2, N, device=device)
-    fuse_prenorm_block(block)
-    pending = block(zeros)
-    assert isinstance(pending, Pending) and pending.dropout_p == 0.5
-    for other, p in ((nn.Dropout(0.25), 0.25), (nn.Dropout(0.25).eval(), 0.0), (nn.Identity(), 0.0)):
-        block.drop = other
-        assert block(zeros).dropout_p == p
 
 
 def test_the_stream_stays_in_fp32_where_asked(device):
@@ -133,48 +127,6 @@ def test_hooks_of_norms_and_blocks_see_what_they_saw_and_may_change_it(device):
     torch.testing.assert_close(changed(x), model(x))
 
 
-def test_restoring_gives_back_blocks_dropouts_and_norms(device):
-    model = nn.Sequential(Model(p=0.3)).to(device)
-    model.append(block_that_drops())
-    new = copy.deepcopy(model)
-    new[0] = fused(new[0])
-    fuse_prenorm_block(new[1])
-    restore_norms(new, verbose=False)
-    assert classes(new) == classes(model)
-    found = []
-    for net in (model, new):
-        torch.manual_seed(0)
-        found.append(net(torch.ones(3, N, device=device)))
-    assert torch.equal(*found)
-
-
-def test_torchs_attention_gets_its_input_three_times_and_the_mask(device):
-    def forward(self, x, mask):
-        h = self.ln_1(x)
-        return second_half(self, x + self.attn(h, h, h, attn_mask=mask, need_weights=False)[0])
-
-    torch.manual_seed(0)
-    block = block_of(forward, attn=nn.MultiheadAttention(N, 2, batch_first=True)).to(device)
-    x, final = torch.randn(2, 4, N, device=device), nn.LayerNorm(N).to(device)
-    mask = nn.Transformer.generate_square_subsequent_mask(4, device=device)
-    expected = torch.autograd.grad(final(block(x, mask)).sin().sum(), list(block.parameters()))
-    replace_norms(final, verbose=False)
-    fuse_prenorm_block(block)
-    copied = copy.deepcopy(block)
-    found = torch.autograd.grad(final(copied(x, mask)).sin().sum(), list(copied.parameters()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_stack_that_is_fused_already_is_refused_and_stays_fused(device):
-    model = Model(depth=2)
-    fuse_prenorm_block(model.blocks)
-    before = classes(model)
-    message = r"block is fused already; restore_norms undoes it\. It is block 0 of 2, and all stay as they were"
-    with pytest.raises(ValueError, match=message):
-        fuse_prenorm_block(model.blocks)
-    assert classes(model) == before
-
-
 @pytest.mark.parametrize(
     ("block", "why"),
     [
@@ -200,11 +152,6 @@ def no_sum(self, x):
 def with_forward(block):
     block.forward = lambda *args, own=block.forward: own(*args)
     return block
-
-
-def test_what_is_no_block_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"block must be a torch\.nn\.Module, got list"):
-        fuse_prenorm_block([])
 
 
 def test_trying_a_block_touches_and_compiles_nothing_and_follows_no_default_dtype_or_device():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,21 +54,6 @@ def test_replacing_after_ddp_works_and_after_sharding_says_why_not(mesh, device)
     assert sites and all("DTensor; replace norms before a model is sharded or" in site.why for site in sites)
 
 
-def test_under_the_older_fsdp_norms_train_if_they_were_replaced_before(mesh, device):
-    torch.manual_seed(0)
-    model, x = Model().to(device), torch.randn(3, N, device=device)
-    early = FullyShardedDataParallel(fused(model), device_id=device)
-    late = FullyShardedDataParallel(model, device_id=device)
-    sites = replace_norms(late, verbose=False)
-    assert sites and all("as FullyShardedDataParallel" in site.why for site in sites)
-    found = []
-    for model in (late, early):
-        model(x).sin().sum().backward()
-        (gradient,) = (p.grad for p in model.parameters())
-        found.append(gradient)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
 def test_a_model_on_meta_is_adopted_then_sharded_then_materialised(mesh, device):
     torch.manual_seed(0)
     model, x = Model(norm=Gemma), torch.randn(3, N, device=device)
@@ -87,5 +72,3 @@ def test_a_model_on_meta_is_adopted_then_sharded_then_materialised(mesh, device)
     found, expected = gradients(other, x), gradients(model, x)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], msg=name)
-    message = replace_norms(sharded(Model().to(device), mesh), verbose=False)[0].why
-    assert "before a model is sharded or quantised, where it may be on meta" in message

@@ -23,8 +23,6 @@ def changed_in_place(x, h):
 
 PROGRAMS = {
     "add": lambda x, h: x + h,
-    "the other order": lambda x, h: h + x,
-    "torch.add": lambda x, h: torch.add(x, h),
     "alpha": lambda x, h: torch.add(x, h, alpha=2),
     "in place": lambda x, h: h.add_(x),
     "in place, by nobody's name": lambda x, h: changed_in_place(x, h),
@@ -42,8 +40,6 @@ PROGRAMS = {
     "heads": lambda x, h: (x + h).view(2, 3, 4, -1).transpose(1, 2),
     "another dtype": lambda x, h: x + h.double(),
     "broadcast": lambda x, h: x + h[:, :1],
-    "comparison": lambda x, h: torch.where((x + h) > 0, h, -x),
-    "iteration": lambda x, h: torch.stack([row for row in x + h]),  # noqa: C416
     "metadata": lambda x, h: (x + h).new_empty((x + h).size()).zero_() + x.size(-1) * h + h.dim() + len(h),
     "power, minus, matmul": lambda x, h: ((x + h) ** 2 - h) @ h.transpose(1, 2),
     "in a branch's dtype": lambda x, h: (x + h).to(torch.float32) + h.to(torch.bfloat16).float(),
@@ -52,7 +48,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("norm", [None, nn.LayerNorm(N), nn.RMSNorm(N, eps=1e-3)], ids=["none", "layernorm", "rmsnorm"])
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm(N, eps=1e-3)], ids=["none", "rmsnorm"])
 def test_a_program_computes_and_differentiates_what_it_did_with_tensors(program, norm):
     results = []
     adopted = norm and nn.Sequential(norm)
@@ -76,13 +72,6 @@ def test_a_norm_computes_the_sum_once_and_the_stream_keeps_it():
     y = norm(stream)
     assert stream.x is None and stream.tensor() is stream.tensor()
     torch.testing.assert_close((y, stream.tensor()), (F.layer_norm(X + H, (N,)), X + H))
-
-
-def test_what_a_scale_in_fp32_makes_of_a_branch_in_bf16_is_fp32():
-    h, scale = H.bfloat16(), GAIN * 1.001
-    found = (Lazy(h) * scale).tensor()
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, h * scale, rtol=1e-6, atol=0)
 
 
 def test_everybody_who_computes_a_dropped_branch_drops_the_same():

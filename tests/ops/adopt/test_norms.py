@@ -61,7 +61,7 @@ def test_modules_parameters_mode_hooks_and_isinstance_stay_and_restoring_gives_b
     assert all(isinstance(net[0].b, cls) for cls in (Llama, nn.RMSNorm, RMSNorm))  # as groups without decay look for
     assert {name: id(p) for name, p in net.named_parameters()} == parameters
     assert list(net.state_dict()) == list(model().state_dict())
-    assert net[0].a.training and not net[0].b.training
+    assert net[0].a.training and not net[0].b.training and repr(net[0].b) == "Llama(24, RMSNorm, eps 1e-06)"
     net[0].a(torch.randn(2, N)).square().sum().backward()
     assert calls == ["hook"]
     optimizer.step()
@@ -85,19 +85,9 @@ def test_a_replaced_norm_can_be_copied_and_pickled(copied, x):
     norm = randomised(Gemma(N)).to(x.device)
     replace_norms(norm, verbose=False)
     other = copied(norm)
-    assert torch.equal(other(x), norm(x)) and other.weight is not norm.weight
+    assert torch.equal(other(x=x), norm(x)) and other.weight is not norm.weight  # x by the name that it has in Gemma's forward
     restore_norms(other, verbose=False)
     assert type(other) is Gemma
-
-
-def test_a_replaced_norm_takes_the_stream_and_the_name_of_its_input(x):
-    norm, residual = Llama(N).to(x.device), 2 * x + 1
-    replace_norms(norm, verbose=False)
-    y, r = norm(hidden_states=x, residual=residual, prenorm=True)
-    torch.testing.assert_close(r, x + residual)
-    torch.testing.assert_close(y, Llama(N).to(x.device)(r))
-    with pytest.raises(TypeError, match="got \\['input'\\]"):
-        norm(input=x)
 
 
 def test_restoring_what_another_tool_has_changed_or_wrapped_since_is_refused(replaced):
@@ -119,17 +109,14 @@ def test_replacing_and_restoring_under_a_compiled_model_take_effect(x):
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     expected = compiled(x)
     replace_norms(norm, verbose=False)
-    norm.dropout_p = 0.9  # shows which of them runs
-    assert (compiled(x) - expected).abs().max() > 0.1
-    norm.dropout_p, norm.eps = 0.0, 1.0
+    norm.eps = 1.0
     torch.testing.assert_close(compiled(x), nn.LayerNorm(N, eps=1.0).to(x.device)(x))
     restore_norms(norm, verbose=False)
     assert torch.equal(compiled(x), expected)
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_torchs_encoder_layer_runs_ours_where_it_trains_and_its_own_kernel_where_it_does_not(norm_first, device, monkeypatch):
-    layer = nn.TransformerEncoderLayer(N, 4, 2 * N, dropout=0.0, batch_first=True, norm_first=norm_first).to(device).eval()
+def test_torchs_encoder_layer_runs_ours_where_it_trains_and_its_own_kernel_where_it_does_not(device, monkeypatch):
+    layer = nn.TransformerEncoderLayer(N, 4, 2 * N, dropout=0.0, batch_first=True).to(device).eval()
     x = torch.randn(2, 5, N, device=device)
     expected = layer(x)
     replace_norms(layer, verbose=False)
@@ -141,19 +128,3 @@ def test_torchs_encoder_layer_runs_ours_where_it_trains_and_its_own_kernel_where
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     assert calls == ["ours", "ours"]  # it read the weights and ran a kernel of its own
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_is_refused_by_a_replaced_norm(layout, replaced, device):
-    rows = [torch.randn(n, N, device=device) for n in (3, 5)]
-    with pytest.raises(ValueError, match="x is a nested tensor, expected a dense one"):
-        replaced(torch.nested.nested_tensor(rows, layout=layout))
-
-
-def test_only_modules_are_taken():
-    with pytest.raises(TypeError, match=r"replace_norms: model must be a torch\.nn\.Module, got list"):
-        replace_norms([nn.LayerNorm(N)])
-    with pytest.raises(TypeError, match="replace_norms: only must be a function of a norm's name and module, got 'ln_f'"):
-        replace_norms(nn.LayerNorm(N), only="ln_f")
-    with pytest.raises(TypeError, match=r"restore_norms: model must be a torch\.nn\.Module, got list"):
-        restore_norms([nn.LayerNorm(N)])

@@ -44,10 +44,6 @@ def with_noise(self, x):
     return layer_norm(self, x) + 0.1 * self.training * torch.randn_like(x)
 
 
-def of_channels(self, x):
-    return layer_norm(self, x.movedim(1, -1)).movedim(-1, 1)
-
-
 def eps_by_dtype(self, x):
     return F.layer_norm(x, (N,), self.weight, self.bias, 1e-5 if x.dtype == FP32 else 1e-3)
 
@@ -80,24 +76,15 @@ def of_heads(self, x):
 
 LEFT_ALONE = {
     "several dimensions": (lambda: nn.LayerNorm((2, N)), "over the last 2 dimensions"),
-    "RMSNorm of several dimensions": (lambda: nn.RMSNorm((2, N)), "over the last 2 dimensions"),
     "part of the row": (lambda: like(Llama(N), lambda self, x: self.weight * x / rms(x[..., : N // 4])), NEITHER),
     "unbiased variance": (lambda: like(Llama(4096), lambda self, x: self.weight * (x - x.mean(-1, True)) / std(x)), NEITHER),
     "eps outside the root": (lambda: like(Llama(N), lambda self, x: self.weight * x / (rms(x, 0.0) + 1e-6)), NEITHER),
     "no eps": (lambda: like(Llama(N), lambda self, x: F.normalize(x, dim=-1) * N**0.5 * self.weight), "rows of zeros"),
-    "scaled": (lambda: like(nn.LayerNorm(N), lambda self, x: 0.5 * layer_norm(self, x)), NEITHER),
-    "|w|": (lambda: like(Llama(N), lambda self, x: self.weight.abs() * x / rms(x)), NEITHER),
     "clamped": (lambda: like(nn.LayerNorm(768), lambda self, x: layer_norm(self, x).clamp(-10, 10)), NEITHER),
     "gated": (lambda: like(Llama(N), lambda self, x, gate=None: self.weight * x / rms(x)), "its forward takes x, gate"),
     "random in training": (lambda: like(nn.LayerNorm(N), with_noise), "in training"),
-    "channels": (lambda: like(nn.LayerNorm(N), of_channels), "it takes channels first|of more dimensions"),
     "detached statistic": (lambda: like(Llama(768), lambda self, x: self.weight * x / rms(x.detach())), DETACHED),
-    "detached statistic, in place": (lambda: like(Llama(768), lambda self, x: x.div_(rms(x.detach())) * self.weight), DETACHED),
-    "detached weight": (lambda: like(nn.LayerNorm(N), lambda self, x: layer_norm(self, x, self.weight.detach())), DETACHED),
     "eps by dtype": (lambda: like(NanoGPT(N), eps_by_dtype), "something else of torch.bfloat16"),
-    "buffers": (lambda: lookalikes.with_buffer(nn.RMSNorm(N)), "buffers"),
-    "weights that are no parameters": (lambda: lookalikes.with_plain_tensors(nn.LayerNorm(N)), "weight and bias are tensors"),
-    "ours": (lambda: RMSNorm(N), "it is fused already"),
     "one gain for all features": (
         lambda: like(Llama(1), Llama.forward, "GainNorm"),
         "it also takes rows of 2, as a norm of parts",
@@ -139,28 +126,12 @@ def test_what_only_looks_like_a_norm_is_left_alone_with_the_reason(name, capsys)
     assert capsys.readouterr().out == f"{site}\n"
 
 
-WEIGHTLESS = like(nn.Module(), lambda self, x: x / rms(x), "Other")
+def test_what_nobody_would_call_a_norm_is_passed_over_in_silence():
+    others = [nn.BatchNorm1d(N), nn.GroupNorm(1, N), nn.LazyBatchNorm1d(), nn.LazyLinear(N), nn.PReLU(N), nn.Embedding(3, N)]
+    assert replace_norms(nn.Sequential(*others, like(nn.Module(), lambda self, x: x / rms(x), "Other")), verbose=False) == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.BatchNorm1d(N),
-        nn.GroupNorm(1, N),
-        nn.LazyBatchNorm1d(),
-        nn.LazyLinear(N),
-        nn.PReLU(N),
-        nn.Linear(N, 1),
-        nn.Embedding(3, N),
-        nn.Identity(),
-        WEIGHTLESS,
-    ],
-)
-def test_what_nobody_would_call_a_norm_is_passed_over_in_silence(module):
-    assert replace_norms(nn.Sequential(module), verbose=False) == []
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "Llama", "Gemma", "T5", "nanoGPT", "a subclass"])
+@pytest.mark.parametrize("name", ["LayerNorm", "Llama", "Gemma", "T5", "a subclass"])
 @pytest.mark.parametrize(("x", "weight"), [(BF16, BF16), (FP16, FP16), (BF16, FP32), (FP32, BF16)])
 def test_the_output_keeps_the_dtype_that_the_module_gave_it(name, x, weight, device):
     norm = TAKEN[name][0]().to(device, weight)
@@ -174,16 +145,16 @@ def test_the_output_keeps_the_dtype_that_the_module_gave_it(name, x, weight, dev
     torch.testing.assert_close(norm(rows), expected, rtol=2e-2, atol=2e-2)
 
 
-NORMS = ("norm", "norm1", "norms_2", "lnf", "ln_f", "ln1", "final_ln", "attn_ln", "q_norm", "input_layernorm", "q_rms")
-OTHERS = ("norm_proj", "normal_head", "normalizer", "lnear", "learnt", "kiln", "fc", "transforms")
+NORMS = ("norm", "norms_2", "lnf", "ln_f", "ln1", "final_ln", "q_norm", "input_layernorm", "q_rms")
+OTHERS = ("norm_proj", "normalizer", "learnt", "kiln", "fc", "transforms")
 
 
-@pytest.mark.parametrize("name", NORMS + OTHERS)
-def test_a_near_miss_is_told_of_where_the_model_calls_it_a_norm_and_a_norm_everywhere(name):
+def test_a_near_miss_is_told_of_where_the_model_calls_it_a_norm_and_a_norm_everywhere():
     near_miss = like(Llama(N), lambda self, x: 2 * self.weight * x / rms(x), "Gain")  # a name that says nothing
-    sites = replace_norms(nn.ModuleDict({name: near_miss, "ln": nn.Identity()}), verbose=False)
-    assert [str(site).split(" (it is neither")[0] for site in sites] == [f"{name}: Gain(24) → left alone"] * (name in NORMS)
-    (site,) = replace_norms(nn.ModuleDict({name: OddlyNamed(N)}), verbose=False)
+    sites = replace_norms(nn.ModuleDict(dict.fromkeys(OTHERS, near_miss)), verbose=False)
+    sites += [site for name in NORMS for site in replace_norms(nn.ModuleDict({name: near_miss}), verbose=False)]
+    assert [str(site).split(" (it is neither")[0] for site in sites] == [f"{name}: Gain(24) → left alone" for name in NORMS]
+    (site,) = replace_norms(nn.ModuleDict({"fc": OddlyNamed(N)}), verbose=False)
     assert site.fused
 
 
@@ -204,29 +175,9 @@ def test_a_norm_that_has_no_gradient_to_compare_is_taken(device):
         assert site.fused
 
 
-@pytest.mark.parametrize("width", [2, 3, 5, 20_000])
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Gemma])
-def test_norms_of_any_width_are_recognised(norm, width):
-    (site,) = replace_norms(norm(width), verbose=False)
-    assert site.fused
-
-
-def test_norms_are_recognised_in_inference_mode_too(device):
-    norm, net = nn.LayerNorm(N).to(device), nn.Sequential(LEFT_ALONE["detached weight"][0]().to(device))
-    with torch.inference_mode():
-        (site,), (left,) = replace_norms(norm, verbose=False), replace_norms(net, verbose=False)
-    assert site.fused and not left.fused
-
-
-def test_a_norm_on_meta_is_replaced_and_gets_its_weights_later(device):
-    with torch.device("meta"):
-        net = nn.Sequential(Gemma(N), nn.LayerNorm(N), OddlyNamed(N))
-    assert all(site.fused for site in replace_norms(net, verbose=False))
-    net.to_empty(device=device)
-    for norm in net:
-        norm.reset_parameters()
-    x = torch.randn(3, N, device=device)
-    torch.testing.assert_close(net(x), nn.Sequential(Gemma(N), nn.LayerNorm(N), OddlyNamed(N)).to(device)(x))
+def test_norms_of_any_width_are_recognised():
+    norms = [norm(width) for norm in (nn.LayerNorm, nn.RMSNorm, Gemma) for width in (2, 3, 20_000)]
+    assert all(site.fused for site in replace_norms(nn.Sequential(*norms), verbose=False))
 
 
 def test_what_a_norm_gives_lies_in_memory_as_before_and_its_attributes_are_not_touched(device):

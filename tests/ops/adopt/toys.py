@@ -51,16 +51,6 @@ def block_of(forward, **parts):
     return block
 
 
-def block_that_drops(second="drop", **parts):
-    """With dropouts of its own, by default one for both branches."""
-
-    def forward(self, x):
-        x = x + self.drop(self.attn(self.ln_1(x)))
-        return x + getattr(self, second)(self.mlp(self.ln_2(x)))
-
-    return block_of(forward, drop=nn.Dropout(0.5), **parts)
-
-
 class Model(nn.Module):
     def __init__(self, p=0.0, norm=nn.LayerNorm, depth=2):
         super().__init__()

@@ -5,7 +5,7 @@ python -m benchmarks.records --list          the commands, with the minutes that
 python -m benchmarks.records gpt2 norms_models      some of them, anew
 
 A record is one file (of an ablation one folder) of one revision by one command. A record that is already of this revision and
-this command is left alone. Not among them: `scaling`, which needs several GPUs, and the runs that were trained to the end.
+this command is left alone. `gpt2_loss` needs nanoGPT's repository beside this one. Not among them: `scaling`, which needs several GPUs, and the runs that were trained to the end.
 Afterwards `python -m benchmarks.readme` writes tables and pictures from the records.
 """
 
@@ -50,15 +50,20 @@ class Record:
 
 # What README shows first comes first. None takes more than eight minutes, so that each fits a short lease.
 RECORDS = (
-    Record("gpt2", f"{GPT2} model.dropout=0.0,0.1", 8),
-    Record("llama", f"{LLAMA} model.dropout=0.0 model.qk_norm=false,true ablate.cycles=8", 8),
+    Record("gpt2", f"{GPT2} model.dropout=0.0,0.1", 7),
+    Record("llama", f"{LLAMA} model.dropout=0.0 model.qk_norm=false,true ablate.cycles=8", 7),
     Record(
         "norms_models",
-        "-m benchmarks.norms --models --residual fp32 --width 1152 1536 2304 3072 3584 4608 5120 7168 8192 --warm 16",
+        "-m benchmarks.norms --models --residual fp32 --width 1152 1536 2304 3072 3584 --warm 16",
         7,
     ),
-    Record("gpt2_loss", f"{GPT2} model.dropout=0.0 ablate.switch=loss", 4),
-    Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre", 8),
+    Record(
+        "gpt2_loss",
+        f"{GPT2} model.dropout=0.0,0.1 ablate.switch=loss ablate.eager=false ablate.cycles=8 "
+        "ablate.arms=[torch,compiled,fused,nanogpt] ablate.nanogpt=../nanoGPT",
+        5,
+    ),
+    Record("gemma", f"{GEMMA} model.dropout=0.0 norm.placement=sandwich,pre ablate.cycles=6", 8),
     Record("shakespeare_char", CHAR, 3),
     Record(
         "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3
@@ -66,6 +71,7 @@ RECORDS = (
     Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 4),
     Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 3),
     Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 4),
+    Record("adoption", "-m benchmarks.adoption", 3),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),
     Record("small", "ablate.py model.layers=2 model.width=128 train.batch_size=8 ablate.cycles=18 ablate.parity_seeds=0", 2),

@@ -5,8 +5,8 @@ python -m benchmarks.records --list          the commands, with the minutes that
 python -m benchmarks.records gpt2 norms_models      some of them, anew
 
 A record is one file (of an ablation one folder) of one revision by one command. A record that is already of this revision and
-this command is left alone. `gpt2_loss` needs nanoGPT's repository beside this one. Not among them: `scaling`, which needs several GPUs, and the runs that were trained to the end.
-Afterwards `python -m benchmarks.readme` writes tables and pictures from the records.
+this command is left alone. `gpt2_loss` needs a checkout of nanoGPT beside this one. Not among them: `scaling`, which needs several
+GPUs, and the runs that were trained to the end. Afterwards `python -m benchmarks.readme` writes tables and pictures.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Record:
 # What README shows first comes first. None takes more than eight minutes, so that each fits a short lease.
 RECORDS = (
     Record("gpt2", f"{GPT2} model.dropout=0.0,0.1", 7),
-    Record("llama", f"{LLAMA} model.dropout=0.0 model.qk_norm=false,true ablate.cycles=8", 7),
+    Record("llama", f"{LLAMA} model.dropout=0.0 model.qk_norm=false,true ablate.cycles=8", 6),
     Record(
         "norms_models",
         "-m benchmarks.norms --models --residual fp32 --width 1152 1536 2304 3072 3584 --warm 16",
@@ -68,9 +68,9 @@ RECORDS = (
     Record(
         "shakespeare_char_graphs", f"{CHAR} ablate.compile=true train.compile_mode=reduce-overhead ablate.parity_seeds=0", 3
     ),
-    Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 4),
-    Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 3),
-    Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 4),
+    Record("sites", "-m benchmarks.sites --residual fp32 --width 768 2304 4608", 3),
+    Record("rotary", "-m benchmarks.rotary --case rotary rms_rotary", 2),
+    Record("losses", "-m benchmarks.losses --case softmax cross_entropy", 3),
     Record("adoption", "-m benchmarks.adoption", 3),
     Record("host", "-m benchmarks.host", 1),
     Record("memory", "-m benchmarks.memory", 2),

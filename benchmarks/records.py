@@ -5,8 +5,8 @@ python -m benchmarks.records --list          the commands, with the minutes that
 python -m benchmarks.records gpt2 norms_models      some of them, anew
 
 A record is one file (of an ablation one folder) of one revision by one command. A record that is already of this revision and
-this command is left alone. `gpt2_loss` needs a checkout of nanoGPT beside this one. Not among them: `scaling`, which needs several
-GPUs, and the runs that were trained to the end. Afterwards `python -m benchmarks.readme` writes tables and pictures.
+this command is left alone. `gpt2_loss` needs a checkout of nanoGPT beside this one. Not among them: `scaling`, which needs
+several GPUs, and the runs that were trained to the end. Afterwards `python -m benchmarks.readme` writes tables and pictures.
 """
 
 import argparse

@@ -100,10 +100,11 @@ def register_resolvers(swept: set[str], started: str) -> None:
             return str(machine.expanded(_root_.folder))
         return f"runs/{started}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
 
+    def described(*, _root_: DictConfig) -> str:
+        return describe_keys(_root_).replace("$", "$$")  # Hydra's template of --help reads $$ as $
+
     OmegaConf.register_new_resolver("folder", folder, replace=True)
-    OmegaConf.register_new_resolver(  # Hydra's template of --help reads $$ as $
-        "describe_keys", lambda *, _root_: describe_keys(_root_).replace("$", "$$"), replace=True
-    )
+    OmegaConf.register_new_resolver("describe_keys", described, replace=True)
 
 
 def now() -> str:
@@ -131,9 +132,8 @@ def run_name(config: DictConfig) -> str:
     if config.resume in ("never", "auto"):
         data: Any = OmegaConf.to_object(config.data)
         return _safe(f"{data.called}_{config.hydra.runtime.choices.get('model')}_{config.norm.impl}")
-    path = Path(config.resume)  # runs/NAME, runs/NAME/last or runs/NAME/checkpoints/step_00000200
-    run = path.parent if path.name in ("last", "best") else path.parent.parent if path.name.startswith("step_") else path
-    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run.name).removeprefix("resumed_"))
+    run = Path(re.sub(r"/(last|best|checkpoints/\w+)/*$", "", config.resume)).name
+    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run).removeprefix("resumed_"))
 
 
 def job_name(number: int, overrides: Sequence[str], swept: set[str]) -> str:

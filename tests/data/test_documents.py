@@ -3,19 +3,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from configs.schema import DataConfig, Source
-from data.documents import PIECE, cut, find_documents, read_documents
-from data.tokenizer import char_tokenizer, pretrained_tokenizer, train_bpe
-from tests.data.texts import text_of
+from data.documents import find_documents
 
 
 def texts_of(data: DataConfig, scratch: Path) -> list[str]:
-    return ["".join(document) for document in find_documents(data).open(scratch).train()]
+    return list(find_documents(data).open(scratch)[0]())
 
 
 def text(*files: object) -> DataConfig:
@@ -26,25 +21,10 @@ def hub(path: str) -> DataConfig:
     return DataConfig(source=Source.hub, path=path)
 
 
-@given(st.text(alphabet="ab \n\t日'", max_size=200), st.integers(1, 50))
-def test_pieces_join_to_the_text_and_keep_to_their_size(whole, size):
-    pieces = list(cut(whole, size))
-    assert "".join(pieces) == whole
-    assert all(len(piece) <= size for piece in pieces)
-
-
-def test_a_document_cut_in_pieces_has_the_tokens_of_the_whole():
-    whole = text_of(3, 5000)
-    tokenizer, pieces = train_bpe([whole], 400), list(cut(whole, 100))
-    assert len(pieces) > 100
-    assert [token for piece in pieces for token in tokenizer.encode(piece)] == tokenizer.encode(whole)
-
-
-def test_a_file_is_read_unchanged_in_pieces_but_for_a_byte_order_mark(tmp_path):
+def test_a_file_is_read_unchanged_but_for_a_byte_order_mark(tmp_path):
     whole = ("a line\r\nand another — 日本\r\n\r\n" * 20_000) + "end"
     (tmp_path / "long.txt").write_bytes(b"\xef\xbb\xbf" + whole.encode())
-    [pieces] = read_documents(tmp_path / "long.txt", "text")
-    assert "".join(pieces) == whole and max(map(len, pieces)) <= PIECE
+    assert texts_of(text(tmp_path / "long.txt"), tmp_path) == [whole]
 
 
 @pytest.mark.parametrize("field", ["text", "body"])
@@ -117,13 +97,3 @@ def test_what_is_missing_or_can_not_be_read_is_named(notes, tmp_path, monkeypatc
     Path("broken/rows.jsonl").write_text("no JSON\n")
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         texts_of(data, tmp_path / ".scratch")
-
-
-def test_what_the_hub_has_given_before_is_used_without_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    cached = tmp_path / "models--owner--cached"  # as a download leaves it
-    for name in ("refs", "snapshots/0123"):
-        (cached / name).mkdir(parents=True)
-    (cached / "refs/main").write_text("0123")
-    char_tokenizer("abc").save(cached / "snapshots/0123/tokenizer.json")
-    assert pretrained_tokenizer("owner/cached").vocab_size == 4

@@ -69,6 +69,8 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
     Raises:
         ConfigError: there are such keys, one per line, and resume_with_changes=false.
     """
+    if cfg.init_from not in (None, before.init_from):
+        raise ConfigError(f"init_from={cfg.init_from}: a run that goes on has its weights already. Leave init_from out.")
     if cfg.optim.kind is not before.optim.kind:
         raise ConfigError(
             f"optim.kind={cfg.optim.kind}: the checkpoint has the state of {before.optim.kind}, which can't go on as "

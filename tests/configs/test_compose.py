@@ -21,7 +21,7 @@ GPU = Machine(device="cuda")
 PRESETS = [f"{path.parent.name}={path.stem}" for path in keys.FOLDER.glob("*/*.yaml") if path.parent.name in keys.GROUPS]
 # Keys that decide which numbers a run gives
 MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0.2 tokenizer.vocab_size=300 optim.lr=1e-3 "
-MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2 init_from=runs/a"
+MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"
 # Keys that a run may change when it goes on
 FREE = "data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true loss.impl=torch "
 FREE += "train.compile_mode=reduce-overhead train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
@@ -130,6 +130,7 @@ def test_a_stored_config_that_can_not_be_read_is_named(text, tmp_path):
     [
         ("model=gpt2", "model=gpt2: a resumed run keeps its groups"),
         ("train.step=5", "train.step: no such key. Did you mean train.steps?"),
+        ("init_from=runs/a", "init_from=runs/a: a run that goes on has its weights already"),
         ("optim.kind=muon", "optim.kind=muon: the checkpoint has the state of adamw, which can't go on as muon."),
     ],
 )

@@ -1,8 +1,6 @@
 """What the rules need to know about the machine: the device that a run will use and what it can do."""
 
 import os
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +9,6 @@ import torch
 from configs.keys import ConfigError
 from configs.schema import DeviceKind
 
-CXX = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch.compile looks for it
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -20,7 +16,6 @@ class Machine:
     bf16: bool = True  # has bf16 arithmetic; not asked of a CPU
     ranks: int = 1  # processes that train together
     by_torchrun: bool = False  # torchrun started this process
-    compiler: bool = True  # there is the C++ compiler that torch.compile wants on a CPU
 
 
 def inspect(device: DeviceKind) -> Machine:
@@ -37,7 +32,7 @@ def inspect(device: DeviceKind) -> Machine:
         raise ConfigError(f"torchrun: this node has {gpus} GPUs, one for each rank. Use --nproc-per-node={gpus} or device=cpu.")
     bf16 = name != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     ranks = int(os.environ["WORLD_SIZE"]) if by_torchrun() else 1
-    return Machine(name, bf16, ranks, by_torchrun(), compiler=name != "cpu" or shutil.which(CXX) is not None)
+    return Machine(name, bf16, ranks, by_torchrun())
 
 
 def expanded(path: str) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs import keys, schema
 from configs.keys import ConfigError
-from configs.machine import CXX, Machine
+from configs.machine import Machine
 from configs.schema import Config
 
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
@@ -165,8 +165,6 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
     yield from refused_by_library(cfg, machine)
-    if train.compile and not machine.compiler:
-        yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {CXX}. Install it, or name another by CXX."
     if train.precision is schema.Precision.bf16 and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if train.precision is schema.Precision.fp16 and machine.device != "cuda":

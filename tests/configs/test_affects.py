@@ -7,7 +7,6 @@ import pytest
 import configs
 from configs import Config, ConfigError, keys, rules, schema
 from configs.schema import ModelConfig, NormKind
-from model import GPT
 from ops import Norm
 from tests.runs import CPU
 from training import export
@@ -54,12 +53,3 @@ def test_the_kinds_of_norm_are_those_of_the_ops_and_gpt2_has_a_layout_for_export
     assert {kind.value for kind in NormKind} <= {norm.name for norm in Norm}
     assert set(keys.affecting("weights")) >= export.SIZES.keys() | {key for of in export.NAMES.values() for key in of.values()}
     assert not export.unsupported(export.GPT2, configs.load(["model=gpt2"], on=CPU))
-
-
-def test_a_cap_of_the_logits_belongs_to_the_weights():
-    plain, capped = Config(), Config()
-    capped.loss.softcap = 30.0
-    assert "loss.softcap=30.0: it has null." in export.unsupported(export.GPT2, capped)
-    assert export.differences(plain, capped, 300) == ["loss.softcap=null: it has 30.0."]
-    model = GPT(capped.model, capped.norm, 300, capped.loss)
-    assert not export.differences(Config(model=model.cfg, norm=model.norm, loss=model.loss), capped, 300)

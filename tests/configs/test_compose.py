@@ -61,15 +61,7 @@ def test_groups_and_keys_become_values_of_the_schemas_types(monkeypatch):
     assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
     assert cfg.norm.impl is NormImpl.torch and cfg.train.precision is Precision.bf16 and isinstance(cfg.optim.lr, float)
     assert (cfg.folder, cfg.resume) == ("/home/me/runs/mine", "/home/me/runs/theirs")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [("", "shakespeare"), ("data=hub data.path=..", Path("..").resolve().name), ("data=hub data.path=a/B data.name=c", "c")],
-)
-def test_a_corpus_is_called_by_what_it_is_unless_it_is_given_a_name(overrides, name):
-    cfg = configs.load(overrides.split(), on=CPU)
-    assert cfg.data.name == name == configs.from_dict(configs.to_dict(cfg)).data.name
+    assert configs.load(["data=hub", "data.path=.."], on=CPU).data.name == Path("..").resolve().name
 
 
 def test_the_command_line_wins_over_an_experiment_and_the_experiment_over_its_groups():

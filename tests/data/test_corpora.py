@@ -72,14 +72,6 @@ def test_tokens_decode_to_the_documents_and_are_mapped(text_config, notes):
         assert split.bytes_per_token == split.bytes / len(split.tokens)
 
 
-def test_characters_join_documents_with_a_newline(text_config, notes):
-    corpus = load(text_config)
-    assert corpus.val.bytes == len(corpus.tokenizer.decode(corpus.val.tokens.tolist()).encode())
-    text = corpus.tokenizer.decode(corpus.train.tokens.tolist())
-    inside = [path.read_text() for path in notes.iterdir() if path.read_text() + "\n" in text]
-    assert sum(len(document) + 1 for document in inside) == len(text) == len(corpus.train.tokens)
-
-
 @pytest.mark.parametrize("most", [2**28, 500])
 def test_bpe_learns_from_the_training_documents_alone_and_from_a_bounded_part_of_them(text_config, most, monkeypatch):
     seen, train = [], data.corpora.train_bpe
@@ -166,28 +158,23 @@ def test_null_and_empty_rows_are_no_documents_and_max_documents_bounds_what_a_st
     assert corpus.train.documents + corpus.val.documents == 25
 
 
-def test_rows_that_are_lines_become_articles(hub_config):
+def test_what_is_asked_of_the_hub_is_the_revision_and_its_lines_become_articles(text_config, monkeypatch):
     lines = [line for i in range(6) for line in ("", f" = Title {i} = \n", "", " text , " * 20, " = = Part = = \n")]
-    train, val = decoded(load(hub_config("parquet", {"text": lines}, document_start="^ = [^=].* = $"), BPE))
+    asked, given = {}, datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": lines}))
+    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, **how: asked.update(how, path=path) or given)
+    settings = {"path": "owner/name", "revision": "refs/x", "document_start": "^ = [^=].* = $"}
+    train, val = decoded(load(replace(text_config, source=Source.hub, **settings), BPE))
+    assert (asked["path"], asked["revision"]) == ("owner/name", "refs/x")
     # blank lines before the first title belong to the first article
     assert len(train + val) == 6
     assert all(re.match(r"\n? = Title \d = \n\n( text , )+\n = = Part = = \n\n?$", article) for article in train + val)
 
 
-def test_a_changed_local_data_set_makes_the_corpus_anew_and_the_revision_is_what_is_asked_of_the_hub(hub_config, monkeypatch):
-    first, second = (load(hub_config("json", {"text": TEXTS[:count]})) for count in (20, 30))
-    assert second.train.documents > first.train.documents and second.identity != first.identity
-    asked, given = {}, datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS}))
-    monkeypatch.setattr(datasets, "load_dataset", lambda path, subset, **how: asked.update(how, path=path) or given)
-    load(hub_config("json", {"text": TEXTS}, path="owner/name", revision="refs/x"))
-    assert (asked["path"], asked["revision"]) == ("owner/name", "refs/x")
-
-
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"text_field": "body"}, r"dataset, data.subset=null can't be read: .*'?body"),
+        ({"text_field": "body", "streaming": True}, r"dataset, data.subset=null can't be read: .*'?body"),
         ({"text_field": "id"}, "dataset, .* can't be read: data.text_field=id has no text, but a int"),
         ({"val_split": "valid"}, "data.val_split=valid is not a split of .*dataset, which has: train"),
         ({"subset": "french"}, "data.subset=french can't be read: BuilderConfig 'french' not found. Available: .*default"),
@@ -196,8 +183,8 @@ def test_a_changed_local_data_set_makes_the_corpus_anew_and_the_revision_is_what
         ({"path": "owner/name"}, "data.path=owner/name.* can't be read: .* Without a network use"),
     ],
 )
-def test_what_the_data_set_lacks_is_named(hub_config, settings, message, streaming):
-    config = hub_config("json", {"id": list(range(40)), "text": TEXTS}, streaming=streaming, **settings)
+def test_what_the_data_set_lacks_is_named(hub_config, settings, message):
+    config = hub_config("json", {"id": list(range(40)), "text": TEXTS}, **settings)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         load(config)
 

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import keys, machine, rules
@@ -39,16 +39,17 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 
 def compose_only(overrides: Sequence[str] = ()) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
+    return composed(overrides)[0]
+
+
+def composed(overrides: Sequence[str]) -> tuple[Config, str]:
+    """`compose_only`, and the option of the group model. What the command interpolates is resolved here, and nowhere else."""
     parse(overrides)
     with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-        return from_composed(hydra.compose("config", overrides=list(overrides)))
-
-
-def from_composed(composed: DictConfig) -> Config:
-    """The config that Hydra composed. What the command interpolates is resolved here, and nowhere else."""
-    with _explained():
-        plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
-    return from_dict(plain)
+        found = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
+        own = OmegaConf.masked_copy(found, [key for key in found if key != "hydra"])
+        plain: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True, enum_to_str=True)
+    return from_dict(plain), str(found.hydra.runtime.choices.get("model"))
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -56,15 +57,17 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         if text.encode(errors="replace").decode() != text:
             raise ConfigError(f"{text!r}: is not UTF-8 text.")
-        if text.lstrip("+").startswith(("hydra.run.", "hydra.sweep.", "hydra.job.chdir")):
-            raise ConfigError(f"{text}: the folder of a run has one name. Use folder=PATH.")
+        if text.lstrip("+").startswith(("hydra.", "hydra/")):
+            raise ConfigError(
+                f"{text}: Hydra only composes configs here, and the folder of a run has one name. Use folder=PATH."
+            )
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:
         name = one.key_or_group
         if name in keys.schema():
             _check_text(one, keys.schema()[name].type)
-        elif name not in keys.GROUPS and not name.startswith("hydra"):
+        elif name not in keys.GROUPS:
             raise keys.unknown_key(name)
     return parsed
 

@@ -44,7 +44,7 @@ def trained(sweep):
 def test_a_sweep_is_a_run_for_each_combination_in_its_folder_and_in_one_wandb_group_but_for_jobs_that_are_refused(sweep):
     cwd, done = sweep
     assert "sample.prompt: tokenizer.kind=char has no token for 'E' (U+0045)" in done.stderr
-    assert "(in the job " in done.stderr and "[sweep] Launching 4 jobs locally\n[sweep] \t#0 : " in done.stdout
+    assert "(in the job " in done.stderr and "[sweep] 1/4: " in done.stdout
     folders = run_folders(cwd)
     assert [folder.name for folder in folders] == [
         f"{i}_sample.prompt-the_norm.impl-{of}" for i, of in ((2, "fused"), (3, "torch"))

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
@@ -21,10 +20,9 @@ from tests.runs import CPU
     ],
 )
 def test_a_run_is_named_by_what_it_trains(name, resume, folder):
-    cfg = configs.to_dict(configs.load(["data=tinystories", "norm.impl=torch"], on=CPU))
-    cfg = OmegaConf.merge(OmegaConf.structured(configs.Config), cfg, {"logging": {"name": name}, "resume": resume})
-    OmegaConf.update(cfg, "hydra.runtime.choices.model", "gpt2", force_add=True)
-    assert command_line.run_name(cfg) == folder
+    cfg = configs.from_dict({"data": {"name": "tinystories"}, "norm": {"impl": "torch"}})
+    cfg.logging.name, cfg.resume = name, resume
+    assert command_line.run_name(cfg, "gpt2") == folder
 
 
 def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name():
@@ -60,10 +58,12 @@ def test_a_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():
     assert sweep["metric"]["name"] == "val/bits_per_byte"  # which test_train.py finds in a run's metrics
 
 
-def test_a_command_that_can_run_gives_the_keys_of_its_sweep_which_is_every_combination():
-    assert command_line.check(["-m", "train.steps=5", "seed=1,2", "norm.impl=fused,torch"]) == {"seed", "norm.impl"}
-    jobs = list(configs.jobs(["norm.impl=fused,torch", "seed=range(1,3)", "train.steps=5", "model=tiny"]))
-    assert jobs == [[f"norm.impl={i}", f"seed={s}", "train.steps=5", "model=tiny"] for i in ("fused", "torch") for s in (1, 2)]
+def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder():
+    jobs = command_line.read(["norm.impl=fused,torch", "-m", "seed=range(1,3)", "folder=a/b", "model=tiny", "device=cpu"])
+    assert [(job.cfg.norm.impl, job.cfg.seed) for job in jobs] == [("fused", 1), ("fused", 2), ("torch", 1), ("torch", 2)]
+    assert [str(job.folder) for job in jobs][1:3] == ["a/b/1_norm.impl-fused_seed-2", "a/b/2_norm.impl-torch_seed-1"]
+    [alone] = command_line.read(["device=cpu", "experiment=shakespeare_char", "norm.impl=torch"])
+    assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_shakespeare_nanogpt_char_torch", str(alone.folder))
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,20 @@ def test_a_command_that_can_run_gives_the_keys_of_its_sweep_which_is_every_combi
     [
         ("-m norm.impl=fused,toch", "expected one of [fused, torch, compiled"),  # before the first starts
         ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
-        ("hydra.run.dir=a folder=b", "hydra.run.dir=a: the folder of a run has one name. Use folder=PATH."),
-        ("-m --cfg job seed=1,2", "Leave out -m."),
-        ("folder=/dev/null/x", "/dev/null/x: no run can be kept there (Not a directory)."),
+        ("hydra.run.dir=a folder=b", "hydra.run.dir=a: Hydra only composes configs here"),
+        ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
         ("--help model=gtp2", "Did you mean gpt2?"),
         ("folder=a\udcff", "is not UTF-8 text."),
     ],
 )
-def test_a_mistake_of_the_command_line_ends_with_one_message_and_code_2(arguments, message, capsys, monkeypatch):
+def test_a_mistake_of_the_command_line_is_refused_before_anything_starts(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        command_line.read(["device=cpu", *arguments.split()])
+
+
+def test_an_error_in_the_configuration_is_one_message_and_for_a_developer_the_traceback(capsys, monkeypatch):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    given = ["device=cpu", *arguments.split()]
-    with pytest.raises(SystemExit, match="2"):
-        command_line.check(given)
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and message in said
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # for a developer, the traceback
+    assert command_line.refuse(ConfigError("a: no.")) == 2 and capsys.readouterr().err == "error: a: no.\n"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ConfigError):
-        command_line.check(given)
+        command_line.refuse(ConfigError("a: no."))

@@ -47,7 +47,7 @@ def composed(overrides: Sequence[str]) -> tuple[Config, str]:
     parse(overrides)
     with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
         found = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
-        own = OmegaConf.masked_copy(found, [key for key in found if key != "hydra"])
+        own = OmegaConf.masked_copy(found, [str(key) for key in found if key != "hydra"])
         plain: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True, enum_to_str=True)
     return from_dict(plain), str(found.hydra.runtime.choices.get("model"))
 

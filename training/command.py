@@ -45,7 +45,7 @@ def main(train: Train) -> int:
         for number, one in enumerate(asked):
             if one.swept and world.leads:
                 show(f"[sweep] {number + 1}/{len(asked)}: {' '.join(one.overrides)}")
-            codes.append(job(train, one, world))
+            codes.append(job(train, one, world) or 0)
     except ConfigError as error:
         codes.append(command_line.refuse(error) if world.leads else command_line.EXIT_CODE)
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader

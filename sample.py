@@ -16,7 +16,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import torch
 
 from configs import ConfigError, machine
-from configs.schema import Device, NormImpl, SampleConfig
+from configs.schema import DeviceKind, NormImpl, SampleConfig
 from data import Tokenizer
 from model import GPT
 from training import checkpoint
@@ -31,7 +31,7 @@ def sample(
     prompt: str,
     options: SampleConfig,
     seed: int,
-    device: Device = Device.auto,
+    device: DeviceKind = DeviceKind.auto,
     samples: int = 1,
     seen: Callable[[list[str]], object] = lambda texts: None,
 ) -> list[str]:
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     parser.add_argument("--top-k", type=whole_or_null, default=200, help="sample from the k likeliest tokens; null: from all")
     parser.add_argument("--seed", type=int, default=1, help="of the sampling")
-    parser.add_argument("--device", choices=[device.value for device in Device], default="auto", help="what computes it")
+    parser.add_argument("--device", choices=[device.value for device in DeviceKind], default="auto", help="what computes it")
     args = parser.parse_args(arguments)
     for name, least in (("tokens", 0), ("temperature", 0), ("samples", 1)):
         if getattr(args, name) < least:
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     printer, code = Printer(), 0
     try:
         try:
-            printer(sample(args.path, args.prompt, options, args.seed, Device(args.device), args.samples, printer))
+            printer(sample(args.path, args.prompt, options, args.seed, DeviceKind(args.device), args.samples, printer))
         except KeyboardInterrupt:
             code = 130
         printer.finish()

@@ -6,7 +6,7 @@ keys          which names exist, and which name is nearest to a wrong one
 compose       composition by Hydra, and conversion to `Config` and back
 rules         checks of numbers, of several keys together, and against the machine
 machine       what the rules need to know about this machine
-command_line  check of the runs of a command before Hydra starts the first; names of run folders
+command_line  the runs that a command asks for, what --help prints, and names of run folders
 """
 
 from configs.compose import compose_only, from_dict, jobs, load, parse, read_yaml, to_dict, to_yaml

@@ -1,19 +1,16 @@
-"""The command line of train.py. `check` checks the runs of a command before Hydra starts the first."""
+"""The command line of train.py: the runs that it asks for, what it prints, and the names of run folders."""
 
 import os
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from configs import compose, keys, machine, rules
@@ -21,62 +18,59 @@ from configs.keys import ConfigError
 from configs.schema import Config
 
 EXIT_CODE = 2  # of an error in the configuration, as in argparse
-MOST_CHECKED = 64  # runs of a sweep: composing one takes 0.1 s
 
 
-def check(arguments: Sequence[str]) -> set[str]:
-    """The keys of a sweep, if the runs that `arguments` ask for can start. Else it prints why and exits with EXIT_CODE."""
-    given, others = _parsed(arguments)
-    if others:  # options with which there is no run, and those that Hydra refuses
-        return set()
-    job = None
+@dataclass(frozen=True)
+class Job:
+    """One run that a command asks for."""
+
+    overrides: list[str]
+    cfg: Config
+    folder: Path  # of a new run
+    swept: bool  # it is one of several
+
+
+def read(arguments: Sequence[str]) -> list[Job] | str:
+    """The runs that a command asks for, all of them composed and checked before the first starts; or the text that it prints.
+
+    Raises:
+        ConfigError: a run can't start.
+        SystemExit: there is no such option.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    given = parser.parse_intermixed_args(arguments)
+    if given.help:
+        return help_text(compose.compose_only(given.overrides))
+    if given.cfg:
+        return compose.to_yaml(compose.compose_only(given.overrides))
+    if not given.multirun:
+        return [_job(given.overrides, f"runs/{now()}_{{run}}")]
+    sweep = f"runs/{now()}_sweep"
+    swept = {one.get_key_element() for one in compose.parse(given.overrides) if one.is_sweep_override()}
+    return [_job(job, sweep, job_name(i, job, swept)) for i, job in enumerate(compose.jobs(given.overrides))]
+
+
+def _job(overrides: list[str], folder: str, name: str | None = None) -> Job:
+    """The run of these overrides, in a folder with this name within the folder of a sweep."""
     try:
-        if given.multirun and given.cfg:
-            raise ConfigError("--cfg prints the config of one run. Leave out -m.")
-        for job in islice(compose.jobs(given.overrides), MOST_CHECKED) if given.multirun else [given.overrides]:
-            cfg = compose.compose_only(job)
-            if given.help:
-                return set()
-            _check_folder(Path(cfg.folder or "runs").absolute())
-            if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
-                rules.check(cfg, machine.inspect(cfg.device))
-        return {one.get_key_element() for one in compose.parse(given.overrides) if one.is_sweep_override()}
+        cfg, model = compose.composed(overrides)
+        if cfg.resume in ("never", "auto"):  # else the config is that of the resumed run
+            rules.check(cfg, machine.inspect(cfg.device))
     except ConfigError as error:
-        raise SystemExit(refuse(error, job if given.multirun else None)) from None
+        raise ConfigError(f"{error}\n(in the job {' '.join(overrides)})") if name else error from None
+    path = Path(cfg.folder or folder.format(run=run_name(cfg, model)))
+    return Job(overrides, cfg, path / (name or ""), swept=name is not None)
 
 
-def options_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with Hydra's options before the overrides: Hydra refuses overrides on both sides of an option."""
-    overrides = _parsed(arguments)[0].overrides
-    return [*(text for text in arguments if text not in overrides), *overrides]
-
-
-def _parsed(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Overrides, the options of Hydra that a checked command may have, and all other options."""
-    parser = ArgumentParser(add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("-c", "--cfg")
-    for option in (("-m", "--multirun"), ("-h", "--help"), ("--resolve",)):
-        parser.add_argument(*option, action="store_true")
-    return parser.parse_known_intermixed_args(arguments)
-
-
-def _check_folder(folder: Path) -> None:
-    """Raises ConfigError if no run can be kept there."""
-    if "${" in str(folder):
-        raise ConfigError(f"folder={folder}: Hydra can't keep a run in a folder with ${{ in its path. Use another.")
-    try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        TemporaryFile(dir=there).close()  # permissions alone don't tell: root, /proc
-    except OSError as error:
-        raise ConfigError(f"{folder}: no run can be kept there ({error.strerror}). Use another folder=PATH.") from None
-
-
-def refuse(error: ConfigError, overrides: Sequence[str] | None = None) -> int:
-    """Prints the message of an error, and the overrides of the run in a sweep. With HYDRA_FULL_ERROR=1 it raises the error."""
+def refuse(error: ConfigError) -> int:
+    """Prints the message of an error. With HYDRA_FULL_ERROR=1 it raises the error."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         raise error
-    print(f"error: {error}" + (f"\n(in the job {' '.join(overrides)})" if overrides else ""), file=sys.stderr)
+    print(f"error: {error}", file=sys.stderr)
     ErrorHandler().record_exception(error)  # for the report of torchrun
     return EXIT_CODE
 
@@ -90,28 +84,20 @@ def as_config_errors() -> Iterator[None]:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
 
 
-def register_resolvers(swept: set[str], started: str) -> None:
-    """Registers what config.yaml interpolates: the keys in --help, and folders, named by time and by the keys of a sweep."""
-
-    def folder(kind: str, *, _root_: DictConfig) -> str:
-        if kind == "job":
-            return job_name(_root_.hydra.job.num, _root_.hydra.overrides.task, swept)
-        if _root_.folder:
-            return str(machine.expanded(_root_.folder))
-        return f"runs/{started}_{'sweep' if kind == 'sweep' else run_name(_root_)}"
-
-    OmegaConf.register_new_resolver("folder", folder, replace=True)
-    OmegaConf.register_new_resolver(  # Hydra's template of --help reads $$ as $
-        "describe_keys", lambda *, _root_: describe_keys(_root_).replace("$", "$$"), replace=True
-    )
-
-
 def now() -> str:
     """The time, as in the names of run folders."""
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def describe_keys(config: Config | DictConfig) -> str:
+def help_text(cfg: Config) -> str:
+    """What --help prints, with the values of this config."""
+    options = {group: ", ".join(sorted(path.stem for path in (keys.FOLDER / group).glob("*.yaml"))) for group in keys.GROUPS}
+    groups = "\n".join(f"{group}: {names}" for group, names in options.items())
+    text = (keys.FOLDER / "help.txt").read_text(encoding="utf-8")
+    return text.replace("{groups}", groups + "\n").replace("{keys}", describe_keys(cfg))
+
+
+def describe_keys(config: Config) -> str:
     """Every key with its value and its meaning; under a key with choices, each choice and its meaning."""
     lines, section = [], ""
     for name, key in keys.schema().items():
@@ -124,21 +110,20 @@ def describe_keys(config: Config | DictConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run_name(config: DictConfig) -> str:
+def run_name(cfg: Config, model: str) -> str:
     """The name of a run's folder after the time: logging.name, the run that it resumes, or what it trains."""
-    if config.logging.name:
-        return _safe(config.logging.name)
-    if config.resume in ("never", "auto"):
-        data: Any = OmegaConf.to_object(config.data)
-        return _safe(f"{data.called}_{config.hydra.runtime.choices.get('model')}_{config.norm.impl}")
-    path = Path(config.resume)  # runs/NAME, runs/NAME/last or runs/NAME/checkpoints/step_00000200
-    run = path.parent if path.name in ("last", "best") else path.parent.parent if path.name.startswith("step_") else path
-    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run.name).removeprefix("resumed_"))
+    if cfg.logging.name:
+        return _safe(cfg.logging.name)
+    if cfg.resume in ("never", "auto"):
+        return _safe(f"{cfg.data.called}_{model}_{cfg.norm.impl}")
+    run = Path(re.sub(r"/(last|best|checkpoints/\w+)/*$", "", cfg.resume)).name
+    return _safe("resumed_" + re.sub(r"^[\d-]+_[\d-]+_", "", run).removeprefix("resumed_"))
 
 
 def job_name(number: int, overrides: Sequence[str], swept: set[str]) -> str:
     """The folder of a run in a sweep, such as 0_norm.impl-fused_seed-1: its number and what sets it apart."""
-    return _safe("_".join([str(number), *(text for text in overrides if text.partition("=")[0] in swept)]))
+    last = {text.partition("=")[0]: text for text in overrides}
+    return _safe("_".join([str(number), *(text for key, text in last.items() if key in swept)]))
 
 
 def _safe(name: str) -> str:

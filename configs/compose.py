@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import keys, machine, rules
@@ -39,17 +39,17 @@ def load(overrides: Sequence[str] = (), on: machine.Machine | None = None) -> Co
 
 def compose_only(overrides: Sequence[str] = ()) -> Config:
     """`load` without the rules: names and types are checked; values are not checked against each other and the machine."""
+    return composed(overrides)[0]
+
+
+def composed(overrides: Sequence[str]) -> tuple[Config, str]:
+    """`compose_only`, and the option of the group model. What the command interpolates is resolved here, and nowhere else."""
     parse(overrides)
     with _explained(), hydra.initialize_config_dir(version_base="1.3", config_dir=str(keys.FOLDER)):
-        composed = hydra.compose("config", overrides=list(overrides))
-    return from_composed(composed)
-
-
-def from_composed(composed: DictConfig) -> Config:
-    """The config that Hydra composed. What the command interpolates is resolved here, and nowhere else."""
-    with _explained():
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
-    return from_dict(plain)  # type: ignore[arg-type]
+        found = hydra.compose("config", overrides=list(overrides), return_hydra_config=True)
+        own = OmegaConf.masked_copy(found, [str(key) for key in found if key != "hydra"])
+        plain: Any = OmegaConf.to_container(own, resolve=True, throw_on_missing=True, enum_to_str=True)
+    return from_dict(plain), str(found.hydra.runtime.choices.get("model"))
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -57,27 +57,30 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         if text.encode(errors="replace").decode() != text:
             raise ConfigError(f"{text!r}: is not UTF-8 text.")
-        if text.lstrip("+").startswith(("hydra.run.", "hydra.sweep.", "hydra.job.chdir")):
-            raise ConfigError(f"{text}: the folder of a run has one name. Use folder=PATH.")
+        if text.lstrip("+").startswith(("hydra.", "hydra/")):
+            raise ConfigError(
+                f"{text}: Hydra only composes configs here, and the folder of a run has one name. Use folder=PATH."
+            )
     with _explained():
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     for one in parsed:
         name = one.key_or_group
-        if name not in keys.schema() and name not in keys.GROUPS and not name.startswith("hydra"):
+        if name in keys.schema():
+            _check_text(one, keys.schema()[name].type)
+        elif name not in keys.GROUPS:
             raise keys.unknown_key(name)
-        if name in keys.schema() and keys.schema()[name].type in (str, str | None, list[str], list[str] | None):
-            _check_text(one)
     return parsed
 
 
-def _check_text(one: Override) -> None:
+def _check_text(one: Override, kind: Any) -> None:
     """Refuses numbers, true and None for text: Hydra would make 20240105 of 2024_01_05, and a name of None."""
+    if kind not in (str, str | None, list[str], list[str] | None):
+        return
     values = list(one.sweep_iterator()) if one.is_discrete_sweep() else [one.value()]
     values = [each for value in values for each in (value if isinstance(value, list) else [value])]
-    if any(isinstance(value, bool | int | float) for value in values):
-        raise ConfigError(f"""{one.input_line}: is text, which needs quotes here: '{one.key_or_group}="TEXT"'.""")
-    if str(one.input_line).endswith("=None"):
-        raise ConfigError(f"{one.input_line}: for no value write {one.key_or_group}=null.")
+    if any(isinstance(value, bool | int | float) for value in values) or str(one.input_line).endswith("=None"):
+        key = one.key_or_group
+        raise ConfigError(f"""{one.input_line}: is text, which needs quotes here: '{key}="TEXT"'. For none write {key}=null.""")
 
 
 def jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -95,9 +98,7 @@ def as_typed(key: str, text: str) -> str:
     """`key=text` as a user types it, with Hydra's quotes and the shell's quotes where they are needed."""
     plain = re.fullmatch(r"[A-Za-z0-9_./+-]+", text) and text != "None"
     if not plain or OverridesParser.create().parse_override(f"{key}={text}").value() != text:
-        # in quotes Hydra reads a backslash as one, but for those before a quote
-        doubled = re.sub(r"""(\\*)("|\Z)""", lambda found: found[1] * 2 + found[2].replace('"', r"\""), _literal(text))
-        text = f'"{doubled}"'
+        text = '"' + _literal(text).replace('"', r"\"") + '"'
     return shlex.quote(f"{key}={text}")
 
 
@@ -116,11 +117,12 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     All text in `plain` is taken as it is: a stored config reads nothing of the environment. Overrides may interpolate.
 
     Raises:
-        ConfigError: a key that the schema lacks, or a value of the wrong type.
+        ConfigError: an unknown key, a value of a wrong type, or an override of a whole group.
     """
     parsed = parse(overrides)
-    if groups := [one.input_line for one in parsed if one.key_or_group in keys.GROUPS]:
-        raise ConfigError(f"{groups[0]}: a resumed run keeps its groups. Override single keys instead.")
+    for one in parsed:
+        if one.key_or_group in keys.GROUPS:
+            raise ConfigError(f"{one.input_line}: a resumed run keeps its groups. Override single keys of it instead.")
     with _explained():
         config = OmegaConf.merge(OmegaConf.structured(Config), _literal(_as_named_today(plain)))
         for one in parsed:
@@ -135,9 +137,12 @@ def from_dict(plain: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     return cfg
 
 
-def _as_named_today(given: Any) -> Any:
+def _as_named_today(given: dict[str, Any]) -> dict[str, Any]:
     """The plain config of an older run under the keys of this version."""
-    if isinstance(train := given.get("train"), dict) and "compile_loss" in train:
+    data, train = given.get("data"), given.get("train")
+    if isinstance(data, dict):
+        given = {**given, "data": {key: value for key, value in data.items() if key != "processes"}}
+    if isinstance(train, dict) and "compile_loss" in train:
         given = {**given, "train": {key: value for key, value in train.items() if key != "compile_loss"}}
         if train["compile_loss"] is not None:
             given["loss"] = {"impl": "compiled" if train["compile_loss"] else "torch", **given.get("loss", {})}
@@ -154,11 +159,7 @@ def to_yaml(cfg: Config) -> str:
 
 
 def read_yaml(path: Path) -> Config:
-    """The config that `to_yaml` wrote to a file: of a run's config.yaml.
-
-    Raises:
-        ConfigError: there is none, or it is not as this program writes it.
-    """
+    """The config that `to_yaml` wrote to a file. Raises ConfigError if it is not there, or not as this program writes it."""
     try:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(plain, dict):
@@ -170,7 +171,7 @@ def read_yaml(path: Path) -> Config:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Raises errors of Hydra and OmegaConf as a ConfigError: their sentence with the key, or the nearest valid name."""
+    """Raises errors of Hydra and OmegaConf as a ConfigError: their first sentence with the key, or the nearest valid name."""
     try:
         yield
     except ConfigError:
@@ -182,15 +183,11 @@ def _explained() -> Iterator[None]:
         ) from error
     except MissingConfigException as error:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        options = error.options or []
-        near = keys.did_you_mean(option, options)
+        near = keys.did_you_mean(option, options := error.options or [])
         raise ConfigError(f"{group}={option}: no such option.{near} Options of {group}: {', '.join(options)}.") from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
         if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
             raise ConfigError(str(error)) from error
-        name, why = re.sub(r"\[\d+\]$", "", str(cause.full_key)), str(cause).splitlines()[0].rstrip(".")
-        if name not in keys.schema():
-            raise keys.unknown_key(name) from error
-        escape = r" For a $ and a brace as text, type \${." if "nterpolation" in why else ""
-        raise ConfigError(f"{name}: {why}.{escape}") from error
+        escape = r" For a $ and a brace as text, type \${." if "nterpolation" in str(cause) else ""
+        raise ConfigError(f"{cause.full_key}: {str(cause).splitlines()[0].rstrip('.')}.{escape}") from error

@@ -24,10 +24,8 @@ def schema() -> dict[str, Field]:
     """The field of every key by the key's dotted name, in the order of declaration. `metadata` has its meaning and limits."""
     found: dict[str, Field] = {}
     for field in fields(Config):
-        if is_dataclass(field.type):
-            found |= {f"{field.name}.{key.name}": key for key in fields(field.type)}
-        else:
-            found[field.name] = field
+        inner = {f"{field.name}.{key.name}": key for key in fields(field.type)} if is_dataclass(field.type) else {}
+        found |= inner or {field.name: field}
     return found
 
 
@@ -45,16 +43,14 @@ def choices(key: Field) -> dict[str, str]:
 def unknown_key(name: str) -> ConfigError:
     """The error for a key that does not exist, with the name that was probably meant and the keys beside it."""
     section, _, leaf = name.rpartition(".")
-    section = section or name  # of a value for a whole section
+    beside = [key for key in schema() if key.startswith(f"{section or name}.")]
+    if beside and not section:
+        return ConfigError(f"{name}: several keys; set one of them: {', '.join(beside)}.")
     # the same name in another section (`lr` → `optim.lr`), or else one that is written alike
     twin = next((f" Did you mean {key}?" for key in schema() if key.endswith(f".{leaf}")), "")
     near = twin or did_you_mean(name, [*schema(), *GROUPS])
-    beside = [key for key in schema() if key.startswith(f"{section}.")]
-    return ConfigError(
-        f"{name}: {'several keys; set one of them' if section == name and beside else 'no such key'}.{near}"
-        + (f" Keys of {section}: {', '.join(beside)}." if beside else "")
-        + " `python train.py --help` lists all keys."
-    )
+    others = f" Keys of {section}: {', '.join(beside)}." if beside else ""
+    return ConfigError(f"{name}: no such key.{near}{others} `python train.py --help` lists all keys.")
 
 
 def did_you_mean(name: str, among: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs import keys, schema
 from configs.keys import ConfigError
-from configs.machine import CXX, Machine
+from configs.machine import Machine
 from configs.schema import Config
 
 NANOGPT = "nanogpt"  # an arm that is no value of norm.impl
@@ -39,8 +39,7 @@ def check_ablation(overrides: Sequence[str]) -> None:
     """Raises ConfigError, one line per override, for keys that `python ablate.py` sets itself or has no use for."""
     given = [(text, text.partition("=")[0].lstrip("+")) for text in overrides]
     switch = next((text.partition("=")[2] for text, key in reversed(given) if key == "ablate.switch"), schema.Switch.norm)
-    own = f"is what ablate.py compares. Use ablate.arms={keys.shown(Config().ablate.arms)}."
-    refused = NOT_IN_ABLATE | {f"{switch}.impl": own}
+    refused = NOT_IN_ABLATE | {f"{switch}.impl": "is what ablate.py compares. Use ablate.arms=[torch,compiled,fused]."}
     _raise_if(f"{text}: {key} {refused[key]}" for text, key in given if key in refused)
 
 
@@ -78,8 +77,7 @@ def check_resumed(before: Config, cfg: Config, same_corpus: bool | None = None) 
             f"{cfg.optim.kind}. Leave the key out, or begin a new run from these weights with init_from=CHECKPOINT."
         )
     free = ["data.", "tokenizer."] if same_corpus else []
-    if before.optim.schedule is schema.Schedule.constant:
-        free.append("train.steps")  # its rates don't depend on them
+    free += ["train.steps"] if before.optim.schedule is schema.Schedule.constant else []  # its rates don't depend on them
     changed = {}
     for name in keys.affecting("weights", "results"):
         then, now = attrgetter(name)(before), attrgetter(name)(cfg)
@@ -101,18 +99,20 @@ def _raise_if(broken: Iterable[str]) -> None:
 
 
 def _out_of_range(cfg: Config) -> Iterator[str]:
-    holds = {"at least": operator.ge, "more than": operator.gt, "at most": operator.le, "less than": operator.lt}
+    holds = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
     for name, key in keys.schema().items():
         value, limits = attrgetter(name)(cfg), key.metadata["limits"]
         if isinstance(value, float) and not isfinite(value):
             yield f"{name}={value}: must be finite."
-        elif value is not None and not all(holds[words](value, limit) for words, limit in limits.items()):
-            yield f"{name}={value}: must be {' and '.join(f'{words} {limit}' for words, limit in limits.items())}."
+        elif value is not None and not all(holds[word](value, limit) for word, limit in limits.items()):
+            yield f"{name}={value}: must be {' and '.join(f'{word} {limit}' for word, limit in limits.items())}.".replace(
+                "_", " "
+            )
 
 
 def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     """Rules on several keys together, and on keys and the machine."""
-    model, data, tokenizer, train, optim = cfg.model, cfg.data, cfg.tokenizer, cfg.train, cfg.optim
+    model, norm, data, train, optim = cfg.model, cfg.norm, cfg.data, cfg.train, cfg.optim
 
     head_width, rest = divmod(model.width, model.heads)
     if rest:
@@ -122,7 +122,14 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
     if model.kv_heads and model.heads % model.kv_heads:
         yield f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}. Change one of them, or use null."
 
-    yield from _placement(cfg)
+    placed, statistical = f"norm.placement={norm.placement}", (schema.NormKind.layernorm, schema.NormKind.rmsnorm)
+    if norm.placement is not schema.Placement.pre and model.block is schema.BlockLayout.parallel:
+        yield f"{placed} is for sequential blocks. Use norm.placement=pre or model.block=sequential."
+    if model.residual_scale is schema.ResidualScale.deepnorm and norm.placement is not schema.Placement.post:
+        yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
+    if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
+        yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
+
     if data.source is schema.Source.text and not data.files:
         yield "data.source=text needs data.files: a list of paths or globs, such as data.files=[notes/*.txt]."
     if data.source is schema.Source.hub and not data.path:
@@ -133,7 +140,7 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
             choose = f"{name.partition('.')[0]}.{only[1]}"
             if (value := keys.shown(attrgetter(choose)(cfg))) not in only[2].split(" or "):
                 yield f"{name} is read only with {choose}={only[2]}; here {choose}={value}. Use {choose}={only[2]}."
-    if tokenizer.kind is schema.TokenizerKind.pretrained and not tokenizer.pretrained:
+    if cfg.tokenizer.kind is schema.TokenizerKind.pretrained and not cfg.tokenizer.pretrained:
         yield "tokenizer.kind=pretrained needs tokenizer.pretrained: owner/name on the Hub, or the path of a tokenizer.json."
 
     if train.batch_size % (train.accumulation * machine.ranks):
@@ -155,27 +162,13 @@ def _broken(cfg: Config, machine: Machine) -> Iterator[str]:
 
     if cfg.parallel is not schema.Parallel.auto and not machine.by_torchrun:
         yield f"parallel={cfg.parallel} needs several processes: torchrun --nproc-per-node=N train.py ..., or leave it out."
-    if cfg.norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
+    if norm.impl is schema.NormImpl.fused and machine.device == "mps" and os.environ.get("TRITON_INTERPRET") != "1":
         yield "norm.impl=fused needs Triton on cuda or TRITON_INTERPRET=1; this run is on mps. Use norm.impl=torch."
     yield from refused_by_library(cfg, machine)
-    if train.compile and not machine.compiler:
-        yield f"train.compile=true needs a C++ compiler on a CPU, and there is no {CXX}. Install it, or name another by CXX."
     if train.precision is schema.Precision.bf16 and not machine.bf16:
         yield "train.precision=bf16: this GPU has no bf16 arithmetic. Use train.precision=fp16 or fp32."
     if train.precision is schema.Precision.fp16 and machine.device != "cuda":
         yield f"train.precision=fp16 needs a CUDA device; this run is on {machine.device}. Use train.precision=fp32 or bf16."
-
-
-def _placement(cfg: Config) -> Iterator[str]:
-    """What a combination of norms, their places and scales can't mean."""
-    model, norm, statistical = cfg.model, cfg.norm, (schema.NormKind.layernorm, schema.NormKind.rmsnorm)
-    placed = f"norm.placement={norm.placement}"
-    if norm.placement is not schema.Placement.pre and model.block is schema.BlockLayout.parallel:
-        yield f"{placed} is for sequential blocks. Use norm.placement=pre or model.block=sequential."
-    if model.residual_scale is schema.ResidualScale.deepnorm and norm.placement is not schema.Placement.post:
-        yield f"model.residual_scale=deepnorm is for norms after the add; here {placed}. Use norm.placement=post or null."
-    if model.qk_norm and (kind := model.qk_norm_kind or norm.kind) not in statistical:
-        yield f"model.qk_norm=true has no {kind} for queries and keys. Use model.qk_norm_kind=rmsnorm or layernorm."
 
 
 LIBRARIES = {  # the package to import, and the name to install it by

@@ -25,16 +25,7 @@ class Choice(StrEnum):
 Affects = Literal["weights", "results", "speed", "nothing"]
 
 
-def key(
-    default: Any,
-    meaning: str,
-    *,
-    affects: Affects,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
+def key(default: Any, meaning: str, *, affects: Affects, **limits: float) -> Any:
     """A field of the configuration: its default (`list` for an empty list, a tuple for a list), meaning and limits.
 
     Args:
@@ -44,13 +35,12 @@ def key(
             results: what a run learns: its text, batches, rates and random numbers.
             speed: how steps are computed and measured: their time, their rounding, and which masks dropout draws.
             nothing: how a run is kept and shown.
+        limits: any of at_least, above, at_most and below.
     """
-    given: dict[str, Any] = {"default": default}
+    metadata = {"meaning": meaning, "limits": limits, "affects": affects}
     if default is list or isinstance(default, tuple):
-        given = {"default_factory": list if default is list else partial(list, default)}
-    limits = {"at least": at_least, "more than": above, "at most": at_most, "less than": below}
-    limits = {words: limit for words, limit in limits.items() if limit is not None}
-    return field(**given, metadata={"meaning": meaning, "limits": limits, "affects": affects})
+        return field(default_factory=list if default is list else partial(list, default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class NormImpl(Choice):
@@ -200,7 +190,6 @@ class DataConfig:
     streaming: bool = key(False, "source=hub: read while tokenising and keep no raw files", affects="results")
     max_documents: int | None = key(None, "most documents read from each split; null: all", affects="results", at_least=1)
     val_fraction: float = key(0.1, "share of bytes held out: documents, or the end of one", affects="results", above=0, below=1)
-    processes: int = key(1, "processes that tokenise", affects="nothing", at_least=1)
     cache_dir: str = key(".cache/prenorm", "folder of tokenizers and tokenised corpora", affects="nothing")
 
     @property
@@ -366,7 +355,7 @@ class Parallel(Choice):
     fsdp = "fsdp", "each rank also holds only a part of weights, gradients and optimizer state"
 
 
-class Device(Choice):
+class DeviceKind(Choice):
     auto = "auto", "cuda if there is one, else mps, else cpu"
     cuda = "cuda", "a GPU for each process"
     mps = "mps", "the GPU of a Mac"
@@ -388,7 +377,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     ablate: AblateConfig = field(default_factory=AblateConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
-    device: Device = key(Device.auto, "device that computes", affects="speed")
+    device: DeviceKind = key(DeviceKind.auto, "device that computes", affects="speed")
     parallel: Parallel = key(Parallel.auto, "how the processes of `torchrun train.py ...` share the work", affects="speed")
     seed: int = key(1, "seed of initial weights, batches, dropout and the sample", affects="results", at_least=0, below=2**63)
     deterministic: bool = key(False, "the same bits each time on a GPU too; slower", affects="speed")

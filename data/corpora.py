@@ -15,7 +15,7 @@ from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data.cache import cached_folder
 from data.documents import Documents, find_documents
 from data.split import TRAIN, Labelled, split_documents
-from data.tokenizer import Tokenizer, char_tokenizer, pretrained_file, pretrained_tokenizer, train_bpe
+from data.tokenizer import Tokenizer, char_tokenizer, cut, pretrained_file, pretrained_tokenizer, train_bpe
 from data.tokens import write_tokens
 
 FORMAT = 2  # of the cache; another number makes every corpus anew
@@ -106,12 +106,11 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
     scratch.mkdir()
     # A pretrained tokenizer is loaded first, so that its absence is known before the documents are read.
     pretrained = pretrained_tokenizer(str(config.pretrained)) if config.kind == TokenizerKind.pretrained else None
-    labelled = split_documents(documents.open(scratch), data)
+    labelled = split_documents(*documents.open(scratch), data)
     tokenizer = pretrained or _train_tokenizer(config, labelled)
-    whole = labelled if tokenizer.takes_pieces else lambda: ((split, ["".join(one)]) for split, one in labelled())
     tokenizer.save(folder / "tokenizer.json")
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    counts = write_tokens(folder, whole, tokenizer, dtype=dtype, processes=data.processes)
+    counts = write_tokens(folder, labelled, tokenizer, dtype)
     shutil.rmtree(scratch)
     facts = {"settings": settings, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name, "splits": counts}
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -120,11 +119,11 @@ def _build(folder: Path, data: DataConfig, config: TokenizerConfig, documents: D
 def _train_tokenizer(config: TokenizerConfig, documents: Labelled) -> Tokenizer:
     if config.kind == TokenizerKind.char:
         # Characters of both splits, as the validation text must have tokens too.
-        return char_tokenizer(set().union(*(piece for _, document in documents() for piece in document)))
+        return char_tokenizer(set().union(*(document for _, document in documents())))
 
     def texts() -> Iterator[str]:
         left = BPE_CHARACTERS
-        for piece in (piece for split, document in documents() if split == TRAIN for piece in document):
+        for piece in (piece for split, document in documents() if split == TRAIN for piece in cut(document)):
             yield piece
             left -= len(piece)
             if left <= 0:
@@ -137,10 +136,10 @@ def _open(folder: Path, name: str) -> Corpus:
     facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
 
     def split(key: str) -> Split:
-        counts = facts["splits"][key]
-        path = folder / f"{key}.bin"
-        if not counts["tokens"]:  # an empty file can't be mapped
-            return Split(np.zeros(0, facts["dtype"]), 0, 0)
-        return Split(np.memmap(path, dtype=facts["dtype"], mode="r"), counts["bytes"], counts["documents"], counts["lost"])
+        counts, dtype = facts["splits"][key], facts["dtype"]
+        tokens = np.zeros(0, dtype)
+        if counts["tokens"]:  # an empty file can't be mapped
+            tokens = np.memmap(folder / f"{key}.bin", dtype, mode="r", shape=(counts["tokens"],))
+        return Split(tokens, counts["bytes"], counts["documents"], counts["lost"])
 
     return Corpus(name, Tokenizer.load(folder / "tokenizer.json"), split("train"), split("val"), _hash(facts["settings"]))

@@ -22,51 +22,34 @@ from data.cache import checksums
 # `datasets` is imported where it is used, as the import would be most of the time of a start from the cache.
 
 csv.field_size_limit(2**31 - 1)  # of a document; the default would refuse long ones
-PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
 
-Document = list[str]  # its text, in pieces
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The splits of a source. Each call of a split reads its documents from the start."""
-
-    train: Callable[[], Iterator[Document]]
-    val: Callable[[], Iterator[Document]] | None = None  # None: part of the train documents has to be held out
-    streaming: bool = False  # reading is expensive and should be done once
+Read = Callable[[], Iterator[str]]  # each call reads the documents from the start
 
 
 @dataclass(frozen=True)
 class Documents:
     identity: dict[str, Any]  # JSON; changes when the content does
-    open: Callable[[Path], Opened]  # given a folder for temporary files
+    open: Callable[[Path], tuple[Read, Read | None]]  # given a folder for temporary files: text to train on, to validate on
 
 
 def find_documents(data: DataConfig) -> Documents:
     """The documents of data.source. It raises for what is missing or misspelt, before any text is read."""
-    if data.source == Source.shakespeare:
-        return _files(_plays(), data)
-    if data.source == Source.text:
-        return _files(_matches(data.files), data)
-    return _hub(data)
+    if data.source == Source.hub:
+        return _hub(data)
+    paths = _plays() if data.source == Source.shakespeare else _matches(data.files)
+    identity: dict[str, Any] = {"files": _contents(paths, "data.files")}
+    if any(path.suffix.lower() in ROWS for path in paths):
+        identity["text_field"] = data.text_field
+    train = lambda: (one for path in paths for one in read_documents(path, data.text_field))  # noqa: E731
+    return Documents(identity, open=lambda scratch: (train, None))
 
 
 # ---- local files -------------------------------------------------------------------------------------------------------------
 
 
-def _files(paths: list[Path], data: DataConfig) -> Documents:
-    identity: dict[str, Any] = {"files": _contents(paths, data, "data.files")}
-    if any(path.suffix.lower() in ROWS for path in paths):
-        identity["text_field"] = data.text_field
-    return Documents(
-        identity,
-        open=lambda scratch: Opened(lambda: (one for path in paths for one in read_documents(path, data.text_field))),
-    )
-
-
-def _contents(paths: list[Path], data: DataConfig, key: str) -> list[str]:
+def _contents(paths: list[Path], key: str) -> list[str]:
     try:
-        return checksums(paths, machine.expanded(data.cache_dir))
+        return checksums(paths)
     except OSError as error:
         raise FileNotFoundError(f"{key}: {error.filename} can't be read: {error.strerror}. Leave it out.") from error
 
@@ -101,8 +84,8 @@ def _matches(patterns: Iterable[str]) -> list[Path]:
     return list(paths)
 
 
-def read_documents(path: Path, text_field: str) -> Iterator[Document]:
-    """The rows of a .jsonl or .csv file, or another file as one document. Rows without text are no documents.
+def read_documents(path: Path, text_field: str) -> Iterator[str]:
+    """The rows of a .jsonl or .csv file, or another file as one document. Rows without text are empty.
 
     Raises:
         ValueError: a line that is no row, or a row without this column.
@@ -110,13 +93,13 @@ def read_documents(path: Path, text_field: str) -> Iterator[Document]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # unchanged, line ends too, but for a byte order mark
             if (rows := ROWS.get(path.suffix.lower())) is None:
-                yield cut(file.read())
+                yield file.read()
                 return
             for number, row in enumerate(rows(file), start=1):
                 if not isinstance(row, dict) or not isinstance(row.get(text_field, 0), str | None):
                     has = ", ".join(map(str, row)) if isinstance(row, dict) else f"a {type(row).__name__}"
                     raise ValueError(f"row {number} has no text in the column data.text_field={text_field}, but {has}")
-                yield cut(row[text_field] or "")
+                yield row[text_field] or ""
     except (ValueError, csv.Error) as error:  # also of text that is no UTF-8 and no JSON
         raise ValueError(f"data.files: {path}: {error}.") from error
 
@@ -125,22 +108,6 @@ ROWS: dict[str, Callable[[Iterable[str]], Iterator[Any]]] = {
     ".jsonl": lambda file: (json.loads(line) for line in file if line.strip()),
     ".csv": csv.DictReader,
 }
-
-# A seam is the place before a space between words, or after a line end between words. Byte-level BPE splits its text there, so
-# that the pieces have the tokens of the whole. Other tokenizers get whole documents (Tokenizer.takes_pieces).
-_SEAM = re.compile(r"\S(?= \S)|\S\n(?=\S)")
-
-
-def cut(text: str, size: int = PIECE) -> Document:
-    """A text in pieces of at most `size` characters that join to the text, cut at seams where there are some."""
-    pieces, begin = [], 0
-    while len(text) - begin > size:
-        last = begin + size
-        seams = [match.end() for match in _SEAM.finditer(text, begin + size - min(size // 2, 512), last + 1)]
-        end = max((seam for seam in seams if seam <= last), default=last)
-        pieces.append(text[begin:end])
-        begin = end
-    return [*pieces, text[begin:]]
 
 
 # ---- the Hub -----------------------------------------------------------------------------------------------------------------
@@ -159,11 +126,10 @@ def _hub(data: DataConfig) -> Documents:
         raise FileNotFoundError(
             f"data.path={data.path} is no folder. Give owner/name on the Hugging Face Hub, or a local folder."
         )
-    if data.document_start is not None:
-        try:
-            re.compile(data.document_start)
-        except re.error as error:
-            raise ValueError(f"data.document_start={data.document_start} is not a regular expression: {error}") from error
+    try:
+        begins = None if data.document_start is None else re.compile(data.document_start)
+    except re.error as error:
+        raise ValueError(f"data.document_start={data.document_start} is not a regular expression: {error}") from error
     names = ("path", "subset", "revision", "train_split", "val_split", "text_field", "document_start")
     identity: dict[str, Any] = {name: getattr(data, name) for name in names}
     if data.streaming and data.val_split is None:
@@ -171,35 +137,17 @@ def _hub(data: DataConfig) -> Documents:
     if local:  # a folder is what it contains
         paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
-        contents = _contents([folder / path for path in paths], data, f"data.path={data.path}")
+        contents = _contents([folder / path for path in paths], f"data.path={data.path}")
         identity["files"] = [[str(path), content] for path, content in zip(paths, contents, strict=True)]  # names decide splits
         identity["path"] = None
-    return Documents(identity, open=lambda scratch: _open_hub(data, folder if local else None, scratch))
 
-
-def _open_hub(data: DataConfig, folder: Path | None, scratch: Path) -> Opened:
-    with _reading(data):
-        splits = _load_splits(data, folder, scratch)
-
-    def open_split(key: str, name: str) -> Callable[[], Iterator[Document]]:
-        if name not in splits:
-            raise ValueError(f"data.{key}={name} is not a split of {data.path}, which has: {', '.join(sorted(splits))}")
+    def opened(scratch: Path) -> tuple[Read, Read | None]:
         with _reading(data):
-            first = next(iter(splits[name]), {data.text_field: ""})
-        _check_text(data, first)
+            splits = _load_splits(data, folder if local else None, scratch)
+        val = None if data.val_split is None else _documents(data, splits, "val_split", begins)
+        return _documents(data, splits, "train_split", begins), val
 
-        def texts() -> Iterator[str]:
-            for text in _column(data, splits[name]):
-                _check_text(data, {data.text_field: text})
-                yield text or ""  # null counts as no text
-
-        if data.document_start is None:
-            return lambda: map(cut, texts())
-        begins = re.compile(data.document_start)
-        return lambda: join_lines(texts(), begins)
-
-    val = open_split("val_split", data.val_split) if data.val_split is not None else None
-    return Opened(train=open_split("train_split", data.train_split), val=val, streaming=data.streaming)
+    return Documents(identity, opened)
 
 
 def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[str, Any]:
@@ -207,18 +155,28 @@ def _load_splits(data: DataConfig, folder: Path | None, scratch: Path) -> dict[s
 
     if folder is None:
         return datasets.load_dataset(data.path, data.subset, revision=data.revision, streaming=data.streaming)
-    if (folder / "state.json").exists():  # Dataset.save_to_disk
-        return {data.train_split: datasets.load_from_disk(str(folder))}
-    if (folder / "dataset_dict.json").exists():  # DatasetDict.save_to_disk
-        return datasets.load_from_disk(str(folder))
+    if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):  # of save_to_disk
+        saved = datasets.load_from_disk(str(folder))
+        return saved if isinstance(saved, dict) else {data.train_split: saved}
     named = str(folder.resolve())  # the library names its files after the folder, and "." has no name
     return datasets.load_dataset(named, data.subset, streaming=data.streaming, cache_dir=str(scratch / "arrow"))
 
 
-def _column(data: DataConfig, rows: Any) -> Iterator[Any]:
-    with _reading(data):  # a stream is read here
-        for batch in rows.select_columns([data.text_field]).iter(batch_size=1000):
-            yield from batch[data.text_field]
+def _documents(data: DataConfig, splits: dict[str, Any], key: str, begins: re.Pattern[str] | None) -> Read:
+    """The documents of the split that this key names."""
+    if (name := getattr(data, key)) not in splits:
+        raise ValueError(f"data.{key}={name} is not a split of {data.path}, which has: {', '.join(sorted(splits))}")
+
+    def texts() -> Iterator[str]:
+        field = data.text_field
+        with _reading(data):  # a stream is read here
+            for batch in splits[name].select_columns([field]).iter(batch_size=1000):
+                for text in batch[field]:
+                    if not isinstance(text, str | None):
+                        raise ValueError(f"data.text_field={field} has no text, but a {type(text).__name__}")
+                    yield text or ""  # null counts as no text
+
+    return texts if begins is None else lambda: join_lines(texts(), begins)
 
 
 @contextmanager
@@ -238,23 +196,15 @@ def _reading(data: DataConfig) -> Iterator[None]:
                 " Check the name, the network and HF_HUB_OFFLINE (a private or gated data set also needs `hf auth login`). "
                 "Without a network use data=shakespeare, data=text, or a local folder as data.path."
             )
-        elif isinstance(error, RuntimeError):  # a loading script
-            hint = " The Hub may have a converted copy: try data.revision=refs/convert/parquet."
         raise ValueError(f"data.path={data.path}, data.subset={data.subset or 'null'} can't be read: {why}.{hint}") from error
 
 
-def _check_text(data: DataConfig, row: dict[str, Any]) -> None:
-    if not isinstance(row.get(data.text_field, 0), str | None):
-        texts = ", ".join(sorted(name for name in row if isinstance(row[name], str))) or "none"
-        raise ValueError(f"data.text_field={data.text_field} is no column of text in {data.path}; columns of text: {texts}")
-
-
-def join_lines(lines: Iterable[str], begins: re.Pattern[str]) -> Iterator[Document]:
+def join_lines(lines: Iterable[str], begins: re.Pattern[str]) -> Iterator[str]:
     """Documents from rows that are lines. A line that matches begins a document. A row without a line end gets one."""
     document: list[str] = []
     for line in lines:
         if begins.search(line) and any(map(str.strip, document)):  # blank lines in front belong to the first document
-            yield cut("".join(document))
+            yield "".join(document)
             document = []
         document.append(line if line.endswith("\n") else line + "\n")
-    yield cut("".join(document))
+    yield "".join(document)

@@ -7,14 +7,15 @@ from itertools import chain, islice
 import numpy as np
 
 from configs.schema import DataConfig
-from data.documents import Document, Opened
+from data.documents import Read
+from data.tokenizer import cut
 
 TRAIN, VAL = 0, 1
 
-Labelled = Callable[[], Iterator[tuple[int, Document]]]  # TRAIN or VAL, and a document; each call reads the corpus again
+Labelled = Callable[[], Iterator[tuple[int, str]]]  # TRAIN or VAL, and a document; each call reads the corpus again
 
 
-def split_documents(opened: Opened, data: DataConfig) -> Labelled:
+def split_documents(train: Read, val: Read | None, data: DataConfig) -> Labelled:
     """All documents with text, each marked with its split.
 
     - With data.val_split the source has both splits.
@@ -25,22 +26,22 @@ def split_documents(opened: Opened, data: DataConfig) -> Labelled:
       by the same hash.
     """
 
-    def with_text(documents: Callable[[], Iterator[Document]]) -> Iterator[Document]:
-        return filter(any, islice(documents(), data.max_documents))
+    def with_text(documents: Read) -> Iterator[str]:
+        return filter(None, islice(documents(), data.max_documents))
 
-    val, fraction = opened.val, data.val_fraction
+    fraction = data.val_fraction
     if val is not None:
-        return lambda: chain(((TRAIN, one) for one in with_text(opened.train)), ((VAL, one) for one in with_text(val)))
-    if opened.streaming:
-        return lambda: ((VAL if _hash(one)[0] < fraction * 2**64 else TRAIN, one) for one in with_text(opened.train))
-    described = np.array([_hash(one) for one in with_text(opened.train)], np.uint64).reshape(-1, 2)
+        return lambda: chain(((TRAIN, one) for one in with_text(train)), ((VAL, one) for one in with_text(val)))
+    if data.streaming:
+        return lambda: ((VAL if _hash(one)[0] < fraction * 2**64 else TRAIN, one) for one in with_text(train))
+    described = np.array([_hash(one) for one in with_text(train)], np.uint64).reshape(-1, 2)
     hashes, sizes = described[:, 0], described[:, 1].astype(np.int64)
     if len(np.unique(hashes)) > 1:
         held_out = hold_out(hashes, sizes, fraction)
-        return lambda: ((int(held), one) for held, one in zip(held_out, with_text(opened.train), strict=True))
+        return lambda: ((int(held), one) for held, one in zip(held_out, with_text(train), strict=True))
     size = int(sizes[:1].sum())  # of a document: all are as long as the first
     position = min(int(size * (1 - fraction)), size - 1)
-    return lambda: chain.from_iterable(_cut_at(position, one) for one in with_text(opened.train))
+    return lambda: chain.from_iterable(_cut_at(position, one) for one in with_text(train))
 
 
 def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
@@ -64,22 +65,20 @@ def hold_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarr
     return chosen[group]
 
 
-def _hash(document: Document) -> tuple[int, int]:
+def _hash(document: str) -> tuple[int, int]:
     """A hash of a document's UTF-8 text, and its bytes."""
-    utf8 = "".join(document).encode()
+    utf8 = document.encode()
     return int.from_bytes(blake2b(utf8, digest_size=8).digest()), len(utf8)
 
 
-def _cut_at(position: int, document: Document) -> Iterator[tuple[int, Document]]:
+def _cut_at(position: int, document: str) -> Iterator[tuple[int, str]]:
     """The first `position` bytes are to train on. The piece there is cut at a line end, or between characters."""
-    read = 0
-    for i, piece in enumerate(document):
-        utf8 = piece.encode()
-        if read + len(utf8) > position:
-            head = utf8[: position - read].decode(errors="ignore")  # drops the bytes of a character cut in two
-            head = head[: head.rfind("\n", len(head) * 9 // 10) + 1] or head
-            if train := [*document[:i], *([head] if head else [])]:
-                yield TRAIN, train
-            yield VAL, [piece[len(head) :], *document[i + 1 :]]
-            return
-        read += len(utf8)
+    end = 0
+    for piece in cut(document):
+        if len(utf8 := piece.encode()) > position:
+            head = utf8[:position].decode(errors="ignore")  # drops the bytes of a character cut in two
+            end += head.rfind("\n", len(head) * 9 // 10) + 1 or len(head)
+            break
+        position -= len(utf8)
+        end += len(piece)
+    yield from ((split, text) for split, text in ((TRAIN, document[:end]), (VAL, document[end:])) if text)

@@ -17,6 +17,10 @@ from configs import machine
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ELSEWHERE = ("<|end_of_text|>", "<eos>", "</s>", "[SEP]")  # what some pretrained tokenizers call it
+PIECE = 16_384  # characters; long enough to make the calls into `tokenizers` cheap, short enough for many in a batch
+# A seam is the place before a space between words, or after a line end between words. Byte-level BPE splits its text there, so
+# that the pieces of a text have the tokens of the whole. Other tokenizers get whole documents (Tokenizer.takes_pieces).
+_SEAM = re.compile(r"\S(?= \S)|\S\n(?=\S)")
 
 
 class Tokenizer:
@@ -41,7 +45,7 @@ class Tokenizer:
 
     @property
     def takes_pieces(self) -> bool:
-        """Whether a text that `documents.cut` has cut has the tokens of the whole.
+        """Whether a text that `cut` has cut has the tokens of the whole.
 
         This holds for characters and for byte-level BPE with GPT-2's splitting. Other tokenizers may add a prefix to each text
         (Metaspace), merge across words or strip spaces.
@@ -125,9 +129,6 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{path} is not a tokenizer.json of the library `tokenizers`: {error}") from error
 
-    def __reduce__(self):
-        return _from_json, (self._tokenizer.to_str(),)  # to the processes that tokenise
-
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE of `vocab_size` tokens, with end-of-text and all 256 bytes. It has fewer tokens if no pair repeats.
@@ -181,5 +182,13 @@ def pretrained_file(name: str) -> Path | None:
     return None
 
 
-def _from_json(text: str) -> Tokenizer:
-    return Tokenizer(tokenizers.Tokenizer.from_str(text))
+def cut(text: str, size: int = PIECE) -> list[str]:
+    """A text in pieces of at most `size` characters that join to the text, cut at seams where there are some."""
+    pieces, begin = [], 0
+    while len(text) - begin > size:
+        last = begin + size
+        seams = [match.end() for match in _SEAM.finditer(text, begin + size - min(size // 2, 512), last + 1)]
+        end = max((seam for seam in seams if seam <= last), default=last)
+        pieces.append(text[begin:end])
+        begin = end
+    return [*pieces, text[begin:]]

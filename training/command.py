@@ -1,21 +1,15 @@
-"""What turns a command into a run, or into the runs of a sweep: Hydra, refused configs, exit codes."""
+"""What turns a command into a run, or into the runs of a sweep: refused configs, exit codes."""
 
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
-import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from configs import Config, ConfigError, command_line, compose, machine, rules
+from configs import Config, ConfigError, command_line, machine, rules
+from configs.command_line import Job
 from configs.machine import Machine
-from measure.environment import ROOT, environment
+from measure.environment import environment
 from training import resume, tracking
 from training.console import mute, show, take_any_encoding
 from training.distributed import World, join
@@ -38,26 +32,22 @@ def main(train: Train) -> int:
     """
     take_any_encoding()
     codes, world = [0], join()
-
-    def run(composed: DictConfig) -> None:
-        try:
-            codes.append(job(train, composed, world) or 0)
-        except Exception:
-            if world.size == 1:
-                raise
-            # Hydra would start the sweep's next job, where this rank would wait for ranks that wait for it in this one
-            traceback.print_exc()
-            raise SystemExit(1) from None
-
     exit_on_signals()
     if "--version" in sys.argv[1:]:
         show(version())
         return 0
     try:
-        swept = world.on_first(lambda: command_line.check(sys.argv[1:]))
-        command_line.register_resolvers(swept, started=world.on_first(command_line.now))
-        sys.argv[1:] = command_line.options_first(sys.argv[1:])
-        hydra.main(version_base="1.3", config_path=str(ROOT / "configs"), config_name="config")(run)()
+        asked = world.on_first(lambda: command_line.read(sys.argv[1:]))
+        if isinstance(asked, str):
+            if world.leads:
+                print(asked, flush=True)
+            asked = []
+        for number, one in enumerate(asked):
+            if one.swept and world.leads:
+                show(f"[sweep] {number + 1}/{len(asked)}: {' '.join(one.overrides)}")
+            codes.append(job(train, one, world) or 0)
+    except ConfigError as error:
+        codes.append(command_line.refuse(error) if world.leads else command_line.EXIT_CODE)
     except BrokenPipeError:  # of `--help | head`; a run itself goes on without its reader
         mute(sys.stdout)
     except KeyboardInterrupt:  # before the first step, from which on Interrupt handles it, or the second Ctrl-C
@@ -76,18 +66,12 @@ def version() -> str:
 
 
 @record  # torchrun's report of a rank that failed then has the traceback
-def job(train: Train, composed: DictConfig, world: World) -> int:
+def job(train: Train, asked: Job, world: World) -> int:
     """Makes one run of the command. Returns its exit code, so that the next run of a sweep still starts."""
-    context = HydraConfig.get()
-    folder, overrides, sweep = Path(context.runtime.output_dir), list(context.overrides.task), context.mode is RunMode.MULTIRUN
+    cfg, folder, sweep = asked.cfg, asked.folder, asked.swept
     try:
-        cfg = compose.from_composed(composed)
         chosen = bool(cfg.folder) or (sweep and cfg.resume != "auto")  # a job of a sweep resumes in its own folder
-        world.max(0)  # waits until Hydra has made the folder on every rank
-        origin = world.on_first(lambda: resume.settle(cfg, folder, overrides, chosen=chosen))
-        if origin.folder != folder and world.leads:
-            with suppress(OSError):  # Hydra made this folder, and the run has another one
-                folder.rmdir()
+        origin = world.on_first(lambda: resume.settle(cfg, folder, asked.overrides, chosen=chosen))
         if origin.finished:
             if world.leads:
                 show(f"{relative(origin.folder)} has finished: step {origin.step} of {origin.cfg.train.steps}.")
@@ -96,7 +80,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
             inspected = machine.inspect(origin.cfg.device)
             rules.check(origin.cfg, inspected)
             tracking.settle(origin.cfg.logging)
-        group = Path(context.sweep.dir).name if sweep else None
+        group = folder.parent.name if sweep else None
         device = torch.device(inspected.device)
         with deterministic(origin.cfg.deterministic), open_run(origin, device, group, world) as run:
             summary = train(origin.cfg, run, inspected, world)
@@ -117,9 +101,7 @@ def job(train: Train, composed: DictConfig, world: World) -> int:
     except ConfigError as error:
         if not world.leads:
             return command_line.EXIT_CODE
-        with suppress(OSError):
-            folder.rmdir()
-        return command_line.refuse(error, overrides if sweep else None)
+        return command_line.refuse(ConfigError(f"{error}\n(in the job {' '.join(asked.overrides)})") if sweep else error)
     if world.leads:
         show(report(summary))
     return 0

@@ -1,14 +1,12 @@
 """Names of run folders, what --help says of the keys, and the commands of a W&B sweep."""
 
-import itertools
 import re
 
 import pytest
-from omegaconf import OmegaConf
 from wandb.sdk.launch.sweeps import utils as sweeps
 
 import configs
-from configs import command_line, keys
+from configs import ConfigError, command_line, keys
 from tests.runs import CPU
 
 
@@ -16,24 +14,20 @@ from tests.runs import CPU
     ("name", "resume", "folder"),
     [
         (None, "auto", "tinystories_gpt2_torch"),
-        ("mine", "never", "mine"),
         ("a/b c", "runs/2026-01-02_03-04-05_mine", "a-b-c"),
-        (None, "runs/2026-01-02_03-04-05_shakespeare_tiny_fused", "resumed_shakespeare_tiny_fused"),
         (None, "runs/2026-01-02_03-04-05_resumed_mine/best", "resumed_mine"),
         (None, "runs/2026-01-02_03-04-05_mine/checkpoints/step_00000200", "resumed_mine"),
     ],
 )
 def test_a_run_is_named_by_what_it_trains(name, resume, folder):
-    cfg = configs.to_dict(configs.load(["data=tinystories", "norm.impl=torch"], on=CPU))
-    cfg = OmegaConf.merge(OmegaConf.structured(configs.Config), cfg, {"logging": {"name": name}, "resume": resume})
-    OmegaConf.update(cfg, "hydra.runtime.choices.model", "gpt2", force_add=True)
-    assert command_line.run_name(cfg) == folder
+    cfg = configs.from_dict({"data": {"name": "tinystories"}, "norm": {"impl": "torch"}})
+    cfg.logging.name, cfg.resume = name, resume
+    assert command_line.run_name(cfg, "gpt2") == folder
 
 
 def test_a_run_of_a_sweep_is_named_by_what_was_swept_in_letters_of_a_file_name():
     overrides = ["model.dropout=0.1", "train.steps=5", "data.files=[a/b.txt,c d]"]
     assert command_line.job_name(1, overrides, {"model.dropout", "data.files"}) == "1_model.dropout-0.1_data.files-a-b.txt-c-d-"
-    assert command_line.job_name(0, overrides, set()) == "0"
     assert len(command_line.job_name(0, ["logging.name=" + "x" * 300], {"logging.name"})) == 120
 
 
@@ -50,18 +44,47 @@ def test_help_has_every_key_with_its_value_in_a_plain_run_and_its_meaning_and_it
     assert float(given["optim.lr"]) == plain.optim.lr and configs.compose_only(typed) == plain  # each as it is typed
 
 
-def test_each_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():
-    """W&B's own code makes commands of wandb_sweep.yaml, offline."""
+def test_a_job_of_the_sweep_in_configs_is_a_valid_run_of_train_py():
+    """W&B's own code makes the command of wandb_sweep.yaml, offline."""
     sweep = sweeps.load_sweep_config(str(keys.FOLDER / "wandb_sweep.yaml"))
-    values = {key: of["values"] for key, of in sweep["parameters"].items()}
-    assert sweep["method"] == "grid" and values.keys() == {"norm.impl", "norm.kind", "seed"}
-    for job in itertools.product(*values.values()):
-        args = {key: {"value": value} for key, value in zip(values, job, strict=True)}
-        given = sweeps.create_sweep_command_args({"args": args})
-        given |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [sweep["program"]]}
-        chunks = sweeps.create_sweep_command(list(sweep["command"]))  # as wandb's agent fills them in:
-        command = [part for chunk in chunks for part in (given[chunk[2:-1]] if chunk.startswith("${") else [chunk])]
-        assert command[:3] == ["/usr/bin/env", "python", "train.py"]
-        cfg = configs.load(command[3:], on=CPU)
-        assert (cfg.norm.impl, cfg.norm.kind, cfg.seed, cfg.logging.wandb) == (*job, "online")
+    args = {key: {"value": of["values"][-1]} for key, of in sweep["parameters"].items()}
+    given = sweeps.create_sweep_command_args({"args": args})
+    given |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [sweep["program"]]}
+    chunks = sweeps.create_sweep_command(list(sweep["command"]))  # as wandb's agent fills them in:
+    command = [part for chunk in chunks for part in (given[chunk[2:-1]] if chunk.startswith("${") else [chunk])]
+    assert command[:3] == ["/usr/bin/env", "python", "train.py"]
+    cfg = configs.load(command[3:], on=CPU)
+    assert (cfg.norm.impl, cfg.norm.kind, cfg.seed, cfg.logging.wandb) == ("fused", "rmsnorm", 3, "online")
     assert sweep["metric"]["name"] == "val/bits_per_byte"  # which test_train.py finds in a run's metrics
+
+
+def test_a_sweep_is_every_combination_each_with_its_config_and_its_folder():
+    jobs = command_line.read(["norm.impl=fused,torch", "-m", "seed=range(1,3)", "folder=a/b", "model=tiny", "device=cpu"])
+    assert [(job.cfg.norm.impl, job.cfg.seed) for job in jobs] == [("fused", 1), ("fused", 2), ("torch", 1), ("torch", 2)]
+    assert [str(job.folder) for job in jobs][1:3] == ["a/b/1_norm.impl-fused_seed-2", "a/b/2_norm.impl-torch_seed-1"]
+    [alone] = command_line.read(["device=cpu", "experiment=shakespeare_char", "norm.impl=torch"])
+    assert re.fullmatch(r"runs/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_shakespeare_nanogpt_char_torch", str(alone.folder))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-m norm.impl=fused,toch", "expected one of [fused, torch, compiled"),  # before the first starts
+        ("-m seed=1,2 model.heads=4,3", "(in the job device=cpu seed=1 model.heads=3)"),
+        ("hydra.run.dir=a folder=b", "hydra.run.dir=a: Hydra only composes configs here"),
+        ("--cfg job seed=1,2", "To sweep over it, add --multirun"),
+        ("--help model=gtp2", "Did you mean gpt2?"),
+        ("folder=a\udcff", "is not UTF-8 text."),
+    ],
+)
+def test_a_mistake_of_the_command_line_is_refused_before_anything_starts(arguments, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        command_line.read(["device=cpu", *arguments.split()])
+
+
+def test_an_error_in_the_configuration_is_one_message_and_for_a_developer_the_traceback(capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert command_line.refuse(ConfigError("a: no.")) == 2 and capsys.readouterr().err == "error: a: no.\n"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigError):
+        command_line.refuse(ConfigError("a: no."))

@@ -1,16 +1,20 @@
 """Composition: what overrides, groups and experiments make of the schema's defaults, and how a config is stored and resumed."""
 
+import json
 import re
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import configs
-from configs import ConfigError, keys
+from configs import ConfigError, keys, rules
+from configs.compose import as_typed
 from configs.machine import Machine
 from configs.schema import NormImpl, Precision
 from tests.runs import CPU
+from training import checkpoint
 
 GPU = Machine(device="cuda")
 PRESETS = [f"{path.parent.name}={path.stem}" for path in keys.FOLDER.glob("*/*.yaml") if path.parent.name in keys.GROUPS]
@@ -18,9 +22,23 @@ PRESETS = [f"{path.parent.name}={path.stem}" for path in keys.FOLDER.glob("*/*.y
 MATTERS = "model.dropout=0.2 norm.eps=1e-6 norm.kind=rmsnorm data.val_fraction=0.2 tokenizer.vocab_size=300 optim.lr=1e-3 "
 MATTERS += "train.batch_size=4 train.accumulation=2 train.precision=bf16 train.steps=5000 seed=2"
 # Keys that a run may change when it goes on
-FREE = "data.processes=2 data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true loss.impl=torch "
+FREE = "data.cache_dir=x norm.impl=torch norm.dropout_masks=shared train.compile=true loss.impl=torch "
 FREE += "train.compile_mode=reduce-overhead train.recompute=true device=cpu eval.every=7 checkpoint.every=3 "
 FREE += "logging.wandb=disabled sample.tokens=1 resume=auto folder=x seed=1"
+TEXTS = [
+    "${oc.env:SECRET}",
+    "${",
+    "\\${a}",
+    "\\\\${a}",
+    "a\\",
+    'it\'s "so"',
+    "a: b # c",
+    "\t\n",
+    "2024_01_05",
+    "None",
+    "é × 漢",
+    "",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +60,7 @@ def test_groups_and_keys_become_values_of_the_schemas_types(monkeypatch):
     assert (cfg.model.layers, cfg.model.width, cfg.data.name, cfg.train.steps) == (12, 768, "tinystories", 500)
     assert cfg.norm.impl is NormImpl.torch and cfg.train.precision is Precision.bf16 and isinstance(cfg.optim.lr, float)
     assert (cfg.folder, cfg.resume) == ("/home/me/runs/mine", "/home/me/runs/theirs")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [("", "shakespeare"), ("data=hub data.path=..", Path("..").resolve().name), ("data=hub data.path=a/B data.name=c", "c")],
-)
-def test_a_corpus_is_called_by_what_it_is_unless_it_is_given_a_name(overrides, name):
-    cfg = configs.load(overrides.split(), on=CPU)
-    assert cfg.data.name == name == configs.from_dict(configs.to_dict(cfg)).data.name
+    assert configs.load(["data=hub", "data.path=.."], on=CPU).data.name == Path("..").resolve().name
 
 
 def test_the_command_line_wins_over_an_experiment_and_the_experiment_over_its_groups():
@@ -60,51 +70,78 @@ def test_the_command_line_wins_over_an_experiment_and_the_experiment_over_its_gr
     assert (cfg.model.layers, cfg.model.width, cfg.train.steps, cfg.tokenizer.kind) == (2, 768, 7000, "char")
 
 
-def test_a_config_survives_the_way_through_plain_containers():
-    cfg = configs.load(["experiment=shakespeare_char", "logging.tags=[a,b]", "model.kv_heads=2"], on=CPU)
-    stored = configs.to_dict(cfg)
-    assert configs.from_dict(stored) == cfg
-    assert {type(value) for value in stored["norm"].values()} == {str, float}  # no enums, for YAML and JSON
-
-
 def test_a_stored_config_takes_overrides_of_keys_and_defaults_for_new_keys(plain):
-    older = {**plain, "norm": {"kind": "rmsnorm"}}
+    older = {**plain, "norm": {"kind": "rmsnorm"}, "data": {**plain["data"], "processes": 4}}
+    older["train"] = {**plain["train"], "compile_loss": False}
+    del older["loss"]
     cfg = configs.from_dict(older, ["train.steps=9", "norm.impl=torch", 'folder="~/a b"'])
     assert (cfg.norm.kind, cfg.norm.dropout_masks, cfg.train.steps, cfg.norm.impl) == ("rmsnorm", "native", 9, "torch")
-    assert cfg.folder == str(Path("~/a b").expanduser())
+    assert cfg.folder == str(Path("~/a b").expanduser()) and cfg.loss.impl == "torch"
     assert cfg.optim.warmup_steps == 45  # of the steps that the run began with
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stored_text_is_read_as_the_same_text_from_every_store_and_reads_nothing_of_the_environment(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SECRET", "leaked")
+    cfg = configs.from_dict({})
+    cfg.sample.prompt, cfg.logging.name, cfg.logging.tags, cfg.data.files = text, text, [text], [text, "b"]
+    (tmp_path / "config.yaml").write_text(configs.to_yaml(cfg), encoding="utf-8")
+    state = json.loads(json.dumps(configs.to_dict(cfg)))  # as in a checkpoint
+    for read in (configs.from_dict(state), configs.read_yaml(tmp_path / "config.yaml"), configs.from_dict(state, ["seed=1"])):
+        assert read == cfg
+    if not text.endswith("\\"):
+        (word,) = shlex.split(as_typed("sample.prompt", text))
+        assert configs.from_dict({}, [word]).sample.prompt == text
+
+
+def test_what_a_command_interpolates_is_resolved_once(monkeypatch):
+    monkeypatch.setenv("SECRET", "leaked")
+    cfg = configs.compose_only(["logging.name=${oc.env:SECRET}", r'sample.prompt="\${oc.env:SECRET}"'])
+    assert (cfg.logging.name, cfg.sample.prompt) == ("leaked", "${oc.env:SECRET}")
+
+
+@pytest.mark.parametrize("text", ["a: [", "just text", "!!python/object/apply:os.getcwd []\n", "norm:\n  impl: fsed\n"])
+def test_a_stored_config_that_can_not_be_read_is_named(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml can't be read"):
+        configs.read_yaml(tmp_path / "config.yaml")
+    (tmp_path / checkpoint.STATE).write_text('{"format": 2}')
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        checkpoint.read(tmp_path, verified=True)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("model=gpt2", "model=gpt2: a resumed run keeps its groups"),
-        ("train.steps=x", "train.steps: Value 'x' of type 'str' could not be converted to Integer"),
         ("train.step=5", "train.step: no such key. Did you mean train.steps?"),
         ("init_from=runs/a", "init_from=runs/a: a run that goes on has its weights already"),
+        ("optim.kind=muon", "optim.kind=muon: the checkpoint has the state of adamw, which can't go on as muon."),
     ],
 )
 def test_a_resumed_run_refuses_what_no_key_of_it_can_be(plain, override, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        configs.rules.check_resumed(configs.from_dict(plain), configs.from_dict(plain, [override]))
+        rules.check_resumed(configs.from_dict(plain), configs.from_dict(plain, [override]))
 
 
 def test_a_resumed_run_refuses_what_would_make_it_another_run_and_takes_it_on_request(plain):
     before, changes = configs.from_dict(plain), MATTERS.split()
     with pytest.raises(ConfigError) as error:
-        configs.rules.check_resumed(before, configs.from_dict(plain, changes))
+        rules.check_resumed(before, configs.from_dict(plain, changes))
     names = [change.partition("=")[0] for change in changes]
     *differences, remedy = str(error.value).splitlines()
     assert sorted(line.partition("=")[0] for line in differences) == sorted(names)
     assert all(re.match(r"(\S+)=\S+: the checkpoint was made with \1=\S+\.$", line) for line in differences)
     assert "resume_with_changes=true" in remedy
-    accepted = configs.rules.check_resumed(before, configs.from_dict(plain, [*changes, "resume_with_changes=true"]))
+    accepted = rules.check_resumed(before, configs.from_dict(plain, [*changes, "resume_with_changes=true"]))
     assert sorted(accepted) == sorted(names)
-    assert configs.rules.check_resumed(before, configs.from_dict(plain, FREE.split())) == []
+    assert rules.check_resumed(before, configs.from_dict(plain, FREE.split())) == []
 
 
 @pytest.mark.parametrize(("schedule", "refused"), [("constant", False), ("cosine", True), ("wsd", True)])
 def test_more_steps_are_refused_where_the_rates_of_earlier_ones_depend_on_them(plain, schedule, refused):
     stored = {**plain, "optim": {**plain["optim"], "schedule": schedule}}
     with pytest.raises(ConfigError, match=r"train\.steps") if refused else nullcontext():
-        configs.rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))
+        rules.check_resumed(configs.from_dict(stored), configs.from_dict(stored, ["train.steps=5000"]))

@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import models, pre_tokenizers, trainers
 
 from configs.schema import DataConfig, TokenizerConfig, TokenizerKind
 from data import load_corpus
-from data.tokenizer import Tokenizer, train_bpe
+from data.tokenizer import Tokenizer
 
 TEXT = "the king and the queen of the night are come\nto see what the morning brings us\n" * 30
 ALIEN = "né漢字 €\n"
@@ -53,17 +53,16 @@ def test_the_bytes_that_tokens_stand_for_are_those_of_the_text_that_they_keep(ki
     assert predicted(tokenizer, ALIEN) == len(kept.encode())
 
 
-def test_bits_per_byte_counts_what_is_predicted_and_the_corpus_tells_what_is_lost(tmp_path):
-    (tmp_path / "x.txt").write_text(TEXT + ALIEN * 300, encoding="utf-8")
-    made("bpe without bytes").save(str(tmp_path / "lossy.json"))
+def test_a_corpus_counts_the_bytes_that_its_tokens_stand_for_and_those_that_are_lost(tmp_path):
+    made("bpe without bytes").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text(text := TEXT + ALIEN * 300, encoding="utf-8")
     data = DataConfig(source="text", files=[str(tmp_path / "x.txt")], cache_dir=str(tmp_path / "cache"))
-    config = TokenizerConfig(kind=TokenizerKind.pretrained, pretrained=str(tmp_path / "lossy.json"))
+    config = TokenizerConfig(kind=TokenizerKind.pretrained, pretrained=str(tmp_path / "tokenizer.json"))
     corpus = load_corpus(data, config, context=16)
-    whole = len((TEXT + ALIEN * 300).encode())
-    assert sum(split.bytes + split.lost for split in (corpus.train, corpus.val)) == whole
-    assert sum(split.lost for split in (corpus.train, corpus.val)) == 300 * len("é漢字€".encode())
-    for split in (corpus.train, corpus.val):
-        assert split.bytes == corpus.tokenizer.bytes_of[np.asarray(split.tokens)].sum()
+    splits = (corpus.train, corpus.val)
+    assert sum(split.bytes + split.lost for split in splits) == len(text.encode())
+    assert sum(split.lost for split in splits) == 300 * len("é漢字€".encode())
+    assert all(split.bytes == corpus.tokenizer.bytes_of[np.asarray(split.tokens)].sum() for split in splits)
 
 
 def test_a_tokenizer_without_a_token_that_could_end_a_document_is_refused():
@@ -72,14 +71,3 @@ def test_a_tokenizer_without_a_token_that_could_end_a_document_is_refused():
     with pytest.raises(ValueError, match="no token that could end a document"):
         _ = Tokenizer(Library.from_str(text)).separator
     assert Tokenizer(library).separator == [library.token_to_id("<|endoftext|>")]
-
-
-def test_a_normaliser_that_makes_text_longer_predicts_no_more_than_the_text(tmp_path):
-    library = Library.from_str(train_bpe([TEXT], 300).to_json())
-    library.normalizer, library.decoder = normalizers.NFD(), decoders.ByteLevel()
-    library.save(str(tmp_path / "nfd.json"))
-    (tmp_path / "x.txt").write_text("é" * 3000, encoding="utf-8")
-    data = DataConfig(source="text", files=[str(tmp_path / "x.txt")], cache_dir=str(tmp_path / "cache"))
-    config = TokenizerConfig(kind=TokenizerKind.pretrained, pretrained=str(tmp_path / "nfd.json"))
-    corpus = load_corpus(data, config, context=16)
-    assert corpus.train.bytes + corpus.val.bytes == 6000 and not corpus.train.lost

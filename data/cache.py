@@ -1,11 +1,14 @@
 """Corpora that are built once. A folder of the cache is complete or absent, also after a process was killed while it built one.
 
-CACHE/NAME-KEY/         SHA256SUMS of its other files, which are compared whenever the folder is opened
-CACHE/.KEY.building/    the folder while it is built
-CACHE/.KEY.lock         held meanwhile
+CACHE/NAME-KEY/              SHA256SUMS of its other files, which are compared whenever the folder is opened
+CACHE/.KEY-USER.building/    the folder while it is built
+CACHE/.KEY-USER.lock         held meanwhile
+
+Users may share a cache: nobody waits for a lock of another user. If two build the same folder at once, the first one's stays.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import file_digest, sha256
@@ -38,9 +41,10 @@ def cached_folder(cache_dir: str, name: str, settings: dict[str, Any], build: Ca
         if not folder.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=cache).close()  # FileLock would wait for ever if no file can be made
-            with FileLock(cache / f".{key}.lock"):
+            own = f".{key}-{os.getuid() if hasattr(os, 'getuid') else 0}"
+            with FileLock(cache / f"{own}.lock"):
                 if not folder.is_dir():  # no other process built it while this one waited
-                    _build(folder, cache / f".{key}.building", build)
+                    _build(folder, cache / f"{own}.building", build)
     except OSError as error:
         if error.errno is None:  # of what `build` reads, with a message of its own
             raise
@@ -62,7 +66,11 @@ def _build(folder: Path, building: Path, build: Callable[[Path], None]) -> None:
         built = sorted(building.iterdir())
         lines = [f"{digest}  {path.name}\n" for digest, path in zip(checksums(built), built, strict=True)]
         (building / SUMS).write_text("".join(lines), encoding="utf-8")
-        building.rename(folder)
+        try:
+            building.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another user was faster
+                raise
     finally:
         shutil.rmtree(building, ignore_errors=True)  # not there after the renaming
 

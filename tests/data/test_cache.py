@@ -67,3 +67,15 @@ def test_large_files_are_not_read_at_every_start_but_have_to_be_there(tmp_path, 
     (folder / "tokens").unlink()
     with pytest.raises(ValueError, match="tokens: No such file"):
         cached_folder(str(tmp_path), "a", {}, write)
+
+
+def test_a_build_of_another_user_locks_nobody_out_and_the_first_folder_stays(tmp_path, monkeypatch):
+    def meanwhile(folder: Path) -> None:
+        write(folder)
+        monkeypatch.setattr(os, "getuid", lambda: 2)  # FileLock would not let the same process wait for itself
+        assert cached_folder(str(tmp_path), "a", {}, lambda other: (other / "tokens").write_text("theirs")).is_dir()
+
+    monkeypatch.setattr(os, "getuid", lambda: 1)
+    folder = cached_folder(str(tmp_path), "a", {}, meanwhile)
+    assert (folder / "tokens").read_text() == "theirs"
+    assert [*tmp_path.glob("*/")] == [folder]

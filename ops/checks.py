@@ -2,7 +2,6 @@
 accepted.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -102,10 +101,6 @@ def check_dropout_p(name: str, argument: str, p: float) -> None:
 
 def check_eps(name: str, eps: float) -> None:
     check_number(name, "eps", eps, "a number of 0 or more", lambda eps: eps >= 0.0)
-
-
-def check_residual_scale(name: str, scale: float) -> None:
-    check_number(name, "residual_scale", scale, "a finite number", lambda scale: abs(scale) < math.inf)
 
 
 def check_number(name: str, argument: str, number: Any, accepted: str, fits: Callable[[Any], bool]) -> None:

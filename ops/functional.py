@@ -14,6 +14,8 @@ from .records import Inputs, Outputs, outputs_of
 from .reference import Norm
 from .torch_state import is_eager
 
+_LAYERNORM, _RMSNORM, _NONE = Norm.layernorm, Norm.rmsnorm, Norm.none  # an eager call pays for each look into an Enum
+
 
 def norm_fn(
     norm: Norm | str,
@@ -93,12 +95,8 @@ def norm_fn(
     Raises:
         ValueError, TypeError: norm, shape, dtype, device, dropout_p or seed not as above; before anything is launched.
     """
-    if type(norm) is not Norm:
-        norm = checks.as_norm(norm)
-    if branch_norm is None:
-        branch_norm = Norm.none
-    elif type(branch_norm) is not Norm:
-        branch_norm = checks.as_norm(branch_norm, "branch_norm")
+    norm = checks.as_norm(norm)
+    branch_norm = _NONE if branch_norm is None else checks.as_norm(branch_norm, "branch_norm")
     operands = (
         x, residual, x1, weight, bias, weight1, bias1, branch_weight, branch_bias, rowscale, rowscale1, scalars, branch_scalars,
     )  # fmt: skip
@@ -140,7 +138,7 @@ def layer_norm_fn(
         checks.check_flags("layer_norm_fn", is_rms_norm=is_rms_norm)
     return _call(
         (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
-        Norm.rmsnorm if is_rms_norm else Norm.layernorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
+        _RMSNORM if is_rms_norm else _LAYERNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
         residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
     )  # fmt: skip
 
@@ -174,7 +172,7 @@ def rms_norm_fn(
     """
     return _call(
         (x, residual, x1, weight, bias, weight1, bias1, None, None, rowscale, rowscale1, None, None),
-        Norm.rmsnorm, Norm.none, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
+        _RMSNORM, _NONE, 1.0, eps, dropout_p, zero_centered_weight, prenorm,
         residual_in_fp32, return_dropout_mask, False, out_dtype, out, residual_out, seed,
     )  # fmt: skip
 
@@ -194,7 +192,7 @@ def _call(
         norm, branch_norm, residual_scale, eps, dropout_p, zero_centered_weight, prenorm is True or residual_out is not None,
         residual_in_fp32, return_dropout_mask, return_statistics, out_dtype,
     )  # fmt: skip
-    plan = plan_of(operands, request) if is_eager((out, residual_out, seed if isinstance(seed, Tensor) else None)) else None
+    plan = plan_of(operands, request) if is_eager((out, residual_out, None if isinstance(seed, int) else seed)) else None
     eager = plan is not None
     if plan is None:
         plan = Plan(operands, *request)
@@ -212,12 +210,12 @@ def _call(
     else:
         outputs = _into_buffers(Inputs._make(inputs), plan, eager, prenorm, out, residual_out)
 
-    y, r, *more = outputs
+    y, r = outputs[0], outputs[1]
     if r is None:
         r = y if plan.y_is_r else x
-    if not plan.returns_y1 and not plan.returns_masks and not plan.returns_statistics:
+    if not plan.returns_more:
         return (y, r) if prenorm else y
-    y1, mask, mask1, rms, peak, *_ = (*more, None, None, None, None, None)
+    y1, mask, mask1, rms, peak, *_ = (*outputs[2:], None, None, None, None, None)
     if plan.returns_masks and not plan.drops:
         mask, mask1 = (None if t is None else torch.ones_like(t, dtype=torch.bool) for t in (x, operands[2]))
     masks = (mask, mask1) if plan.returns_masks else ()

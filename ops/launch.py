@@ -81,7 +81,7 @@ def forward_call(options: Options, N: int, device: torch.device, dtypes: tuple) 
         x = inputs[0]
         M = x.numel() // N
         if buffers is None:
-            written = empty_outputs(x, outputs, M)
+            written = empty_outputs(x, outputs, M, x.is_contiguous())
         else:
             written = [buffers[o.name] if o.name in buffers else empty_outputs(x, [o], M)[0] for o in outputs]
         start(-(-M // rows_of_tile), pointers((*inputs, *written, None)), inputs[-1] if drops else None, M, *numbers)

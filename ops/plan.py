@@ -14,15 +14,15 @@ from . import operators
 from .autograd import Training, learned_scales, with_statistics
 from .checks import (
     KERNEL_DTYPES,
+    LAST_OF_X,
     REFERENCE_DTYPES,
+    SHAPE_OF_X,
     check_dropout_p,
     check_eps,
     check_flags,
     check_input,
-    check_like_input,
     check_number,
     check_operands,
-    check_weights,
     function_name,
 )
 from .kernels import runs_kernels
@@ -105,15 +105,14 @@ class Plan:
         self.kernels = isinstance(x, Tensor) and runs_kernels(x.device) and not differentiated_by_func()
         dtypes = KERNEL_DTYPES if self.kernels else REFERENCE_DTYPES
         check_input(name, x, dtypes)
-        check_weights(name, x, dtypes, **{field: getattr(operands, field) for field in WEIGHTS})
-        check_like_input(name, x, dtypes, residual=residual, x1=x1)
+        check_operands(name, x, dtypes, (x.shape[-1:],), LAST_OF_X, **{field: getattr(operands, field) for field in WEIGHTS})
+        check_operands(name, x, dtypes, (x.shape,), SHAPE_OF_X, residual=residual, x1=x1)
         for field, kind in (("scalars", norm), ("branch_scalars", branch_norm)):
-            scalars, words = (kind.scalars,), f"({kind.scalars},), the learned scalars of {kind.name}"
-            check_operands(name, x, dtypes, (scalars,), lambda words=words: words, **{field: getattr(operands, field)})
+            why = f", the learned scalars of {kind.name}"
+            check_operands(name, x, dtypes, ((kind.scalars,),), why, **{field: getattr(operands, field)})
         if rowscale is not None or rowscale1 is not None:
-            rows, flat = x.shape[:-1], (x.shape[:-1].numel(),)
-            expected = lambda: f"{tuple(rows)} or {flat}, one factor for each row of x {tuple(x.shape)}"  # noqa: E731
-            check_operands(name, x, dtypes, (rows, flat), expected, rowscale=rowscale, rowscale1=rowscale1)
+            rows, why = x.shape[:-1], ", one factor for each row of x {x}"
+            check_operands(name, x, dtypes, (rows, (rows.numel(),)), why, rowscale=rowscale, rowscale1=rowscale1)
         if rowscale1 is not None and x1 is None:
             raise ValueError(f"{name}: rowscale1 was given without x1, which it scales; pass x1 or leave rowscale1 out")
         branch = branch_norm != Norm.none or operands.branch_weight is not None or operands.branch_bias is not None
@@ -147,6 +146,7 @@ class Plan:
         self.y_is_r = without_norm and not self.r_is_x and out_dtype == residual_dtype
         self.returns_y1 = operands.weight1 is not None or operands.bias1 is not None
         self.returns_masks, self.returns_statistics = bool(return_dropout_mask), bool(return_statistics)
+        self.returns_more = self.returns_y1 or self.returns_masks or self.returns_statistics  # than y and r
         self.inference = Options(
             eps=float(eps),
             dropout_p=float(dropout_p),

@@ -165,9 +165,15 @@ def outputs_of(inputs: Inputs, options: Options) -> list[Output]:
     return [output for is_asked, output in asked if is_asked]
 
 
-def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int) -> list[Tensor]:
+def empty_outputs(x: Tensor, outputs: Iterable[Output], rows: int, contiguous: bool = False) -> list[Tensor]:
+    """contiguous: x is known to be, which makes it cheaper."""
+    plain = x.dtype if contiguous else None
     return [
-        _empty(x, dtype) if numbers is None else x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        x.new_empty(rows * numbers if numbers else x.shape[:-1], dtype=dtype)
+        if numbers is not None
+        else torch.empty_like(x)
+        if dtype is plain
+        else _empty(x, dtype)
         for _, dtype, numbers in outputs
     ]
 

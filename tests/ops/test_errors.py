@@ -43,7 +43,7 @@ BUFFERS = ("out", "residual_out")
         (lambda: layer_norm_linear_fn(X, W, None, torch.ones(4, 8).int(), None), "layer_norm_linear_fn: linear_weight is int32 on cpu"),
         (lambda: seeded_dropout(X, 1.5, 0), "seeded_dropout: p must be in [0, 1), got 1.5"),
         (lambda: dropout_mask(0, -1, 8, 0.5), "dropout_mask: rows must be an int of 0 or more, got -1"),
-        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (K, 8)"),
+        (lambda: layer_norm_linear_fn(X, W, None, torch.ones(3, 7), None), "linear_weight has shape (3, 7), expected (3, 8) to match the last dimension of x"),
         (lambda: norm_fn("batchnorm", X), f"norm_fn: norm is 'batchnorm', accepted: {', '.join(norm.name for norm in Norm)}"),
         (lambda: LayerNorm(8, dropout_p=2), "LayerNorm: dropout_p must be in [0, 1), got 2"),
     ],

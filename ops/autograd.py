@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Training:
 
     def __init__(self, run: Callable, options: Options, dtypes: tuple[torch.dtype | None, ...], learned: list[str]) -> None:
         """run: of the inputs that are there, the outputs that are there; dtypes: of Inputs; learned: `learned_scales`."""
-        of: Any = Inputs(*dtypes)
+        of: Any = Inputs(*cast(Any, dtypes))
         self.run, self.options, self.dtypes = run, options, dtypes
         self.function = function_name(options.norm)
         self.names, outputs = names_of(of), [output.name for output in outputs_of(of, options)]
@@ -59,17 +59,16 @@ class Training:
         self.returned = picker(_RETURNED if set(outputs) & set(_RETURNED[2:]) else _RETURNED[:2], there)
         constants = [name for name in ("mask", "mask1", "rms", "peak") if name in outputs]
         self.constants = picker(constants, there) if constants else None
-        self.runs: dict[tuple, Callable] = {}  # `backward_of` by needs and kinds of tensors, for eager calls
+        self.runs: dict[tuple, Callable] = {}  # `backward_of`, by needs, and kinds of tensors or which of them are there
 
     def gradients(self, needs: tuple[bool, ...], tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Of the inputs that are there, those that autograd needs. tensors: the upstream gradients, and what was kept."""
         # On a GPU backward has a thread of its own, and hooks on saved tensors may bring any tensors.
         kinds = kinds_of(tensors) if is_eager(()) else None
-        if kinds is None:
-            return backward_of(self, needs, tensors, False)(tensors)
-        run = self.runs.get((needs, kinds))
+        key = needs, kinds or tuple([t is None for t in tensors])
+        run = self.runs.get(key)
         if run is None:
-            run = self.runs[needs, kinds] = backward_of(self, needs, tensors, True)
+            run = self.runs[key] = backward_of(self, needs, tensors, kinds is not None)
         return run(tensors)
 
 
@@ -169,24 +168,22 @@ def what_backward_computes(call: Training, needs: tuple[bool, ...], given: list[
     needs: which gradients autograd asks for, of the inputs that there are; given: names of BackwardInputs.
     """
     options, of, has_dy = call.options, dict(zip(Inputs._fields, call.dtypes, strict=True)), "dy" in given
-    needed = [name for name, need in zip(call.names, needs, strict=True) if need]
+    needed: list[str] = [name for name, need in zip(call.names, needs, strict=True) if need]
     sources = {name: f"d{name}" for name in call.names}
     # The residual and the inputs that nothing scales share one gradient, dz, if they also share a dtype.
     changed = options.dropout_p > 0.0 or options.branch or options.residual_scale != 1.0
-    scales = {"x": of["rowscale"], "x1": of["rowscale1"]}
-    sharing = [
-        name for name in ("residual", "x", "x1") if name in needed and not (name in scales and (changed or scales[name]))
-    ]
+    scaled = {"x": changed or of["rowscale"] is not None, "x1": changed or of["rowscale1"] is not None, "residual": False}
+    sharing = [name for name in ("residual", "x", "x1") if name in needed and not scaled[name]]
     # Without a norm of r, one upstream gradient alone is dz. The residual takes it as it is: nothing is written for it.
     without_norm = options.norm == Norm.none and of["weight"] is None and of["bias"] is None
     alone = without_norm and "dy1" not in given and has_dy != ("dr" in given) and options.residual_scale == 1.0
     if "residual" in sharing and alone and of["residual"] == (options.out_dtype if has_dy else options.residual_dtype):
         sources["residual"] = "dy" if has_dy else "dr"
         sharing.remove("residual")
-    wanted = Gradients(*[None] * len(Gradients._fields))._asdict()
-    for name in sharing:
-        if wanted["dz"] in (None, of[name]):
-            wanted["dz"], sources[name] = of[name], "dz"
+    wanted: dict[str, Any] = dict.fromkeys(Gradients._fields)
+    for shares in sharing:
+        if wanted["dz"] in (None, of[shares]):
+            wanted["dz"], sources[shares] = of[shares], "dz"
     reached = dict.fromkeys(("weight", "bias"), has_dy) | dict.fromkeys(("weight1", "bias1"), "dy1" in given)
     for name in needed:
         if sources[name] in wanted and sources[name] != "dz" and reached.get(name, True):

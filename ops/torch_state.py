@@ -65,7 +65,7 @@ def kinds_of(tensors: Iterable[Tensor | None]) -> tuple | None:
     for t in tensors:
         if t is None:
             kinds.append(None)
-        elif is_plain(t):
+        elif type(t) in PLAIN and t.layout is _STRIDED and not t.is_neg():  # `is_plain`, without a call
             kinds += t.device, t.dtype
         else:
             return None
